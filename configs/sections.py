@@ -121,7 +121,7 @@ class PolicySection(Section):
     @classmethod
     def _train_what_the_kind_has(cls, values: Any) -> Any:
         kind = values.get("kind") if isinstance(values, dict) else None
-        if kind in get_args(Kind) and "train" not in values:
+        if isinstance(kind, str) and kind in get_args(Kind) and "train" not in values:
             return {**values, "train": trained_by_default(kind)}
         return values
 

@@ -21,3 +21,6 @@ about the denoising steps.
 """
 
 STREAMS: tuple[Stream, ...] = tuple(COMPARED)
+
+UNEQUAL_PASSES: frozenset[Stream] = frozenset({"denoising"})
+"""Streams whose microbatches take unequal numbers of passes: one for each prompt or image size among their rows."""

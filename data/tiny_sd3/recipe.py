@@ -31,12 +31,12 @@ class TinySd3Recipe:
     heldout_fraction: float = 0.1
     corpus_size: int = 8192
     slip_probability: float = 0.5
-    confusion_probability: float = 0.25
-    speckle_probability: float = 0.0
+    confusion_probability: float = 0.1
+    speckle_probability: float = 0.06
     clip_size: int = 32
     t5_size: int = 64
-    text_length: int = 16
-    hidden_size: int = 96
+    text_length: int = 14
+    hidden_size: int = 64
     layers: int = 3
     heads: int = 4
     patch_size: int = 2
@@ -44,5 +44,5 @@ class TinySd3Recipe:
     shift: float = 3.0
     steps: int = 2000
     batch: int = 32
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     prompt_drop_probability: float = 0.1

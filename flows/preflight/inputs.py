@@ -253,10 +253,21 @@ def _model_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputEr
     try:
         family.refuse_missing(source_of(config))
         family.refuse_unusable(source_of(config), config.rollout)
+        _refuse_evaluation(config)
     except InputError as error:
         yield error
         return
     yield from generation_problems(config, prompts.sets)
+
+
+def _refuse_evaluation(config: RunConfig) -> None:
+    """Raise InputError if the model cannot sample held-out prompts with the settings that only they have."""
+    try:
+        policy_family(config.policy.kind).refuse_unusable(source_of(config), config.evaluation_rollout)
+    except InputError as error:
+        field = error.place.removeprefix("rollout.")
+        own = getattr(config.evaluate, field, None) is not None
+        raise InputError(f"evaluate.{field}" if own else error.place, error.value, error.hint) from error
 
 
 def _reward_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:

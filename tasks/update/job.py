@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from configs.sections import PlacementSection, StorageSection
 from configs.training import UpdateSection
 from grpo_core.errors import InputError
-from grpo_core.streams import Stream
+from grpo_core.streams import UNEQUAL_PASSES, Stream
 from grpo_core.update import ProcessGroup
 from tasks.execution.peak_memory import peak_memory, reset_peak_memory
 from tasks.execution.resources import resource
@@ -101,13 +101,8 @@ class UpdateOutcome(BaseModel):
 
 def refuse_unusable_placement(placement: PlacementSection, updates: Mapping[Stream, UpdateSection]) -> None:
     """Raise InputError for a number of processes, or a way to shard the weights, that this machine cannot run."""
-    if placement.sharding == "fsdp2" and placement.processes == 1:
-        hint = "One process cannot shard the weights; set placement.processes to 2 or more, or this to ddp."
-        raise InputError("placement.sharding", "fsdp2", hint)
-    others = [update.optimizer for update in updates.values() if update.optimizer != "adamw"]
-    if placement.sharding == "fsdp2" and others:
-        hint = "8-bit and paged moments cannot be sharded; use adamw, or set placement.sharding to ddp."
-        raise InputError("update.optimizer", others[0], hint)
+    if placement.sharding == "fsdp2":
+        _refuse_unusable_sharding(placement, updates)
     on_cpu = placement.device == "cpu" or (placement.device == "auto" and not torch.cuda.is_available())
     if placement.processes == 1:
         return
@@ -122,6 +117,23 @@ def refuse_unusable_placement(placement: PlacementSection, updates: Mapping[Stre
     if placement.processes > gpus:
         hint = f"Each process needs a GPU and this machine has {gpus}; use at most that, or device: cpu."
         raise InputError("placement.processes", placement.processes, hint)
+
+
+def _refuse_unusable_sharding(placement: PlacementSection, updates: Mapping[Stream, UpdateSection]) -> None:
+    if placement.processes == 1:
+        hint = "One process cannot shard the weights; set placement.processes to 2 or more, or this to ddp."
+        raise InputError("placement.sharding", "fsdp2", hint)
+    for place, (stream, update) in enumerate(updates.items()):
+        section = f"update.{stream}" if place else "update"
+        if update.optimizer != "adamw":
+            hint = "8-bit and paged moments cannot be sharded; use adamw, or set placement.sharding to ddp."
+            raise InputError(f"{section}.optimizer", update.optimizer, hint)
+        if stream in UNEQUAL_PASSES and update.micro_batch_size > 1:
+            hint = (
+                "Processes that share sharded weights make equally many passes, and rows of other prompts or image "
+                "sizes take passes of their own; set it to 1, or placement.sharding to ddp."
+            )
+            raise InputError(f"{section}.micro_batch_size", update.micro_batch_size, hint)
 
 
 def carry_out(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import data
+from grpo_core.groups import GroupRequest
 from grpo_core.policies.glm_image.loading import load_pipeline
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
@@ -94,7 +95,13 @@ def _images() -> Row:
             guidance_scale=1.0,
         )
 
-    ours, theirs = alternate(9, lambda: policy.render(sampled, noise_seeds=range(IMAGES)), bare)
+    names = tuple(map(str, range(IMAGES)))
+    request = GroupRequest(PROMPTS[0], names, tuple(range(IMAGES)), tuple(range(IMAGES)))
+
+    def ours_alone() -> None:
+        policy.decoder.sample([request], sampled, size=policy.settings.size, rows_per_call=IMAGES)
+
+    ours, theirs = alternate(9, ours_alone, bare)
     return Row(
         what=f"GLM-Image decoding, {IMAGES} images of 64 x 64 in 4 steps",
         unit="images/s",

@@ -127,7 +127,9 @@ def _our_update(folder: str, group: int) -> Callable[[], None]:
 
     torch.set_num_threads(1)
     settings, cpu = CausalLMSettings(max_completion_length=LENGTH), torch.device("cpu")
-    policy = CausalLMPolicy.load(folder, settings, {"tokens": TrainingChoice(lora=None)}, dtype=torch.float32, device=cpu)
+    policy = CausalLMPolicy.load(
+        folder, settings, {"tokens": TrainingChoice(lora=None)}, dtype=torch.float32, device=cpu
+    )
     ids = _completions(policy.trained.model.config.vocab_size, group)
     tokens = TokenBatch((PROMPT,) * group, ids, torch.ones_like(ids, dtype=torch.bool), 1.0)
     policy.prepare_for_update()

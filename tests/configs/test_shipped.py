@@ -31,10 +31,12 @@ def test_a_shipped_file_is_whole(path: Path) -> None:
     assert as_config(config) == as_config(yaml.safe_load(path.read_text())) == config
     for dataset in (*config.data.sets, *config.evaluate.sets):
         assert (ROOT / dataset.prompts).is_file()
-    rows, minibatch = config.rows_per_iteration, config.update.minibatch_size or config.rows_per_iteration
-    # A last minibatch or microbatch of a few rows would weigh as much as a whole one.
-    assert rows % minibatch == 0
-    assert minibatch % config.update.micro_batch_size == 0
+    for stream, update in config.updates.items():
+        rows = config.rows_of(stream)
+        minibatch = update.minibatch_size or rows
+        # A last minibatch or microbatch of a few rows would weigh as much as a whole one.
+        assert rows % minibatch == 0
+        assert minibatch % update.micro_batch_size == 0
     assert config.rollout.prompts_per_iteration % config.rollout.prompts_per_batch == 0
 
 

@@ -35,7 +35,7 @@ SECTION = PolicySection(model=str(MODEL), dtype="float32", lora=LoraSection(rank
 
 
 def spec() -> ModelSpec:
-    return ModelSpec(section=SECTION, digest=model_digest(str(MODEL)), adapter_seed=3, reference="none")
+    return ModelSpec(section=SECTION, digest=model_digest(str(MODEL)), adapter_seed=3, references={"tokens": "none"})
 
 
 def base() -> PolicyRef:
@@ -107,7 +107,7 @@ def update(
 ) -> PolicyRef:
     drawn = rollouts if isinstance(rollouts, tuple) else (rollouts,)
     return update_policy_task.fn(
-        policy, drawn, advantages, spec(), section, 11, max_staleness, "iteration 1", PLACEMENT
+        policy, drawn, advantages, spec(), {"tokens": section}, 11, max_staleness, "iteration 1", PLACEMENT
     )
 
 

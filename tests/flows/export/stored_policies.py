@@ -1,20 +1,28 @@
 """Runs with policies that load: the shipped models with disturbed weights, stored through the real store."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 from configs.loader import read_config
 from grpo_core.policies.protocol import Policy
-from tasks.models.files import EMA_FOLDER, model_digest, weights_digest
+from tasks.models.files import EMA_FOLDER, component_folder, model_digest, weights_digest
 from tasks.runs.lookup import write_description
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 from tests.flows.conftest import TINY, TINY_TEXT
 from tests.tasks.reports.made_runs import RunMaker
 from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_text_policy import MODEL as TEXT_MODEL
+
+
+def save_components(policy: Policy, folder: Path) -> None:
+    """Write the trained weights of every component as a version has them."""
+    for stream, component in policy.components.items():
+        own = component_folder(folder, stream, policy.components)
+        own.mkdir(parents=True, exist_ok=True)
+        component.save_weights(own)
 
 
 def store_run(
@@ -25,13 +33,15 @@ def store_run(
     *,
     lora: bool = True,
     average: Policy | None = None,
+    settings: Sequence[str] = (),
 ) -> RunMaker:
     """Store these weights as versions 1 and 2, and evaluations of versions with these mean rewards less 0.5."""
     texts = hasattr(policy, "tokenizer")
     model, file = (TEXT_MODEL, TINY_TEXT) if texts else (IMAGE_MODEL, TINY)
     chosen = "{rank: 4, alpha: 8.0}" if lora else "null"
-    overrides = [f"policy.model={model}", f"policy.lora={chosen}", "rollout.num_inference_steps=2"][: 2 if texts else 3]
-    config = read_config(file, [f"run.name={name}", *overrides])
+    overrides = [f"policy.model={model}", f"policy.lora={chosen}"]
+    overrides += [] if texts else ["rollout.num_inference_steps=2"]
+    config = read_config(file, [f"run.name={name}", *overrides, *settings])
     labels = tuple(section.label for section in config.rewards)
     maker = RunMaker(root, name, modality="text" if texts else "image", labels=labels)
     described = {"name": name, "model_digest": model_digest(str(model)), "schema_version": SCHEMA_VERSION}
@@ -40,9 +50,9 @@ def store_run(
     digests = {0: described["model_digest"]}
     for version in (1, 2):
         with maker.store.staging() as staged:
-            policy.save_weights(staged)
+            save_components(policy, staged)
             if average is not None:
-                average.save_weights(staged / EMA_FOLDER)
+                save_components(average, staged / EMA_FOLDER)
             digests[version] = weights_digest(staged)
             state = {"policy_version": version, "policy_digest": digests[version]}
             (staged / "training_state.json").write_text(json.dumps(state))

@@ -22,14 +22,14 @@ from flows.export.usage import TEXT_PROMPT
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.glm_image.decoding import large_grid_ids
+from grpo_core.policies.glm_image.decoder import large_grid_ids
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.trained import ADAPTER_FILE, TrainingChoice
 from grpo_core.seeds import make_generator
 from tasks.storage.artifacts.tombstones import replace_artifact
 from tests.flows.export.stored_policies import store_run
 from tests.tasks.reports.made_runs import flip_last_byte
-from tests.tiny_policy import build_policy
+from tests.tiny_policy import build_policy, render
 from tests.tiny_text_policy import MODEL, PROMPTS, build_text_policy
 
 # peft reads an attribute of transformers by its previous name.
@@ -84,7 +84,7 @@ def run_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_adapter_gives_our_logprobs_in_plain_peft(root: Path, adapted: CausalLMPolicy, tmp_path: Path) -> None:
     folder = exported(root, "adapted", tmp_path / "adapter", policy="best")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL), str(folder))
-    tokens = adapted.sample(PROMPTS[:1], group_size=1, seeds=[3]).tokens
+    tokens = adapted.sample_tokens(PROMPTS[:1], 1, [3]).actions
     prompt = adapted._encode(PROMPTS[:1]).input_ids
     logits = model(torch.cat([prompt, tokens.token_ids], 1)).logits[:, prompt.shape[1] - 1 : -1]
     plain = logits.log_softmax(-1).gather(-1, tokens.token_ids[..., None])[..., 0]
@@ -112,7 +112,7 @@ def test_the_lines_of_the_card_answer_as_the_policy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     policy: CausalLMPolicy = request.getfixturevalue(run)
-    (answer,) = policy.render(policy.sample([TEXT_PROMPT], group_size=1, seeds=[0]).tokens, noise_seeds=[0])
+    (answer,) = policy.decode(policy.sample_tokens([TEXT_PROMPT], 1, [0]).actions)
     folder = exported(root, run, tmp_path / "exported", **options)
     run_card(folder, monkeypatch)
     assert capsys.readouterr().out == f"{answer}\n"
@@ -139,8 +139,8 @@ def test_the_merged_pipeline_draws_our_pixels(
     pipe = GlmImagePipeline.from_pretrained(folder, trust_remote_code=True)
     pipe.set_progress_bar_config(disable=True)
     prompt, seeds, settings = "a red circle", [5, 6], drawing.settings
-    tokens = drawing.sample([prompt], group_size=2, seeds=seeds).tokens
-    prior = large_grid_ids(tokens.token_ids, tokens.loss_mask, drawing.grids)
+    tokens = drawing.tokens.sample([prompt], 2, seeds).actions
+    prior = large_grid_ids(tokens.token_ids, tokens.loss_mask, drawing.tokens.grids)
     drawn = pipe(
         [prompt] * 2,
         height=settings.height,
@@ -150,13 +150,13 @@ def test_the_merged_pipeline_draws_our_pixels(
         num_inference_steps=settings.num_inference_steps,
         guidance_scale=settings.guidance_scale,
     ).images
-    ours = drawing.render(tokens, noise_seeds=seeds)
+    ours = render(drawing, tokens, seeds)
     assert all(
         same(first, second) for first, second in zip(drawn, ours, strict=True) if isinstance(second, Image.Image)
     )
     assert len(drawn) == len(ours) == 2
-    merged = drawing._score(pipe.vision_language_encoder, tokens, entropy="none").logprobs
-    torch.testing.assert_close(merged, drawing.logprobs(tokens).logprobs, atol=2e-5, rtol=0)
+    merged = drawing.tokens._score(pipe.vision_language_encoder, tokens, entropy="none").logprobs
+    torch.testing.assert_close(merged, drawing.tokens.logprobs(tokens).logprobs, atol=2e-5, rtol=0)
     run_card(folder, monkeypatch)
     with Image.open(folder.parent / "image.png") as image:
         assert image.size == (64, 64)
@@ -167,10 +167,10 @@ def test_the_image_adapter_gives_our_logprobs_in_plain_peft(
     root: Path, drawing: GlmImagePolicy, shipped_pipeline: GlmImagePipeline, tmp_path: Path
 ) -> None:
     folder = exported(root, "drawing", tmp_path / "adapter")
-    base = build_policy(shipped_pipeline, lora=None).pipeline.vision_language_encoder
-    tokens = drawing.sample(["a red circle"], group_size=2, seeds=[1, 2]).tokens
-    plain = drawing._score(PeftModel.from_pretrained(base, str(folder)), tokens, entropy="none")
-    assert torch.equal(plain.logprobs, drawing.logprobs(tokens).logprobs)
+    base = build_policy(shipped_pipeline, lora=None).tokens.pipeline.vision_language_encoder
+    tokens = drawing.tokens.sample(["a red circle"], 2, [1, 2]).actions
+    plain = drawing.tokens._score(PeftModel.from_pretrained(base, str(folder)), tokens, entropy="none")
+    assert torch.equal(plain.logprobs, drawing.tokens.logprobs(tokens).logprobs)
 
 
 def _fill(folder: Path) -> None:

@@ -18,7 +18,7 @@ from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.seeds import derive_seed
 from tests.flows.export.stored_policies import store_run
 from tests.tiny_policy import MODEL as IMAGE_MODEL
-from tests.tiny_policy import build_policy
+from tests.tiny_policy import build_policy, render
 from tests.tiny_text_policy import MODEL, build_text_policy
 
 PROMPTS = ("sort the letters of banana", "sort the letters of goga")
@@ -36,8 +36,7 @@ def test_a_run_and_its_exports_answer_alike(tmp_path: Path) -> None:
     expected = []
     for prompt in PROMPTS:
         seeds = [derive_seed(3, "tokens", number) for number in range(2)]
-        drawn = policy.sample([prompt], group_size=2, seeds=seeds)
-        expected += policy.render(drawn.tokens, noise_seeds=seeds)
+        expected += policy.decode(policy.sample_tokens([prompt], 2, seeds).actions)
     assert [each.text for each in samples(run, seed=3, samples=2)] == expected
     # A sample depends on nothing but its prompt, its index and the seed.
     assert [each.text for each in samples(run, PROMPTS[1:], seed=3)] == expected[2:3]
@@ -56,8 +55,8 @@ def test_images_are_written(shipped_pipeline: GlmImagePipeline, tmp_path: Path) 
     policy = build_policy(shipped_pipeline, height=64, width=64, disturbed=0.05)
     run = store_run(tmp_path, "run", policy, {}).folder
     (written,) = samples(run, ("a red circle",), policy="1", out=str(tmp_path / "out"))
-    tokens = policy.sample(["a red circle"], group_size=1, seeds=[derive_seed(0, "tokens", 0)]).tokens
-    (expected,) = policy.render(tokens, noise_seeds=[derive_seed(0, "noise", 0)])
+    tokens = policy.tokens.sample(["a red circle"], 1, [derive_seed(0, "tokens", 0)]).actions
+    (expected,) = render(policy, tokens, [derive_seed(0, "noise", 0)])
     assert written.file == str(tmp_path / "out" / "run-v1-01-a-red-circle-seed0-1.png")
     assert isinstance(expected, Image.Image)
     with Image.open(written.file) as image:

@@ -34,11 +34,15 @@ def test_the_text_reward_rises(example: ModuleType) -> None:
 
 def test_the_image_model_is_trained(example: ModuleType) -> None:
     task = example.image_task()
-    before = {name: value.detach().clone() for name, value in task.policy.components["tokens"].trainable_parameters().items()}
+    before = {
+        name: value.detach().clone() for name, value in task.policy.components["tokens"].trainable_parameters().items()
+    }
     ((reward, update),) = example.train(task, iterations=1, group_size=4)
     assert 0 < reward < 1
     assert len(update.steps) == 1
-    assert any(not value.equal(before[name]) for name, value in task.policy.components["tokens"].trainable_parameters().items())
+    assert any(
+        not value.equal(before[name]) for name, value in task.policy.components["tokens"].trainable_parameters().items()
+    )
 
 
 def test_a_step_is_the_pipelines(example: ModuleType, empty: Runs, tmp_path: Path) -> None:
@@ -51,7 +55,9 @@ def test_a_step_is_the_pipelines(example: ModuleType, empty: Runs, tmp_path: Pat
         GroupRequest(group["prompt"][0], tuple(group["sample_id"]), tuple(group["seed"]), (0,) * 8) for group in groups
     ]
     task = example.text_task()
-    optimizer = PolicyOptimizer(task.policy.components["tokens"].trainable_parameters(), OptimizerSettings(task.learning_rate))
+    optimizer = PolicyOptimizer(
+        task.policy.components["tokens"].trainable_parameters(), OptimizerSettings(task.learning_rate)
+    )
     example.grpo_step(task, optimizer, prompts, requests, derive_seed(0, 1, "minibatches"))
     task.policy.components["tokens"].save_weights(tmp_path)
     assert weights_digest(tmp_path) == weights_digest(empty.path("policies", "000001", run="text"))

@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from grpo_core.losses import Denominators, LossInputs, LossSettings, TokenLoss, compute_microbatch_loss
+from grpo_core.losses import LOSS_TRAITS, Denominators, LossInputs, LossSettings, TokenLoss, compute_microbatch_loss
 
 MAX_COMPLETION_LENGTH = 11
+TOKEN_LOSSES = [loss for loss, traits in LOSS_TRAITS.items() if not traits.reads_gaussians]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from grpo_core.losses import (
     LOSS_TRAITS,
-    LOSSES,
     LossInputs,
     MismatchSettings,
     clipped_share_of_rows,
@@ -19,7 +18,7 @@ from grpo_core.losses import (
     mismatch_metrics,
     mismatch_weights,
 )
-from tests.grpo_core.losses.batches import count, loss_of, random_inputs, select
+from tests.grpo_core.losses.batches import TOKEN_LOSSES, count, loss_of, random_inputs, select
 from tests.grpo_core.losses.trl_oracle import (
     configured,
     require_equal,
@@ -30,27 +29,27 @@ from tests.grpo_core.losses.trl_oracle import (
 )
 
 SEEDS = st.integers(0, 2**32 - 1)
-CLIPPED = [loss for loss in LOSSES if LOSS_TRAITS[loss].clips]
+CLIPPED = [loss for loss in TOKEN_LOSSES if LOSS_TRAITS[loss].clips]
 
 
 def without_empty_rows(inputs: LossInputs) -> LossInputs:
     return select(inputs, inputs.loss_mask.any(-1).nonzero().flatten().tolist())
 
 
-PLAIN = [(loss, {}) for loss in LOSSES]
+PLAIN = [(loss, {}) for loss in TOKEN_LOSSES]
 SEQUENCE = [(loss, {"importance_level": "sequence"}) for loss in ("bnpo", "dr_grpo", "dapo", "sapo")]
 DELTA = [(loss, {"delta": 1.5}) for loss in CLIPPED]
-KL = [(loss, {"kl_coef": 0.3, "kl_importance_correction": corrected}) for loss in LOSSES for corrected in (0, 1)]
+KL = [(loss, {"kl_coef": 0.3, "kl_importance_correction": corrected}) for loss in TOKEN_LOSSES for corrected in (0, 1)]
 MISMATCH = [
     (loss, {"mismatch": MismatchSettings(mode, level, 1.3, floor)})
-    for loss in LOSSES
+    for loss in TOKEN_LOSSES
     for mode in ("truncate", "mask")
     for level in ("token", "sequence")
     for floor in (0.0, 0.7)
     if (loss, level) != ("vespo", "sequence")
 ]
-OFF_POLICY = [(loss, {"off_policy_threshold": 0.1}) for loss in LOSSES]
-BONUS = [(loss, {"entropy_coef": 0.2}) for loss in LOSSES]
+OFF_POLICY = [(loss, {"off_policy_threshold": 0.1}) for loss in TOKEN_LOSSES]
+BONUS = [(loss, {"entropy_coef": 0.2}) for loss in TOKEN_LOSSES]
 EVERYTHING = [
     (
         loss,
@@ -62,7 +61,7 @@ EVERYTHING = [
             **({"delta": 2.0} if loss in CLIPPED else {}),
         },
     )
-    for loss in LOSSES
+    for loss in TOKEN_LOSSES
 ]
 
 
@@ -79,7 +78,7 @@ def test_loss_and_gradient(loss: str, options: dict[str, Any], seed: int) -> Non
     require_equal(loss_of(inputs, settings), trl_loss(inputs, settings))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
 @hypothesis_settings(max_examples=12)
 @given(SEEDS)
 def test_loss_and_gradient_of_any_batch(loss: str, seed: int) -> None:
@@ -89,7 +88,7 @@ def test_loss_and_gradient_of_any_batch(loss: str, seed: int) -> None:
     require_equal(loss_of(inputs, settings), trl_loss(inputs, settings, quantile=0.4))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
 def test_in_single_precision(loss: str) -> None:
     inputs = random_inputs(5)
     single = {
@@ -103,7 +102,7 @@ def test_in_single_precision(loss: str) -> None:
     torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
 def test_first_step(loss: str) -> None:
     """TRL puts the detached log-probs in the old ones' place: the ratio is 1 and has a gradient."""
     inputs = replace(random_inputs(6), entropy_mask=None)
@@ -142,7 +141,7 @@ def test_mismatch_weights(level: Any, mode: Any, seed: int, cap: float, floor: f
     )
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
 @pytest.mark.parametrize("seed", range(3))
 def test_clip_metrics(loss: str, seed: int) -> None:
     inputs = replace(without_empty_rows(random_inputs(seed, rows=16)), entropy_mask=None)

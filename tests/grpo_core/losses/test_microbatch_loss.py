@@ -23,7 +23,7 @@ from grpo_core.losses import (
     count_clipped,
     overlong_mask,
 )
-from tests.grpo_core.losses.batches import Loss, count, loss_of, random_inputs
+from tests.grpo_core.losses.batches import TOKEN_LOSSES, Loss, count, loss_of, random_inputs
 
 RATIOS = st.floats(0.05, 5.0)
 ADVANTAGES = st.floats(-3.0, 3.0)
@@ -247,7 +247,7 @@ def require_same(found: Loss, expected: Loss) -> None:
     torch.testing.assert_close(found.entropy, expected.entropy, rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
 @given(SEEDS, partitions(), st.sampled_from(["k1", "k2", "k3"]))
 def test_microbatches_add_up_to_the_minibatch(loss: str, seed: int, split: list[list[int]], estimator: Any) -> None:
     """Any rows in any microbatch, every switch on, the minibatch a part of a larger rollout set."""
@@ -256,7 +256,7 @@ def test_microbatches_add_up_to_the_minibatch(loss: str, seed: int, split: list[
     require_same(loss_of(inputs, settings, denominators, split), loss_of(inputs, settings, denominators))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
 @given(SEEDS)
 def test_nothing_under_the_mask_is_seen(loss: str, seed: int) -> None:
     """NaN and infinity there reach neither the loss, nor its gradient, nor its terms."""
@@ -281,7 +281,7 @@ def test_nothing_under_the_mask_is_seen(loss: str, seed: int) -> None:
         assert not values[~mask].any()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
 def test_rows_without_tokens_give_zero_and_no_nan(loss: str) -> None:
     inputs = replace(random_inputs(1), loss_mask=torch.zeros(6, 7, dtype=torch.bool))
     found = loss_of(inputs, everything(loss))
@@ -290,7 +290,7 @@ def test_rows_without_tokens_give_zero_and_no_nan(loss: str) -> None:
     assert not found.entropy.any()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
 def test_only_log_probs_and_entropy_get_a_gradient(loss: str) -> None:
     inputs = random_inputs(2)
     constants = ("old_logprobs", "advantages", "rollout_logprobs", "ref_logprobs")
@@ -319,7 +319,7 @@ def token_weights(loss: str, inputs: LossInputs, denominators: Denominators) -> 
     }[loss]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
 @given(SEEDS)
 def test_on_policy_gradient_is_the_policy_gradient(loss: str, seed: int) -> None:
     """At ratio one the derivative by each log-prob is -A times the token's weight, and 0 where masked."""
@@ -350,7 +350,7 @@ def test_a_term_without_its_input_is_refused(options: dict[str, Any], missing: s
         compute_microbatch_loss(inputs, plain(**options), count(inputs))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
 @pytest.mark.parametrize(("distance", "advantage"), [(200.0, -1.0), (200.0, 1.0), (-200.0, 1.0)])
 def test_one_token_far_away_leaves_a_finite_loss_and_gradient(loss: str, distance: float, advantage: float) -> None:
     """exp(200) overflows fp32: its log-ratio is clamped, and counted once per token, or per token of its row."""

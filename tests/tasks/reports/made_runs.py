@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
+from grpo_core.streams import Stream
 from tasks.runs.layout import SCORES_FILE
 from tasks.runs.lookup import write_description
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -15,17 +16,19 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.parquet import TableWriter, write_table
 from tasks.storage.tables.schemas import (
     ADVANTAGES,
-    IMAGE_ROLLOUTS,
     METRICS,
     REWARDS,
     SCHEMA_VERSION,
-    TEXT_ROLLOUTS,
     UPDATE_STEPS,
+    rollout_schema,
 )
 
 PROMPTS = ("a red square", "a blue square")
 GROUP_SIZE = 4
 LOGPROBS, MASK = [-0.5, -0.25, -8.0], [True, True, False]
+STEP_LOGPROBS, WINDOW_START = [1.25, -0.5], 1
+RENDERINGS = {0: 0.2, 3: 0.8}
+"""With both streams sample 3 is the second rendering of draft 0: the denoising's rewards of both."""
 SECONDS = {"rollouts": 4.0, "rewards": 2.0, "advantages": 1.0, "update": 3.0}
 
 
@@ -70,6 +73,7 @@ class RunMaker:
         prompts: tuple[str, ...] = PROMPTS,
         side: int = 8,
         modality: Literal["image", "text"] = "image",
+        streams: tuple[Stream, ...] = ("tokens",),
         datasets: tuple[str, ...] = ("default",),
         labels: tuple[str, ...] = ("ssim",),
         identity: dict[str, Any] | None = None,
@@ -77,11 +81,12 @@ class RunMaker:
     ) -> None:
         self.store = ArtifactStore(str(root), name)
         self.prompts, self.side, self.datasets, self.labels = prompts, side, datasets, labels
-        self.texts = modality == "text"
+        self.modality, self.streams, self.texts = modality, streams, modality == "text"
         self.policy = (0, "base" * 16)
         self.written: dict[tuple[int, int], str] = {}
         self.targets: dict[int, Path] = {}
-        policy = "policy:\n  kind: causal_lm\n" if self.texts else ""
+        kind = "causal_lm" if self.texts else "glm_image" if "tokens" in streams else "diffusers"
+        policy = "" if kind == "glm_image" else f"policy:\n  kind: {kind}\n"
         config = f"run:\n  name: {name}\n  iterations: {planned}\n{policy}{settings}".encode()
         described = {"name": name, "model_digest": "base" * 16, "schema_version": SCHEMA_VERSION}
         described |= {} if identity is None else identity
@@ -119,13 +124,25 @@ class RunMaker:
 
     def rollouts(self, place: str, prefix: str, seed: int = 0) -> ArtifactRef:
         with self.store.staging() as staged:
-            schema = TEXT_ROLLOUTS if self.texts else IMAGE_ROLLOUTS
+            # No denoising step of an evaluation is noisy.
+            recorded = [each for each in self.streams if each == "tokens" or iteration_of(prefix) is not None]
+            schema = rollout_schema(self.modality, recorded)
             writer = TableWriter(staged / "part-00000.parquet", schema)
             for group in range(len(self.prompts)):
                 rows = [self._row(group, sibling, prefix, seed) for sibling in range(GROUP_SIZE)]
                 writer.write({name: [row.get(name) for row in rows] for name in schema.names})
             writer.close()
             return self.commit(staged, f"{place}/rollouts", SECONDS["rollouts"], {"tokens": 16.0})
+
+    def place(self, sibling: int, prefix: str) -> tuple[int, int]:
+        """Draft and rendering of a sample."""
+        if iteration_of(prefix) is not None and "tokens" not in self.streams:
+            return 0, sibling
+        return (0, 1) if self.is_uneven(prefix) and sibling == 3 else (sibling, 0)
+
+    def is_uneven(self, name: str) -> bool:
+        """Whether these are samples of a training with both streams."""
+        return len(self.streams) > 1 and iteration_of(name) is not None
 
     def _row(self, group: int, sibling: int, prefix: str, seed: int) -> dict[str, Any]:
         target = self.targets.get(group)
@@ -136,6 +153,10 @@ class RunMaker:
             "prompt_id": f"prompt{group + self.first_prompt}",
             "dataset": self.dataset(group),
             "sibling": sibling,
+            "draft": self.place(sibling, prefix)[0],
+            "rendering": self.place(sibling, prefix)[1],
+            "denoising_logprobs": STEP_LOGPROBS,
+            "window_start": WINDOW_START,
             "prompt": self.prompts[group],
             "columns": "{}",
             "target_uri": str(target) if target else None,
@@ -202,37 +223,53 @@ class RunMaker:
         metrics = {"mean": 0.5 + shift, "null": float(rounds * len(self.prompts)), "failed": 0.0}
         return {f"rewards/{label}/{kind}": value for kind, value in metrics.items()}
 
+    def _compared(self, stream: Stream, group: int, sibling: int, name: str, shift: float) -> list[float | None]:
+        """The sample's reward by a stream; empty where it is not compared."""
+        if not self.is_uneven(name):
+            return [reward_of(group, sibling, shift)]
+        if stream == "tokens":
+            return [] if sibling == 3 else [reward_of(group, sibling, shift)]
+        return [RENDERINGS[sibling]] if sibling in RENDERINGS else []
+
+    def _rated(
+        self, stream: Stream, group: int, sibling: int, name: str, value: float | None, *, dropped: bool
+    ) -> dict[str, Any]:
+        return {
+            "sample_id": name,
+            "iteration": iteration_of(name),
+            "group_id": name.rsplit(".", 1)[0],
+            "prompt_id": f"prompt{group}",
+            "dataset": self.dataset(group),
+            "stream": stream,
+            "reward": value,
+            "kl_penalty": None,
+            "advantage": None if value is None or dropped else 2 * value - 1,
+            "group_mean": 0.5,
+            "group_std": 0.1,
+            "dropped": dropped,
+            "imputed": 0,
+            "reward_breakdown": [{"reward": label, "value": value, "scaled": value} for label in self.labels],
+        }
+
     def advantages(self, place: str, *prefixes: str, shift: float = 0.0) -> ArtifactRef:
         """Write the advantages of these sampling rounds; with more than one, groups without spread are dropped."""
         samples, redrawn = self._samples(*prefixes), len(prefixes) > 1
-        values = [reward_of(group, sibling, shift) for group, sibling, _ in samples]
-        dropped = [redrawn and group > 0 for group, *_ in samples]
-        metrics = {"reward": 0.5 + shift, "rounds": float(len(prefixes)), "groups_dropped": sum(dropped) / GROUP_SIZE}
+        metrics = {"reward": 0.5 + shift, "rounds": float(len(prefixes)), "groups_dropped": 0.0}
+        if redrawn:
+            metrics["groups_dropped"] = float(len(prefixes) * (len(self.prompts) - 1))
         if len(self.datasets) > 1:
             means = enumerate(self.datasets)
             metrics |= {f"datasets/{name}/reward": 0.5 + shift + index / 10 for index, name in means}
+        if len(self.streams) > 1:
+            metrics |= {"denoising/reward": 0.25 + shift, "denoising/reward_std_within_groups": 0.3}
+        rows = [
+            self._rated(stream, *sample, value, dropped=redrawn and sample[0] > 0)
+            for stream in self.streams
+            for sample in samples
+            for value in self._compared(stream, *sample, shift)
+        ]
         with self.store.staging() as staged:
-            columns = {
-                "sample_id": [name for *_, name in samples],
-                "iteration": [iteration_of(name) for *_, name in samples],
-                "group_id": [name.rsplit(".", 1)[0] for *_, name in samples],
-                "prompt_id": [f"prompt{group}" for group, *_ in samples],
-                "dataset": [self.dataset(group) for group, *_ in samples],
-                "stream": ["tokens"] * len(samples),
-                "reward": values,
-                "kl_penalty": [None] * len(samples),
-                "advantage": [
-                    None if value is None or left_out else 2 * value - 1
-                    for value, left_out in zip(values, dropped, strict=True)
-                ],
-                "group_mean": [0.5] * len(samples),
-                "group_std": [0.1] * len(samples),
-                "dropped": dropped,
-                "imputed": [0] * len(samples),
-                "reward_breakdown": [
-                    [{"reward": label, "value": value, "scaled": value} for label in self.labels] for value in values
-                ],
-            }
+            columns = {name: [row[name] for row in rows] for name in ADVANTAGES.names}
             write_table(staged / "advantages.parquet", ADVANTAGES, columns)
             return self.commit(staged, f"{place}/advantages", SECONDS["advantages"], metrics, len(prefixes))
 

@@ -85,3 +85,39 @@ def test_the_groups_of_all_rounds_and_which_were_dropped(tmp_path: Path) -> None
     assert groups.shown[1].samples[0]["advantage"] is None
     limited = read(maker, limit=1)
     assert (len(limited.shown), limited.total, limited.dropped) == (1, 4, 2)
+
+
+def test_renderings_stand_beside_their_draft_and_are_not_ranked(tmp_path: Path) -> None:
+    """With both streams the reward of a second rendering can be of other rewards than those of the drafts."""
+    maker = RunMaker(tmp_path, streams=("tokens", "denoising"))
+    maker.iteration(1)
+    groups = read(maker)
+    group = groups.shown[0]
+    assert [sample["sample_id"][-3:] for sample in group.samples] == ["s02", "s00", "s03", "s01"]
+    assert [sample["reward"] for sample in group.samples] == pytest.approx([0.9, 0.4, 0.8, 0.1])
+    assert group.best is not None
+    assert group.worst is not None
+    assert (group.best["sample_id"][-3:], group.worst["sample_id"][-3:]) == ("s02", "s01")
+    assert group.reward == pytest.approx((0.4 + 0.1 + 0.9) / 3)
+    assert groups.rendered
+    assert [dict(sample["advantages"]) for sample in group.samples] == [
+        {"advantage, tokens": pytest.approx(0.8)},
+        {"advantage, tokens": pytest.approx(-0.2), "advantage, denoising": pytest.approx(-0.6)},
+        {"advantage, denoising": pytest.approx(0.6)},
+        {"advantage, tokens": pytest.approx(-0.8)},
+    ]
+    assert [(each.title, each.value) for each in group.samples[1]["actions"]] == [
+        ("log-prob", "-0.8 over 2 tokens"),
+        ("log-prob, steps 2 to 3", "1.2500, -0.5000"),
+    ]
+
+
+def test_images_without_tokens(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, streams=("denoising",))
+    maker.iteration(1)
+    groups = read(maker)
+    best = groups.shown[0].best
+    assert best is not None
+    assert (best["sample_id"][-3:], best["advantages"]) == ("s02", {"advantage": pytest.approx(0.8)})
+    assert [each.title for each in best["actions"]] == ["log-prob, steps 2 to 3"]
+    assert not groups.rendered

@@ -54,6 +54,29 @@ def test_samples_have_their_scores_and_images(run: StoredRun) -> None:
     assert run.decode(pl.Series([None], dtype=samples.schema["image"])) == [None]
 
 
+def test_samples_of_two_streams_have_the_advantages_of_both(tmp_path: Path) -> None:
+    """Sample 3 is a second rendering of sample 0's tokens; an evaluation compares all in both."""
+    run = open_run(whole_run(tmp_path, streams=("tokens", "denoising")).folder)
+    samples = run.samples(iterations=[1])[:4]
+    assert samples["sample_id"].to_list() == [f"i000001.p0000.s{sibling:02d}" for sibling in range(4)]
+    assert samples["reward"].to_list() == [0.4, 0.1, 0.9, 0.8]
+    assert samples["advantages/tokens"].to_list() == pytest.approx([-0.2, -0.8, 0.8, None])
+    assert samples["advantages/denoising"].to_list() == pytest.approx([-0.6, None, None, 0.6])
+    assert samples["advantage"].to_list() == pytest.approx([-0.2, -0.8, 0.8, 0.6])
+    advantages = run.advantages(iterations=[1])
+    assert advantages.group_by("stream", maintain_order=True).len().rows() == [("tokens", 6), ("denoising", 4)]
+    assert run.heldout(policies=[0]).height == 8
+
+
+def test_images_without_tokens_have_frames(tmp_path: Path) -> None:
+    run = open_run(whole_run(tmp_path, streams=("denoising",)).folder)
+    assert run.rollouts(iterations=[1])["denoising_logprobs"][0].to_list() == [1.25, -0.5]
+    samples = run.samples(iterations=[1])
+    assert samples["reward"].to_list()[:4] == [0.4, 0.1, 0.9, None]
+    assert not [name for name in samples.columns if name.startswith("advantages/")]
+    assert run.heldout(policies=[2]).height == 8
+
+
 def test_a_prompt_is_no_pattern_and_may_match_nothing(run: StoredRun) -> None:
     assert run.samples(prompt="a .* square").is_empty()
 

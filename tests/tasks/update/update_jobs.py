@@ -1,7 +1,7 @@
 """Updates to be carried out over stored rollouts of the shipped tiny models, with advantages as a test wants them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection, TextRolloutSection
 from configs.training import MismatchSection, UpdateSection
 from grpo_core.policies.trained import Reference
+from grpo_core.streams import Stream
 from grpo_core.update import SINGLE_PROCESS
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
@@ -68,6 +69,8 @@ class Modality:
     policy: PolicySection
     rollout: GlmImageRolloutSection | TextRolloutSection
     prompts: tuple[str, str]
+    renderings: tuple[int, ...] = (1, 1, 1, 1)
+    window_start: int | None = None
 
     def spec(self) -> ModelSpec:
         reference: Reference = "none" if self.policy.lora else "device"
@@ -86,9 +89,11 @@ class Modality:
             title="an iteration",
             iteration=policy.version + 1,
             seed=11,
-            group_size=4,
+            group_size=sum(self.renderings),
             shared_noise=True,
             groups=groups_of(self.prompts),
+            renderings=self.renderings if set(self.renderings) != {1} else (),
+            window_start=self.window_start,
         )
         return collect_rollouts_task.fn(policy, plan, self.spec(), self.rollout, False, PlacementSection(device="cpu"))
 
@@ -103,6 +108,31 @@ TEXTS = Modality(
     TextRolloutSection(max_completion_length=12),
     ("sort the letters of banana", "sort the letters of it, please"),
 )
+# One draft of four is rendered three times.
+JOINT = Modality(
+    PolicySection(
+        model=str(IMAGE_MODEL), dtype="float32", lora=LoraSection(rank=2, alpha=4.0), train=("tokens", "decoder")
+    ),
+    GlmImageRolloutSection(
+        height=32, width=32, num_inference_steps=4, guidance_scale=1.5, sde_window_range=(0, 3), group_size=4
+    ),
+    IMAGES.prompts,
+    renderings=(3, 1, 1, 1),
+    window_start=1,
+)
+JOINT_ADVANTAGES: Mapping[tuple[str, Stream], float] = {
+    **{
+        (f"g{group}.s{draft:02d}.r00", "tokens"): value
+        for group in range(2)
+        for draft, value in enumerate((1.0, -1.0, 0.5, -0.5))
+    },
+    **{
+        (f"g{group}.s00.r{rendering:02d}", "denoising"): value
+        for group in range(2)
+        for rendering, value in enumerate((1.25, -1.0, -0.25))
+    },
+}
+"""Tokens are compared over drafts, denoising over the renderings of the first draft."""
 
 
 def changed(modality: Modality, **policy: Any) -> Modality:
@@ -111,20 +141,33 @@ def changed(modality: Modality, **policy: Any) -> Modality:
 
 
 def advantages_of(rollouts: ArtifactRef, values: Sequence[float | None] = ADVANTAGE_OF) -> ArtifactRef:
-    """A table of these advantages, one a sample."""
+    """A table of these advantages of tokens, one a sample."""
+    names = [f"g{index // 4}.s{index % 4:02d}" for index in range(len(values))]
+    return advantages_table(rollouts, {(name, "tokens"): value for name, value in zip(names, values, strict=True)})
+
+
+def trained_advantages(modality: Modality, rollouts: ArtifactRef) -> ArtifactRef:
+    """A table of advantages for every component that the modality trains."""
+    if modality.window_start is None:
+        return advantages_of(rollouts)
+    streams = modality.policy.streams
+    return advantages_table(rollouts, {key: value for key, value in JOINT_ADVANTAGES.items() if key[1] in streams})
+
+
+def advantages_table(rollouts: ArtifactRef, values: Mapping[tuple[str, Stream], float | None]) -> ArtifactRef:
+    """A table of these advantages by sample and stream."""
     store = current_store()
-    rows = len(values)
-    names = [f"g{index // 4}.s{index % 4:02d}" for index in range(rows)]
+    rows, names = len(values), [name for name, _ in values]
     columns: dict[str, Any] = {
         "sample_id": names,
-        "stream": ["tokens"] * rows,
+        "stream": [stream for _, stream in values],
         "iteration": [1] * rows,
         "group_id": [name[:2] for name in names],
         "prompt_id": ["p"] * rows,
         "dataset": ["default"] * rows,
         "reward": [0.5] * rows,
         "kl_penalty": [None] * rows,
-        "advantage": values,
+        "advantage": list(values.values()),
         "group_mean": [0.5] * rows,
         "group_std": [1.0] * rows,
         "dropped": [False] * rows,
@@ -145,17 +188,18 @@ def job_of(
     advantages: ArtifactRef,
     *,
     policy: PolicyRef | None = None,
-    update: UpdateSection = UPDATE,
+    update: UpdateSection | Mapping[Stream, UpdateSection] = UPDATE,
     **placement: Any,
 ) -> UpdateJob:
-    """An update of a version, of the model as it is given by default."""
+    """An update of a version, of the model as it is given by default; all components alike by default."""
     spec = modality.spec()
+    updates = update if isinstance(update, Mapping) else dict.fromkeys(modality.policy.streams, update)
     return UpdateJob(
         policy=policy or PolicyRef(version=0, digest=spec.digest),
         rollouts=(rollouts,),
         advantages=advantages,
         model=spec,
-        updates=dict.fromkeys(modality.policy.streams, update),
+        updates=updates,
         seed=11,
         max_staleness=5,
         placement=PlacementSection(device="cpu", **placement),

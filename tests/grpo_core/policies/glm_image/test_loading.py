@@ -11,8 +11,8 @@ import pytest
 import torch
 from diffusers import GlmImagePipeline
 
-from data.shapes import split_scenes
 from data.image_quality import read_scene
+from data.shapes import split_scenes
 from grpo_core.errors import InputError
 from grpo_core.policies.estimate import count_parameters
 from grpo_core.policies.glm_image.loading import (

@@ -1,0 +1,111 @@
+"""Updates of a denoising component: the gate, the exact KL, and losses that know how far the update has moved."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
+from grpo_core.parity import ParityError, ParityTolerance
+from grpo_core.policies.denoising.kernels import Transition, step_kl
+from grpo_core.records import ActionLogprobs, DenoisingBatch, StepGaussians, TrainingRows
+from grpo_core.update import UpdateResult, UpdateSettings, update_policy
+from tests.grpo_core.policies.denoising.tiny_pipelines import RandomComponent, component, sampled
+
+PARITY = ParityTolerance(1e-5, 1e-6)
+ADVANTAGES = torch.tensor([1.0, -1.0, 2.0, -2.0])
+
+
+def rows_of(made: RandomComponent, window_start: int = 1) -> TrainingRows:
+    actions, logprobs = sampled(made, "sd3", window_start=window_start)
+    return TrainingRows(
+        sample_ids=tuple(f"s{row:02d}" for row in range(4)),
+        actions=actions,
+        rollout_logprobs=logprobs,
+        advantages=ADVANTAGES,
+        finished=torch.ones(4, dtype=torch.bool),
+        on_policy=torch.ones(4, dtype=torch.bool),
+        max_length=2,
+    )
+
+
+def train(made: RandomComponent, rows: TrainingRows, lr: float = 3e-4, **changes: Any) -> UpdateResult:
+    settings = UpdateSettings(**{"clip_range": 1e-4, "micro_batch_size": 2, "kl_estimator": "exact", **changes})
+    optimizer = PolicyOptimizer(made.trainable_parameters(), OptimizerSettings(lr))
+    return update_policy(made, optimizer, rows, settings, parity=PARITY, seed=0)
+
+
+def rows_by(made: RandomComponent, rows: TrainingRows) -> Tensor:
+    with torch.no_grad():
+        return made.logprobs(rows.actions).logprobs.mean(1)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "grpo_guard", "flow_dppo"])
+def test_steps_with_a_high_advantage_become_likelier(loss: str) -> None:
+    made = component("sd3")
+    rows = rows_of(made)
+    result = train(made, rows, loss=loss, lr=1e-4, minibatch_size=2, epochs=3)
+    change = rows_by(made, rows) - rows.rollout_logprobs.mean(1)
+    assert float((change * ADVANTAGES).sum()) > 0
+    assert result.metrics()["sampling/sampling_logp_difference/max"] < 1e-6
+    assert len(result.steps) == 6
+    assert not made.trained.has_old
+
+
+def test_the_gate_stops_an_update_with_another_noise_level() -> None:
+    made = component("sd3")
+    rows = rows_of(made)
+    before = {name: value.detach().clone() for name, value in made.trainable_parameters().items()}
+    made.settings = replace(made.settings, noise_level=0.8)
+    with pytest.raises(ParityError):
+        train(made, rows)
+    assert all(torch.equal(value, before[name]) for name, value in made.trainable_parameters().items())
+
+
+def test_the_exact_kl_holds_the_policy_at_its_reference_without_a_pass_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RandomComponent, "reference_logprobs", None)
+    distances = []
+    for kl_coef in (0.0, 1e4):
+        made = component("sd3")
+        rows = rows_of(made)
+        result = train(made, rows, kl_coef=kl_coef, epochs=8, lr=1e-3)
+        with torch.no_grad():
+            distances.append(float(made.logprobs(rows.actions, kl=True).kl.mean()))
+        assert ("kl" in result.metrics()) == bool(kl_coef)
+        if kl_coef:
+            kls = [step.kl for step in result.steps if step.kl is not None]
+            assert kls[-1] < 0.7 * kls[0]
+    assert distances[1] < 0.7 * distances[0]
+
+
+def test_the_drift_is_measured_from_the_weights_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, unchanged = component("sd3"), component("sd3")
+    rows = rows_of(made)
+    seen: list[tuple[StepGaussians, Tensor]] = []
+    original = RandomComponent.logprobs
+
+    def watched(self: RandomComponent, actions: DenoisingBatch, **options: Any) -> ActionLogprobs:
+        scored = original(self, actions, **options)
+        if torch.is_grad_enabled() and scored.gaussians is not None:
+            steps = zip(transitions(made, actions), transitions(unchanged, actions), strict=True)
+            expected = torch.stack([step_kl(step.mean, old, "mean") for step, old in steps], 1)
+            seen.append((scored.gaussians, expected))
+        return scored
+
+    monkeypatch.setattr(RandomComponent, "logprobs", watched)
+    train(made, rows, loss="grpo_guard", epochs=3, lr=1e-3)
+    assert [bool(found.drift.any()) for found, _ in seen] == [False, False, True, True, True, True]
+    for found, expected in seen[2:]:
+        torch.testing.assert_close(found.drift.detach(), expected, rtol=1e-4, atol=1e-12)
+    step = transitions(made, rows.actions)[0]
+    assert torch.equal(seen[0][0].std[:, 0], step.std.expand(2))
+    assert torch.equal(seen[0][0].dt[:, 0], step.dt.expand(2))
+
+
+@torch.no_grad()
+def transitions(made: RandomComponent, actions: Any) -> list[Transition]:
+    return made._transitions(made._call(actions, list(range(len(actions)))))
