@@ -75,11 +75,11 @@ def test_a_sample_does_not_depend_on_other_rows(saved_folder: SavedFolder, name:
     folder = saved_folder(name)
     (together,) = sampled(load(folder, settings(name)), request())
     (apart,) = sampled(load(folder, settings(name, decode_batch_size=1)), request())
-    # Matrix products of another shape round differently: within an ulp or two of the log-prob.
+    # Matrix products of another shape round differently: by up to 2e-6 of the log-prob here.
     torch.testing.assert_close(
         together.streams["denoising"].rollout_logprobs,
         apart.streams["denoising"].rollout_logprobs,
-        atol=1e-4,
+        atol=1e-5,
         rtol=0,
     )
     for image, other in zip(together.outputs, apart.outputs, strict=True):
