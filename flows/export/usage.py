@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from configs.schema import RunConfig
 from configs.sections import DiffusersRolloutSection, GlmImageRolloutSection, TextRolloutSection
+from flows.export.adapters import DIFFUSERS_FILE
 from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.streams import Stream
 
@@ -56,7 +57,7 @@ _ADAPTERS: Mapping[Stream, tuple[str, ...]] = MappingProxyType(
             "adapted = PeftModel.from_pretrained(pipe.vision_language_encoder, {place})",
             "pipe.vision_language_encoder = adapted.merge_and_unload()",
         ),
-        "denoising": ("pipe.transformer.load_lora_adapter({place})",),
+        "denoising": (f'pipe.transformer.load_lora_adapter({{place}}, weight_name="{DIFFUSERS_FILE}")',),
     }
 )
 """The lines that load an adapter of each component of a pipeline."""

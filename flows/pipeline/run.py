@@ -12,7 +12,6 @@ import yaml
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection, RolloutSection
 from configs.training import UpdateSection
-from grpo_core.streams import Stream
 from flows.pipeline.lineage import (
     ACCEPTED,
     IDENTITY,
