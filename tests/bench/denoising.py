@@ -69,7 +69,9 @@ def measure() -> Iterator[Row]:
         timings = Timings(run_peers)
         train(configured(root), on_iteration=timings, progress=False)
     both = tuple(map(sum, zip(*plain.values(), strict=True)))
-    yield Row(what=WHAT, unit="s", ours=tuple(timings.iterations), peer="plain Flow-GRPO loop", theirs=both, at_most=1.1)
+    yield Row(
+        what=WHAT, unit="s", ours=tuple(timings.iterations), peer="plain Flow-GRPO loop", theirs=both, at_most=1.1
+    )
     for stage, name in (("rollouts", "sampling"), ("update", "update")):
         ours = tuple(timings.stages[stage])
         yield Row(what=f"{stage} of it", unit="s", ours=ours, peer=f"{name} of it", theirs=tuple(plain[name]))
