@@ -63,9 +63,7 @@ def made_texts(store: ArtifactStore, scores: Mapping[str, Sequence[float | None]
     return SamplingRound(rollouts, {label: made_scores(store, label, names, each) for label, each in scores.items()})
 
 
-def made_scores(
-    store: ArtifactStore, label: str, names: Sequence[str], values: Sequence[float | None]
-) -> ArtifactRef:
+def made_scores(store: ArtifactStore, label: str, names: Sequence[str], values: Sequence[float | None]) -> ArtifactRef:
     """Write the scores of one reward."""
     columns = {"sample_id": names, "reward": [label] * len(names), "value": values}
     return _write(store, f"iteration_000001/rewards/{label}", REWARDS, columns, "scores.parquet")
