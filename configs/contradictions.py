@@ -120,6 +120,10 @@ def _streams(config: RunConfig) -> Iterator[InputError]:
     """Yield every stream of a reward that is not trained, and every trained stream without a reward."""
     trained = ", ".join(config.streams)
     for index, section in enumerate(config.rewards):
+        if section.streams == ():
+            yield InputError(
+                f"rewards.{index}.streams", [], "It would count for nothing; leave it out to count for all."
+            )
         for stream in section.streams or ():
             if stream not in config.streams:
                 hint = f"The run trains {trained} only; leave it out, or train it too with policy.train."

@@ -29,7 +29,7 @@ class RewardSection(Section, RewardTerm):
         None, description="score only prompts whose column has one of these values; null: all"
     )
     streams: tuple[Stream, ...] | None = Field(
-        None, min_length=1, description="train these on it, `tokens` or `denoising`; null: all that the run trains"
+        None, description="train these on it, `tokens` or `denoising`; null: all that the run trains"
     )
     max_failures: float = Field(
         0.1, ge=0, le=1, description="share of its samples that may fail; if more fail, the run stops"

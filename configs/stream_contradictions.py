@@ -117,6 +117,9 @@ def _check_denoising(config: RunConfig, place: str, update: UpdateSection) -> It
         yield InputError(f"{place}.entropy_quantile", update.entropy_quantile, same)
     if update.mask_truncated:
         yield InputError(f"{place}.mask_truncated", True, "Denoising is never truncated; leave it out.")
+    if config.advantages.kl_coef > 0:
+        hint = f"Denoising steps have no KL inside the reward; set {place}.kl_coef, whose KL is exact, and this to 0."
+        yield InputError("advantages.kl_coef", config.advantages.kl_coef, hint)
     if isinstance(rollout, DenoisingSettings) and rollout.logprob_reduction == "mean":
         yield from _bounds_that_never_bind(place, update)
 

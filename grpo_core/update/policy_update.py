@@ -160,7 +160,8 @@ def _measure(rows: TrainingRows, tolerance: ParityTolerance | None, settings: Up
     own = rows.on_policy
     if own.any():
         names = [sample_id for sample_id, mine in zip(rows.sample_ids, own.tolist(), strict=True) if mine]
-        report = measure_parity(names, rows.rollout_logprobs[own], rows.old_logprobs[own], rows.actions.loss_mask[own])
+        stored, found, mask = (each[own] for each in (rows.rollout_logprobs, rows.old_logprobs, rows.actions.loss_mask))
+        report = measure_parity(names, stored, found, mask, rows.actions.stream)
         require_parity(report, tolerance or ParityTolerance())
     mask, mismatch = rows.actions.loss_mask, settings.mismatch
     metrics = measure_parity(rows.sample_ids, rows.rollout_logprobs, rows.old_logprobs, mask).metrics()

@@ -17,6 +17,10 @@ TEXT = {"policy": {"kind": "causal_lm", "model": "m"}, "rollout": {"max_completi
 GDPO = {"aggregation": "normalize_then_sum"}
 SIZE = {"height": 64, "width": 64, "prompts_per_iteration": 2, "group_size": 4}
 TWO = [{"name": "a", "prompts": "a.txt"}, {"name": "b", "prompts": "b.txt"}]
+JOINT = {
+    "policy": {"model": "m", "train": ["tokens", "decoder"]},
+    "rollout": {**SIZE, "renderings": 2, "num_inference_steps": 10},
+}
 GUARD = {"reward": "sharpness"}
 HELD_OUT = {"prompts": "q.txt", "every": 1}
 
@@ -104,6 +108,20 @@ def test_everything_is_reported_at_once() -> None:
         ({"rewards": [{**JPEG, "clamp": [1.0, 0.0]}]}, "rewards.0.clamp", (1.0, 0.0)),
         ({"rewards": [{**JPEG, "normalize": "group"}], "advantages": GDPO}, "rewards.0.normalize", "group"),
         ({"rewards": [{**JPEG, "name": "x.manifest.json"}]}, "rewards", "x.manifest.json"),
+        ({"rewards": [JPEG, {**OTHER, "streams": ["denoising"]}]}, "rewards.1.streams", "denoising"),
+        ({"rewards": [{**JPEG, "streams": ["decoder"]}]}, "rewards.0.streams.0", "decoder"),
+        ({"rewards": [JPEG, {**OTHER, "streams": []}]}, "rewards.1.streams", []),
+        ({**JOINT, "rewards": [{**JPEG, "streams": ["tokens"]}]}, "rewards.streams", []),
+        (
+            {**JOINT, "rewards": [{**JPEG, "streams": ["tokens"]}, {**OTHER, "weight": 0.0}]},
+            "rewards.streams",
+            ["other"],
+        ),
+        (
+            {"watch": {"guardrails": [{**GUARD, "streams": ["tokens"]}]}, "evaluate": HELD_OUT},
+            "watch.guardrails.0.streams",
+            ("tokens",),
+        ),
         ({"rewards": [{"reward": "answer"}]}, "rewards.0.reward", "answer"),
         (TEXT, "rewards.0.reward", "jpeg"),
         ({"rewards": [SSIM]}, "rewards.0.reward", "ssim"),
@@ -161,6 +179,9 @@ def test_refused(sections: dict[str, Any], place: str, value: object) -> None:
         {"data": {"datasets": TWO}, "evaluate": {"datasets": TWO}},
         {"data": {"datasets": TWO}, "rewards": [{**JPEG, "datasets": ["a"]}, {**OTHER, "datasets": ["b"]}]},
         {"evaluate": HELD_OUT, "watch": {"guardrails": [GUARD], "on_sign": "stop"}},
+        {**JOINT, "rewards": [{**JPEG, "streams": ["tokens"]}, {**OTHER, "streams": ["denoising"]}]},
+        {**JOINT, "rewards": [JPEG, {**OTHER, "weight": 0.0, "streams": ["denoising"]}]},
+        {"rewards": [{**JPEG, "streams": ["tokens"]}]},
     ],
 )
 def test_allowed(sections: dict[str, Any]) -> None:

@@ -73,4 +73,4 @@ def test_shapes_and_dtypes_of_signatures_are_checked_in_tests() -> None:
     with pytest.raises(TypeCheckError):
         estimate_kl(torch.zeros(3, 2), torch.zeros(1, 2), MASK, "k3")
     with pytest.raises(TypeCheckError):
-        SampledTokens(TokenBatch(("a", "b", "c"), IDS, MASK, 1.0), IDS, torch.ones(3).bool(), torch.ones(3).long())
+        SampledTokens(TokenBatch(("a", "b", "c"), IDS, MASK, 1.0), IDS, torch.ones(3).bool(), 2, torch.ones(3).long())

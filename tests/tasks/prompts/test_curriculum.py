@@ -265,12 +265,19 @@ Group = tuple[str, str, str, float | None]
 """Dataset, prompt_id, group_id and mean."""
 
 
-def keep(store: ArtifactStore, folder: str, groups: Sequence[Group]) -> ArtifactRef:
-    rows = [group for group in groups for _ in range(2)]
+def keep(
+    store: ArtifactStore, folder: str, groups: Sequence[Group], streams: Sequence[str] = ("tokens", "tokens")
+) -> ArtifactRef:
+    """Write a row per group and stream, with the group's mean in the first stream, and 9 more in later ones."""
+    rows = [group for group in groups for _ in streams]
     columns: dict[str, Sequence[object]] = {name: [None] * len(rows) for name in ADVANTAGES.names}
     for index, name in enumerate(("dataset", "prompt_id", "group_id", "group_mean")):
         columns[name] = [row[index] for row in rows]
-    columns["stream"] = ["tokens"] * len(rows)
+    columns["stream"] = list(streams) * len(groups)
+    columns["group_mean"] = [
+        None if mean is None else mean + (9 if stream != streams[0] else 0)
+        for (*_, mean), stream in zip(rows, columns["stream"], strict=True)
+    ]
     with store.staging() as staged:
         digest = write_table(staged / "advantages.parquet", ADVANTAGES, columns)
         return store.commit(
@@ -296,6 +303,13 @@ class TestReadStatistics:
         }
         assert read_statistics(store, [second])[("a", "p")] == 1.0
         assert read_statistics(store, []) == {}
+
+    def test_the_first_stream_says_how_difficult_a_prompt_is(self, tmp_path: Path) -> None:
+        store = ArtifactStore(str(tmp_path), "run")
+        both = keep(store, "iteration_000001/advantages", [("a", "p", "g0", 0.5)], ("tokens", "denoising"))
+        assert read_statistics(store, [both]) == {("a", "p"): 0.5}
+        alone = keep(store, "iteration_000002/advantages", [("a", "p", "g1", 0.25)], ("denoising",))
+        assert read_statistics(store, [alone]) == {("a", "p"): 0.25}
 
     def test_groups_without_a_reward_say_nothing(self, tmp_path: Path) -> None:
         store = ArtifactStore(str(tmp_path), "run")

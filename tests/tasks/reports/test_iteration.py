@@ -58,6 +58,16 @@ def test_images_of_all_rounds_are_ranked_with_a_column_for_each_reward(tmp_path:
         assert f"iteration_000001/rewards/{label}`" in markdown
 
 
+def test_drafts_are_ranked_and_both_streams_are_in_the_table(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, streams=("tokens", "denoising"))
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
+    best = rows(markdown, "| image | reward")
+    assert [cells[1] for cells in best] == ["**0.900**", "**0.500**", "**0.500**", "**0.500**"]
+    assert "s03" not in markdown
+    table = dict(rows(markdown, "| metric | value |"))
+    assert (table["reward"], table["reward, denoising"]) == ("0.5", "0.25")
+
+
 def test_each_prompts_best_and_worst_completion(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, modality="text")
     markdown = iteration_markdown(maker.store, "r", [record_of(maker)])

@@ -30,6 +30,9 @@ OF_THE_CONFIGURATION = (
         ("rewards/ssim/median", "rewards/ssim/median"),
         ("rewards/mean", "rewards/mean"),
         ("new_metric", "new_metric"),
+        ("denoising/kl", "KL to the reference, denoising"),
+        ("denoising/datasets/signs/reward", "signs: reward, denoising"),
+        ("denoising/", "denoising/"),
     ],
 )
 def test_labels_may_be_any_words_and_an_unknown_name_is_its_own_title(name: str, title: str) -> None:
@@ -54,3 +57,8 @@ def test_every_metric_of_a_run_has_a_title_in_words(tmp_path: Path) -> None:
 def test_the_reward_and_plotted_metrics_come_first() -> None:
     rows = metric_rows({"a": 1.0, "kl": 2.0, "reward": 3.0}, "image")
     assert [(name, value) for _, _, name, value in rows] == [("reward", 3.0), ("kl", 2.0), ("a", 1.0)]
+
+
+def test_a_second_stream_s_metrics_follow_those_of_the_first() -> None:
+    rows = metric_rows({"denoising/kl": 1.0, "kl": 2.0, "denoising/reward": 3.0, "reward": 4.0}, "image")
+    assert [name for _, _, name, _ in rows] == ["reward", "denoising/reward", "kl", "denoising/kl"]

@@ -1,6 +1,7 @@
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -12,10 +13,13 @@ from tasks.reports.rescoring import (
     advantage_rows,
     compare,
     moved_most,
+    read_rescored,
     render_rescoring_page,
     reward_rows,
 )
+from tasks.runs.stored import read_iterations
 from tests.tasks.reports.made_frames import made_samples
+from tests.tasks.reports.made_runs import RunMaker
 from tests.tasks.reports.test_run_page import EVIL, Page, check_offline, images
 
 
@@ -205,3 +209,25 @@ def test_ranks_rewards_and_what_is_not_there() -> None:
 
 def test_samples_that_stayed_are_not_shown() -> None:
     assert not Page(page({}, after=(0.1, 0.2, 0.3))).named("article")
+
+
+def test_renderings_are_ranked_within_their_draft(tmp_path: Path) -> None:
+    """Samples 0 and 3 are renderings of one draft; by the first stream sample 0 stands among the drafts."""
+    maker = RunMaker(tmp_path, prompts=("one",), streams=("tokens", "denoising"))
+    maker.iteration(1)
+    stored = read_iterations(maker.store, None, "stored")
+    samples = read_rescored(maker.store, stored, stored).sort("sample_id")
+    assert samples["group_id"].to_list() == [*["i000001.p0000"] * 3, "i000001.p0000, draft 0"]
+    assert samples["reward_before"].to_list() == [0.4, 0.1, 0.9, 0.8]
+    assert samples["advantage_after"].to_list() == pytest.approx([-0.2, -0.8, 0.8, 0.6])
+    assert "draft" not in samples.columns
+    assert compare(samples)["groups"] == 2
+
+
+def test_a_run_without_tokens_is_compared(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, streams=("denoising",))
+    maker.iteration(1)
+    stored = read_iterations(maker.store, None, "stored")
+    samples = read_rescored(maker.store, stored, stored)
+    assert samples["group_id"].unique().sort().to_list() == ["i000001.p0000", "i000001.p0001"]
+    assert compare(samples)["advantages"]["compared"] == 6

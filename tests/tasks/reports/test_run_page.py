@@ -108,6 +108,32 @@ def test_the_numbers_of_a_run_stand_in_a_page_that_opens_offline(tmp_path: Path)
         assert cells[cells.index(name) + 1] == value
 
 
+def test_both_streams_have_curves_advantages_and_logprobs(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path, streams=("tokens", "denoising"))
+    page = check_offline(page_of(maker))
+    labels = {svg["aria-label"] for svg in page.named("svg")}
+    assert {"reward, denoising over iterations", "spread within groups, denoising over iterations"} <= labels
+    text = "".join(page.text)
+    for said in (
+        "reward, denoising, iteration 2: 0.35",
+        "held-out reward, denoising, iteration 2: 0.5",
+        "Other renderings of a draft",
+        "log-prob, steps 2 to 3",
+        "1.2500, -0.5000",
+        "advantage, tokens",
+    ):
+        assert said in text
+    titles = [image.get("title", "") for image in page.named("img")]
+    rendering = next(title for title in titles if title.startswith("i000002.p0000.s03: reward 0.800"))
+    assert "advantage, denoising +0.60; log-prob -0.8 over 2 tokens; log-prob, steps 2 to 3 1.2500" in rendering
+
+
+def test_a_run_without_tokens_has_a_page(tmp_path: Path) -> None:
+    text = "".join(check_offline(page_of(whole_run(tmp_path, streams=("denoising",)))).text)
+    assert "log-prob, steps 2 to 3" in text
+    assert "over 2 tokens" not in text
+
+
 def test_prompts_warnings_and_configuration_are_data(tmp_path: Path) -> None:
     maker = whole_run(tmp_path, prompts=(EVIL, "plain"))
     maker.store.write_file("config.yaml", ("run: {iterations: 2}\n# " + EVIL).encode())
