@@ -201,7 +201,12 @@ class TestStates:
     def committed(self, store: ArtifactStore) -> Prunable:
         with store.staging() as staged:
             digest = write_rollouts(staged / "part-00000.parquet")
-            states = {"sample_id": ["0-0"], "states": [[os.urandom(50_000)]], "dtype": ["float16"], "shape": [[25_000]]}
+            states: dict[str, list[object]] = {
+                "sample_id": ["0-0"],
+                "states": [[os.urandom(50_000)]],
+                "dtype": ["float16"],
+                "shape": [[25_000]],
+            }
             write_table(staged / "states" / "part-00000.parquet", STATES, states)
             store.commit(staged, FOLDER, digest=digest, schema_version=SCHEMA_VERSION, rows=6, seconds=1.0, metrics={})
         return self.found(store)

@@ -77,7 +77,12 @@ def test_some_samples_of_several_artifacts_and_parts(tmp_path: Path) -> None:
 
 
 def test_states_that_are_cut_are_named(tmp_path: Path) -> None:
-    columns = {"sample_id": ["a"], "states": [[b"1234", b"123"]], "dtype": ["float16"], "shape": [[2]]}
+    columns: dict[str, list[object]] = {
+        "sample_id": ["a"],
+        "states": [[b"1234", b"123"]],
+        "dtype": ["float16"],
+        "shape": [[2]],
+    }
     write_table(tmp_path / "states" / "part-00000.parquet", STATES, columns)
     with pytest.raises(ValueError, match=r"the states of a do not have their shape \(2,\) in torch.float16"):
         read([tmp_path], ["a"], tmp_path / "scratch")
