@@ -29,6 +29,7 @@ from tasks.runs.reader import RunReader
 from tasks.runs.records import StoredIteration
 from tasks.runs.stored import first_iteration, read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
 
 _OF_PROMPTS = ("dataset", "columns", "target_uri", "width", "height")
 
@@ -192,7 +193,7 @@ def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> It
         for each in run.iterations
         for sampling_round, needed in zip(each.rounds, run.needed[each.number], strict=True)
         if any(one.section == section and one.missing for one in needed)
-        and run.store.pruned_reason(sampling_round.rollouts) is not None
+        and IMAGES_REMOVED in removed_by(run.store.pruned_reason(sampling_round.rollouts))
     ]
     if missing:
         hint = (
