@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from grpo_core.image_size import ImageSize
+from grpo_core.streams import Stream
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class TokenBatch:
         sizes: size of each row's image, which decides the places of its tokens; None: texts, or images of the size in
             the policy's settings.
     """
+
+    stream: ClassVar[Stream] = "tokens"
 
     prompts: tuple[str, ...]
     token_ids: Int[Tensor, "batch time"]
@@ -152,6 +155,8 @@ class DenoisingBatch:
         sizes: size of each row's image.
         drafts: the tokens that each row's image is made of; None: images are made of the prompts alone.
     """
+
+    stream: ClassVar[Stream] = "denoising"
 
     prompts: tuple[str, ...]
     states: tuple[Tensor, ...]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from configs.schema import CORRECTION, ReplayConfig, ReplaySection, RunConfig, as_replay
+from configs.training import UpdateSection
 from flows.pipeline.requests import ReplayRequest
 from flows.pipeline.warm_start import model_problems
 from flows.preflight.inputs import check_inputs, checked_once
@@ -168,7 +169,8 @@ def _advantages_problems(
         hint = "The stored rollouts have no log-probs of the reference; set update.kl_coef instead."
         yield InputError("advantages.kl_coef", config.advantages.kl_coef, hint)
     named = any(override.startswith("update.mismatch.mode") for override in request.overrides)
-    if named and config.update.mismatch.mode == "none" and request.max_staleness:
+    off = isinstance(config.update, UpdateSection) and config.update.mismatch.mode == "none"
+    if named and off and request.max_staleness:
         hint = "Rows that other weights sampled need their importance weights; set it to truncate or mask."
         yield InputError("update.mismatch.mode", "none", hint)
 

@@ -5,6 +5,7 @@ policy_loss       every loss: policy term (clipped, cispo, sapo, vespo), reducti
 ratios            importance ratio of a token, or of its sequence (GSPO); weights for a sampler that is not the policy
 kl                k1, k2, k3 to the reference, times the importance ratio if requested
 reductions        the tokens that count, and from one value per token to one number, each with its denominator
+nft               DiffusionNFT, a regression without ratios
 microbatch_loss   all of these composed into the loss of a microbatch, and its clip counts
 """
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         compute_microbatch_loss,
         count_clipped,
     )
+    from grpo_core.losses.nft import NftTerms, NoisedImages, nft_terms
     from grpo_core.losses.policy_loss import LOSSES, Loss, PolicyTerm, TermInputs
     from grpo_core.losses.ratios import (
         importance_ratio,
@@ -60,6 +62,8 @@ __all__ = [
     "LossTraits",
     "MismatchMode",
     "MismatchSettings",
+    "NftTerms",
+    "NoisedImages",
     "PolicyTerm",
     "TermInputs",
     "TokenLoss",
@@ -73,6 +77,7 @@ __all__ = [
     "importance_ratio",
     "mismatch_metrics",
     "mismatch_weights",
+    "nft_terms",
     "on_policy_rows",
     "overlong_mask",
     "token_log_ratio",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from grpo_core.groups import GroupRequest, RolloutGroup
     from grpo_core.policies.trained import TrainedModel, TrainingChoice
-    from grpo_core.records import ActionLogprobs, Entropies
+    from grpo_core.records import ActionLogprobs, DenoisingBatch, Entropies
 
 
 class PolicyComponent(Protocol):
@@ -53,6 +53,20 @@ class PolicyComponent(Protocol):
 
     def load_weights(self, folder: Path | None) -> None:
         """Load the weights of `folder`; None restores the initial ones."""
+
+
+class VelocityComponent(PolicyComponent, Protocol):
+    """A component that denoises, seen by an algorithm that adds noise to finished images again."""
+
+    def velocities(self, actions: "DenoisingBatch") -> "Float[Tensor, 'batch ...']":
+        """Return the derivative of each row's first state by sigma at its first step; gradients flow if enabled.
+
+        Args:
+            actions: of one size.
+        """
+
+    def sigmas(self, actions: "DenoisingBatch") -> "Float[Tensor, ' steps']":
+        """Return the noise level before each denoising step of these rows, which are of one size."""
 
 
 class Policy(Protocol):

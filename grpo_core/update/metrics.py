@@ -1,7 +1,10 @@
 """The measurements of an update, under the names that TRL's dashboards use."""
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -9,18 +12,40 @@ from torch import Tensor
 
 from grpo_core.losses import LossSettings, TokenLoss, clipped_share_of_rows, count_clipped
 from grpo_core.update.process_group import ProcessGroup
+from grpo_core.update.step import OptimizerStep
 
 
 @dataclass(frozen=True)
-class StepMetrics:
-    """One optimizer step; means over its trained tokens unless said otherwise.
+class StepMetrics(ABC):
+    """One optimizer step, whatever the algorithm.
 
     Attributes:
         loss: of the minibatch, as its gradient was computed.
         policy_loss: the same without the KL term and the entropy bonus.
         grad_norm: before it was clipped.
         learning_rate: of this step.
-        kl: estimate of KL(policy || reference), nats; None without a reference.
+        kl: distance to the reference, as the loss measures it; None without a reference.
+    """
+
+    loss: float
+    policy_loss: float
+    grad_norm: float
+    learning_rate: float
+    kl: float | None
+
+    @classmethod
+    @abstractmethod
+    def summarize(cls, steps: Sequence[Any]) -> dict[str, float]:
+        """Return what only this algorithm measures, over the steps of an update, by name."""
+
+
+@dataclass(frozen=True)
+class RatioStepMetrics(StepMetrics):
+    """One optimizer step on importance ratios; means over its trained tokens unless said otherwise.
+
+    `kl` is the estimate of KL(policy || reference), nats.
+
+    Attributes:
         entropy: nats.
         clip_low: share of tokens where the lower bound is active; of rows where a row has one ratio.
         clip_high: the same for the upper bound.
@@ -32,11 +57,6 @@ class StepMetrics:
         trained_tokens: tokens of the minibatch that the loss reads, a number.
     """
 
-    loss: float
-    policy_loss: float
-    grad_norm: float
-    learning_rate: float
-    kl: float | None
     entropy: float
     clip_low: float
     clip_high: float
@@ -47,10 +67,36 @@ class StepMetrics:
     mismatch_weight: float
     trained_tokens: float
 
+    @classmethod
+    def summarize(cls, steps: Sequence["RatioStepMetrics"]) -> dict[str, float]:
+        """Return entropy, ratios, clipped shares and the correction for the sampler."""
+        return {
+            "entropy": mean(step.entropy for step in steps),
+            "importance_ratio/mean": mean(step.ratio_mean for step in steps),
+            "log_ratio_clamped": math.fsum(step.log_ratio_clamped for step in steps),
+            "clip_ratio/low_mean": mean(step.clip_low for step in steps),
+            "clip_ratio/low_min": min(step.clip_low_min for step in steps),
+            "clip_ratio/high_mean": mean(step.clip_high for step in steps),
+            "clip_ratio/high_max": max(step.clip_high_max for step in steps),
+            "clip_ratio/region_mean": mean(step.clip_low for step in steps) + mean(step.clip_high for step in steps),
+            "mismatch/mean_weight": mean(step.mismatch_weight for step in steps),
+        }
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of at least one value."""
+    known = list(values)
+    return math.fsum(known) / len(known)
+
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The result of an update: its parity measurement, the rows left out, and every optimizer step."""
+    """The result of an update.
+
+    Attributes:
+        before: what was measured before the first step, such as parity, by name.
+        steps: every optimizer step, all of one algorithm.
+    """
 
     before: dict[str, float]
     steps: tuple[StepMetrics, ...]
@@ -59,26 +105,14 @@ class UpdateResult:
         """Return means over the optimizer steps; without a step, only the measurements made before it."""
         if not self.steps:
             return {"optimizer_steps": 0.0, **self.before}
-
-        def mean(field: str) -> float:
-            return math.fsum(getattr(step, field) for step in self.steps) / len(self.steps)
-
         kl = [step.kl for step in self.steps if step.kl is not None]
         return {
-            "loss": mean("loss"),
-            "policy_loss": mean("policy_loss"),
-            "grad_norm": mean("grad_norm"),
+            "loss": mean(step.loss for step in self.steps),
+            "policy_loss": mean(step.policy_loss for step in self.steps),
+            "grad_norm": mean(step.grad_norm for step in self.steps),
             "learning_rate": self.steps[-1].learning_rate,
-            **({"kl": math.fsum(kl) / len(kl)} if kl else {}),
-            "entropy": mean("entropy"),
-            "importance_ratio/mean": mean("ratio_mean"),
-            "log_ratio_clamped": math.fsum(step.log_ratio_clamped for step in self.steps),
-            "clip_ratio/low_mean": mean("clip_low"),
-            "clip_ratio/low_min": min(step.clip_low_min for step in self.steps),
-            "clip_ratio/high_mean": mean("clip_high"),
-            "clip_ratio/high_max": max(step.clip_high_max for step in self.steps),
-            "clip_ratio/region_mean": mean("clip_low") + mean("clip_high"),
-            "mismatch/mean_weight": mean("mismatch_weight"),
+            **({"kl": mean(kl)} if kl else {}),
+            **type(self.steps[0]).summarize(self.steps),
             "optimizer_steps": float(len(self.steps)),
             **self.before,
         }
@@ -137,19 +171,17 @@ class StepSums:
         for index, flags in enumerate((terms.clipped_low, terms.clipped_high)):
             self._clipped[index, rows] = clipped_share_of_rows(flags, mask).nan_to_num().double().cpu()
 
-    def metrics(
-        self, process_group: ProcessGroup, *, grad_norm: float, learning_rate: float, with_reference: bool
-    ) -> StepMetrics:
+    def metrics(self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool) -> RatioStepMetrics:
         """Return the means over the tokens of all processes."""
         local = torch.tensor(list(self._sums.values()), dtype=torch.float64)
         sums = dict(zip(self._sums, process_group.add(local).tolist(), strict=True))
         low, high = process_group.add(self._clipped)[:, self._rows]
         tokens, counted = max(sums["tokens"], 1.0), max(sums["counted"], 1.0)
-        return StepMetrics(
+        return RatioStepMetrics(
             loss=sums["loss"],
             policy_loss=sums["policy_loss"],
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
+            grad_norm=made.grad_norm,
+            learning_rate=made.learning_rate,
             kl=sums["kl"] / tokens if with_reference else None,
             entropy=sums["entropy"] / tokens,
             clip_low=sums["low"] / counted,

@@ -1,27 +1,29 @@
 """Train a component of a policy on stored rows; the parity gate comes before the first optimizer step."""
 
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from grpo_core.errors import NonFiniteError
 from grpo_core.losses import mismatch_metrics, mismatch_weights
 from grpo_core.optimizer import PolicyOptimizer
-from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
+from grpo_core.parity import ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.records import Actions, Entropies, TrainingRows
 from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_actions
 from grpo_core.update.metrics import StepMetrics, UpdateResult
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
 from grpo_core.update.settings import UpdateSettings, microbatches, minibatches
-from grpo_core.update.step import optimizer_step
-
-Progress = Callable[[int, int], None]
-Tick = Callable[[], None]
+from grpo_core.update.step import (
+    Progress,
+    Tick,
+    counter,
+    keeping_old,
+    no_gradient_of_a_refused_update,
+    optimizer_step,
+    passes_of,
+)
 
 
 def update_policy(
@@ -68,7 +70,7 @@ def update_policy(
     with_own_pass = set(first) if trained.any() and settings.entropy_quantile == 1 else set()
     others = [row for row in range(len(rows)) if row not in with_own_pass]
     total = _all_passes(len(rows), len(others), minibatch_size, settings, process_group)
-    tick = _counter(total, on_progress)
+    tick = counter(total, on_progress)
     component.prepare_for_update()
     rows = _scored(component, rows, others, settings, process_group, tick)
     if not trained.any():
@@ -80,16 +82,17 @@ def update_policy(
         return minibatch, add_up_gradient(component, minibatch, settings, process_group, tick)
 
     def step(minibatch: Minibatch, passes: Passes) -> StepMetrics:
-        metrics = optimizer_step(optimizer, minibatch, passes, settings, process_group)
+        names = minibatch.sample_ids
+        made = optimizer_step(optimizer, names, passes.broken, settings.max_grad_norm, process_group)
         if settings.ema is not None:
             component.trained.update_average(1 - settings.ema)
-        return metrics
+        return passes.sums.metrics(process_group, made, with_reference=settings.with_reference)
 
-    with _no_gradient_of_a_refused_update(optimizer):
+    with no_gradient_of_a_refused_update(optimizer):
         minibatch, passes = gradient(replace(rows, old_logprobs=None), first)
         rows = _with_old_logprobs(rows, first, process_group.add(passes.logprobs))
         before = _measure(rows, parity, settings)
-        with _keeping_old(component, needed=settings.traits.reads_gaussians and bool(later)):
+        with keeping_old(component, needed=settings.traits.reads_gaussians and bool(later)):
             steps = [step(minibatch, passes)]
             steps += [step(*gradient(rows, indices)) for indices in later]
     return UpdateResult(before, tuple(steps))
@@ -101,44 +104,11 @@ def _all_passes(
     """Return the number of passes of one process: those without gradients, then every minibatch of every epoch."""
 
     def passes(count: int) -> int:
-        parts = -(-count // settings.micro_batch_size)
-        return -(-parts // process_group.count)
+        return passes_of(count, settings.micro_batch_size, process_group)
 
     sizes = [min(minibatch_size, rows - start) for start in range(0, rows, minibatch_size)]
     with_reference = settings.with_reference_logprobs * passes(rows)
     return passes(others) + with_reference + settings.epochs * sum(map(passes, sizes))
-
-
-def _counter(total: int, report: Progress | None) -> Tick:
-    done = itertools.count(1)
-
-    def tick() -> None:
-        count = next(done)
-        if report:
-            report(count, total)
-
-    return tick
-
-
-@contextmanager
-def _no_gradient_of_a_refused_update(optimizer: PolicyOptimizer) -> Iterator[None]:
-    try:
-        yield
-    except (ParityError, NonFiniteError):
-        optimizer.zero_grad()
-        raise
-
-
-@contextmanager
-def _keeping_old(component: PolicyComponent, *, needed: bool) -> Iterator[None]:
-    """Keep the weights before the update, for losses that measure how far it has moved."""
-    if needed:
-        component.trained.keep_old()
-    try:
-        yield
-    finally:
-        if needed:
-            component.trained.drop_old()
 
 
 @torch.no_grad()
@@ -190,7 +160,8 @@ def _measure(rows: TrainingRows, tolerance: ParityTolerance | None, settings: Up
     own = rows.on_policy
     if own.any():
         names = [sample_id for sample_id, mine in zip(rows.sample_ids, own.tolist(), strict=True) if mine]
-        report = measure_parity(names, rows.rollout_logprobs[own], rows.old_logprobs[own], rows.actions.loss_mask[own])
+        stored, found, mask = (each[own] for each in (rows.rollout_logprobs, rows.old_logprobs, rows.actions.loss_mask))
+        report = measure_parity(names, stored, found, mask, rows.actions.stream)
         require_parity(report, tolerance or ParityTolerance())
     mask, mismatch = rows.actions.loss_mask, settings.mismatch
     metrics = measure_parity(rows.sample_ids, rows.rollout_logprobs, rows.old_logprobs, mask).metrics()

@@ -5,38 +5,48 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from grpo_core.losses.settings import LossSettings
+from grpo_core.settings import check_fields
 
 
 @dataclass(frozen=True)
-class UpdateSettings(LossSettings):
-    """Sizes and limits of one update, added to the options of its loss.
+class StepSettings:
+    """Sizes and limits of the optimizer steps of one update, whatever its loss.
 
     Attributes:
         epochs: passes over the rows.
         minibatch_size: rows per optimizer step; None: all of them.
         micro_batch_size: rows per forward and backward pass; changes memory, not the gradient.
-        entropy_quantile: share of a minibatch's tokens, those of highest entropy, that train the policy; 1 is all
-            (Wang et al., 2025, "Beyond the 80/20 rule", arXiv:2506.01939).
-        mask_truncated: rows that were truncated at their maximum length stay out of the loss (DAPO, arXiv:2503.14476,
-            section 3.4, overlong filtering); they stay in the statistics of their group.
         max_grad_norm: gradients are scaled to this norm.
         ema: decay of an exponential moving average of the trained parameters, after every optimizer step
             average = ema * average + (1 - ema) * parameter; None keeps none.
-
-    Raises:
-        InputError: as LossSettings.
     """
 
     epochs: PositiveInt = 1
     minibatch_size: PositiveInt | None = None
     micro_batch_size: PositiveInt = 8
-    entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
-    mask_truncated: bool = False
     max_grad_norm: PositiveFloat = 1.0
     ema: Annotated[float | None, Field(gt=0, lt=1)] = None
+
+
+@dataclass(frozen=True)
+class UpdateSettings(LossSettings, StepSettings):
+    """Options of one update by a policy loss, added to those of the loss and of the optimizer steps.
+
+    Attributes:
+        entropy_quantile: share of a minibatch's tokens, those of highest entropy, that train the policy; 1 is all
+            (Wang et al., 2025, "Beyond the 80/20 rule", arXiv:2506.01939).
+        mask_truncated: rows that were truncated at their maximum length stay out of the loss (DAPO, arXiv:2503.14476,
+            section 3.4, overlong filtering); they stay in the statistics of their group.
+
+    Raises:
+        InputError: as LossSettings.
+    """
+
+    entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
+    mask_truncated: bool = False
 
     @property
     def with_reference(self) -> bool:
@@ -47,6 +57,37 @@ class UpdateSettings(LossSettings):
     def with_reference_logprobs(self) -> bool:
         """Whether the reference's log-probs are needed before the first step; the exact KL is computed in each pass."""
         return self.with_reference and self.kl_estimator != "exact"
+
+
+@dataclass(frozen=True)
+class NftSettings(StepSettings):
+    """Options of one update by DiffusionNFT (Zheng et al., 2025, arXiv:2509.16117).
+
+    Attributes:
+        nft_beta: distance of the two implicit policies from the policy before the update: their velocities are
+            old +- nft_beta (policy - old). A smaller one moves the policy further.
+        advantage_clip: advantages are clipped here; one of -advantage_clip makes an image wholly negative, one of
+            advantage_clip wholly positive.
+        timesteps_per_image: noise levels that each image is trained at in an epoch, out of those that it was denoised
+            over; None: all of them, as in the paper's code.
+        kl_coef: weight of the squared distance of the velocity from the reference's; 1e-4 in the paper.
+
+    Raises:
+        InputError: a number is out of its range.
+    """
+
+    nft_beta: PositiveFloat = 1.0
+    advantage_clip: PositiveFloat = 5.0
+    timesteps_per_image: PositiveInt | None = None
+    kl_coef: NonNegativeFloat = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "update")
+
+    @property
+    def with_reference(self) -> bool:
+        """Whether the reference is needed."""
+        return self.kl_coef > 0
 
 
 def minibatches(rows: int, minibatch_size: int, epochs: int, seed: int) -> Iterator[list[int]]:

@@ -17,7 +17,7 @@ from flows.terminal.tables import table_of
 from tasks.checkout import code_version
 from tests.bench.page import HEADINGS, Measured, cells, store, this_machine
 
-MODULES = ("text_iteration", "sampling", "update", "orchestration", "storage", "start")
+MODULES = ("text_iteration", "denoising", "sampling", "update", "orchestration", "storage", "start")
 
 _WIDTH = None if sys.stdout.isatty() else 180
 

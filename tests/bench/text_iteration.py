@@ -7,7 +7,7 @@ the flow waits in its `on_iteration` hook.
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.table import Row
+from tests.bench.timings import ROUNDS, STEPS, Timings
 
 if TYPE_CHECKING:
     from configs.schema import TextRunConfig
-    from tasks.reports.iteration import IterationRecord
 
-ROUNDS, STEPS = 6, 2
 PROMPTS, GROUP_SIZE, MICROBATCH, LENGTH = 8, 8, 16, 64
 WHAT = f"text iteration, {PROMPTS * GROUP_SIZE} rows of {LENGTH} tokens, 4.5 M parameters"
 
@@ -75,7 +74,7 @@ def measure() -> Iterator[Row]:
             for name, seconds in peers.submit(_least, model, root).result().items():
                 timings.least.setdefault(name, []).extend(seconds)
 
-        timings = _Timings(run_peers)
+        timings = Timings(run_peers)
         train(configured(model, root), on_iteration=timings, progress=False)
     ours, stages = tuple(timings.iterations), timings.stages
     least = {name: tuple(seconds) for name, seconds in timings.least.items()}
@@ -84,32 +83,6 @@ def measure() -> Iterator[Row]:
     yield Row(what=WHAT, unit="s", ours=ours, peer=" + ".join(least), theirs=both, at_most=1.1)
     for stage, name in zip(("rollouts", "update"), least, strict=True):
         yield Row(what=f"{stage} of it", unit="s", ours=tuple(stages[stage]), peer=name, theirs=least[name])
-
-
-class _Timings:
-    """A hook that times the iterations, and lets the peers run after each round of them.
-
-    What an iteration leaves to a thread ends in the next one, so the one after the peers does not count.
-    """
-
-    def __init__(self, run_peers: Callable[[], None]) -> None:
-        self.run_peers = run_peers
-        self.since: float | None = None
-        self.iterations: list[float] = []
-        self.stages: dict[str, list[float]] = {"rollouts": [], "update": []}
-        self.steps: list[float] = []
-        self.least: dict[str, list[float]] = {}
-
-    def __call__(self, record: "IterationRecord") -> None:
-        now = time.perf_counter()
-        if self.since is not None:
-            self.iterations.append(now - self.since)
-            for stage, seconds in self.stages.items():
-                seconds.append(record.seconds[stage])
-        self.since = now
-        if record.iteration % (STEPS + 1) == 0:
-            self.run_peers()
-            self.since = None
 
 
 def _trl_steps(model: str, root: str) -> list[float]:

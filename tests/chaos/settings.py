@@ -17,6 +17,16 @@ IMAGES = {
     "evaluate.samples_per_prompt": 1,
     "watch.guardrails": [{"reward": "jpeg"}],
 }
+BOTH_STREAMS = {
+    **IMAGES,
+    "policy.train": ["tokens", "decoder"],
+    "rollout.renderings": 2,
+    "rollout.num_inference_steps": 3,
+    "rollout.sde_window_size": 1,
+    "rollout.sde_window_range": [0, 2],
+    "rollout.sde_window": "random",
+    "update.denoising": {"minibatch_size": 2, "kl_coef": 0.1},
+}
 TEXT = {
     "run.iterations": 3,
     "rollout.prompts_per_iteration": 2,
@@ -39,6 +49,11 @@ def _training(file: str, settings: Mapping[str, object], runs: Runs, run: str) -
 def images(runs: Runs, run: str) -> list[str]:
     """`grpo train` of an image model."""
     return _training(str(TINY), IMAGES, runs, run)
+
+
+def both_streams(runs: Runs, run: str) -> list[str]:
+    """`grpo train` of both halves of an image model."""
+    return _training(str(TINY), BOTH_STREAMS, runs, run)
 
 
 def text(runs: Runs, run: str) -> list[str]:

@@ -188,6 +188,7 @@ class TestRefusals:
             ([JOINT, {"update": {"denoising": {"entropy_quantile": 0.2}}}], "update.denoising.entropy_quantile", 0.2),
             ([PIPELINE, {"update": {"mask_truncated": True}}], "update.mask_truncated", True),
             ([JOINT, {"update": {"mask_truncated": True}}], "update.mask_truncated", True),
+            ([JOINT, {"advantages": {"kl_coef": 0.1}}], "advantages.kl_coef", 0.1),
             ([DECODER, {"update": {"clip_range": 0.2}}], "update.clip_range", 0.2),
             ([JOINT, {"update": {"denoising": {"clip_range_high": 0.1}}}], "update.denoising.clip_range_high", 0.1),
             ([PIPELINE, {"update": {"delta": 1.5}}], "update.delta", 1.5),
@@ -214,7 +215,8 @@ class TestRefusals:
         "changes",
         [
             [DECODER, {"update": {"clip_range": 0.2}, "rollout": {"logprob_reduction": "sum"}}],
-            [PIPELINE, {"update": {"clip_range": 1e-2, "delta": 1.011}}],
+            [PIPELINE, {"update": {"clip_range": 1e-2}}],
+            [PIPELINE, {"update": {"delta": 1.005}}],
             [PIPELINE, {"update": {"loss": "cispo", "ratio_cap": 1.001, "clip_range": 0.2}}],
             [PIPELINE, {"update": {"kl_estimator": "k3", "kl_coef": 0.04}}],
             [JOINT, {"rollout": {"sde_window_range": [0, 9], "sde_window_size": 9, "top_p": 0.9}}],

@@ -68,6 +68,23 @@ def test_the_likely_cause_fits_what_was_measured(maximum: float, mean: float, ro
     assert cause in str(ParityError(report, TOLERANCE))
 
 
+@pytest.mark.parametrize(
+    ("maximum", "mean", "cause"),
+    [
+        (5.6, 0.58, "other prompts or tokens"),
+        (0.48, 0.42, "window"),
+        (4.6e-3, 2.3e-3, "guidance"),
+        (3.1e-4, 1.9e-4, "adapters that were not loaded"),
+        (2.0e-5, 1.7e-5, "another dtype"),
+    ],
+)
+def test_the_likely_cause_of_denoising_steps(maximum: float, mean: float, cause: str) -> None:
+    report = ParityReport(maximum, mean, 1.0, 1.0, 16, 8, 8, ("a",), "denoising")
+    message = str(ParityError(report, TOLERANCE))
+    assert cause in message
+    assert "over 16 denoising steps" in message
+
+
 def test_rows_that_are_apart_are_counted() -> None:
     report = report_of((0.0, 0.5), (-0.04, 9.0), (0.06, 0.0))
     assert (report.rows, report.rows_apart) == (3, 2)

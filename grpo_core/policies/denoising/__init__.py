@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         NoisyScheduler,
         ReplayScheduler,
         StartScheduler,
+        VelocityScheduler,
+        WindowScheduler,
         exchanged_scheduler,
         stored_dtype,
     )
@@ -45,6 +47,8 @@ __all__ = [
     "SdeWindow",
     "StartScheduler",
     "Transition",
+    "VelocityScheduler",
+    "WindowScheduler",
     "exchanged_scheduler",
     "image_of",
     "step_entropy",

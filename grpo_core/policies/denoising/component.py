@@ -5,10 +5,10 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor, nn
 
@@ -21,6 +21,8 @@ from grpo_core.policies.denoising.scheduler import (
     NoisyScheduler,
     ReplayScheduler,
     StartScheduler,
+    VelocityScheduler,
+    WindowScheduler,
     exchanged_scheduler,
 )
 from grpo_core.policies.denoising.settings import DenoisingSettings
@@ -46,10 +48,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
     Attributes:
         pipeline: its other parts are frozen.
         settings: steps, guidance, noise and window, of sampling and of scoring.
-        one_prompt_per_call: whether rows of other prompts in a call would change a row.
     """
-
-    one_prompt_per_call: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -65,6 +64,11 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         self.trained = trained
         self.autocast = autocast
         pipeline.set_progress_bar_config(disable=True)
+
+    @property
+    def one_prompt_per_call(self) -> bool:
+        """Whether rows of other prompts in a call would change a row."""
+        return False
 
     @abstractmethod
     def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
@@ -144,7 +148,8 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
                 sizes=(size,) * count,
                 drafts=rows.drafts,
             ),
-            rollout_logprobs=torch.stack(scheduler.logprobs, 1).cpu(),
+            # An empty window has no log-probs to stack.
+            rollout_logprobs=torch.stack(scheduler.logprobs, 1).cpu() if scheduler.logprobs else torch.zeros(count, 0),
             finished=torch.ones(count, dtype=torch.bool),
             max_length=len(scheduler.window),
         )
@@ -161,7 +166,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
             self._scored(call, self._transitions(call), reference, old, entropy)
             for call, reference, old in zip(calls, references, before, strict=True)
         ]
-        order = torch.tensor([row for call in calls for row in call.rows], device=self._device).argsort()
+        order = self._order(calls)
         logprobs, entropies, kls, *gaussians = (torch.cat(values)[order] for values in zip(*scored, strict=True))
         return ActionLogprobs(logprobs, entropies, kls, StepGaussians(*gaussians))
 
@@ -208,6 +213,11 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
     def _transitions(self, call: "_Call") -> list[Transition]:
         """Run the pipeline over the stored steps; with gradients where they are enabled."""
         scheduler = ReplayScheduler.like(self.pipeline.scheduler, self.settings).begin(call.first_step, call.states)
+        self._run(call, scheduler)
+        return scheduler.transitions
+
+    def _run(self, call: "_Call", scheduler: WindowScheduler) -> None:
+        """Run the pipeline from the first states on; with gradients where they are enabled."""
         # Pipelines that go on in fp32 have states in fp16, and do not all cast what they are given.
         before = call.states[0]
         latents = before.float() if before.dtype == torch.float16 else before
@@ -215,7 +225,34 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         run: Any = vars(type(self.pipeline))["__call__"].__wrapped__
         with exchanged_scheduler(self.pipeline, scheduler), autocast(self._device, self.autocast):
             run(self.pipeline, **call.arguments, latents=latents, output_type="latent")
-        return scheduler.transitions
+
+    def velocities(self, actions: DenoisingBatch) -> Float[Tensor, "batch ..."]:
+        """Return the derivative of each row's first state by sigma at its first step, guidance included.
+
+        It is what the pipeline gives to its scheduler, in fp32 or wider; with gradients where they are enabled.
+
+        Args:
+            actions: of one size; only the first state of a row is read.
+        """
+        calls = [self._call(actions, rows) for rows in self._alike(actions)]
+        found = []
+        for call in calls:
+            scheduler = VelocityScheduler.like(self.pipeline.scheduler, self.settings).begin(call.first_step)
+            self._run(call, scheduler)
+            found.append(scheduler.velocity.to(torch.promote_types(scheduler.velocity.dtype, torch.float32)))
+        return torch.cat(found)[self._order(calls)]
+
+    @torch.no_grad()
+    def sigmas(self, actions: DenoisingBatch) -> Float[Tensor, " steps"]:
+        """Return the noise level before each denoising step of these rows, which are of one size, on the CPU."""
+        scheduler = StartScheduler.like(self.pipeline.scheduler, self.settings)
+        self._run(self._call(actions, [0]), scheduler)
+        levels: Tensor = scheduler.sigmas[:-1]
+        return levels.cpu()
+
+    def _order(self, calls: Sequence["_Call"]) -> Int[Tensor, " batch"]:
+        """Return what puts the rows of all calls, one after another, into the order of the batch."""
+        return torch.tensor([row for call in calls for row in call.rows], device=self._device).argsort()
 
     @torch.no_grad()
     def _arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> dict[str, Any]:

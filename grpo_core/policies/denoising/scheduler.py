@@ -31,10 +31,10 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.float32 else dtype
 
 
-S = TypeVar("S", bound="_WindowScheduler")
+S = TypeVar("S", bound="WindowScheduler")
 
 
-class _WindowScheduler(FlowMatchEulerDiscreteScheduler):
+class WindowScheduler(FlowMatchEulerDiscreteScheduler):
     """The schedule of a pipeline's own scheduler, with the transitions of noisy steps."""
 
     settings: DenoisingSettings
@@ -55,11 +55,12 @@ class _WindowScheduler(FlowMatchEulerDiscreteScheduler):
         return transition(settings.sde_type, settings.noise_level, noise, latents.to(wide), velocity.to(wide))
 
 
-class NoisyScheduler(_WindowScheduler):
+class NoisyScheduler(WindowScheduler):
     """Steps of the ODE outside the window and noisy ones inside it, whose latents and log-probs are recorded.
 
     Attributes:
-        states: latents before and after the window's steps, in the dtype they are stored in.
+        states: latents before and after the window's steps, in the dtype they are stored in. Of an empty window that
+            starts after the last step they are the finished latents.
         logprobs: of each noisy step, one per row.
     """
 
@@ -99,15 +100,16 @@ class NoisyScheduler(_WindowScheduler):
             following = super().step(model_output, timestep, sample, *args, return_dict=False, **kwargs)[0]
             self._require_finite(following, index)
             if index == self.window.start - 1:
-                following = following.to(stored_dtype(following.dtype)).to(following.dtype)
+                self.states.append(following.to(stored_dtype(following.dtype)))
+                following = self.states[0].to(following.dtype)
         return _answer(following, return_dict)
 
     def _noisy_step(self, index: int, velocity: Tensor, latents: Tensor) -> Tensor:
         stored = stored_dtype(velocity.dtype)
-        if not self.states:
+        if index == 0:
             self.states.append(latents.to(stored))
-            if not torch.equal(self.states[0].to(latents.dtype), latents):
-                raise RuntimeError("the latents before the window were not rounded to the dtype they are stored in")
+        if not self.logprobs and not torch.equal(self.states[0].to(latents.dtype), latents):
+            raise RuntimeError("the latents before the window were not rounded to the dtype they are stored in")
         moved = self._transition(index, latents, velocity)
         drawn = [torch.randn(moved.mean.shape[1:], generator=generator) for generator in self.generators]
         # The pipeline goes on from the rounded latents, and it is these that are scored.
@@ -128,7 +130,30 @@ class NoisyScheduler(_WindowScheduler):
             raise NonFiniteError("latents", broken, hint)
 
 
-class ReplayScheduler(_WindowScheduler):
+class PartialScheduler(WindowScheduler):
+    """The whole schedule, of which the pipeline sees a part of the timesteps.
+
+    Attributes:
+        kept: the indices of these.
+    """
+
+    kept: slice
+
+    # Pipelines look for the names of arguments in this signature.
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        sigmas: list[float] | None = None,
+        mu: float | None = None,
+        timesteps: list[float] | None = None,
+    ) -> None:
+        """Make the whole schedule, and give the pipeline a part of its timesteps."""
+        super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
+        self.timesteps = self.timesteps[self.kept]
+
+
+class ReplayScheduler(PartialScheduler):
     """The window's steps alone, each answered with the stored latents, so that each step's graph is its own.
 
     Attributes:
@@ -143,22 +168,10 @@ class ReplayScheduler(_WindowScheduler):
             states: latents before and after the window's steps.
         """
         self.window = range(start, start + len(states) - 1)
+        self.kept = slice(self.window.start, self.window.stop)
         self.states = states
         self.transitions: list[Transition] = []
         return self
-
-    # Pipelines look for the names of arguments in this signature.
-    def set_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        device: str | torch.device | None = None,
-        sigmas: list[float] | None = None,
-        mu: float | None = None,
-        timesteps: list[float] | None = None,
-    ) -> None:
-        """Make the whole schedule, and give the pipeline the timesteps of the window."""
-        super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
-        self.timesteps = self.timesteps[self.window.start : self.window.stop]
 
     def step(
         self,
@@ -175,24 +188,47 @@ class ReplayScheduler(_WindowScheduler):
         return _answer(self.states[place + 1].to(model_output.dtype), return_dict)
 
 
-class StartScheduler(_WindowScheduler):
+class StartScheduler(PartialScheduler):
     """No step at all: the pipeline returns the latents that it would have started from, in its own form."""
 
-    def set_timesteps(
+    kept = slice(0)
+
+
+class VelocityScheduler(PartialScheduler):
+    """One timestep, whose model output is recorded; nothing is denoised.
+
+    Attributes:
+        velocity: output of the model as the pipeline gives it to its scheduler, guidance included: the derivative of
+            the latents by sigma; with gradients where they are enabled.
+    """
+
+    velocity: Tensor
+
+    def begin(self, index: int) -> "VelocityScheduler":
+        """Prepare for one call of the pipeline.
+
+        Args:
+            index: of the timestep among the denoising steps.
+        """
+        self.kept = slice(index, index + 1)
+        return self
+
+    def step(
         self,
-        num_inference_steps: int | None = None,
-        device: str | torch.device | None = None,
-        sigmas: list[float] | None = None,
-        mu: float | None = None,
-        timesteps: list[float] | None = None,
-    ) -> None:
-        """Make the schedule, and give the pipeline none of its timesteps."""
-        super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
-        self.timesteps = self.timesteps[:0]
+        model_output: Tensor,
+        timestep: Tensor,
+        sample: Tensor,
+        *args: Any,
+        return_dict: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Record the model's output and answer with the latents unchanged."""
+        self.velocity = model_output
+        return _answer(sample, return_dict)
 
 
 @contextmanager
-def exchanged_scheduler(pipeline: Any, scheduler: _WindowScheduler) -> Iterator[None]:
+def exchanged_scheduler(pipeline: Any, scheduler: WindowScheduler) -> Iterator[None]:
     """Let the pipeline use another scheduler inside the context."""
     own = pipeline.scheduler
     pipeline.scheduler = scheduler

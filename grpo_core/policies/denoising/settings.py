@@ -30,7 +30,7 @@ class DenoisingSettings:
         noise_level: scale of the noise; 0 is the ODE.
         sde_window: where the window starts. first: at the beginning of sde_window_range; random: anywhere in it, drawn
             once per iteration; sliding: one step later every sde_window_every iterations, then from the beginning.
-        sde_window_size: number of noisy steps.
+        sde_window_size: number of noisy steps; 0 records the finished latents alone, which DiffusionNFT learns from.
         sde_window_range: indices of the steps that a window may cover, the end excluded.
         sde_window_every: iterations between two shifts of a sliding window.
         logprob_reduction: the log-prob of a step is the mean over the values of its latents, which every published
@@ -43,17 +43,19 @@ class DenoisingSettings:
     sde_type: SdeType = "flow_grpo"
     noise_level: NonNegativeFloat = 0.7
     sde_window: SdeWindow = "first"
-    sde_window_size: PositiveInt = 2
+    sde_window_size: NonNegativeInt = 2
     sde_window_range: tuple[NonNegativeInt, NonNegativeInt] = (0, 5)
     sde_window_every: PositiveInt = 1
     logprob_reduction: LogprobReduction = "mean"
 
     def check_window(self) -> None:
-        """Refuse settings under which no step of the window has a density.
+        """Refuse settings under which a step of the window has no density.
 
         Raises:
             InputError: a window outside its range or over the last step, or a noise level that gives no density.
         """
+        if self.sde_window_size == 0:
+            return
         begin, end = self.sde_window_range
         last = self.num_inference_steps - 1
         if last < 1:
@@ -80,6 +82,8 @@ class DenoisingSettings:
     def window_start(self, iteration: int, seed: int) -> int:
         """Return the index of the first noisy step: one for all samples of an iteration, which are compared.
 
+        An empty window is after the last step.
+
         Args:
             iteration: number of the iteration, from 1.
             seed: of the run.
@@ -88,6 +92,8 @@ class DenoisingSettings:
             InputError: as `check_window`.
         """
         self.check_window()
+        if self.sde_window_size == 0:
+            return self.num_inference_steps
         begin, end = self.sde_window_range
         places = end - begin - self.sde_window_size + 1
         if self.sde_window == "random":

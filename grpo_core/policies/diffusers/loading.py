@@ -1,7 +1,6 @@
 """A pipeline by folder or hub name, its networks on the meta device, and the pipeline with trained weights."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import diffusers
@@ -130,21 +129,23 @@ def build_on_meta(model: str, saved: SavedPipeline, part: str = TRANSFORMER) -> 
         part: name of a part that is a network.
     """
     library, name = saved.parts[part]
+    network = getattr({"diffusers": diffusers, "transformers": transformers}[library], name)
+    file = find_pipeline_file(model, f"{part}/config.json")
+    assert file is not None
     if library == "diffusers":
-        config = read_part_config(model, part)
+        config = network.load_config(file.parent)
         with torch.device("meta"):
-            return getattr(diffusers, name).from_config(config)
-    network = getattr(transformers, name)
-    folder = find_pipeline_file(model, f"{part}/config.json")
-    assert folder is not None
+            return network.from_config(config)
+    config = network.config_class.from_pretrained(file.parent)
     with torch.device("meta"):
-        return network(network.config_class.from_pretrained(folder.parent))
+        return network(config)
 
 
-def read_part_config(model: str, part: str) -> Mapping[str, Any]:
-    """Read a part's config.json as diffusers reads it."""
-    config: Mapping[str, Any] = diffusers.ConfigMixin.load_config(model, subfolder=part, local_files_only=True)
-    return config
+def is_network(saved: SavedPipeline, part: str) -> bool:
+    """Whether a part of the pipeline has weights; tokenizers and schedulers have none."""
+    library, name = saved.parts[part]
+    found = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), name, None)
+    return isinstance(found, type) and issubclass(found, nn.Module)
 
 
 def load_transformer(model: str, dtype: torch.dtype) -> Any:

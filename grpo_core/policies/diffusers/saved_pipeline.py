@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,6 @@ def read_saved_pipeline(model: str) -> SavedPipeline | None:
     return None if index is None else _read(model, index.parent)
 
 
-@cache
 def _read(model: str, folder: Path) -> SavedPipeline:
     index = _json(model, folder / INDEX_FILE)
     described = _usable_class(model, index.get("_class_name"))

@@ -11,7 +11,8 @@ from torch import Tensor
 def unpadded(values: Shaped[Tensor, "rows time"], mask: Bool[Tensor, "rows time"]) -> pa.ListArray:
     """Return each row up to its last column where the mask is True."""
     places = torch.arange(1, mask.shape[1] + 1)
-    lengths = (mask * places).amax(-1)
+    # There may be no column.
+    lengths = (mask * places).amax(-1) if mask.shape[1] else torch.zeros(len(mask), dtype=torch.long)
     return lists_of(values[places <= lengths.unsqueeze(-1)], lengths)
 
 

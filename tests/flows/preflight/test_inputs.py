@@ -283,6 +283,80 @@ class TestSettings:
         assert [error.place for error in several] == ["data.datasets.0.prompts", "data.datasets.1.prompts"]
 
 
+PIPELINE_FILES = {
+    "model_index.json": {
+        "_class_name": "FluxPipeline",
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+        "transformer": ["diffusers", "FluxTransformer2DModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    },
+    "scheduler/scheduler_config.json": {"_class_name": "FlowMatchEulerDiscreteScheduler"},
+    "transformer/config.json": {"patch_size": 1, "guidance_embeds": True},
+    "vae/config.json": {"block_out_channels": [8, 8, 8, 8], "latent_channels": 16},
+}
+
+
+def pipeline_run(folder: Path, file: str = "", **changes: object) -> str:
+    """Write the configuration of a run, and the files of its pipeline without weights, one of them changed."""
+    for name, content in PIPELINE_FILES.items():
+        path = folder / "model" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**content, **(changes if name == file else {})}))
+    (folder / "prompts.txt").write_text("a red circle\n")
+    config = {
+        "run": {"name": "x", "iterations": 1},
+        "policy": {"kind": "diffusers", "model": str(folder / "model")},
+        "data": {"prompts": str(folder / "prompts.txt")},
+        "rollout": {"height": 64, "width": 64, "num_inference_steps": 6, "guidance_scale": 3.5},
+        "rewards": [{"reward": "jpeg"}],
+        "evaluate": {"prompts": str(folder / "prompts.txt"), "num_inference_steps": 28},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config))
+    return str(folder / "config.yaml")
+
+
+class TestPipelines:
+    @pytest.mark.parametrize(
+        ("file", "changes", "word"),
+        [
+            ("model_index.json", {"scheduler": ["diffusers", "DDIMScheduler"]}, "DDIMScheduler"),
+            ("model_index.json", {"_class_name": "WanPipeline"}, "text-to-image"),
+            ("model_index.json", {"_class_name": "MinePipeline"}, "diffusers does not have"),
+            ("scheduler/scheduler_config.json", {"stochastic_sampling": True}, "stochastic_sampling"),
+        ],
+    )
+    def test_one_whose_steps_cannot_be_trained(
+        self, tmp_path: Path, file: str, changes: dict[str, object], word: str
+    ) -> None:
+        config = pipeline_run(tmp_path, file, **changes)
+        only(refused(tmp_path, config=config), "policy.model", tmp_path / "model", word)
+
+    @pytest.mark.parametrize(
+        ("override", "place", "value", "word"),
+        [
+            ("rollout.negative_prompt=blurred", "rollout.negative_prompt", "blurred", "no unconditional pass"),
+            ("rollout.width=72", "rollout.", "72x64", "64x64"),
+            ("rollout.sde_window_range=[0, 6]", "rollout.sde_window_range", "[0, 6]", "last of 6 steps"),
+            ("policy.train=[tokens]", "policy.train", "['tokens']", "decoder"),
+            ("update.clip_range=0.2", "update.clip_range", "0.2", "D-th root"),
+        ],
+    )
+    def test_settings_that_one_has_no_use_for(
+        self, tmp_path: Path, override: str, place: str, value: str, word: str
+    ) -> None:
+        only(refused(tmp_path, override, config=pipeline_run(tmp_path)), place, value, word)
+
+    def test_guidance_that_only_held_out_images_have(self, tmp_path: Path) -> None:
+        schnell = pipeline_run(tmp_path, "transformer/config.json", guidance_embeds=False)
+        guided = ("rollout.guidance_scale=1.0", "evaluate.guidance_scale=3.5")
+        only(refused(tmp_path, *guided, config=schnell), "evaluate.guidance_scale", 3.5, "distilled")
+
+    def test_everything_wrong_is_reported_together(self, tmp_path: Path) -> None:
+        config = pipeline_run(tmp_path, "scheduler/scheduler_config.json", stochastic_sampling=True)
+        errors = refused(tmp_path, "data.prompts=missing.txt", "evaluate.prompts=nowhere.txt", config=config)
+        assert [error.place for error in errors] == ["data.prompts", "evaluate.prompts", "policy.model"]
+
+
 @pytest.mark.parametrize("kind", ["below a file", "read-only"])
 def test_an_unwritable_root(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").write_text("")

@@ -39,7 +39,7 @@ def plan(**changes: Any) -> object:
 
 def model(**changes: Any) -> ModelSpec:
     values = {"section": PolicySection(model="folder", dtype="float32"), "digest": "m", "adapter_seed": 1}
-    return ModelSpec.model_validate({**values, "reference": "device", **changes})
+    return ModelSpec.model_validate({**values, "references": {"tokens": "device"}, **changes})
 
 
 def draw(rollouts: str, scores: str) -> SamplingRound:
@@ -81,7 +81,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "advantages": artifact("a"),
         "max_staleness": 0,
         "model": model(),
-        "update": Update(),
+        "updates": {"tokens": Update()},
         "seed": 0,
         "title": "iteration 1",
         "placement": PlacementSection(),
@@ -152,8 +152,9 @@ DETERMINING = [
     ("update", {"max_staleness": 3}),
     ("update", {"policy": POLICY.model_copy(update={"reference_digest": "other"})}),
     ("update", {"advantages": artifact("other")}),
-    ("update", {"update": Update(learning_rate=2e-5)}),
-    ("update", {"update": Update(kl_coef=0.1)}),
+    ("update", {"updates": {"tokens": Update(learning_rate=2e-5)}}),
+    ("update", {"updates": {"tokens": Update(kl_coef=0.1)}}),
+    ("update", {"updates": {"tokens": Update(), "denoising": Update()}}),
     ("update", {"seed": 1}),
     ("update", {"model": model(adapter_seed=2)}),
     ("update", {"model": model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(rank=2)))}),
@@ -163,9 +164,9 @@ WITHOUT_EFFECT = [
     ("rollouts", {"policy": POLICY.model_copy(update={"checkpoint": artifact("c", uri="other/x/y", seconds=9.0)})}),
     ("rollouts", {"model": model(section=PolicySection(model="moved/folder", dtype="float32"))}),
     ("rollouts", {"rollout": Rollout(height=64, width=64, prompts_per_batch=1, decode_batch_size=3)}),
-    ("update", {"update": Update(micro_batch_size=1, reference={"placement": "cpu"})}),
+    ("update", {"updates": {"tokens": Update(micro_batch_size=1, reference={"placement": "cpu"})}}),
     ("update", {"model": model(section=PolicySection(model="folder", dtype="float32", gradient_checkpointing=True))}),
-    ("update", {"model": model(reference="cpu")}),
+    ("update", {"model": model(references={"tokens": "cpu"})}),
     ("rewards", {"rollouts": artifact(uri="other/x/y", sha256="t", seconds=9.0)}),
     ("rewards", {"placement": PlacementSection(torch_threads=2)}),
     ("rewards", {"section": RewardSection(reward="psnr", role="gate", clamp=(0.0, 1.0))}),

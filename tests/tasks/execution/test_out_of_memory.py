@@ -1,6 +1,6 @@
 """Out of memory: half the batch, remembered for the run, and the same result."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import polars as pl
@@ -9,7 +9,9 @@ import torch
 
 from configs.sections import PlacementSection
 from grpo_core.errors import InputError
+from grpo_core.groups import GroupRequest, RolloutGroup
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.token_model import GlmImageTokens
 from grpo_core.records import Entropies, TokenBatch
 from tasks.execution.out_of_memory import halve_on_out_of_memory
 from tasks.execution.resources import resource, run_resources
@@ -84,10 +86,10 @@ def test_rollouts_in_halves_are_the_same_samples(store: ArtifactStore, monkeypat
     whole = collect_rollouts_task.fn(**rollout_arguments("whole", HERE))
     sample = GlmImagePolicy.sample
 
-    def bounded(self: GlmImagePolicy, prompts: list[str], **others: object) -> object:
-        if len(prompts) > 1:
+    def bounded(self: GlmImagePolicy, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:
+        if len(requests) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return sample(self, prompts, **others)  # type: ignore[arg-type]
+        return sample(self, requests)
 
     monkeypatch.setattr(GlmImagePolicy, "sample", bounded)
     halved = collect_rollouts_task.fn(**rollout_arguments("halved", HERE))
@@ -102,17 +104,19 @@ def test_rollouts_in_halves_are_the_same_samples(store: ArtifactStore, monkeypat
 def test_an_update_in_halves_makes_the_same_weights(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts = IMAGES.collect()
     job = job_of(IMAGES, rollouts, advantages_of(rollouts), update=UPDATE.model_copy(update={"micro_batch_size": 2}))
-    arguments = (job.policy, job.rollouts, job.advantages, job.model, job.update, job.seed, job.max_staleness)
-    logprobs, stopped = GlmImagePolicy.logprobs, []
+    arguments = (job.policy, job.rollouts, job.advantages, job.model, job.updates, job.seed, job.max_staleness)
+    logprobs, stopped = GlmImageTokens.logprobs, []
 
-    def bounded(self: GlmImagePolicy, tokens: TokenBatch, *, entropy: Entropies = "constant") -> object:
+    def bounded(
+        self: GlmImageTokens, tokens: TokenBatch, *, entropy: Entropies = "constant", kl: bool = False
+    ) -> object:
         # After some steps: the weights are half way between two versions by then.
         stopped.append(len(tokens))
         if len(tokens) > 1 and torch.is_grad_enabled() and len(stopped) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return logprobs(self, tokens, entropy=entropy)
+        return logprobs(self, tokens, entropy=entropy, kl=kl)
 
-    monkeypatch.setattr(GlmImagePolicy, "logprobs", bounded)
+    monkeypatch.setattr(GlmImageTokens, "logprobs", bounded)
     halved = update_policy_task.fn(*arguments, "iteration 1", HERE)
     assert max(stopped[-4:]) == 1
     monkeypatch.undo()

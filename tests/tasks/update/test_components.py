@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.sections import PlacementSection
+from configs.sections import LoraSection, PlacementSection
 from configs.training import DenoisingUpdateSection, MismatchSection, ReferenceSection, UpdateSection
 from grpo_core.parity import ParityError
 from grpo_core.streams import STREAMS, Stream
@@ -21,8 +21,10 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.update.job import UpdateJob
 from tests.tasks.update.update_jobs import (
     JOINT,
+    TEXTS,
     UPDATE,
     Modality,
+    advantages_of,
     alone,
     changed,
     commit,
@@ -174,6 +176,17 @@ def test_a_decoder_alone_is_stored_without_a_subfolder(store: ArtifactStore, tmp
     assert all("transformer_blocks" in name for name in load_file(tmp_path / "one" / ADAPTER))
     assert outcome.metrics["sampling/sampling_logp_difference/max"] <= 1e-5
     assert outcome.rows == 6
+
+
+def test_a_job_arrives_in_another_process_as_it_is(store: ArtifactStore) -> None:
+    rollouts = TEXTS.collect()
+    adapted = changed(JOINT, lora=LoraSection(modules_to_save=("proj_out", "lm_head")))
+    job = job_of(adapted, rollouts, advantages_of(rollouts), update=UPDATES)
+    arrived = UpdateJob.model_validate_json(job.model_dump_json())
+    assert arrived.model == job.model
+    assert {stream: update.model_dump() for stream, update in arrived.updates.items()} == {
+        stream: update.model_dump() for stream, update in UPDATES.items()
+    }
 
 
 def _flip(path: Path) -> None:

@@ -75,18 +75,18 @@ def test_a_sample_does_not_depend_on_other_rows(saved_folder: SavedFolder, name:
     folder = saved_folder(name)
     (together,) = sampled(load(folder, settings(name)), request())
     (apart,) = sampled(load(folder, settings(name, decode_batch_size=1)), request())
-    # Matrix products of another shape round differently: within an ulp or two of the log-prob.
+    # Matrix products of another shape round differently: by up to 2e-6 of the log-prob here.
     torch.testing.assert_close(
         together.streams["denoising"].rollout_logprobs,
         apart.streams["denoising"].rollout_logprobs,
-        atol=1e-4,
+        atol=1e-5,
         rtol=0,
     )
     for image, other in zip(together.outputs, apart.outputs, strict=True):
         assert abs(pixels(image) - pixels(other)).max() <= 1
     _, second = sampled(load(folder, settings(name)), request("green ring", seed=9), request())
     for image, other in zip(together.outputs, second.outputs, strict=True):
-        assert (pixels(image) == pixels(other)).all()
+        assert abs(pixels(image) - pixels(other)).max() <= 1
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -1,0 +1,30 @@
+"""docs/denoising.md: the classes that it lists, and the defaults that it states."""
+
+import re
+from pathlib import Path
+
+import configs
+from configs.training import DenoisingUpdateSection, ParitySection, UpdateSection
+from grpo_core.policies.diffusers.pipeline_class import pipeline_classes
+from grpo_core.streams import STREAMS
+
+PAGE = (Path(configs.__file__).parent.parent / "docs" / "denoising.md").read_text(encoding="utf-8")
+
+
+def test_the_listed_pipelines_are_those_that_can_be_trained() -> None:
+    listed = PAGE.partition("<!-- classes: begin -->")[2].partition("<!-- classes: end -->")[0]
+    assert re.findall(r"\w+", listed) == sorted({each.name for each in pipeline_classes() if each.problem is None})
+
+
+def test_the_stated_defaults_are_those_of_the_sections() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("|")]
+    stated = {row[0].replace("`", ""): row[1:] for row in rows if len(row) == 3}
+    sections = (UpdateSection(), DenoisingUpdateSection())
+    assert [float(each) for each in stated["learning_rate"]] == [section.learning_rate for section in sections]
+    assert [float(each) for each in stated["clip_range"]] == [section.clip_range for section in sections]
+    assert stated["kl_estimator"] == [section.kl_estimator for section in sections]
+    for name, in_fp32 in (("parity.max_difference, mean_difference in fp32", True), ("the same in 16 bits", False)):
+        written = dict(zip(STREAMS, stated[name], strict=True))
+        for stream, text in written.items():
+            tolerance = ParitySection().tolerance(stream, in_fp32=in_fp32)
+            assert [float(each) for each in text.split(",")] == [tolerance.max_difference, tolerance.mean_difference]

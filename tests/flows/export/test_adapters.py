@@ -1,0 +1,111 @@
+"""Adapters of denoising models as diffusers alone loads them: to the bit, and at full strength."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs.sections import PolicySection
+from flows.export.adapters import DIFFUSERS_FILE, write_adapter
+from grpo_core.errors import InputError
+from grpo_core.policies.trained import LoraSettings, TrainingChoice, train_model
+from tests.grpo_core.policies.denoising.tiny_pipelines import (
+    DECODER_LINEARS,
+    MAKE,
+    PIPELINES,
+    RandomComponent,
+    component,
+    disturb,
+    drafts,
+    size_of,
+)
+
+PROMPTS = ("a red circle",) * 2
+SECTION = PolicySection(kind="diffusers", model="org/base", train=("decoder",))
+
+
+def into_the_model(pipeline: Any, folder: Path) -> None:
+    pipeline.transformer.load_lora_adapter(str(folder), weight_name=DIFFUSERS_FILE)
+
+
+def into_the_pipeline(pipeline: Any, folder: Path) -> None:
+    pipeline.load_lora_weights(str(folder))
+
+
+def latents(made: RandomComponent, name: str, pipeline: Any) -> Tensor:
+    """What a pipeline draws in two steps, without a scheduler of ours."""
+    pipeline.set_progress_bar_config(disable=True)
+    size = size_of(name)
+    call = made.call_arguments(PROMPTS, drafts(name, size, len(PROMPTS)), size)
+    noise = [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
+    drawn: Tensor = pipeline(**call, num_inference_steps=2, generator=noise, output_type="latent").images
+    return drawn
+
+
+def exported(made: RandomComponent, folder: Path) -> Path:
+    weights, out = folder / "weights", folder / "exported"
+    weights.mkdir()
+    made.save_weights(weights)
+    write_adapter("denoising", weights, out, SECTION)
+    return out
+
+
+LOADERS: list[tuple[str, Callable[[Any, Path], None]]] = [
+    *((name, into_the_model) for name in PIPELINES),
+    # GlmImagePipeline has no loader of its own.
+    *((name, into_the_pipeline) for name in PIPELINES if name != "glm_image"),
+]
+
+
+@pytest.mark.parametrize(("name", "load"), LOADERS)
+def test_diffusers_draws_with_the_adapter_what_the_policy_draws(
+    name: str, load: Callable[[Any, Path], None], tmp_path: Path
+) -> None:
+    made = component(name)
+    expected = latents(made, name, made.pipeline)
+    plain, _ = MAKE[name]()
+    untrained = latents(made, name, plain)
+    load(plain, exported(made, tmp_path))
+    assert torch.equal(latents(made, name, plain), expected)
+    assert not torch.allclose(untrained, expected, atol=1e-3)
+
+
+def test_without_the_settings_in_the_file_diffusers_would_load_it_at_half_strength(tmp_path: Path) -> None:
+    """With alpha twice the rank, as `component` has it; so the test above can fail."""
+    made = component("sd3")
+    folder = exported(made, tmp_path)
+    save_file(load_file(folder / DIFFUSERS_FILE), folder / DIFFUSERS_FILE)
+    plain, _ = MAKE["sd3"]()
+    into_the_pipeline(plain, folder)
+    assert not torch.allclose(latents(made, "sd3", plain), latents(made, "sd3", made.pipeline), atol=1e-3)
+
+
+def adapted(settings: LoraSettings) -> RandomComponent:
+    pipeline, arguments = MAKE["sd3"]()
+    trained = train_model(
+        pipeline.transformer, TrainingChoice(settings), base_name="sd3", default_targets=DECODER_LINEARS
+    )
+    disturb(trained)  # type: ignore[arg-type]
+    made = component("sd3")
+    return RandomComponent(pipeline, made.settings, trained, arguments=arguments)
+
+
+@pytest.mark.parametrize("kind", ["rslora", "dora"])
+def test_other_kinds_of_adapters_are_loaded_as_they_are(kind: str, tmp_path: Path) -> None:
+    made = adapted(LoraSettings(4, 8.0, use_rslora=kind == "rslora", use_dora=kind == "dora"))
+    plain, _ = MAKE["sd3"]()
+    into_the_pipeline(plain, exported(made, tmp_path))
+    torch.testing.assert_close(
+        latents(made, "sd3", plain), latents(made, "sd3", made.pipeline), atol=0 if kind == "rslora" else 1e-5, rtol=0
+    )
+
+
+def test_an_adapter_with_whole_modules_is_refused(tmp_path: Path) -> None:
+    made = adapted(LoraSettings(4, 8.0, modules_to_save=("proj_out",)))
+    with pytest.raises(InputError, match="--merge") as caught:
+        exported(made, tmp_path)
+    assert caught.value.place == "policy.lora.modules_to_save"

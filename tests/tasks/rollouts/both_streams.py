@@ -1,0 +1,86 @@
+"""Rollouts of the tiny GLM-Image with tokens and noisy denoising steps, and hand-made ones with states of any dtype."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection
+from grpo_core.collect import collect_rollouts
+from grpo_core.groups import GroupRequest, RolloutGroup
+from grpo_core.image_size import ImageSize
+from grpo_core.records import DenoisingBatch, SampledActions
+from tasks.execution.resources import resource
+from tasks.models.files import model_digest
+from tasks.models.resident import ModelSpec, ResidentPolicy
+from tasks.prompts.curriculum import DrawnPrompt
+from tasks.prompts.read import Prompt
+from tasks.rollouts.collect_rollouts import collect_rollouts_task
+from tasks.rollouts.plan import RolloutPlan, plan_round
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tests.tiny_policy import MODEL
+
+SECTION = PolicySection(
+    model=str(MODEL), train=("tokens", "decoder"), dtype="float32", lora=LoraSection(rank=2, alpha=4.0)
+)
+ROLLOUT = GlmImageRolloutSection(
+    height=64, width=64, num_inference_steps=3, guidance_scale=1.0, sde_window_range=(0, 2), prompts_per_batch=1
+)
+PLACEMENT = PlacementSection(device="cpu")
+UNEVEN = (2, 1, 1)
+WINDOW = 2
+
+
+def spec() -> ModelSpec:
+    references = dict.fromkeys(SECTION.streams, "none")
+    return ModelSpec.model_validate(
+        {"section": SECTION, "digest": model_digest(str(MODEL)), "adapter_seed": 3, "references": references}
+    )
+
+
+def policy() -> PolicyRef:
+    return PolicyRef(version=0, digest=spec().digest)
+
+
+def plan(
+    *, renderings: Sequence[int] = UNEVEN, window_start: int | None = 0, prompts: int = 2, iteration: int = 1
+) -> RolloutPlan:
+    texts = ("a red circle", "a blue cross", "a green square")[:prompts]
+    return plan_round(
+        [DrawnPrompt("default", Prompt(f"id{place}", text, {}), None) for place, text in enumerate(texts)],
+        seed=11,
+        iteration=iteration,
+        sampling_round=1,
+        renderings=renderings,
+        shared_noise=False,
+        window_start=window_start,
+    )
+
+
+def collect(planned: RolloutPlan) -> ArtifactRef:
+    return collect_rollouts_task.fn(policy(), planned, spec(), ROLLOUT, False, PLACEMENT)
+
+
+def sampled(planned: RolloutPlan) -> list[RolloutGroup]:
+    """What the policy records for a plan, as it is in memory."""
+    sampler = resource(ResidentPolicy).at(policy(), spec(), ROLLOUT, PLACEMENT)
+    return list(collect_rollouts(sampler, [planned.request(group) for group in planned.groups], prompts_per_batch=1))
+
+
+def random_states(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.randn(WINDOW + 1, *shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def made_group(request: GroupRequest, states: Mapping[str, Tensor]) -> RolloutGroup:
+    """A group of one-pixel images with these states, made without tokens."""
+    rows = len(request.sample_ids)
+    steps = DenoisingBatch(
+        prompts=(request.prompt,) * rows,
+        states=tuple(states[sample_id] for sample_id in request.sample_ids),
+        first_steps=(request.window_start or 0,) * rows,
+        sizes=(ImageSize(1, 1),) * rows,
+    )
+    logprobs = torch.arange(rows * WINDOW).view(rows, WINDOW) / -7
+    actions = SampledActions(steps, logprobs, finished=torch.ones(rows, dtype=torch.bool), max_length=WINDOW)
+    return RolloutGroup(request, {"denoising": actions}, (Image.new("RGB", (1, 1)),) * rows)

@@ -1,0 +1,225 @@
+"""Rollouts with both streams: what the policy recorded is what is stored, and what an update reads."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_core.groups import RolloutGroup
+from grpo_core.policies.protocol import policy_family
+from grpo_core.records import DenoisingBatch, TokenBatch
+from grpo_core.streams import Stream
+from tasks.execution.stages import stage_named
+from tasks.rollouts.rows import rollout_columns
+from tasks.rollouts.states import StatesWriter
+from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.parquet import write_table
+from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
+from tasks.update.rows import StoredRows, read_training_rows
+from tests.tasks.reports.made_runs import flip_last_byte
+from tests.tasks.rollouts.both_streams import PLACEMENT, ROLLOUT, WINDOW, collect, plan, policy, sampled, spec
+from tests.tasks.stage_calls import table_of
+
+
+def advantages_of(store: ArtifactStore, values: dict[tuple[str, Stream], float | None]) -> ArtifactRef:
+    """A table with these advantages, by sample and stream."""
+    columns: dict[str, list[Any]] = {name: [None] * len(values) for name in ADVANTAGES.names}
+    columns["sample_id"] = [sample for sample, _ in values]
+    columns["stream"] = [stream for _, stream in values]
+    columns["reward"] = [0.5] * len(values)
+    columns["advantage"] = list(values.values())
+    with store.staging() as staged:
+        digest = write_table(staged / "advantages.parquet", ADVANTAGES, columns)
+        return store.commit(
+            staged,
+            "iteration_000001/advantages",
+            digest=digest,
+            schema_version=SCHEMA_VERSION,
+            rows=len(values),
+            seconds=0.0,
+            metrics={},
+        )
+
+
+def read(
+    store: ArtifactStore, rollouts: ArtifactRef, advantages: ArtifactRef, scratch: Path, stream: Stream
+) -> StoredRows:
+    scratch.mkdir(exist_ok=True)
+    family = policy_family("glm_image")
+    return read_training_rows(store, [rollouts], advantages, policy(), family, scratch, stream=stream, max_staleness=0)
+
+
+def rows_in_memory(groups: list[RolloutGroup], stream: Stream) -> dict[str, tuple[Any, Tensor]]:
+    """Actions of one row and their log-probs, by sample."""
+    return {
+        sample_id: (group.streams[stream].actions.select([row]), group.streams[stream].rollout_logprobs[row])
+        for group in groups
+        for row, sample_id in enumerate(group.request.sample_ids)
+    }
+
+
+def same_tokens(found: TokenBatch, expected: TokenBatch) -> bool:
+    return (
+        found.prompts == expected.prompts
+        and torch.equal(found.trimmed().token_ids, expected.trimmed().token_ids)
+        and torch.equal(found.trimmed().loss_mask, expected.trimmed().loss_mask)
+        and found.temperature == expected.temperature
+    )
+
+
+def test_what_was_recorded_is_what_is_trained_on(store: ArtifactStore, tmp_path: Path) -> None:
+    planned = plan()
+    groups, rollouts = sampled(planned), collect(planned)
+    renderings = ["i000001.p0000.s00.r00", "i000001.p0000.s00.r01", "i000001.p0001.s00.r01"]
+    drafts = ["i000001.p0000.s00.r00", "i000001.p0000.s01.r00", "i000001.p0001.s02.r00"]
+    advantages = advantages_of(
+        store,
+        {
+            **{(name, "tokens"): 1.0 + place for place, name in enumerate(drafts)},
+            **{(name, "denoising"): -1.0 - place for place, name in enumerate(renderings)},
+            ("i000001.p0001.s00.r00", "denoising"): None,
+        },
+    )
+    tokens = read(store, rollouts, advantages, tmp_path / "tokens", "tokens").rows
+    expected = rows_in_memory(groups, "tokens")
+    assert tokens.sample_ids == tuple(drafts)
+    assert tokens.advantages.tolist() == [1.0, 2.0, 3.0]
+    for row, name in enumerate(drafts):
+        batch, logprobs = expected[name]
+        assert same_tokens(tokens.actions.select([row]), batch)
+        assert torch.equal(tokens.rollout_logprobs[row], logprobs)
+
+    stored = read(store, rollouts, advantages, tmp_path / "denoising", "denoising")
+    denoising, steps = stored.rows, stored.rows.actions
+    assert isinstance(steps, DenoisingBatch)
+    assert steps.drafts is not None
+    assert denoising.sample_ids == tuple(renderings)
+    assert (denoising.max_length, denoising.finished.all(), steps.first_steps) == (WINDOW, True, (0, 0, 0))
+    for row, name in enumerate(renderings):
+        batch, logprobs = rows_in_memory(groups, "denoising")[name]
+        assert steps.states[row].dtype == batch.states[0].dtype
+        assert torch.equal(steps.states[row], batch.states[0])
+        assert torch.equal(denoising.rollout_logprobs[row], logprobs)
+        assert same_tokens(steps.drafts.select([row]), expected[name][0])
+        assert steps.sizes[row] == batch.sizes[0]
+    for name in ("sde_type", "noise_level", "sde_window_size", "logprob_reduction", "num_inference_steps"):
+        assert getattr(stored.settings, name) == getattr(ROLLOUT, name)
+    assert tuple(stored.settings.sde_window_range) == ROLLOUT.sde_window_range
+
+
+def test_renderings_of_a_draft_differ_by_their_steps_alone(store: ArtifactStore) -> None:
+    rollouts = collect(plan(prompts=1))
+    table = table_of(store, rollouts)
+    assert table["draft"].to_list() == [0, 0, 1, 2]
+    assert table["rendering"].to_list() == [0, 1, 0, 0]
+    tokens, steps = table["token_ids"].to_list(), table["denoising_logprobs"].to_list()
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert [len(each) for each in steps] == [WINDOW] * 4
+    assert len({tuple(each) for each in steps}) == 4
+    # A draft counts once.
+    assert rollouts.metrics["completions/drafts"] == 3.0
+    drafts = table.filter(pl.col("rendering") == 0)
+    assert rollouts.metrics["tokens"] == drafts["length"].sum() + drafts["prompt_length"].sum()
+    assert rollouts.metrics["completions/mean_length"] == drafts["length"].mean()
+
+
+def test_rollouts_without_noisy_steps_have_no_trace_of_them(store: ArtifactStore) -> None:
+    rollouts = collect(plan(window_start=None, renderings=(1, 1), prompts=1))
+    folder = store.local_files(rollouts)
+    assert [path.name for path in folder.iterdir()] == ["part-00000.parquet"]
+    assert not [name for name in table_of(store, rollouts).columns if name.startswith(("sde", "denoising", "step"))]
+    assert "completions/drafts" not in rollouts.metrics
+
+
+def test_a_flipped_byte_of_states_is_found_by_an_update_and_left_alone_by_others(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    rollouts = collect(plan(prompts=1))
+    names = table_of(store, rollouts)["sample_id"].to_list()[:2]
+    advantages = advantages_of(store, {(name, stream): 1.0 for name in names for stream in ("tokens", "denoising")})
+    flip_last_byte(Path(store.path(f"{rollouts.folder}/states/part-00000.parquet")))
+    assert len(read(store, rollouts, advantages, tmp_path / "tokens", "tokens").rows) == 2
+    with pytest.raises(StaleReferenceError, match=r"states/part-00000\.parquet has sha256"):
+        read(store, rollouts, advantages, tmp_path / "denoising", "denoising")
+    assert store.find(rollouts.folder) is None
+
+
+def test_shards_have_the_digest_and_the_rows_of_one(store: ArtifactStore) -> None:
+    planned = plan(prompts=3)
+    whole = collect(planned)
+    one = {path.relative_to(store.local_files(whole)): path for path in store.local_files(whole).rglob("*.parquet")}
+    sharding = stage_named("collect rollouts").sharding
+    assert sharding is not None
+    arguments = {
+        "policy": policy(),
+        "plan": planned.model_copy(update={"folder": "iteration_000002"}),
+        "model": spec(),
+        "rollout": ROLLOUT,
+        "with_reference": False,
+        "placement": PLACEMENT,
+    }
+    parts = [collect(part.arguments["plan"]) for part in sharding.cut(arguments, 2)]
+    assert [part.rows for part in parts] == [4, 8]
+    joined = sharding.join(arguments, parts)
+    assert (joined.digest, joined.rows, joined.metrics) == (whole.digest, whole.rows, whole.metrics)
+    folder = store.local_files(joined)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.parquet")) == [
+        "part-00000.parquet",
+        "part-00001.parquet",
+        "states/part-00000.parquet",
+        "states/part-00001.parquet",
+    ]
+    for name, path in one.items():
+        assert pl.read_parquet(sorted((folder / name.parent).glob("*.parquet"))).equals(pl.read_parquet(path))
+
+
+class Killed(BaseException):
+    """Ends the stage as a signal would."""
+
+
+def test_a_stage_that_ends_between_table_and_states_leaves_nothing(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = collect(plan())
+    shutil.rmtree(store.path("iteration_000001"))
+
+    def kill(self: StatesWriter) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StatesWriter, "close", kill)
+        with pytest.raises(Killed):
+            collect(plan())
+    assert store.find("iteration_000001/rollouts") is None
+    assert not Path(store.path("iteration_000001/rollouts")).exists()
+    assert collect(plan()).digest == whole.digest
+
+
+def test_a_digest_covers_every_state(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = collect(plan(prompts=1))
+    write = StatesWriter.write
+
+    def changed(self: StatesWriter, group: RolloutGroup) -> None:
+        steps = group.streams["denoising"].actions
+        assert isinstance(steps, DenoisingBatch)
+        steps.states[-1][-1].view(-1)[-1] += 1
+        write(self, group)
+
+    monkeypatch.setattr(StatesWriter, "write", changed)
+    assert collect(plan(prompts=1)).digest != whole.digest
+
+
+def test_every_column_of_the_schema_comes_from_the_group(store: ArtifactStore) -> None:
+    planned = plan(prompts=1)
+    (group,) = sampled(planned)
+    columns = rollout_columns(group, planned.groups[0], planned, policy(), ROLLOUT)
+    table = table_of(store, collect(planned))
+    assert set(table.columns) <= set(columns)
+    assert {len(columns[name]) for name in table.columns} == {4}
+    assert table["step_seed"].to_list() == list(group.request.step_seeds)
+    assert table["window_start"].to_list() == [0] * 4
