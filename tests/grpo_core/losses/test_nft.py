@@ -22,7 +22,9 @@ def tensor(*rows: list[float]) -> Tensor:
 
 def test_one_value_by_hand() -> None:
     """The image is 1 and at 2 with noise: velocity 1 leads to 1.5, old +- 1 (1 - 3) to 1.5 and -0.5."""
-    terms = nft_terms(tensor([1.0]), tensor([3.0]).detach(), noised([[1]], [[2]], 0.5, [2.5]), beta=1.0, advantage_clip=5.0)
+    terms = nft_terms(
+        tensor([1.0]), tensor([3.0]).detach(), noised([[1]], [[2]], 0.5, [2.5]), beta=1.0, advantage_clip=5.0
+    )
     assert terms.positive.item() == pytest.approx(0.25 / 0.5)
     assert terms.negative.item() == pytest.approx(2.25 / 1.5)
     assert terms.policy.item() == pytest.approx(5 * (0.75 * 0.5 + 0.25 * 1.5))
@@ -79,5 +81,7 @@ def test_the_size_of_the_errors_has_no_gradient() -> None:
 
 
 def test_a_perfect_image_is_no_division_by_zero() -> None:
-    terms = nft_terms(tensor([2.0]), tensor([2.0]).detach(), noised([[1]], [[2]], 0.5, [1]), beta=1.0, advantage_clip=5.0)
+    terms = nft_terms(
+        tensor([2.0]), tensor([2.0]).detach(), noised([[1]], [[2]], 0.5, [1]), beta=1.0, advantage_clip=5.0
+    )
     assert terms.policy.item() == 0.0
