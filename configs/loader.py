@@ -8,11 +8,14 @@ from typing import Any, get_args
 from configs.contradictions import contradictions
 from configs.schema import RUN_CONFIGS, RewardsFile, RunConfig
 from configs.sections import PARTS, Kind, PolicySection, trained_by_default
+from configs.training import UpdateSection
 from configs.unknown_keys import TRL_NAMES, translate
 from configs.validation import validated
 from configs.yaml_files import parse_yaml, read_mapping
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.protocol import policy_family
+
+GRPO: str = UpdateSection.model_fields["algorithm"].default
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -88,16 +91,22 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _model_for(values: Mapping[str, Any]) -> type[RunConfig]:
-    """Return the model of a configuration: the keys of rollout and update depend on what the policy trains."""
-    given = values.get("policy")
-    policy = given if isinstance(given, Mapping) else {}
+    """Return the model of a configuration: the keys of rollout and update depend on what is trained, and how."""
+    policy, update = (_section(values, name) for name in ("policy", "update"))
     default = PolicySection.model_fields["kind"].default
     kind = policy.get("kind", default)
     kind = kind if kind in get_args(Kind) else default
     train = policy.get("train", trained_by_default(kind))
     streams = tuple(stream for stream, part in PARTS.items() if isinstance(train, list | tuple) and part in train)
-    # What a kind cannot train is refused by its place, over the keys of what it trains by default.
-    return RUN_CONFIGS.get((kind, streams)) or RUN_CONFIGS[kind, policy_family(kind).streams[:1]]
+    algorithm = update.get("algorithm", GRPO)
+    found = RUN_CONFIGS.get((kind, streams, algorithm if isinstance(algorithm, str) else GRPO))
+    # What a kind cannot train, or not so, is refused by its place, over the keys of what it does by default.
+    return found or RUN_CONFIGS.get((kind, streams, GRPO)) or RUN_CONFIGS[kind, policy_family(kind).streams[:1], GRPO]
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    given = values.get(name)
+    return given if isinstance(given, Mapping) else {}
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[InputError]:

@@ -21,9 +21,11 @@ from configs.sections import (
 )
 from configs.training import (
     AdvantagesSection,
+    AnyUpdateSection,
     DenoisingUpdateSection,
     JointUpdateSection,
     MismatchSection,
+    NftUpdateSection,
     UpdateSection,
 )
 from configs.validation import Name, Section
@@ -43,7 +45,7 @@ class RunConfig(Section):
     rollout: RolloutSection
     rewards: tuple[RewardSection, ...] = Field(min_length=1)
     advantages: AdvantagesSection = AdvantagesSection()
-    update: UpdateSection = UpdateSection()
+    update: AnyUpdateSection = UpdateSection()
     evaluate: EvaluateSection = EvaluateSection()
     watch: WatchSection = WatchSection()
     placement: PlacementSection = PlacementSection()
@@ -86,11 +88,11 @@ class RunConfig(Section):
         return self.rollout.for_evaluation(self.evaluate)
 
     @property
-    def updates(self) -> Mapping[Stream, UpdateSection]:
+    def updates(self) -> Mapping[Stream, AnyUpdateSection]:
         """The update of each trained stream's component, in the order of STREAMS."""
         return {self.streams[0]: self.update}
 
-    def update_of(self, stream: Stream) -> UpdateSection:
+    def update_of(self, stream: Stream) -> AnyUpdateSection:
         """Return the update of a trained stream's component."""
         return self.updates[stream]
 
@@ -110,18 +112,18 @@ class RunConfig(Section):
         """Where the reference's weights of each component are kept; `none` if no KL uses it."""
         return {stream: self._reference_of(update) for stream, update in self.updates.items()}
 
-    def _reference_of(self, update: UpdateSection) -> Reference:
+    def _reference_of(self, update: AnyUpdateSection) -> Reference:
         chosen = update.reference.placement
         if chosen != "auto":
             return chosen
         return "device" if update.kl_coef > 0 or self.advantages.kl_coef > 0 else "none"
 
     @property
-    def scheduled_updates(self) -> Mapping[Stream, UpdateSection]:
+    def scheduled_updates(self) -> Mapping[Stream, AnyUpdateSection]:
         """The updates, with the length of their schedules filled in if they have one."""
         return {stream: self._scheduled(update, self.rows_of(stream)) for stream, update in self.updates.items()}
 
-    def _scheduled(self, update: UpdateSection, rows: int) -> UpdateSection:
+    def _scheduled(self, update: AnyUpdateSection, rows: int) -> AnyUpdateSection:
         if update.total_steps is not None or update.lr_scheduler not in WITH_LENGTH:
             return update
         steps_per_epoch = -(-rows // (update.minibatch_size or rows or 1))
@@ -132,6 +134,7 @@ class GlmImageRunConfig(RunConfig):
     """A run that trains GLM-Image's token model."""
 
     rollout: GlmImageRolloutSection
+    update: UpdateSection = UpdateSection()
 
 
 class DecoderRunConfig(GlmImageRunConfig):
@@ -146,7 +149,7 @@ class JointRunConfig(GlmImageRunConfig):
     update: JointUpdateSection = JointUpdateSection()
 
     @property
-    def updates(self) -> Mapping[Stream, UpdateSection]:
+    def updates(self) -> Mapping[Stream, AnyUpdateSection]:
         """The update of each part."""
         return {"tokens": self.update.tokens, "denoising": self.update.denoising}
 
@@ -163,22 +166,39 @@ class DiffusersRunConfig(RunConfig):
     update: DenoisingUpdateSection = DenoisingUpdateSection()
 
 
+class DecoderNftRunConfig(RunConfig):
+    """A run that trains GLM-Image's decoder by DiffusionNFT."""
+
+    rollout: GlmImageRolloutSection
+    update: NftUpdateSection
+
+
+class DiffusersNftRunConfig(RunConfig):
+    """A run that trains the denoising of a pipeline of diffusers by DiffusionNFT."""
+
+    rollout: DiffusersRolloutSection
+    update: NftUpdateSection
+
+
 class TextRunConfig(RunConfig):
     """A run whose policy writes text."""
 
     rollout: TextRolloutSection
+    update: UpdateSection = UpdateSection()
 
 
-RUN_CONFIGS: Mapping[tuple[str, tuple[Stream, ...]], type[RunConfig]] = MappingProxyType(
+RUN_CONFIGS: Mapping[tuple[str, tuple[Stream, ...], str], type[RunConfig]] = MappingProxyType(
     {
-        ("glm_image", ("tokens",)): GlmImageRunConfig,
-        ("glm_image", ("denoising",)): DecoderRunConfig,
-        ("glm_image", ("tokens", "denoising")): JointRunConfig,
-        ("diffusers", ("denoising",)): DiffusersRunConfig,
-        ("causal_lm", ("tokens",)): TextRunConfig,
+        ("glm_image", ("tokens",), "grpo"): GlmImageRunConfig,
+        ("glm_image", ("denoising",), "grpo"): DecoderRunConfig,
+        ("glm_image", ("denoising",), "nft"): DecoderNftRunConfig,
+        ("glm_image", ("tokens", "denoising"), "grpo"): JointRunConfig,
+        ("diffusers", ("denoising",), "grpo"): DiffusersRunConfig,
+        ("diffusers", ("denoising",), "nft"): DiffusersNftRunConfig,
+        ("causal_lm", ("tokens",), "grpo"): TextRunConfig,
     }
 )
-"""Configuration class by policy.kind and the streams of policy.train."""
+"""Configuration class by policy.kind, the streams of policy.train, and update.algorithm."""
 
 CORRECTION = MismatchSection.model_validate({"mode": "truncate", "level": "token", "cap": 3.0})
 """Default correction in a replay for rows that other weights sampled."""
@@ -203,13 +223,11 @@ class ReplayConfig(RunConfig):
     replay: ReplaySection
 
 
-def corrected(updates: Mapping[Stream, UpdateSection], correction: MismatchSection) -> Mapping[Stream, UpdateSection]:
-    """Return the updates with this correction, except those that have a correction already."""
-    changed = {"mismatch": correction}
-    return {
-        stream: update if update.mismatch.mode != "none" else update.model_copy(update=changed)
-        for stream, update in updates.items()
-    }
+def corrected(
+    updates: Mapping[Stream, AnyUpdateSection], correction: MismatchSection
+) -> Mapping[Stream, AnyUpdateSection]:
+    """Return the updates with this correction, except those that have one already, or none by their algorithm."""
+    return {stream: update.corrected(correction) for stream, update in updates.items()}
 
 
 def as_replay(config: RunConfig, replay: ReplaySection) -> ReplayConfig:

@@ -91,6 +91,8 @@ class PolicySection(Section):
     train: tuple[Part, ...] = Field(
         ("tokens",),
         min_length=1,
+        # The validators below hand on what was JSON as Python values, in which a tuple is a list.
+        strict=False,
         description="of glm_image: the token model, the decoder, or both; of diffusers: decoder; of causal_lm: tokens",
     )
     revision: str | None = Field(None, min_length=1, description="branch, tag or commit of a hub name; null: main")

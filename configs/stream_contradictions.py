@@ -1,12 +1,12 @@
 """Refuse settings that the streams which a run trains have no use for, or that contradict each other there."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 
 from configs.schema import RunConfig
 from configs.sections import PARTS, GlmImageRolloutSection, ImageRolloutSection
-from configs.training import UpdateSection
+from configs.training import NftUpdateSection, UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.losses.settings import LOSS_TRAITS
 from grpo_core.policies.denoising.settings import DenoisingSettings
@@ -29,7 +29,11 @@ def stream_contradictions(config: RunConfig) -> Iterator[InputError]:
     yield from _renderings(config)
     yield from _evaluation(config)
     for stream, update in config.updates.items():
-        yield from _UPDATE_CHECKS[stream](config, config.update_places[stream], update)
+        place = config.update_places[stream]
+        if isinstance(update, NftUpdateSection):
+            yield from _check_nft(config, place, update)
+        else:
+            yield from _UPDATE_CHECKS[stream](config, place, update)
 
 
 def _parts(config: RunConfig) -> Iterator[InputError]:
@@ -44,17 +48,21 @@ def _noise(config: RunConfig) -> Iterator[InputError]:
     rollout = config.rollout
     if not isinstance(rollout, DenoisingSettings):
         return
-    if "denoising" in config.streams:
-        try:
-            rollout.check_window()
-        except InputError as error:
-            yield error
+    if "denoising" not in config.streams:
+        yield from _unused_noise(rollout, "Only a trained decoder has noisy steps; add decoder to policy.train, or")
         return
+    try:
+        rollout.check_window()
+    except InputError as error:
+        yield error
+
+
+def _unused_noise(rollout: DenoisingSettings, why: str, without: Sequence[str] = ()) -> Iterator[InputError]:
+    """Yield every setting of noisy steps that was changed although there are none."""
     for field in fields(DenoisingSettings):
         value = getattr(rollout, field.name)
-        if field.name in rollout.noise_settings and value != field.default:
-            hint = "Only a trained decoder has noisy steps; add decoder to policy.train, or leave it out."
-            yield InputError(f"rollout.{field.name}", value, hint)
+        if field.name in ImageRolloutSection.noise_settings.difference(without) and value != field.default:
+            yield InputError(f"rollout.{field.name}", value, f"{why} leave it out.")
 
 
 def _renderings(config: RunConfig) -> Iterator[InputError]:
@@ -98,6 +106,10 @@ def _check_tokens(config: RunConfig, place: str, update: UpdateSection) -> Itera
 
 
 def _check_denoising(config: RunConfig, place: str, update: UpdateSection) -> Iterator[InputError]:
+    rollout = config.rollout
+    if isinstance(rollout, DenoisingSettings) and rollout.sde_window_size == 0:
+        hint = "Without noisy steps there are no importance ratios; give at least 1, or set update.algorithm to nft."
+        yield InputError("rollout.sde_window_size", 0, hint)
     same = "All steps of the window have the same noise level, and their entropy has no gradient; leave it out."
     if update.entropy_coef > 0:
         yield InputError(f"{place}.entropy_coef", update.entropy_coef, same)
@@ -108,9 +120,30 @@ def _check_denoising(config: RunConfig, place: str, update: UpdateSection) -> It
     if config.advantages.kl_coef > 0:
         hint = f"Denoising steps have no KL inside the reward; set {place}.kl_coef, whose KL is exact, and this to 0."
         yield InputError("advantages.kl_coef", config.advantages.kl_coef, hint)
-    rollout = config.rollout
     if isinstance(rollout, DenoisingSettings) and rollout.logprob_reduction == "mean":
         yield from _bounds_that_never_bind(place, update)
+
+
+def _check_nft(config: RunConfig, place: str, update: NftUpdateSection) -> Iterator[InputError]:
+    rollout = config.rollout
+    assert isinstance(rollout, ImageRolloutSection)
+    if rollout.sde_window_size:
+        hint = "DiffusionNFT learns from finished images, sampled without noisy steps; set it to 0."
+        yield InputError("rollout.sde_window_size", rollout.sde_window_size, hint)
+    why = "DiffusionNFT has no noisy steps;"
+    yield from _unused_noise(rollout, why, without=["sde_window_size"])
+    if rollout.shared_noise:
+        hint = "Without noisy steps siblings differ by their first noise alone; set it to false."
+        yield InputError("rollout.shared_noise", True, hint)
+    levels = update.timesteps_per_image
+    if levels is not None and levels > rollout.num_inference_steps:
+        hint = (
+            f"Images have {rollout.num_inference_steps} noise levels (rollout.num_inference_steps); give at most that."
+        )
+        yield InputError(f"{place}.timesteps_per_image", levels, hint)
+    if config.advantages.kl_coef > 0:
+        hint = f"DiffusionNFT has no log-probs that a KL could be taken of; set {place}.kl_coef instead."
+        yield InputError("advantages.kl_coef", config.advantages.kl_coef, hint)
 
 
 def _bounds_that_never_bind(place: str, update: UpdateSection) -> Iterator[InputError]:

@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from configs.validation import ALL_AT_ONCE, Section
 from grpo_core.advantages.settings import AdvantageSettings
-from grpo_core.losses.settings import LossKlEstimator, MismatchSettings
+from grpo_core.losses.settings import LossKlEstimator, MismatchSettings, custom_loss_digest
 from grpo_core.optimizer.settings import OptimizerSettings, ScheduleValue
 from grpo_core.policies.trained.choice import Reference
 from grpo_core.streams import Stream
-from grpo_core.update.settings import UpdateSettings
+from grpo_core.update.settings import NftSettings, StepSettings, UpdateSettings
 
 if TYPE_CHECKING:
     from grpo_core.parity import ParityTolerance
@@ -69,21 +69,87 @@ class ReferenceSection(Section):
     mix: float = Field(0.6, gt=0, le=1, description="share of the policy in a refreshed reference")
 
 
-class UpdateSection(Section, UpdateSettings, OptimizerSettings):
-    """How stored rollouts change the policy."""
+class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
+    """How stored rollouts change the policy, whatever the algorithm."""
 
     memory_settings = frozenset({"micro_batch_size"})
-    optional_settings = frozenset({"ema", "dppo_threshold"})
+    optional_settings = frozenset({"ema"})
 
     learning_rate: float = Field(1e-5, gt=0, le=1e3, description="after warm-up")
     lr_scheduler_kwargs: dict[str, ScheduleValue] = Field(default_factory=dict)
+    reference: ReferenceSection = ReferenceSection()
+
+    @property
+    def objective(self) -> str:
+        """Name of the loss."""
+        raise NotImplementedError
+
+    @property
+    def custom_loss(self) -> str | None:
+        """The sha256 of the source file of a user's loss; None for one of grpo_core."""
+        return None
+
+    def importance_weights(self, default: MismatchSection) -> MismatchSection | None:
+        """Return the correction for rows that other weights sampled; None if the algorithm has none.
+
+        Args:
+            default: if none is configured.
+        """
+        return None
+
+    def corrected(self, default: MismatchSection) -> Self:
+        """Return the section with that correction switched on."""
+        return self
+
+
+class UpdateSection(BaseUpdateSection, UpdateSettings):
+    """How stored rollouts change the policy by their importance ratios."""
+
+    optional_settings = BaseUpdateSection.optional_settings | {"dppo_threshold", "algorithm"}
+
+    algorithm: Literal["grpo"] = Field("grpo", description="grpo: importance ratios, with any of the losses")
     mismatch: MismatchSection = MismatchSection()
     parity: ParitySection = ParitySection()
-    reference: ReferenceSection = ReferenceSection()
 
     def __post_init__(self) -> None:
         # The schedule is checked with the run, which determines its length.
         UpdateSettings.__post_init__(self)
+
+    @property
+    def objective(self) -> str:
+        """Name of the loss."""
+        return self.loss
+
+    @property
+    def custom_loss(self) -> str | None:
+        """The sha256 of the source file of a user's loss; None for one of grpo_core."""
+        return custom_loss_digest(self.loss)
+
+    def importance_weights(self, default: MismatchSection) -> MismatchSection:
+        """Return the configured correction, or the default."""
+        return default if self.mismatch.mode == "none" else self.mismatch
+
+    def corrected(self, default: MismatchSection) -> Self:
+        """Return the section with that correction switched on."""
+        return self.model_copy(update={"mismatch": self.importance_weights(default)})
+
+
+class NftUpdateSection(BaseUpdateSection, NftSettings):
+    """How stored images change the denoising model by DiffusionNFT."""
+
+    algorithm: Literal["nft"] = Field("nft", description="nft: DiffusionNFT, a regression on finished images")
+    learning_rate: float = Field(3e-4, gt=0, le=1e3, description="after warm-up")
+
+    def __post_init__(self) -> None:
+        NftSettings.__post_init__(self)
+
+    @property
+    def objective(self) -> str:
+        """Name of the loss."""
+        return self.algorithm
+
+
+AnyUpdateSection = UpdateSection | NftUpdateSection
 
 
 class DenoisingUpdateSection(UpdateSection):

@@ -73,7 +73,7 @@ def _facts(plan: ExportPlan) -> list[tuple[str, str]]:
         ("trained", trained),
         ("prompts", ", ".join(files)),
         ("rewards", ", ".join(rewards)),
-        *((_named("loss", stream, config), update.loss) for stream, update in config.updates.items()),
+        *((_named("loss", stream, config), update.objective) for stream, update in config.updates.items()),
         ("version", f"{plan.policy.version} of {config.run.iterations} updates"),
         *averaged,
         ("weights, sha256", plan.policy.digest),

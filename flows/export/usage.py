@@ -8,6 +8,8 @@ from types import MappingProxyType
 from configs.schema import RunConfig
 from configs.sections import DiffusersRolloutSection, GlmImageRolloutSection, TextRolloutSection
 from flows.export.adapters import DIFFUSERS_FILE
+from grpo_core.policies.diffusers.guidance import call_settings
+from grpo_core.policies.diffusers.saved_pipeline import read_saved_pipeline
 from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.streams import Stream
 
@@ -42,9 +44,8 @@ def _image_usage(
     for stream, loading in adapters.items():
         place = f'"{exported}", subfolder="{stream}"' if several else f'"{exported}"'
         lines += [line.format(place=place) for line in loading]
-    settings = ", ".join(
-        f"{name}={getattr(rollout, name)}" for name in ("height", "width", "num_inference_steps", "guidance_scale")
-    )
+    call = {name: getattr(rollout, name) for name in ("height", "width", "num_inference_steps")}
+    settings = ", ".join(f"{name}={value!r}" for name, value in {**call, **_guidance(config, rollout)}.items())
     lines += [f'image = pipe("{IMAGE_PROMPT}", {settings}).images[0]', 'image.save("image.png")']
     return "\n".join(lines)
 
@@ -61,6 +62,16 @@ _ADAPTERS: Mapping[Stream, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The lines that load an adapter of each component of a pipeline."""
+
+
+def _guidance(
+    config: RunConfig, rollout: GlmImageRolloutSection | DiffusersRolloutSection
+) -> Mapping[str, float | int | str]:
+    """Return the arguments of guidance as the pipeline calls them, which files on this machine tell."""
+    saved = read_saved_pipeline(config.policy.model) if isinstance(rollout, DiffusersRolloutSection) else None
+    if saved is None or not isinstance(rollout, DiffusersRolloutSection):
+        return {"guidance_scale": rollout.guidance_scale}
+    return call_settings(saved, rollout)
 
 
 def _revision(config: RunConfig, whole: bool) -> str:

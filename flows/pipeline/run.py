@@ -11,7 +11,7 @@ import yaml
 
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection, RolloutSection
-from configs.training import UpdateSection
+from configs.training import AnyUpdateSection
 from flows.pipeline.lineage import (
     ACCEPTED,
     IDENTITY,
@@ -65,7 +65,7 @@ class Run:
         return self.start or PolicyRef(version=0, digest=self.model.digest)
 
     @property
-    def updates(self) -> Mapping[Stream, UpdateSection]:
+    def updates(self) -> Mapping[Stream, AnyUpdateSection]:
         """The update of each trained stream, with the length of its schedule."""
         return self.config.scheduled_updates
 

@@ -16,7 +16,7 @@ from prefect.futures import wait
 
 from configs.scoring import RewardSection
 from configs.sections import PlacementSection, RolloutSection
-from configs.training import UpdateSection
+from configs.training import AnyUpdateSection
 from flows.pipeline.flow_run_page import shown_in_ui
 from flows.pipeline.run import Run
 from flows.server.temporary import not_waiting_for_ended_server
@@ -73,7 +73,7 @@ def update_policy(
     policy: PolicyRef,
     rollouts: tuple[ArtifactRef, ...],
     advantages: ArtifactRef,
-    updates: Mapping[Stream, UpdateSection],
+    updates: Mapping[Stream, AnyUpdateSection],
     max_staleness: int,
     title: str,
 ) -> PolicyRef:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from prefect import flow
 
 from configs.schema import corrected
-from configs.training import UpdateSection
+from configs.training import AnyUpdateSection, MismatchSection
 from flows.pipeline.forms import ReplayForm
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import compute_advantages, named, recording, update_policy
@@ -82,13 +82,19 @@ def introduction(plan: ReplayPlan) -> str:
     """Describe in one line what is replayed, and how rows of other weights are treated."""
     config, section = plan.config, plan.config.replay
     first, last = section.iterations[0], section.iterations[-1]
-    mismatch = section.correction if config.update.mismatch.mode == "none" else config.update.mismatch
-    done = {"truncate": "truncated at", "mask": "left out beyond"}[mismatch.mode]
+    weight = _weight(config.update.importance_weights(section.correction))
     return (
         f"replay of {section.source}, iterations {first} to {last}, {section.advantages} advantages, onto version "
-        f"{section.policy}; rows of other weights count by exp(old - rollout) per {mismatch.level}, {done} "
-        f"{mismatch.cap:g}, and not at all beyond {section.max_staleness} versions"
+        f"{section.policy}; rows of other weights count {weight}, and not at all beyond {section.max_staleness} "
+        "versions"
     )
+
+
+def _weight(mismatch: MismatchSection | None) -> str:
+    if mismatch is None:
+        return "fully"
+    done = {"truncate": "truncated at", "mask": "left out beyond"}[mismatch.mode]
+    return f"by exp(old - rollout) per {mismatch.level}, {done} {mismatch.cap:g}"
 
 
 def reuse_advantages(
@@ -107,7 +113,7 @@ def reuse_advantages(
 
 def corrected_updates(
     run: Run, plan: ReplayPlan, policy: PolicyRef, stored: StoredIteration
-) -> Mapping[Stream, UpdateSection]:
+) -> Mapping[Stream, AnyUpdateSection]:
     """Return the updates' settings, with importance weights if other weights sampled rows of the iteration.
 
     Raises:

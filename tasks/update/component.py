@@ -12,13 +12,13 @@ from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.seeds import derive_seed
 from grpo_core.streams import Stream
-from grpo_core.update import ProcessGroup, StepMetrics, UpdateResult, update_policy
+from grpo_core.update import ProcessGroup, UpdateResult
 from tasks.execution.resources import resource
 from tasks.models.files import EMA_FOLDER, REFERENCE_FOLDER, component_folder, stored_reference
 from tasks.models.resident import ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
 from tasks.storage.tables.parquet import write_table
-from tasks.storage.tables.schemas import UPDATE_STEPS
+from tasks.update.algorithms import ALGORITHMS, Algorithm, Training
 from tasks.update.rows import StoredRows
 
 if TYPE_CHECKING:
@@ -49,15 +49,19 @@ class ComponentUpdate:
         self._begin_average()
         process_group.distribute(trained)
         optimizer = self._optimizer(process_group)
-        result = update_policy(
-            self.component,
-            optimizer,
-            stored.rows,
-            self.settings,
-            seed=derive_seed(job.seed, job.version, "minibatches"),
-            parity=self.settings.parity.tolerance(self.stream, in_fp32=job.model.section.in_fp32),
-            process_group=process_group,
-            on_progress=on_progress,
+        algorithm = ALGORITHMS[self.settings.algorithm]
+        result = algorithm.update(
+            Training(
+                stream=self.stream,
+                component=self.component,
+                optimizer=optimizer,
+                rows=stored.rows,
+                settings=self.settings,
+                seed=derive_seed(job.seed, job.version, "minibatches"),
+                in_fp32=job.model.section.in_fp32,
+                process_group=process_group,
+                on_progress=on_progress,
+            )
         )
         optimizer.zero_grad()  # frees the gradients' memory for the next rollouts
         moments = process_group.state(optimizer)
@@ -68,7 +72,7 @@ class ComponentUpdate:
             folder = self._made(self.staged)
             self.component.save_weights(folder)
             save_file(moments, folder / OPTIMIZER_FILE)
-            _write_steps(folder, optimizer.steps, result)
+            _write_steps(folder, optimizer.steps, result, algorithm)
         return result, optimizer.steps
 
     def _own(self, policy: Path) -> Path:
@@ -123,10 +127,10 @@ class ComponentUpdate:
             self.component.trained.end_average(folder)
 
 
-def _write_steps(folder: Path, steps: int, result: UpdateResult) -> None:
+def _write_steps(folder: Path, steps: int, result: UpdateResult, algorithm: Algorithm) -> None:
     columns: dict[str, list[Any]] = {"optimizer_step": list(range(steps - len(result.steps) + 1, steps + 1))}
-    columns |= {field.name: [getattr(step, field.name) for step in result.steps] for field in fields(StepMetrics)}
-    write_table(folder / "update_steps.parquet", UPDATE_STEPS, columns)
+    columns |= {field.name: [getattr(step, field.name) for step in result.steps] for field in fields(algorithm.metrics)}
+    write_table(folder / "update_steps.parquet", algorithm.steps_schema, columns)
 
 
 def stored_steps(steps: Mapping[Stream, int]) -> int | dict[Stream, int]:

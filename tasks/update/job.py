@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from configs.sections import PlacementSection, StorageSection
-from configs.training import UpdateSection
+from configs.training import AnyUpdateSection
 from grpo_core.errors import InputError
 from grpo_core.streams import UNEQUAL_PASSES, Stream
 from grpo_core.update import ProcessGroup
@@ -46,7 +46,7 @@ class UpdateJob(BaseModel):
     rollouts: tuple[ArtifactRef, ...]
     advantages: ArtifactRef
     model: ModelSpec
-    updates: Mapping[Stream, UpdateSection]
+    updates: Mapping[Stream, AnyUpdateSection]
     seed: int
     max_staleness: int
     placement: PlacementSection
@@ -99,7 +99,7 @@ class UpdateOutcome(BaseModel):
     peak_memory: int | None = None
 
 
-def refuse_unusable_placement(placement: PlacementSection, updates: Mapping[Stream, UpdateSection]) -> None:
+def refuse_unusable_placement(placement: PlacementSection, updates: Mapping[Stream, AnyUpdateSection]) -> None:
     """Raise InputError for a number of processes, or a way to shard the weights, that this machine cannot run."""
     if placement.sharding == "fsdp2":
         _refuse_unusable_sharding(placement, updates)
@@ -119,7 +119,7 @@ def refuse_unusable_placement(placement: PlacementSection, updates: Mapping[Stre
         raise InputError("placement.processes", placement.processes, hint)
 
 
-def _refuse_unusable_sharding(placement: PlacementSection, updates: Mapping[Stream, UpdateSection]) -> None:
+def _refuse_unusable_sharding(placement: PlacementSection, updates: Mapping[Stream, AnyUpdateSection]) -> None:
     if placement.processes == 1:
         hint = "One process cannot shard the weights; set placement.processes to 2 or more, or this to ddp."
         raise InputError("placement.sharding", "fsdp2", hint)

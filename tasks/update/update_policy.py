@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.sections import PlacementSection
-from configs.training import UpdateSection
-from grpo_core.losses import custom_loss_digest
+from configs.training import AnyUpdateSection
 from grpo_core.policies.protocol import family_module
 from grpo_core.streams import Stream
 from grpo_core.update import SINGLE_PROCESS
@@ -47,10 +46,10 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _described_updates(updates: Mapping[Stream, UpdateSection]) -> Mapping[str, Any]:
+def _described_updates(updates: Mapping[Stream, AnyUpdateSection]) -> Mapping[str, Any]:
     """Return what the updates are: under one name for one component, by stream for several."""
     described: dict[str, Mapping[str, Any]] = {
-        stream: {"update": update.result_settings(), "custom_loss": custom_loss_digest(update.loss)}
+        stream: {"update": update.result_settings(), "custom_loss": update.custom_loss}
         for stream, update in updates.items()
     }
     return described if len(described) > 1 else next(iter(described.values()))
@@ -67,7 +66,7 @@ def update_policy_task(
     rollouts: tuple[ArtifactRef, ...],
     advantages: ArtifactRef,
     model: ModelSpec,
-    updates: Mapping[Stream, UpdateSection],
+    updates: Mapping[Stream, AnyUpdateSection],
     seed: int,
     max_staleness: int,
     title: str,

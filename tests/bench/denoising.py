@@ -1,4 +1,4 @@
-"""An iteration of a tiny Stable Diffusion 3 through the real flow, beside a plain Flow-GRPO loop over the same pipeline.
+"""An iteration of a tiny Stable Diffusion 3 through the real flow, beside a plain Flow-GRPO loop over its pipeline.
 
 The plain loop samples, scores and updates like scripts that people write: the transformer is called by hand, nothing is
 stored, checked or compared before the update. It runs in a process of its own while the flow waits.
@@ -18,7 +18,6 @@ from tests.bench.table import Row
 from tests.bench.timings import ROUNDS, STEPS, Timings
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from configs.schema import RunConfig
@@ -69,7 +68,9 @@ def measure() -> Iterator[Row]:
         timings = Timings(run_peers)
         train(configured(root), on_iteration=timings, progress=False)
     both = tuple(map(sum, zip(*plain.values(), strict=True)))
-    yield Row(what=WHAT, unit="s", ours=tuple(timings.iterations), peer="plain Flow-GRPO loop", theirs=both, at_most=1.1)
+    yield Row(
+        what=WHAT, unit="s", ours=tuple(timings.iterations), peer="plain Flow-GRPO loop", theirs=both, at_most=1.1
+    )
     for stage, name in (("rollouts", "sampling"), ("update", "update")):
         ours = tuple(timings.stages[stage])
         yield Row(what=f"{stage} of it", unit="s", ours=ours, peer=f"{name} of it", theirs=tuple(plain[name]))

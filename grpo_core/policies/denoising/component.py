@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -48,10 +48,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
     Attributes:
         pipeline: its other parts are frozen.
         settings: steps, guidance, noise and window, of sampling and of scoring.
-        one_prompt_per_call: whether rows of other prompts in a call would change a row.
     """
-
-    one_prompt_per_call: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -67,6 +64,11 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         self.trained = trained
         self.autocast = autocast
         pipeline.set_progress_bar_config(disable=True)
+
+    @property
+    def one_prompt_per_call(self) -> bool:
+        """Whether rows of other prompts in a call would change a row."""
+        return False
 
     @abstractmethod
     def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -32,9 +32,6 @@ CPU = torch.device("cpu")
 class DiffusersDenoising(DenoisingComponent):
     """The transformer of a pipeline, which makes all denoising steps."""
 
-    # Encodings of prompts of several lengths would have to be padded, and a row would depend on the others.
-    one_prompt_per_call: ClassVar[bool] = True
-
     settings: DiffusersSettings
 
     def __init__(
@@ -53,10 +50,15 @@ class DiffusersDenoising(DenoisingComponent):
         """
         super().__init__(pipeline, settings, trained, autocast=autocast)
         self.saved = saved
-        PromptCache(pipeline)
+        self.prompts = PromptCache(pipeline)
+
+    @property
+    def one_prompt_per_call(self) -> bool:
+        """Whether embeddings of several prompts would have to be padded, so that a row would depend on the others."""
+        return not self.prompts.pads_to_one_length
 
     def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
-        """Return the arguments of the pipeline's call for rows of one prompt."""
+        """Return the arguments of the pipeline's call for these rows."""
         given = call_settings(self.saved, self.settings)
         # Some pipelines want as many negative prompts as prompts.
         by_row = {name: [value] * len(prompts) for name, value in given.items() if isinstance(value, str)}
@@ -114,11 +116,10 @@ class DiffusersPolicy:
         return policy
 
     def sample(self, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:
-        """Sample the images group by group, up to `decode_batch_size` siblings at once."""
-        for request in requests:
-            size = request.size or self.settings.size
-            rows = self.settings.decode_batch_size
-            (group,) = self.denoising.sample([request], None, size=size, rows_per_call=rows)
+        """Sample the images of all groups, `decode_batch_size` at once."""
+        size = requests[0].size or self.settings.size
+        groups = self.denoising.sample(requests, None, size=size, rows_per_call=self.settings.decode_batch_size)
+        for request, group in zip(requests, groups, strict=True):
             _require_size(group.images, size)
             yield RolloutGroup(request, {} if group.sampled is None else {"denoising": group.sampled}, group.images)
 

@@ -3,6 +3,7 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ MAX_BYTES = 512 * 1024**2
 """Embeddings that are kept at most, on the device of the text encoders; the oldest are dropped first."""
 
 
+_PROBES = ("a", "a cat")
+
+
 class PromptCache:
     """A pipeline's own `encode_prompt`, with what it returned before.
 
     It takes that method's place: a pipeline's call encodes its prompts in its own way, negative ones included, and
-    nothing here knows what the results mean. A prompt is encoded alone and repeated for each row, so that the
-    embeddings of a row do not depend on the other rows.
+    nothing here knows what the results mean. Each prompt is encoded alone, so that the embeddings of a row
+    do not depend on the other rows.
     """
 
     def __init__(self, pipeline: Any, max_bytes: int = MAX_BYTES) -> None:
@@ -34,22 +38,34 @@ class PromptCache:
         """Return what the pipeline's method returns for these prompts.
 
         Raises:
-            ValueError: the rows have different prompts.
+            ValueError: prompts whose embeddings have several lengths.
         """
         given = self._signature.bind(*args, **kwargs).arguments
-        counts = {len(value) for value in given.values() if isinstance(value, list)}
-        if any(isinstance(value, list) and len(set(value)) > 1 for value in given.values()) or len(counts) > 1:
-            raise ValueError("the rows of one call have one prompt")
-        rows = counts.pop() if counts else 1
-        single = {name: value[:1] if isinstance(value, list) else value for name, value in given.items()}
+        lists = {name: value for name, value in given.items() if isinstance(value, list)}
+        rows = list(zip(*lists.values(), strict=True)) or [()]
+        singles = {row: {**given, **{name: [value] for name, value in zip(lists, row, strict=True)}} for row in rows}
+        found = {row: self._encoded(single) for row, single in singles.items()}
+        growth = self._growth(singles[rows[0]], found[rows[0]])
+        return _joined([found[row] for row in rows], growth)
+
+    @cached_property
+    def pads_to_one_length(self) -> bool:
+        """Whether embeddings have one length, whatever the prompt: then rows of several prompts can share a call."""
+        # Stable Diffusion 3 has no default for its second and third prompt.
+        needed = {name: None for name, each in self._signature.parameters.items() if each.default is each.empty}
+        with torch.no_grad():
+            short, long = (self._encode_rows({**needed, "prompt": [text]}, 1) for text in _PROBES)
+        return bool(_shapes(short) == _shapes(long))
+
+    def _encoded(self, single: dict[str, Any]) -> Any:
+        """Return the embeddings of one row, as they were computed for it before."""
         key = repr(sorted(single.items()))
         if key in self._results:
             self._results.move_to_end(key)
         else:
             self._results[key] = self._encode_rows(single, 1)
             self._forget()
-        result = self._results[key]
-        return _repeated(result, self._growth(single, result), rows)
+        return self._results[key]
 
     def _growth(self, single: dict[str, Any], result: Any) -> Any:
         """Return which dimensions of a result belong to the rows; others, such as those of position ids, do not."""
@@ -82,14 +98,28 @@ def _growing(one: Any, two: Any) -> Any:
     return None
 
 
-def _repeated(result: Any, grows: Any, rows: int) -> Any:
+def _joined(results: Sequence[Any], grows: Any) -> Any:
+    """Return the results of several rows as one: parts that grow with the rows one after another, others as they are.
+
+    Raises:
+        ValueError: the results have several lengths.
+    """
+    first = results[0]
     if grows is None:
-        return result
-    if isinstance(result, Tensor):
-        return result.repeat_interleave(rows, grows)
+        return first
+    if isinstance(first, Tensor):
+        if len({each.shape for each in results}) > 1:
+            raise ValueError("the prompts of one call have embeddings of one length")
+        return torch.cat(list(results), grows)
     if grows is True:
-        return list(result) * rows
-    return type(result)(_repeated(each, own, rows) for each, own in zip(result, grows, strict=True))
+        return [each for result in results for each in result]
+    return type(first)(_joined(parts, own) for parts, own in zip(zip(*results, strict=True), grows, strict=True))
+
+
+def _shapes(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return tuple(result.shape)
+    return [_shapes(each) for each in result] if isinstance(result, Sequence) and not isinstance(result, str) else None
 
 
 def _bytes(result: Any) -> int:

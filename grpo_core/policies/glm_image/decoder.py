@@ -34,12 +34,13 @@ def train_decoder(
 class GlmImageDecoder(DenoisingComponent):
     """The stream of denoising steps; an image is made of a draft's large grid and of the prompt's quoted text."""
 
-    # Glyph embeddings of different prompts are padded to one length and the padding is not masked, so a row of a mixed
-    # call would depend on the other rows.
-    one_prompt_per_call = True
-
     pipeline: GlmImagePipeline
     settings: GlmImageSettings
+
+    @property
+    def one_prompt_per_call(self) -> bool:
+        """True: glyph embeddings of several prompts are padded to one length, and the padding is not masked."""
+        return True
 
     def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
         """Return the arguments of the pipeline's call for rows of one prompt."""

@@ -3,9 +3,9 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt, Strict
 
 from grpo_core.errors import InputError
 
@@ -35,7 +35,7 @@ class LoraSettings:
     targets: str | None = None
     use_rslora: bool = False
     use_dora: bool = False
-    modules_to_save: tuple[str, ...] | None = None
+    modules_to_save: Annotated[tuple[str, ...], Strict(False)] | None = None
     init_lora_weights: Initialisation = True
 
 

@@ -218,3 +218,17 @@ UPDATE_STEPS = _described(
         ("trained_tokens", pa.float64()),
     ]
 )
+
+NFT_STEPS = _described(
+    [
+        ("optimizer_step", pa.int64()),
+        ("loss", pa.float64()),
+        ("policy_loss", pa.float64()),  # without the KL term
+        ("grad_norm", pa.float64()),
+        ("learning_rate", pa.float64()),
+        ("kl", pa.float64()),  # mean square of velocities
+        ("positive_error", pa.float64()),
+        ("negative_error", pa.float64()),
+        ("velocity_change", pa.float64()),  # mean square
+    ]
+)

@@ -13,22 +13,33 @@ from peft import PeftModel
 from PIL import Image, ImageChops
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from configs.loader import read_config
 from flows.export.export import export
 from flows.export.plan import plan_export
 from flows.export.request import ExportRequest
 from flows.export.usage import TEXT_PROMPT
+from flows.sampling.request import SampleRequest
+from flows.sampling.sample import sample
+from flows.sampling.source import open_source
 from grpo_core.errors import InputError, InputErrors
+from grpo_core.groups import GroupRequest
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.glm_image.decoder import large_grid_ids
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.policies.trained import ADAPTER_FILE, TrainingChoice
-from grpo_core.seeds import make_generator
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained import ADAPTER_FILE, LoraSettings, TrainingChoice
+from grpo_core.seeds import derive_seed, make_generator
+from grpo_core.streams import STREAMS
 from tasks.storage.artifacts.tombstones import replace_artifact
-from tests.flows.export.stored_policies import store_run
+from tests.flows.export.stored_policies import SHIPPED, store_run
+from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tasks.reports.made_runs import flip_last_byte
+from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_policy import build_policy, render
 from tests.tiny_text_policy import MODEL, PROMPTS, build_text_policy
 
@@ -68,16 +79,34 @@ def drawing(root: Path, shipped_pipeline: GlmImagePipeline) -> GlmImagePolicy:
     return policy
 
 
+@pytest.fixture(scope="module")
+def painting(root: Path) -> GlmImagePolicy:
+    """An adapter of each half of the image model, stored as the run `painting`."""
+    settings = GlmImageSettings(height=64, width=64, num_inference_steps=4, guidance_scale=1.5)
+    choice = TrainingChoice(LoraSettings(4, 8.0))
+    policy = GlmImagePolicy.load(str(IMAGE_MODEL), settings, {"tokens": choice, "denoising": choice})
+    for component in policy.components.values():
+        disturb(component.trainable_parameters(), 0.05)
+    changes = ("train=[tokens, decoder]",), ("renderings=2", "sde_window_range=[0, 3]", "num_inference_steps=4")
+    overrides = [
+        f"{place}.{each}" for place, values in zip(("policy", "rollout"), changes, strict=True) for each in values
+    ]
+    store_run(root, "painting", policy, {}, settings=[*overrides, "rollout.guidance_scale=1.5"])
+    return policy
+
+
 def exported(root: Path, run: str, folder: Path, **options: Any) -> Path:
     export(plan_export(ExportRequest(run=run, folder=str(folder), root=str(root), **options)))
     return folder
 
 
-def run_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the lines of Python in an export's README.md, in the folder that it is in."""
+def run_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run the lines of Python in an export's README.md, in the folder that it is in, and return what they define."""
     monkeypatch.chdir(folder.parent)
     (code,) = re.findall(r"```python\n(.+?)\n```", (folder / "README.md").read_text(), re.DOTALL)
-    exec(code, {})
+    defined: dict[str, Any] = {}
+    exec(code, defined)
+    return defined
 
 
 @torch.no_grad()
@@ -171,6 +200,70 @@ def test_the_image_adapter_gives_our_logprobs_in_plain_peft(
     tokens = drawing.tokens.sample(["a red circle"], 2, [1, 2]).actions
     plain = drawing.tokens._score(PeftModel.from_pretrained(base, str(folder)), tokens, entropy="none")
     assert torch.equal(plain.logprobs, drawing.tokens.logprobs(tokens).logprobs)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
+def test_the_lines_of_the_card_load_both_halves(
+    merge: bool, root: Path, painting: GlmImagePolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = exported(root, "painting", tmp_path / "both", merge=merge)
+    pipe = run_card(folder, monkeypatch)["pipe"]
+    tokens = painting.tokens.sample(["a red circle"], 2, [1, 2]).actions
+    theirs = painting.tokens._score(pipe.vision_language_encoder, tokens, entropy="none").logprobs
+    torch.testing.assert_close(theirs, painting.tokens.logprobs(tokens).logprobs, atol=2e-5, rtol=0)
+    prior = large_grid_ids(tokens.token_ids, tokens.loss_mask, painting.tokens.grids)
+
+    def drawn(pipeline: GlmImagePipeline) -> Tensor:
+        noise = [make_generator(seed) for seed in (5, 6)]
+        call = {"height": 64, "width": 64, "num_inference_steps": 4, "guidance_scale": 1.5, "output_type": "latent"}
+        found: Tensor = pipeline(["a red circle"] * 2, prior_token_ids=prior, generator=noise, **call).images
+        return found
+
+    ours = drawn(painting.decoder.pipeline)
+    torch.testing.assert_close(drawn(pipe), ours, atol=1e-5 if merge else 0, rtol=0)
+    with painting.decoder.trained.reference():
+        assert not torch.allclose(drawn(painting.decoder.pipeline), ours, atol=1e-2)
+    expected = set() if merge else {"tokens", "denoising"}
+    assert {path.name for path in folder.iterdir() if path.name in STREAMS} == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
+def test_the_lines_of_the_card_draw_with_any_pipeline(
+    merge: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where `grpo sample` draws from the export."""
+    model, file = SHIPPED[DiffusersPolicy]
+    settings = read_config(file).rollout
+    choice = {"denoising": TrainingChoice(LoraSettings(4, 8.0))}
+    policy = DiffusersPolicy.load(str(model), settings, choice)  # type: ignore[arg-type]
+    disturb(policy.denoising.trainable_parameters(), 0.05)
+    store_run(tmp_path / "runs", "steps", policy, {})
+    folder = exported(tmp_path / "runs", "steps", tmp_path / "steps", merge=merge)
+    pipe = run_card(folder, monkeypatch)["pipe"]
+    call = policy.denoising.call_arguments(["a red circle"], None, policy.settings.size)
+
+    def drawn(pipeline: Any) -> Tensor:
+        noise = make_generator(5)
+        found: Tensor = pipeline(**call, num_inference_steps=8, generator=noise, output_type="latent").images
+        return found
+
+    ours = drawn(policy.denoising.pipeline)
+    torch.testing.assert_close(drawn(pipe), ours, atol=1e-5 if merge else 0, rtol=0)
+    with policy.denoising.trained.reference():
+        assert not torch.allclose(drawn(policy.denoising.pipeline), ours, atol=1e-2)
+    request = SampleRequest(source=str(folder), prompts=("a red circle",), out=str(tmp_path / "out"))
+    (written,) = sample(request, open_source(request))
+    (group,) = policy.sample([GroupRequest("a red circle", ("s",), (0,), (derive_seed(0, "noise", 0),))])
+    (expected,) = group.outputs
+    assert isinstance(expected, Image.Image)
+    assert written.file is not None
+    with Image.open(written.file) as image:
+        low, high = zip(*ImageChops.difference(image, expected).getextrema(), strict=True)
+    assert min(low) == 0
+    assert max(high) <= (1 if merge else 0)
 
 
 def _fill(folder: Path) -> None:

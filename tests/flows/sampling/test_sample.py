@@ -14,9 +14,14 @@ from flows.sampling.request import SampleRequest
 from flows.sampling.sample import Sample, check_output, sample
 from flows.sampling.source import open_source
 from grpo_core.errors import InputError, InputErrors
+from grpo_core.groups import GroupRequest
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained import LoraSettings, TrainingChoice
 from grpo_core.seeds import derive_seed
 from tests.flows.export.stored_policies import store_run
+from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_policy import build_policy, render
 from tests.tiny_text_policy import MODEL, build_text_policy
@@ -61,6 +66,28 @@ def test_images_are_written(shipped_pipeline: GlmImagePipeline, tmp_path: Path) 
     assert isinstance(expected, Image.Image)
     with Image.open(written.file) as image:
         assert ImageChops.difference(image, expected).getbbox() is None
+
+
+def test_adapters_of_both_halves_draw_alike_from_the_run_and_from_its_export(tmp_path: Path) -> None:
+    settings = GlmImageSettings(height=64, width=64, num_inference_steps=4, guidance_scale=1.5)
+    choice = TrainingChoice(LoraSettings(4, 8.0))
+    policy = GlmImagePolicy.load(str(IMAGE_MODEL), settings, {"tokens": choice, "denoising": choice})
+    for component in policy.components.values():
+        disturb(component.trainable_parameters(), 0.05)
+    changes = ("policy.train=[tokens, decoder]", "rollout.renderings=2", "rollout.sde_window_range=[0, 3]")
+    overrides = (*changes, "rollout.num_inference_steps=4", "rollout.guidance_scale=1.5")
+    run = store_run(tmp_path, "run", policy, {}, settings=overrides).folder
+    export(plan_export(ExportRequest(run=str(run), folder=str(tmp_path / "adapters"))))
+    (group,) = policy.sample(
+        [GroupRequest("a red circle", ("s",), (derive_seed(0, "tokens", 0),), (derive_seed(0, "noise", 0),))]
+    )
+    (expected,) = group.outputs
+    assert isinstance(expected, Image.Image)
+    for source in (run, tmp_path / "adapters"):
+        (written,) = samples(source, ("a red circle",), out=str(tmp_path / "out"))
+        assert written.file is not None
+        with Image.open(written.file) as image:
+            assert ImageChops.difference(image, expected).getbbox() is None
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.denoising import NoisyScheduler, ReplayScheduler, SdeType
 from grpo_core.policies.denoising import component as component_module
+from grpo_core.policies.trained.model import copied, exchanged
 from grpo_core.records import DenoisingBatch
 from tests.grpo_core.policies.denoising.tiny_pipelines import (
     PIPELINES,
@@ -149,15 +150,26 @@ MISTAKES: dict[str, Callable[..., None]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_gate_refuses_a_mistake_in_scoring(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With GLM-Image at 128 pixels, where the timesteps that the model is told are not 1000 sigma."""
+@pytest.fixture(scope="module")
+def glm_image() -> tuple[RandomComponent, DenoisingBatch, Tensor]:
+    """GLM-Image at 128 pixels, where the timesteps that its model is given are not 1000 sigma."""
     made = component("glm_image", settings("glm_image"))
-    actions, stored = sampled(made, "glm_image", samples=2)
-    gate(actions, stored, made.logprobs(actions).logprobs)
-    MISTAKES[mistake](made, actions, monkeypatch)
-    with pytest.raises(ParityError):
+    return made, *sampled(made, "glm_image", samples=2)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_gate_refuses_a_mistake_in_scoring(
+    mistake: str, glm_image: tuple[RandomComponent, DenoisingBatch, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, actions, stored = glm_image
+    right = made.settings
+    with torch.no_grad(), exchanged(made.trainable_parameters(), copied(made.trainable_parameters())):
         gate(actions, stored, made.logprobs(actions).logprobs)
+        MISTAKES[mistake](made, actions, monkeypatch)
+        wrong = made.logprobs(actions).logprobs
+    made.settings = right
+    with pytest.raises(ParityError):
+        gate(actions, stored, wrong)
 
 
 def test_the_gate_refuses_a_window_that_is_off_by_one() -> None:
@@ -167,9 +179,10 @@ def test_the_gate_refuses_a_window_that_is_off_by_one() -> None:
         gate(actions, stored, made.logprobs(replace(actions, first_steps=(2,) * 4)).logprobs)
 
 
-def test_the_gate_refuses_the_tokens_of_another_sample() -> None:
-    made = component("glm_image")
-    actions, stored = sampled(made, "glm_image", samples=2)
+def test_the_gate_refuses_the_tokens_of_another_sample(
+    glm_image: tuple[RandomComponent, DenoisingBatch, Tensor],
+) -> None:
+    made, actions, stored = glm_image
     assert actions.drafts is not None
     with pytest.raises(ParityError):
         gate(actions, stored, made.logprobs(replace(actions, drafts=actions.drafts.select([1, 0]))).logprobs)

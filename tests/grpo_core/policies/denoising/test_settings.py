@@ -57,7 +57,7 @@ def test_the_largest_window_leaves_the_last_step_alone() -> None:
     made(sde_type="cps", noise_level=1.0).check_window()
 
 
-@pytest.mark.parametrize("changes", [{"sde_type": "ddim"}, {"noise_level": -0.1}, {"sde_window_size": 0}])
+@pytest.mark.parametrize("changes", [{"sde_type": "ddim"}, {"noise_level": -0.1}, {"sde_window_size": -1}])
 def test_values_outside_their_ranges_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(InputError, match=next(iter(changes))):
         check_fields(made(**changes), "rollout")

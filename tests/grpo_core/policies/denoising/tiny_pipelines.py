@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import diffusers
 import torch
@@ -49,7 +49,7 @@ class RandomComponent(DenoisingComponent):
 class GlmImageComponent(RandomComponent):
     """The decoder of the tiny GLM-Image of this repository."""
 
-    one_prompt_per_call: ClassVar[bool] = True
+    one_prompt_per_call = True
 
     def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
         assert drafts is not None

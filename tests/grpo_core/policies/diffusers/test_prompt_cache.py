@@ -57,11 +57,22 @@ def test_other_settings_are_other_results(saved_folder: SavedFolder) -> None:
     assert not pipeline.encode_prompt(prompt=["ring"], max_sequence_length=8)[0].equal(short)
 
 
-def test_two_prompts_in_one_call_are_refused(saved_folder: SavedFolder) -> None:
+def test_several_prompts_have_the_embeddings_of_each_alone(saved_folder: SavedFolder) -> None:
     pipeline = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder("flux")))
-    PromptCache(pipeline)
-    with pytest.raises(ValueError, match="one prompt"):
-        pipeline.encode_prompt(prompt=["dot", "ring"])
+    cache = PromptCache(pipeline)
+    assert cache.pads_to_one_length
+    together = pipeline.encode_prompt(prompt=["dot", "ring", "dot"])
+    for row, prompt in enumerate(["dot", "ring", "dot"]):
+        for both, alone in zip(together[:2], pipeline.encode_prompt(prompt=[prompt])[:2], strict=True):
+            assert torch.equal(both[row], alone[0])
+
+
+def test_prompts_of_several_lengths_are_refused_in_one_call(saved_folder: SavedFolder) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder("qwen_image")))
+    cache = PromptCache(pipeline)
+    assert not cache.pads_to_one_length
+    with pytest.raises(ValueError, match="one length"):
+        pipeline.encode_prompt(prompt=["dot", "a much longer prompt"])
 
 
 def test_the_oldest_results_are_dropped(saved_folder: SavedFolder) -> None:

@@ -1,0 +1,108 @@
+"""The estimate of memory against tensors that exist."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_core.image_size import ImageSize
+from grpo_core.policies.denoising.estimate import count_blocks
+from grpo_core.policies.diffusers.settings import DiffusersSettings
+from grpo_core.policies.estimate import ModelEstimate, Workload, estimate_resources
+from grpo_core.policies.trained import LoraSettings, TrainingChoice
+from grpo_core.records import DenoisingBatch
+from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, load, request, settings
+
+SavedFolder = Callable[[str], Path]
+LORA = TrainingChoice(LoraSettings(rank=4, alpha=8))
+
+
+def estimated(folder: Path, chosen: DiffusersSettings, choice: TrainingChoice = LORA, **workload: Any) -> ModelEstimate:
+    given = Workload(
+        **{
+            "dtype": "float32",
+            "group_size": 4,
+            "prompts_per_batch": 2,
+            "micro_batch_size": 2,
+            "eight_bit_optimizer": False,
+            **workload,
+        }
+    )
+    choices: Mapping[Any, TrainingChoice] = {"denoising": choice}
+    return estimate_resources("diffusers", str(folder), chosen, choices, {"denoising": given})
+
+
+def kept_for_backward(folder: Path, chosen: DiffusersSettings) -> int:
+    """Bytes that autograd keeps for the pass of two rows, parameters left out."""
+    policy = load(folder, chosen)
+    (group,) = policy.sample([request(samples=2)])
+    actions = group.streams["denoising"].actions
+    assert isinstance(actions, DenoisingBatch)
+    parameters = {each.untyped_storage().data_ptr() for each in policy.denoising.trained.model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in parameters:
+            kept[place] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scored = policy.denoising.logprobs(actions)
+    del scored
+    return sum(each.untyped_storage().nbytes() for each in kept.values())
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_activations_are_about_what_autograd_keeps(saved_folder: SavedFolder, name: str) -> None:
+    chosen = settings(name, height=64, width=64)
+    measured = kept_for_backward(saved_folder(name), chosen)
+    # The estimate has the longest prompt that is read; tiny heads and embeddings are as large as a block.
+    share = estimated(saved_folder(name), chosen).memory.part("activations") / measured
+    assert 0.7 < share < 1.8
+
+
+def test_weights_are_counted_exactly(saved_folder: SavedFolder) -> None:
+    for name in MAKE:
+        policy = load(saved_folder(name), settings(name))
+        pipeline, memory = policy.denoising.pipeline, estimated(saved_folder(name), settings(name)).memory
+        assert memory.part("vae weights") == sum(each.nbytes for each in pipeline.vae.parameters())
+        assert memory.part("text_encoder weights") == sum(each.nbytes for each in pipeline.text_encoder.parameters())
+        trained = sum(each.nbytes for each in policy.denoising.trainable_parameters().values())
+        assert memory.part("adapters") == memory.part("gradients") == trained
+        everything = sum(each.nbytes for each in policy.denoising.trained.model.parameters())
+        assert memory.part("transformer weights") == everything - trained
+
+
+def test_states_are_what_a_rollout_stores(saved_folder: SavedFolder) -> None:
+    for name in MAKE:
+        policy = load(saved_folder(name), settings(name))
+        (group,) = policy.sample([request(samples=1)])
+        actions = group.streams["denoising"].actions
+        assert isinstance(actions, DenoisingBatch)
+        mib = actions.states[0].nbytes / 1024**2
+        assert f"{mib:.3g} MiB of states per image of 32x32" in estimated(saved_folder(name), settings(name)).counted
+
+
+def test_what_grows_with_what(saved_folder: SavedFolder) -> None:
+    folder, chosen = saved_folder("sd3"), settings()
+    base = estimated(folder, chosen).memory.part("activations")
+    assert estimated(folder, chosen, micro_batch_size=4).memory.part("activations") == 2 * base
+    assert estimated(folder, settings(guidance_scale=1.0)).memory.part("activations") == base / 2
+    assert estimated(folder, settings(sde_window_size=4)).memory.part("activations") == 2 * base
+    checkpointed = TrainingChoice(LORA.lora, gradient_checkpointing=True)
+    assert estimated(folder, chosen, checkpointed).memory.part("activations") < base / 10
+    larger = estimated(folder, chosen, sizes=(ImageSize(32, 32), ImageSize(64, 32)))
+    assert larger.tokens == {ImageSize(32, 32): 256, ImageSize(64, 32): 512}
+    assert larger.memory.part("activations") > base
+
+
+def test_blocks_are_counted() -> None:
+    import diffusers
+
+    with torch.device("meta"):
+        flux = diffusers.FluxTransformer2DModel(num_layers=2, num_single_layers=3)
+        z_image = diffusers.ZImageTransformer2DModel(n_layers=3, n_refiner_layers=2)
+    assert count_blocks(flux) == 5
+    assert count_blocks(z_image) == 7

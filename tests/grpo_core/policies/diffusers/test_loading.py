@@ -1,0 +1,167 @@
+"""What of a pipeline is trained by default, and how a trained pipeline is written and loaded again."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from grpo_core.errors import InputError
+from grpo_core.policies.diffusers.family import FAMILY
+from grpo_core.policies.diffusers.loading import build_on_meta, default_targets, load_pipeline, require_saved_pipeline
+from grpo_core.policies.diffusers.settings import DiffusersSettings
+from grpo_core.policies.trained import LoraSettings, TrainingChoice
+from tests.grpo_core.policies.diffusers.test_policy import pixels
+from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, load, request, settings
+
+SavedFolder = Callable[[str], Path]
+BLOCKS = {
+    "sd3": {
+        *(f"transformer_blocks.attn.{each}" for each in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"transformer_blocks.attn.{each}" for each in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+        *(f"transformer_blocks.{each}.net.{layer}" for each in ("ff", "ff_context") for layer in ("0.proj", "2")),
+    },
+    "flux": {
+        *(f"transformer_blocks.attn.{each}" for each in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"transformer_blocks.attn.{each}" for each in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+        *(f"transformer_blocks.{each}.net.{layer}" for each in ("ff", "ff_context") for layer in ("0.proj", "2")),
+        *(f"single_transformer_blocks.attn.{each}" for each in ("to_q", "to_k", "to_v")),
+        *(f"single_transformer_blocks.{each}" for each in ("proj_mlp", "proj_out")),
+    },
+    "qwen_image": {
+        *(f"transformer_blocks.attn.{each}" for each in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"transformer_blocks.attn.{each}" for each in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+        *(f"transformer_blocks.{each}.net.{layer}" for each in ("img_mlp", "txt_mlp") for layer in ("0.proj", "2")),
+    },
+    "z_image": {
+        f"{blocks}.{each}"
+        for blocks in ("layers", "noise_refiner", "context_refiner")
+        for each in (
+            *(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+            *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_adapters_are_on_attention_and_feed_forward_layers(saved_folder: SavedFolder, name: str) -> None:
+    policy = load(saved_folder(name), settings(name))
+    names = policy.denoising.trainable_parameters()
+    layers = {each.split("base_model.model.")[1].split(".lora_")[0] for each in names}
+    parts = (layer.split(".") for layer in layers)
+    assert {f"{blocks}.{'.'.join(rest)}" for blocks, _, *rest in parts} == BLOCKS[name]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_gradients_reach_the_adapters(saved_folder: SavedFolder, name: str) -> None:
+    policy = load(saved_folder(name), settings(name))
+    (group,) = policy.sample([request(samples=1)])
+    policy.denoising.logprobs(group.streams["denoising"].actions).logprobs.sum().backward()
+    without = {
+        each.split("base_model.model.")[1].split(".lora_")[0]
+        for each, parameter in policy.denoising.trainable_parameters().items()
+        if parameter.grad is None or not parameter.grad.any()
+    }
+    # What the last block makes of the prompt is not read.
+    last = {each for each in without if "add_q" in each or "add_out" in each or "context" in each or "txt" in each}
+    assert without == last
+
+
+def test_unknown_targets_are_refused_before_weights_are_read(saved_folder: SavedFolder) -> None:
+    choice = TrainingChoice(LoraSettings(targets="no_such_layer"))
+    with pytest.raises(InputError, match=r"policy\.lora\.targets"):
+        FAMILY.check_choices(str(saved_folder("sd3")), {"denoising": choice})
+    assert FAMILY.check_choices(str(saved_folder("sd3")), {"denoising": TrainingChoice(LoraSettings())}) == ()
+
+
+def test_a_transformer_with_names_of_its_own_asks_for_targets() -> None:
+    with pytest.raises(InputError, match="Sequential names the layers of its blocks in its own way"):
+        default_targets(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+
+
+def test_attention_that_diffusers_lacks_is_refused(saved_folder: SavedFolder) -> None:
+    with pytest.raises(InputError, match="use one of sdpa"):
+        load(saved_folder("sd3"), settings(), attn_implementation="eager")
+    load(saved_folder("sd3"), settings(), attn_implementation="sdpa")
+
+
+def test_a_pipeline_without_weights_is_an_input_error(saved_folder: SavedFolder, tmp_path: Path) -> None:
+    folder = tmp_path / "pipeline"
+    shutil.copytree(saved_folder("sd3"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(InputError, match=r"policy\.model.*complete files"):
+        load_pipeline(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_trained_pipeline_makes_the_policy_s_images(saved_folder: SavedFolder, tmp_path: Path, lora: bool) -> None:
+    policy = load(saved_folder("sd3"), settings(), lora=lora)
+    with torch.no_grad():
+        for parameter in policy.denoising.trainable_parameters().values():
+            parameter.mul_(1.2)
+    weights, exported = tmp_path / "weights", tmp_path / "exported"
+    weights.mkdir()
+    exported.mkdir()
+    policy.save_weights(weights)
+    FAMILY.save_whole(saved_folder("sd3"), {"denoising": weights}, exported, dtype=torch.float32)
+    (group,) = policy.sample([request(window_start=None)])
+    own = diffusers.StableDiffusion3Pipeline.from_pretrained(str(exported))
+    own.set_progress_bar_config(disable=True)
+    generator = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    images = own(
+        "a red dot",
+        height=32,
+        width=32,
+        num_inference_steps=5,
+        guidance_scale=4.5,
+        num_images_per_prompt=3,
+        max_sequence_length=32,
+        generator=generator,
+    ).images
+    for image, expected in zip(group.outputs, images, strict=True):
+        # Merged weights round differently.
+        assert abs(pixels(image) - pixels(expected)).max() <= 1
+
+
+def test_full_weights_of_another_model_are_refused(saved_folder: SavedFolder, tmp_path: Path) -> None:
+    policy = load(saved_folder("sd3"), settings(), lora=False)
+    policy.save_weights(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    state = load_file(file)
+    state.pop(next(iter(state)))
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match="another model"):
+        policy.load_weights(tmp_path)
+
+
+def test_the_meta_device_has_every_parameter(saved_folder: SavedFolder) -> None:
+    for name in MAKE:
+        model = str(saved_folder(name))
+        on_meta = build_on_meta(model, require_saved_pipeline(model)).state_dict()
+        loaded = load_pipeline(model, dtype=torch.float32, device=torch.device("cpu")).transformer.state_dict()
+        assert {key: value.shape for key, value in on_meta.items()} == {
+            key: value.shape for key, value in loaded.items()
+        }
+
+
+def test_settings_come_from_sections_and_stored_rows() -> None:
+    chosen = settings(sde_window_range=(1, 3), negative_prompt="blur")
+    row = {field: getattr(chosen, field) for field in chosen.__dataclass_fields__}
+    stored = {**row, "sde_window_range": [1, 3], "prompt": "a column of another stage"}
+    assert FAMILY.settings(stored) == chosen
+    assert isinstance(FAMILY.settings(row), DiffusersSettings)
+
+
+def test_siblings_with_one_start_differ_by_their_steps(saved_folder: SavedFolder) -> None:
+    policy = load(saved_folder("sd3"), settings())
+    plain = request()
+    shared = type(plain)(**{**plain.__dict__, "noise_seeds": (7, 7, 7)})
+    (group,) = policy.sample([shared])
+    states = group.streams["denoising"].actions.states  # type: ignore[union-attr]
+    assert all(each[0].equal(states[0][0]) for each in states)
+    assert not states[0][1].equal(states[1][1])
+    assert all(isinstance(image, Image.Image) for image in group.outputs)
