@@ -1,0 +1,354 @@
+"""An update by DiffusionNFT against a plain loop over every image and noise level, in fp64 on a linear velocity."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.image_size import ImageSize
+from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
+from grpo_core.policies.trained import TrainingChoice, train_model
+from grpo_core.records import DenoisingBatch, TrainingRows
+from grpo_core.update import NftSettings, NftStepMetrics, UpdateResult, update_by_nft
+
+SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.2], dtype=torch.float64)
+DIM = 3
+SETTINGS = NftSettings(micro_batch_size=4, max_grad_norm=1e9, nft_beta=0.7)
+ADVANTAGES = [1.5, -0.5, 0.0, 7.0, -1.0]
+SIZE = ImageSize(8, 8)
+
+
+class Linear(nn.Module):
+    """Velocity W [x, sigma]."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(DIM, DIM + 1, generator=generator, dtype=torch.float64))
+
+    def forward(self, latents: Tensor, sigmas: Tensor) -> Tensor:
+        return torch.cat([latents, sigmas.unsqueeze(-1)], -1) @ self.weight.T
+
+
+@dataclass
+class Pass:
+    """What was asked with gradients: weights, and by prompt, step and latents every row."""
+
+    weight: Tensor
+    rows: list[tuple[str, int, Tensor]]
+
+
+@dataclass
+class LinearComponent:
+    """A component that keeps what it was asked."""
+
+    trained: Any = field(
+        default_factory=lambda: train_model(Linear(), TrainingChoice(None, reference="device"), base_name="linear")
+    )
+    passes: list[Pass] = field(default_factory=list)
+
+    def velocities(self, actions: DenoisingBatch) -> Tensor:
+        latents = torch.stack([states[0] for states in actions.states])
+        if torch.is_grad_enabled():
+            rows = list(zip(actions.prompts, actions.first_steps, latents, strict=True))
+            self.passes.append(Pass(self.weight.detach().clone(), rows))
+        velocity: Tensor = self.trained.model(latents, SIGMAS[list(actions.first_steps)])
+        return velocity
+
+    def sigmas(self, actions: DenoisingBatch) -> Tensor:
+        return SIGMAS
+
+    @property
+    def weight(self) -> Tensor:
+        return next(self.trained.model.parameters())  # type: ignore[no-any-return]
+
+    def prepare_for_update(self) -> None:
+        self.trained.prepare_for_update()
+
+    def logprobs(self, actions: Any, **options: Any) -> Any:
+        raise AssertionError("there are no log-probs")
+
+    reference_logprobs = logprobs
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        return self.trained.trainable_parameters()  # type: ignore[no-any-return]
+
+    def prepare_for_sampling(self) -> None:
+        raise AssertionError("nothing is sampled")
+
+    def save_weights(self, folder: Path) -> None:
+        raise AssertionError("nothing is saved")
+
+    load_weights = save_weights  # type: ignore[assignment]
+
+
+def rows_of(advantages: list[float], dtype: torch.dtype = torch.float64) -> TrainingRows:
+    count, generator = len(advantages), torch.Generator().manual_seed(4)
+    images = torch.randn(count, 1, DIM, generator=generator, dtype=torch.float64).to(dtype)
+    return TrainingRows(
+        sample_ids=tuple(f"s{row}" for row in range(count)),
+        actions=DenoisingBatch(
+            prompts=tuple(map(str, range(count))),
+            states=tuple(images),
+            first_steps=(len(SIGMAS),) * count,
+            sizes=(SIZE,) * count,
+        ),
+        rollout_logprobs=torch.zeros(count, 0),
+        advantages=torch.tensor(advantages),
+        finished=torch.ones(count, dtype=torch.bool),
+        on_policy=torch.ones(count, dtype=torch.bool),
+        max_length=0,
+    )
+
+
+def trained(
+    component: LinearComponent, rows: TrainingRows, settings: NftSettings = SETTINGS, seed: int = 0, **options: Any
+) -> UpdateResult:
+    optimizer = PolicyOptimizer(component.trainable_parameters(), OptimizerSettings(0.05))
+    return update_by_nft(component, optimizer, rows, settings, seed=seed, **options)
+
+
+def gradient_of(component: LinearComponent) -> Tensor:
+    gradient = component.weight.grad
+    assert gradient is not None
+    return gradient
+
+
+def plain_loss(
+    weight: Tensor, old: Tensor, reference: Tensor, asked: list[tuple[str, int, Tensor]], rows: TrainingRows, kl: float
+) -> Tensor:
+    """The paper's loss, image by image and level by level."""
+    beta, clip, total = SETTINGS.nft_beta, SETTINGS.advantage_clip, torch.zeros((), dtype=torch.float64)
+    for prompt, step, noised in asked:
+        image, sigma = rows.actions.states[int(prompt)][0], float(SIGMAS[step])  # type: ignore[union-attr]
+        seen = torch.cat([noised, torch.tensor([sigma], dtype=torch.float64)])
+        new, before = weight @ seen, old @ seen
+        share = min(max(float(rows.advantages[int(prompt)]) / clip, -1.0), 1.0) / 2 + 0.5
+        for velocity, part in (
+            ((1 - beta) * before + beta * new, share),
+            ((1 + beta) * before - beta * new, 1 - share),
+        ):
+            found = noised - sigma * velocity
+            size = max(float((found - image).detach().abs().mean()), 1e-5)
+            total = total + clip / beta * part * ((found - image) ** 2).mean() / size
+        total = total + kl * ((new - reference @ seen) ** 2).mean()
+    return total / len(asked)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_loss_and_gradient_of_both_minibatches_are_those_of_a_plain_loop(kl: float) -> None:
+    component, rows = LinearComponent(), rows_of(ADVANTAGES)
+    reference = component.weight.detach().clone()
+    with torch.no_grad():
+        component.weight.add_(0.3)
+    old = component.weight.detach().clone()
+    result = trained(component, rows, replace(SETTINGS, minibatch_size=3, kl_coef=kl))
+    # Three images at four levels, then two: three passes and two.
+    for passes, step in zip((component.passes[:3], component.passes[3:]), result.steps, strict=True):
+        asked = [row for each in passes for row in each.rows]
+        weight = passes[0].weight.requires_grad_()
+        loss = plain_loss(weight, old, reference, asked, rows, kl)
+        assert step.loss == pytest.approx(loss.item(), rel=1e-12)
+    (expected,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(gradient_of(component), expected, rtol=1e-12, atol=0)
+    assert not torch.equal(component.passes[3].weight, old)
+
+
+def test_images_are_seen_at_every_level_with_noise_of_their_own() -> None:
+    component, rows = LinearComponent(), rows_of(ADVANTAGES)
+    trained(component, rows, replace(SETTINGS, epochs=2))
+    noise: dict[tuple[int, str, int], Tensor] = {}
+    for number, each in enumerate(component.passes):
+        for prompt, step, latents in each.rows:
+            image, sigma = rows.actions.states[int(prompt)][0], SIGMAS[step]  # type: ignore[union-attr]
+            noise[number // 5, prompt, step] = (latents - (1 - sigma) * image) / sigma
+    assert len(noise) == 2 * len(rows) * len(SIGMAS)
+    values = torch.cat(list(noise.values()))
+    assert len(values.round(decimals=9).unique()) == len(values)
+    assert abs(float(values.mean())) < 0.3
+    assert abs(float(values.std()) - 1) < 0.2
+
+
+def test_levels_are_drawn_by_prompt_and_epoch() -> None:
+    component, rows = LinearComponent(), rows_of([1.0] * 8)
+    same = replace(rows, actions=replace(rows.actions, prompts=("0", "1") * 4))  # type: ignore[type-var]
+    trained(component, same, replace(SETTINGS, timesteps_per_image=2, epochs=6, micro_batch_size=16))
+    levels = []
+    for each in component.passes:
+        by_prompt = {prompt: {step for name, step, _ in each.rows if name == prompt} for prompt in ("0", "1")}
+        assert all(len(steps) == 2 for steps in by_prompt.values())
+        assert len(each.rows) == 16
+        levels.append((frozenset(by_prompt["0"]), frozenset(by_prompt["1"])))
+    assert len(set(levels)) > 2
+    assert any(one != other for one, other in levels)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 100])
+def test_the_cut_into_microbatches_changes_nothing(micro_batch_size: int) -> None:
+    gradients = []
+    for size in (4, micro_batch_size):
+        component = LinearComponent()
+        trained(component, rows_of(ADVANTAGES), replace(SETTINGS, micro_batch_size=size))
+        gradients.append(gradient_of(component))
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
+
+
+def test_a_row_is_noised_alike_whatever_rows_are_beside_it() -> None:
+    seen = []
+    for chosen in ([0, 1, 2, 3, 4], [3]):
+        component = LinearComponent()
+        trained(component, rows_of(ADVANTAGES).select(chosen), replace(SETTINGS, timesteps_per_image=2))
+        rows = [row for each in component.passes for row in each.rows if row[0] == "3"]
+        seen.append({step: latents for _, step, latents in rows})
+    assert seen[0].keys() == seen[1].keys()
+    assert all(torch.equal(seen[0][step], seen[1][step]) for step in seen[0])
+
+
+@dataclass
+class _OneOfThree:
+    """One process of three, whose sums are not added: a test adds them."""
+
+    rank: int
+    count: int = 3
+
+    def add_gradients(self, parameters: Any) -> None:
+        """Leave this process's share."""
+
+    def add(self, values: Tensor) -> Tensor:
+        return values
+
+    def gradient_norm(self, parameters: Any, max_norm: float) -> float:
+        return 1.0
+
+
+def test_processes_add_up_to_one() -> None:
+    alone = LinearComponent()
+    result = trained(alone, rows_of(ADVANTAGES))
+    parts, losses = [], []
+    for rank in range(3):
+        component = LinearComponent()
+        losses.append(trained(component, rows_of(ADVANTAGES), process_group=_OneOfThree(rank)).steps[0].loss)
+        parts.append(gradient_of(component))
+    torch.testing.assert_close(sum(parts), gradient_of(alone), rtol=1e-12, atol=1e-14)
+    assert sum(losses) == pytest.approx(result.steps[0].loss)
+
+
+def test_without_advantages_the_first_step_has_no_gradient() -> None:
+    component = LinearComponent()
+    before = component.weight.detach().clone()
+    result = trained(component, rows_of([0.0] * 4))
+    assert result.steps[0].grad_norm == 0.0
+    assert torch.equal(component.weight, before)
+    assert result.steps[0].loss > 0
+
+
+def test_an_image_with_a_good_advantage_is_drawn_and_one_with_a_bad_one_avoided() -> None:
+    for advantage, better in ((5.0, True), (-5.0, False)):
+        component, rows = LinearComponent(), rows_of([advantage])
+        errors = [
+            trained(component, rows, replace(SETTINGS, nft_beta=1.0)).metrics()["nft/positive_error"] for _ in range(20)
+        ]
+        assert (errors[-1] < errors[0]) == better
+
+
+def test_the_same_seed_gives_the_same_weights_to_the_bit() -> None:
+    weights = []
+    for seed in (1, 1, 2):
+        component = LinearComponent()
+        trained(component, rows_of(ADVANTAGES), replace(SETTINGS, epochs=2, minibatch_size=2), seed)
+        weights.append(component.weight.detach())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_metrics_of_the_steps() -> None:
+    component = LinearComponent()
+    result = trained(component, rows_of(ADVANTAGES), replace(SETTINGS, minibatch_size=3, kl_coef=0.1))
+    first, second = result.steps
+    assert isinstance(first, NftStepMetrics)
+    assert isinstance(second, NftStepMetrics)
+    assert first.velocity_change == 0.0 == first.kl
+    assert second.kl == pytest.approx(second.velocity_change)
+    assert second.velocity_change > 0
+    assert second.loss == pytest.approx(second.policy_loss + 0.1 * second.velocity_change)
+    assert result.metrics()["optimizer_steps"] == 2.0
+    assert "importance_ratio/mean" not in result.metrics()
+
+
+def test_progress_counts_every_pass() -> None:
+    seen: list[tuple[int, int]] = []
+    component = LinearComponent()
+    trained(
+        component,
+        rows_of(ADVANTAGES),
+        replace(SETTINGS, epochs=2),
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(number, 10) for number in range(1, 11)]
+    assert len(component.passes) == 10
+
+
+@pytest.mark.parametrize("minibatch_size", [5, 2])
+def test_an_image_that_is_not_finite_is_named_and_changes_nothing(minibatch_size: int) -> None:
+    component, rows = LinearComponent(), rows_of(ADVANTAGES)
+    states = list(rows.actions.states)  # type: ignore[union-attr]
+    states[3] = torch.full_like(states[3], torch.nan)
+    broken = replace(rows, actions=replace(rows.actions, states=tuple(states)))  # type: ignore[type-var]
+    with pytest.raises(NonFiniteError, match="s3") as raised:
+        trained(component, broken, replace(SETTINGS, minibatch_size=minibatch_size))
+    assert "s1" not in str(raised.value)
+    assert component.weight.grad is None
+    assert not component.trained.has_old
+
+
+def test_the_average_follows_every_step() -> None:
+    component = LinearComponent()
+    start = component.weight.detach().clone()
+    component.trained.begin_average(None)
+    trained(component, rows_of(ADVANTAGES), replace(SETTINGS, minibatch_size=3, ema=0.5))
+    after_one = component.passes[3].weight
+    expected = 0.25 * start + 0.25 * after_one + 0.5 * component.weight.detach()
+    # Averages are computed in fp32.
+    torch.testing.assert_close(component.trained._average["weight"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_noisy_steps_are_refused() -> None:
+    rows = rows_of([1.0])
+    window = replace(rows, actions=replace(rows.actions, states=(torch.zeros(3, DIM),)))  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="sde_window_size"):
+        trained(LinearComponent(), window)
+
+
+def test_more_levels_than_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 noise levels"):
+        trained(LinearComponent(), rows_of([1.0]), replace(SETTINGS, timesteps_per_image=5))
+
+
+def test_no_rows_change_nothing() -> None:
+    component = LinearComponent()
+    assert trained(component, rows_of([1.0]).select([])).metrics() == {"optimizer_steps": 0.0}
+
+
+@pytest.mark.parametrize("name", ["nft_beta", "advantage_clip", "timesteps_per_image"])
+def test_settings_are_positive(name: str) -> None:
+    with pytest.raises(InputError, match=f"update.{name}"):
+        NftSettings(**{name: 0})
+
+
+def test_states_in_16_bits_are_trained_in_their_pipelines_arithmetic() -> None:
+    """fp16 states are those of a pipeline in fp32; bf16 states those of one in bf16."""
+    from grpo_core.update.forward_process import ForwardProcess
+
+    for stored, working in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        rows = rows_of(ADVANTAGES, stored)
+        process = ForwardProcess(LinearComponent(), rows, None, 0)
+        (part,) = process.microbatches([0, 1], 0, 100)
+        actions, noised = process.noised(part, 0)
+        assert {states.dtype for states in actions.states} == {working}
+        assert noised.images.dtype == torch.float32
+        # What the model reads is what the loss reads.
+        assert torch.equal(noised.noised, torch.cat(actions.states).float())
