@@ -65,12 +65,11 @@ def test_sixteen_bits_give_a_ratio_of_one(saved_folder: SavedFolder, name: str) 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @pytest.mark.parametrize("name", MAKE)
 def test_autocast_gives_a_ratio_of_one(saved_folder: SavedFolder, name: str) -> None:
+    # A cached prompt is read in the dtype it was encoded in, so a policy has one precision for good.
     policy = load(saved_folder(name), settings(name), autocast=torch.bfloat16)
     (group,) = sampled(policy, request())
     stored = group.streams["denoising"].rollout_logprobs
     torch.testing.assert_close(scored(policy, group).logprobs, stored, atol=1e-5, rtol=0)
-    policy.denoising.autocast = None
-    assert (scored(policy, group).logprobs - stored).abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("name", MAKE)
