@@ -1,8 +1,8 @@
 """Policies over the shipped tiny GLM-Image, each with a token model of its own."""
 
 import copy
-from dataclasses import asdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch

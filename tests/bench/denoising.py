@@ -18,7 +18,6 @@ from tests.bench.table import Row
 from tests.bench.timings import ROUNDS, STEPS, Timings
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from configs.schema import RunConfig

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import GlmImagePipeline
+from grpo_core.policies.glm_image.decoding import decode_group
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -24,7 +25,6 @@ from data.tiny_glm_image import (
 )
 from data.tiny_glm_image.components import build_tokenizer
 from grpo_core.image_size import ImageSize
-from grpo_core.policies.glm_image.decoding import decode_group
 from tests.tiny_policy import MODEL
 
 SMALL = TinyRecipe(
