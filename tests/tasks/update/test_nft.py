@@ -1,4 +1,4 @@
-"""DiffusionNFT over stored rollouts: finished latents are stored, trained on, and the next update goes on from there."""
+"""DiffusionNFT over stored rollouts: finished latents are stored and trained on, and the next update goes on."""
 
 from dataclasses import fields, replace
 from pathlib import Path
