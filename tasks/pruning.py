@@ -1,12 +1,13 @@
-"""Delete what a run can do without: images of rollouts, old calls, unfinished writes, and folders that were moved away.
+"""Delete what a run can do without: images and states of rollouts, old calls, unfinished writes, and moved folders.
 
-Rollouts without images keep their other values, row groups and digests, and every reference to them stays valid.
+Rollouts without images keep their other values, row groups and digests, and every reference to them stays valid. So do
+rollouts without the states of their denoising steps, which are files of their own; no policy can be trained on them.
 """
 
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,11 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.execution.call import CALLS
+from tasks.runs.layout import STATES
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, StaleReferenceError
 from tasks.storage.artifacts.run_folder import INCOMING, PREVIOUS, QUARANTINE, REASON_FILE
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, lineage_of
-from tasks.storage.artifacts.tombstones import is_half_pruned, replace_artifact
+from tasks.storage.artifacts.tombstones import AND, is_half_pruned, removed_by, replace_artifact
 from tasks.storage.filesystem.files import is_local, locked_file
 from tasks.storage.tables.parquet import DIGESTS, encoding_writer, write_row_group
 
@@ -49,6 +51,21 @@ class Prunable:
     def is_complete(self) -> bool:
         """Whether all of its files exist as its stage made them."""
         return self.manifest.pruned is None
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """What was deleted from it, or is being deleted, in the words of its tombstone."""
+        return removed_by(self.manifest.pruned)
+
+    def described(self, removed: str, by: str, on: datetime) -> Mapping[str, Any]:
+        """Return its tombstone's entries once this is deleted too; an interrupted deletion keeps its own.
+
+        Args:
+            by: the command that deletes it.
+        """
+        if removed in self.removed:
+            return self.manifest.pruned or {}
+        return {"removed": AND.join([*self.removed, removed]), "by": by, "on": f"{on:%Y-%m-%d}"}
 
 
 def find_prunable(store: ArtifactStore, folder: str) -> Prunable | None:
@@ -82,7 +99,7 @@ def image_bytes(store: ArtifactStore, rollouts: Prunable) -> int:
     if store.find(rollouts.folder) is None:
         return 0
     total = 0
-    for name in rollouts.manifest.files:
+    for name in _tables(rollouts):
         with store.filesystem.open(store.path(f"{rollouts.folder}/{name}"), "rb") as stream:
             metadata = pq.read_metadata(stream)
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
@@ -105,15 +122,52 @@ def delete_images(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[str,
         StaleReferenceError: its files do not match the manifest.
         StorageError: a disk or a bucket refuses it.
     """
+    _replace_files(store, rollouts, list(rollouts.manifest.files), strip_images, pruned)
+
+
+def states_bytes(store: ArtifactStore, rollouts: Prunable) -> int:
+    """Return the stored size of the states of denoising steps; 0 where there are none."""
+    places = [store.path(f"{rollouts.folder}/{name}") for name in {*rollouts.manifest.files} - {*_tables(rollouts)}]
+    return sum(int(store.filesystem.size(place) or 0) for place in places if store.filesystem.exists(place))
+
+
+def delete_states(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[str, Any]) -> None:
+    """Replace rollouts by the same rollouts without the states of their denoising steps.
+
+    Raises:
+        StaleReferenceError: its files do not match the manifest.
+        StorageError: a disk or a bucket refuses it.
+    """
+    _replace_files(store, rollouts, _tables(rollouts), shutil.copyfile, pruned)
+
+
+def has_states(rollouts: Prunable) -> bool:
+    """Return whether states of denoising steps are among the files of rollouts."""
+    return len(_tables(rollouts)) < len(rollouts.manifest.files)
+
+
+def _tables(rollouts: Prunable) -> list[str]:
+    return [name for name in rollouts.manifest.files if not name.startswith(f"{STATES}/")]
+
+
+def _replace_files(
+    store: ArtifactStore,
+    rollouts: Prunable,
+    names: Sequence[str],
+    rewrite: Callable[[Path, Path], object],
+    pruned: Mapping[str, Any],
+) -> None:
+    """Keep these files of rollouts, each as `rewrite` makes it anew from the file that is there."""
     # Reading a damaged artifact would quarantine it; the next start does that and makes it again.
     if store.find(rollouts.folder) is None:
         raise StaleReferenceError(f"{rollouts.reference.uri}: one of its files is changed or missing")
     with tempfile.TemporaryDirectory(prefix="grpo-") as fetched, store.staging() as staged:
-        folder = store.local_files(rollouts.reference, Path(fetched) / "rollouts")
-        for name in rollouts.manifest.files:
+        needless = STATES if names == _tables(rollouts) else None
+        folder = store.local_files(rollouts.reference, Path(fetched) / "rollouts", without=needless)
+        for name in names:
             target = staged / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            strip_images(folder / name, target)
+            rewrite(folder / name, target)
         replace_artifact(store, rollouts.reference, staged, pruned=pruned)
 
 

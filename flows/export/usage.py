@@ -67,7 +67,7 @@ _ADAPTERS: Mapping[Stream, tuple[str, ...]] = MappingProxyType(
 def _guidance(
     config: RunConfig, rollout: GlmImageRolloutSection | DiffusersRolloutSection
 ) -> Mapping[str, float | int | str]:
-    """Return the arguments of guidance as the pipeline calls them; its files say how, where they are on this machine."""
+    """Return the arguments of guidance as the pipeline calls them, which files on this machine tell."""
     saved = read_saved_pipeline(config.policy.model) if isinstance(rollout, DiffusersRolloutSection) else None
     if saved is None or not isinstance(rollout, DiffusersRolloutSection):
         return {"guidance_scale": rollout.guidance_scale}

@@ -18,6 +18,7 @@ from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunSummary, RunView, summary_of
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
+from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
 
 MAX_GROUPS = 60
 """Groups that are shown with all their samples; an iteration may have thousands."""
@@ -142,7 +143,8 @@ def _pruned(reader: RunReader, run: RunView) -> Iterator[str]:
         ends = (run.evaluated[0], run.evaluated[-1])
         shown += [(f"the evaluation of policy {each.version}", each.stages) for each in ends]
     for name, stages in shown:
-        pruned = [reader.pruned[each.folder] for each in stages.get(ROLLOUTS, ()) if each.folder in reader.pruned]
+        found = [reader.pruned.get(each.folder) for each in stages.get(ROLLOUTS, ())]
+        pruned = [each for each in found if each is not None and IMAGES_REMOVED in removed_by(each)]
         if pruned:
             by, on = pruned[0].get("by", "grpo prune"), pruned[0].get("on", "an unknown day")
             yield f"{name}: its images were removed on {on} by `{by}`; everything else is stored"

@@ -48,15 +48,25 @@ class Needs:
         policies: reasons by policy version.
         evaluations: reasons to keep the images of an evaluation, by policy version.
         iterations: first and last iteration (None: every later one) whose images are kept, and the reason.
+        trained: the same for iterations whose states of denoising steps are kept.
     """
 
     policies: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     evaluations: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     iterations: list[tuple[int, int | None, str]] = field(default_factory=list)
+    trained: list[tuple[int, int | None, str]] = field(default_factory=list)
 
     def of_iteration(self, number: int) -> list[str]:
         """Return the reasons to keep an iteration's images."""
-        return [why for first, last, why in self.iterations if first <= number and (last is None or number <= last)]
+        return _covering(self.iterations, number)
+
+    def of_training(self, number: int) -> list[str]:
+        """Return the reasons to keep the states of an iteration's denoising steps."""
+        return _covering(self.trained, number)
+
+
+def _covering(ranges: Sequence[tuple[int, int | None, str]], number: int) -> list[str]:
+    return [why for first, last, why in ranges if first <= number and (last is None or number <= last)]
 
 
 def find_needs(
@@ -94,8 +104,11 @@ def add_dependents(needs: Needs, store: ArtifactStore) -> None:
             needs.policies[int(version)].append(f"the run {name} starts from its adapter")
         replay = _mapping(config.get("replay"))
         start = replay.get("policy") if replay.get("source") == store.run else None
-        if isinstance(start, int) and start and _is_unfinished(store, name, config):
-            needs.policies[start].append(f"the replay {name} starts from it and is not finished")
+        if isinstance(start, int) and _is_unfinished(store, name, config):
+            if start:
+                needs.policies[start].append(f"the replay {name} starts from it and is not finished")
+            why = f"the replay {name} trains on it and is not finished"
+            needs.trained += [(int(number), int(number), why) for number in replay.get("iterations", ())]
         run, _, version = str(_mapping(config.get("run")).get("continue_from")).rpartition("@")
         if run == store.run and version.isdigit() and _is_unfinished(store, name, config):
             needs.policies[int(version)].append(f"the run {name} continues from it and is not finished")

@@ -16,10 +16,13 @@ from tasks.pruning import (
     bytes_below,
     delete_images,
     delete_moved,
+    delete_states,
     find_prunable,
+    has_states,
     image_bytes,
     moved_folders,
     old_calls,
+    states_bytes,
 )
 from tasks.runs.layout import (
     ADVANTAGES,
@@ -33,16 +36,19 @@ from tasks.runs.layout import (
 )
 from tasks.runs.reader import RunReader
 from tasks.runs.stored import heldout_rewards
+from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, lineage_of
-from tasks.storage.artifacts.tombstones import LINEAGE, replace_artifact
+from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, LINEAGE, STATES_REMOVED, replace_artifact
 
 VERSIONS, IMAGES, HELDOUT_IMAGES = "policy versions", "images of iterations", "images of evaluations"
+STEPS = "denoising steps of iterations"
 MOVED, CALLS, WRITES = "previous and quarantined files", "calls of work pools", "unfinished writes"
-KINDS = (VERSIONS, IMAGES, HELDOUT_IMAGES, MOVED, CALLS, WRITES)
+KINDS = (VERSIONS, IMAGES, HELDOUT_IMAGES, STEPS, MOVED, CALLS, WRITES)
 """What pruning deletes, in the order of its report."""
 
 ENDS = "the first and the last evaluation are shown side by side"
 UNSCORED = "its scores or advantages are not complete"
+UNTRAINED = "no policy has been trained on it"
 
 
 @dataclass(frozen=True)
@@ -87,20 +93,37 @@ class RunPlan:
 
     def decide_images(self, kind: str, prunable: Prunable, reasons: Sequence[str]) -> None:
         """Delete the images of rollouts unless there are reasons to keep them."""
-        tombstone = self.tombstone(prunable, "images", f"grpo prune {self.request.image_rule}")
-        delete = partial(delete_images, self.store, prunable, tombstone)
+        delete = partial(self._delete, prunable.folder, IMAGES_REMOVED, self.request.image_rule, delete_images)
         # An interrupted deletion can only be finished, since some images are gone.
-        reasons = reasons if prunable.is_complete else []
+        reasons = [] if IMAGES_REMOVED in prunable.removed else reasons
         self.decide(kind, stage_folder(prunable.folder), reasons, partial(image_bytes, self.store, prunable), delete)
+
+    def decide_states(self, prunable: Prunable, reasons: Sequence[str]) -> None:
+        """Delete the states of rollouts unless there are reasons to keep them."""
+        delete = partial(self._delete, prunable.folder, STATES_REMOVED, self.request.states_rule, delete_states)
+        reasons = [] if STATES_REMOVED in prunable.removed else reasons
+        self.decide(STEPS, stage_folder(prunable.folder), reasons, partial(states_bytes, self.store, prunable), delete)
+
+    def _delete(
+        self,
+        folder: str,
+        removed: str,
+        rule: str,
+        delete: Callable[[ArtifactStore, Prunable, Mapping[str, Any]], None],
+    ) -> None:
+        # Found again: images and states of the same rollouts may both be due.
+        prunable = find_prunable(self.store, folder)
+        if prunable is None:
+            raise StaleReferenceError(f"{self.store.run}/{folder}: it has no manifest")
+        delete(self.store, prunable, self.tombstone(prunable, removed, f"grpo prune {rule}"))
 
     def tombstone(self, prunable: Prunable, removed: str, by: str) -> Mapping[str, Any]:
         """Describe a deletion for the manifest; one that was interrupted keeps its own description."""
-        pruned = {"removed": removed, "by": by.strip(), "on": f"{self.now:%Y-%m-%d}"}
-        return prunable.manifest.pruned or {**pruned, LINEAGE: lineage_of(self.store, prunable.folder)}
+        return {LINEAGE: lineage_of(self.store, prunable.folder), **prunable.described(removed, by.strip(), self.now)}
 
-    def images_are_due(self, prunable: Prunable, age: str | None, number: int, last: int) -> bool:
-        """Return whether the rules delete the images of an iteration, or of the evaluation of a policy version."""
-        if not prunable.is_complete:
+    def is_due(self, prunable: Prunable, removed: str, age: str | None, number: int, last: int) -> bool:
+        """Return whether the rules delete this of an iteration, or of the evaluation of a policy version."""
+        if removed in prunable.removed:
             return prunable.half_pruned
         found = read_age(age)
         return found is not None and found.reached(prunable.made, self.now, number, last)
@@ -114,10 +137,11 @@ def plan_run(
     found = {version: find_prunable(store, policy_folder(version)) for version in RunReader(store).policies()}
     versions = {version: prunable for version, prunable in found.items() if prunable is not None}
     complete = [version for version, prunable in versions.items() if prunable.is_complete]
-    needed = request.last is not None or request.images_older_than is not None
+    needed = any(rule is not None for rule in (request.last, request.images_older_than, request.states_older_than))
     needs = find_needs(store, config, complete, scheduled) if needed else Needs()
     plan_versions(plan, config, versions, needs)
     _plan_images(plan, config, needs)
+    _plan_states(plan, needs)
     if (age := read_age(request.previous_older_than)) is not None:
         for each in moved_folders(store):
             if age.reached(each.since, now):
@@ -159,6 +183,29 @@ def plan_versions(plan: RunPlan, config: RunConfig, versions: Mapping[int, Pruna
         plan.decide(VERSIONS, str(version), reasons, partial(bytes_below, store, store.path(prunable.folder)), delete)
 
 
+def _rollouts_of(plan: RunPlan) -> dict[int, list[Prunable]]:
+    """Return the rollouts of each iteration's sampling rounds."""
+    reader = RunReader(plan.store)
+    folders = {number: reader.rounds(iteration_folder(number)) for number in reader.iterations()}
+    found = {
+        number: [find_prunable(plan.store, f"{each}/{ROLLOUTS}") for each in folders[number]] for number in folders
+    }
+    return {number: [each for each in rollouts if each is not None] for number, rollouts in found.items()}
+
+
+def _plan_states(plan: RunPlan, needs: Needs) -> None:
+    rollouts = _rollouts_of(plan)
+    last = max((number for number, found in rollouts.items() if found), default=0)
+    for number, found in rollouts.items():
+        reasons = needs.of_training(number)
+        if find_prunable(plan.store, policy_folder(number)) is None:
+            reasons.append(UNTRAINED)
+        for each in found:
+            due = plan.is_due(each, STATES_REMOVED, plan.request.states_older_than, number, last)
+            if due and (has_states(each) or each.half_pruned):
+                plan.decide_states(each, reasons)
+
+
 def _plan_images(plan: RunPlan, config: RunConfig, needs: Needs) -> None:
     age = plan.request.images_older_than
     if isinstance(config.rollout, TextRolloutSection):
@@ -167,13 +214,10 @@ def _plan_images(plan: RunPlan, config: RunConfig, needs: Needs) -> None:
         return
     store, reader = plan.store, RunReader(plan.store)
     rounds = {number: reader.rounds(iteration_folder(number)) for number in reader.iterations()}
-    found = {
-        number: [prunable for each in folders if (prunable := find_prunable(store, f"{each}/{ROLLOUTS}")) is not None]
-        for number, folders in rounds.items()
-    }
+    found = _rollouts_of(plan)
     last = max((number for number, rollouts in found.items() if rollouts), default=0)
     for number, rollouts in found.items():
-        due = [prunable for prunable in rollouts if plan.images_are_due(prunable, age, number, last)]
+        due = [prunable for prunable in rollouts if plan.is_due(prunable, IMAGES_REMOVED, age, number, last)]
         reasons = needs.of_iteration(number)
         scores = [f"{folder}/{REWARDS}/{section.label}" for folder in rounds[number] for section in config.rewards]
         # An incomplete stage of the iteration still needs its images.
@@ -195,7 +239,7 @@ def _plan_evaluations(plan: RunPlan, folder: str, needed: Mapping[int, list[str]
     rewards = heldout_rewards(plan.store, folder)
     best = max(rewards, key=rewards.__getitem__) if rewards else None
     for version, prunable in rollouts.items():
-        if not plan.images_are_due(prunable, age, version, last):
+        if not plan.is_due(prunable, IMAGES_REMOVED, age, version, last):
             continue
         reasons = [ENDS] if version in (min(rollouts), max(rollouts)) else []
         reasons += [BEST] if version == best else []

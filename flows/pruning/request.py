@@ -53,6 +53,9 @@ class PruneRequest(Section):
     images_older_than: Annotated[str | None, Option(metavar="AGE")] = Field(
         None, description="delete images this old: 30d, 12h, or 20i for all but the last 20 iterations"
     )
+    states_older_than: Annotated[str | None, Option(metavar="AGE")] = Field(
+        None, description="delete latents of denoising steps this old, without which iterations cannot be replayed"
+    )
     evaluations: Annotated[bool, Option("--evaluations")] = Field(
         False, description="also delete images of evaluations, except the first, the best and the last"
     )
@@ -86,6 +89,11 @@ class PruneRequest(Section):
             return ""
         return f"--images-older-than {self.images_older_than}" + (" --evaluations" if self.evaluations else "")
 
+    @property
+    def states_rule(self) -> str:
+        """The rule for states of denoising steps, as options."""
+        return "" if self.states_older_than is None else f"--states-older-than {self.states_older_than}"
+
 
 def check_request(request: PruneRequest) -> None:
     """Check the options.
@@ -99,11 +107,15 @@ def check_request(request: PruneRequest) -> None:
 
 def _problems(request: PruneRequest) -> Iterator[InputError]:
     numbers = {"--policies-every": request.policies_every, "--policies-last": request.policies_last}
-    ages = {"--images-older-than": request.images_older_than, "--previous-older-than": request.previous_older_than}
+    of_iterations = {
+        "--images-older-than": request.images_older_than,
+        "--states-older-than": request.states_older_than,
+    }
+    ages = {**of_iterations, "--previous-older-than": request.previous_older_than}
     if all(value is None for value in (*numbers.values(), *ages.values())):
         hint = (
-            "Say what may be deleted: --policies-every N, --policies-last K, --images-older-than AGE or "
-            "--previous-older-than AGE; add --dry-run to see what that would delete."
+            "Say what may be deleted: --policies-every N, --policies-last K, --images-older-than AGE, "
+            "--states-older-than AGE or --previous-older-than AGE; add --dry-run to see what that would delete."
         )
         yield InputError("grpo prune", "no rule", hint)
     for option, number in numbers.items():
@@ -112,11 +124,11 @@ def _problems(request: PruneRequest) -> Iterator[InputError]:
     for option, text in ages.items():
         if text is None:
             continue
-        age, images = read_age(text), option.startswith("--images")
+        age = read_age(text)
         if age is None:
-            back = "; or iterations back from the last, as 20i" if images else ""
+            back = "; or iterations back from the last, as 20i" if option in of_iterations else ""
             yield InputError(option, text, f"Write days or hours, as 30d or 12h{back}.")
-        elif age.unit == "i" and not images:
+        elif age.unit == "i" and option not in of_iterations:
             yield InputError(option, text, "These folders belong to no iteration; write days or hours, as 30d.")
     if request.evaluations and request.images_older_than is None:
         yield InputError("--evaluations", True, "Say how old their images must be with --images-older-than.")

@@ -13,7 +13,7 @@ from flows.pipeline.warm_start import model_problems
 from flows.preflight.inputs import check_inputs, checked_once
 from grpo_core.errors import InputError, InputErrors
 from tasks.runs.layout import RECOMPUTED, STORED
-from tasks.runs.lookup import CONFIG_FILE, find_run
+from tasks.runs.lookup import CONFIG_FILE, find_run, spans
 from tasks.runs.records import StoredIteration
 from tasks.runs.stored import (
     first_iteration,
@@ -24,6 +24,7 @@ from tasks.runs.stored import (
 )
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.tombstones import STATES_REMOVED, removed_by
 
 # The stored rollouts or an option of the command decide these.
 _FIXED = {
@@ -84,6 +85,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
         *_reward_problems(request, previous, config),
         *_advantages_problems(request, previous, config, advantages, recompute=recompute),
         *_staleness_problems(request, iterations),
+        *_states_problems(store, iterations),
     ]
     if problems:
         raise InputErrors(problems)
@@ -173,6 +175,17 @@ def _advantages_problems(
     if named and off and request.max_staleness:
         hint = "Rows that other weights sampled need their importance weights; set it to truncate or mask."
         yield InputError("update.mismatch.mode", "none", hint)
+
+
+def _states_problems(store: ArtifactStore, iterations: Sequence[StoredIteration]) -> Iterator[InputError]:
+    without = [
+        each.number
+        for each in iterations
+        if any(STATES_REMOVED in removed_by(store.pruned_reason(part.rollouts)) for part in each.rounds)
+    ]
+    if without:
+        hint = "Their latents were removed by `grpo prune --states-older-than`; choose --iterations that have theirs."
+        yield InputError("--iterations", spans(without), hint)
 
 
 def _staleness_problems(request: ReplayRequest, iterations: Sequence[StoredIteration]) -> Iterator[InputError]:

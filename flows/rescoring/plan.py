@@ -14,7 +14,7 @@ from configs.schema import RewardsFile, RunConfig
 from configs.scoring import RewardSection
 from configs.training import AdvantagesSection
 from flows.pipeline.requests import RescoreRequest
-from flows.preflight.inputs import checked_once
+from flows.preflight.inputs import checked_once, token_problems
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.image_size import ImageSize
@@ -29,6 +29,7 @@ from tasks.runs.reader import RunReader
 from tasks.runs.records import StoredIteration
 from tasks.runs.stored import first_iteration, read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
 
 _OF_PROMPTS = ("dataset", "columns", "target_uri", "width", "height")
 
@@ -158,6 +159,7 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
             reward = build_reward(section.reward, section.settings)
             for problem in reward.preflight():
                 yield InputError(place, dict(section.settings), problem)
+            yield from token_problems(run.config, section, reward, place)
             yield from _pruned_problems(run, section, place)
             if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
                 hint = f"The rollouts of {run.store.run} were collected without target images."
@@ -192,7 +194,7 @@ def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> It
         for each in run.iterations
         for sampling_round, needed in zip(each.rounds, run.needed[each.number], strict=True)
         if any(one.section == section and one.missing for one in needed)
-        and run.store.pruned_reason(sampling_round.rollouts) is not None
+        and IMAGES_REMOVED in removed_by(run.store.pruned_reason(sampling_round.rollouts))
     ]
     if missing:
         hint = (

@@ -26,6 +26,7 @@ from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound
 from tasks.runs.stored import read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
 
 REPEATED = 32
 """Samples that are scored again, to see whether the same image gets the same score."""
@@ -138,7 +139,12 @@ def _score_again(
             able.append(section)
     if not samples or not able:
         return None, unable
-    last = max((each for each in rounds if store.pruned_reason(rounds[each][0].rollouts) is None), default=None)
+    shown = [
+        number
+        for number, each in rounds.items()
+        if IMAGES_REMOVED not in removed_by(store.pruned_reason(each[0].rollouts))
+    ]
+    last = max(shown, default=None)
     if last is None:
         gone = "the images were removed by `grpo prune`"
         return None, {**unable, **{section.label: gone for section in able}}

@@ -17,7 +17,6 @@ from tasks.metrics.names import (
     TOKENS,
     TOKENS_PER_SECOND,
 )
-from tasks.runs.layout import ROLLOUTS
 from tasks.storage.artifacts.reference import ArtifactRef
 
 Stages = Mapping[tuple[str, str], Sequence[ArtifactRef]]
@@ -28,7 +27,7 @@ _POOLED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
 )
 
 
-def stage_metrics(stages: Stages, previous: Mapping[str, float] | None) -> dict[str, float]:
+def stage_metrics(stages: Stages, previous: Mapping[str, float] | None, *, sampling: str) -> dict[str, float]:
     """Pool the metrics of each stage over the sampling rounds; add num_tokens, times, speeds and memory.
 
     As in TRL, num_tokens is the number of tokens of prompts and completions since the start of the run, with a prompt
@@ -37,6 +36,7 @@ def stage_metrics(stages: Stages, previous: Mapping[str, float] | None) -> dict[
     Args:
         stages: the artifacts of the iteration.
         previous: metrics of the iteration before; None for the first.
+        sampling: the stage whose speed is measured.
     """
     metrics: dict[str, float] = {}
     for rounds in stages.values():
@@ -50,12 +50,12 @@ def stage_metrics(stages: Stages, previous: Mapping[str, float] | None) -> dict[
         # The rewards of a round are computed concurrently, so the slowest counts.
         seconds[stage] = sum(max(part.seconds for part in each if part) for each in zip_longest(*parts))
     metrics |= {f"{SECONDS}{stage}": spent for stage, spent in seconds.items()}
-    return metrics | {STEP_TIME: sum(seconds.values())} | _speeds(stages) | _memory(stages)
+    return metrics | {STEP_TIME: sum(seconds.values())} | _speeds(stages, sampling) | _memory(stages)
 
 
-def _speeds(stages: Stages) -> dict[str, float]:
+def _speeds(stages: Stages, sampling: str) -> dict[str, float]:
     """Return samples and sampled tokens per second of sampling; empty where nothing was sampled."""
-    sampled = [part for (stage, _), rounds in stages.items() if stage == ROLLOUTS for part in rounds]
+    sampled = [part for (stage, _), rounds in stages.items() if stage == sampling for part in rounds]
     seconds = sum(part.seconds for part in sampled)
     if not seconds:
         return {}

@@ -22,6 +22,7 @@ from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.run_folder import QUARANTINE
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
 
 
 def provenance_json(section: RewardSection) -> str:
@@ -123,8 +124,10 @@ def refuse_lost_scores(store: ArtifactStore, rollouts: ArtifactRef, folder: str)
     """
     pruned = store.pruned_reason(rollouts)
     table = _joined(folder)
-    quarantined = _quarantined(store, table) if pruned is not None else None
-    if pruned is None or quarantined is None:
+    if pruned is None or IMAGES_REMOVED not in removed_by(pruned):
+        return
+    quarantined = _quarantined(store, table)
+    if quarantined is None:
         return
     place, reason = quarantined
     hint = (

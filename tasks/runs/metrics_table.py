@@ -41,7 +41,7 @@ def gather_metrics(
         for label, scores in each.rewards.items():
             stages.setdefault((REWARDS, label), []).append(scores)
     stages |= {(ADVANTAGES, ""): [advantages], (UPDATE, ""): [update]}
-    metrics = {f"{SECONDS}{stage}": 0.0 for stage in STAGES} | stage_metrics(stages, previous)
+    metrics = {f"{SECONDS}{stage}": 0.0 for stage in STAGES} | stage_metrics(stages, previous, sampling=ROLLOUTS)
     if heldout is not None and "reward" in heldout.metrics:
         metrics[HELDOUT] = heldout.metrics["reward"]
     for label, scores in (guardrails or {}).items():

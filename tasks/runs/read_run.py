@@ -164,7 +164,7 @@ def _last_policy(reader: RunReader, policies: Mapping[int, StoredArtifact]) -> t
 def _iteration_view(
     reader: RunReader, number: int, stages: Found, heldout: float | None, previous: Mapping[str, float] | None
 ) -> IterationView:
-    metrics = stage_metrics(_covered_rounds(stages), previous)
+    metrics = stage_metrics(_covered_rounds(stages), previous, sampling=ROLLOUTS)
     _compare_with_table(reader, number, metrics)
     if heldout is not None:
         metrics[HELDOUT] = heldout

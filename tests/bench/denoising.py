@@ -1,4 +1,4 @@
-"""An iteration of a tiny Stable Diffusion 3 through the real flow, beside a plain Flow-GRPO loop over the same pipeline.
+"""An iteration of a tiny Stable Diffusion 3 through the real flow, beside a plain Flow-GRPO loop over its pipeline.
 
 The plain loop samples, scores and updates like scripts that people write: the transformer is called by hand, nothing is
 stored, checked or compared before the update. It runs in a process of its own while the flow waits.

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import GlmImagePipeline
-from grpo_core.policies.glm_image.decoding import decode_group
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -24,7 +23,6 @@ from data.tiny_glm_image import (
     train_decoder,
 )
 from data.tiny_glm_image.components import build_tokenizer
-from grpo_core.image_size import ImageSize
 from tests.tiny_policy import MODEL
 
 SMALL = TinyRecipe(
@@ -122,16 +120,15 @@ def test_decoder_draws_any_tokens_as_flat_cells(
     shipped_pipeline: GlmImagePipeline, guidance_scale: float, steps: int, prompt: str
 ) -> None:
     tokens = torch.randint(CODEBOOK_SIZE, (4, 64), generator=torch.Generator().manual_seed(0))
-    prior = tokens.view(-1, 8, 8).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
-    images = decode_group(
-        shipped_pipeline,
-        prompt,
-        prior,
-        size=ImageSize(64, 64),
-        noise_seeds=[1, 2, 3, 4],
+    images = shipped_pipeline(
+        [prompt] * 4,
+        height=64,
+        width=64,
+        prior_token_ids=tokens.view(-1, 8, 8).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1),
+        generator=[torch.Generator().manual_seed(seed) for seed in range(4)],
         num_inference_steps=steps,
         guidance_scale=guidance_scale,
-    )
+    ).images
     decoded = np.stack([np.asarray(image, dtype=np.float32) for image in images]) / 255
     cells = (decode_tokens(tokens).permute(0, 2, 3, 1).numpy() + 1) / 2
     assert np.square(decoded - cells.repeat(8, axis=1).repeat(8, axis=2)).mean() < 0.01

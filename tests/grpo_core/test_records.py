@@ -6,8 +6,9 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
+from grpo_core.image_size import ImageSize
 from grpo_core.losses import estimate_kl
-from grpo_core.records import SampledTokens, TokenBatch, TokenSupport, TrainingRows
+from grpo_core.records import DenoisingBatch, SampledTokens, TokenBatch, TokenSupport, TrainingRows
 
 IDS = torch.arange(6).reshape(3, 2)
 MASK = torch.tensor([[True, True], [True, False], [True, True]])
@@ -74,3 +75,34 @@ def test_shapes_and_dtypes_of_signatures_are_checked_in_tests() -> None:
         estimate_kl(torch.zeros(3, 2), torch.zeros(1, 2), MASK, "k3")
     with pytest.raises(TypeCheckError):
         SampledTokens(TokenBatch(("a", "b", "c"), IDS, MASK, 1.0), IDS, torch.ones(3).bool(), 2, torch.ones(3).long())
+
+
+def steps(*values: float, drafts: TokenBatch | None = None) -> DenoisingBatch:
+    """One row per value, whose three states are the value, its double and its triple."""
+    return DenoisingBatch(
+        prompts=tuple(f"p{value:g}" for value in values),
+        states=tuple(torch.tensor([value, 2 * value, 3 * value]).view(3, 1, 1) for value in values),
+        first_steps=tuple(int(value) for value in values),
+        sizes=tuple(ImageSize(int(value), 8) for value in values),
+        drafts=drafts,
+    )
+
+
+def test_rows_of_denoising_steps_keep_together_what_belongs_to_them() -> None:
+    tokens = TokenBatch(("p1", "p2", "p3"), torch.arange(6).reshape(3, 2), torch.ones(3, 2).bool(), 1.0)
+    joined = DenoisingBatch.join([steps(1, 2, 3, drafts=tokens), steps(4, drafts=tokens.select([0]))])
+    chosen = joined.select([3, 1])
+    assert chosen.prompts == ("p4", "p2")
+    assert chosen.first_steps == (4, 2)
+    assert [size.width for size in chosen.sizes] == [4, 2]
+    assert [states.flatten().tolist() for states in chosen.states] == [[4, 8, 12], [2, 4, 6]]
+    assert chosen.drafts is not None
+    assert chosen.drafts.token_ids.tolist() == [[0, 1], [2, 3]]
+    assert torch.equal(chosen.loss_mask, torch.ones(2, 2).bool())
+    assert chosen.trimmed() is chosen
+
+
+def test_denoising_steps_with_and_without_drafts_cannot_be_joined() -> None:
+    tokens = TokenBatch(("p1",), torch.ones(1, 2).long(), torch.ones(1, 2).bool(), 1.0)
+    with pytest.raises(AssertionError, match="sampled alike"):
+        DenoisingBatch.join([steps(1, drafts=tokens), steps(2)])

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import datasets
 import fsspec
@@ -17,20 +18,24 @@ from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tasks.pruning import (
+    Prunable,
     abandoned_writes,
     delete_images,
     delete_moved,
+    delete_states,
     find_prunable,
+    has_states,
     image_bytes,
     moved_folders,
+    states_bytes,
     strip_images,
 )
 from tasks.rewards.rows import batches_of, score_rows
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import dump_checked
 from tasks.storage.tables import parquet
-from tasks.storage.tables.parquet import TableWriter, part_digests
-from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
+from tasks.storage.tables.parquet import TableWriter, part_digests, write_table
+from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, SCHEMA_VERSION, STATES, TEXT_ROLLOUTS
 from tests.tasks.reports.made_runs import contents
 from tests.tasks.storage.made_artifacts import writer_elsewhere
 
@@ -118,7 +123,7 @@ class TestImages:
             score_rows(build_reward("jpeg", {}), section, batch)
 
 
-def commit(store: ArtifactStore):  # type: ignore[no-untyped-def]
+def commit(store: ArtifactStore) -> Prunable:
     with store.staging() as staged:
         digest = write_rollouts(staged / "part-00000.parquet")
         store.commit(
@@ -188,3 +193,75 @@ class TestLeftovers:
             store.clear_abandoned()
             assert not Path(gone).exists()
             assert abandoned_writes(store) == []
+
+
+class TestStates:
+    """Rollouts with a table of images and a file of latents."""
+
+    def committed(self, store: ArtifactStore) -> Prunable:
+        with store.staging() as staged:
+            digest = write_rollouts(staged / "part-00000.parquet")
+            states = {"sample_id": ["0-0"], "states": [[os.urandom(50_000)]], "dtype": ["float16"], "shape": [[25_000]]}
+            write_table(staged / "states" / "part-00000.parquet", STATES, states)
+            store.commit(staged, FOLDER, digest=digest, schema_version=SCHEMA_VERSION, rows=6, seconds=1.0, metrics={})
+        return self.found(store)
+
+    def found(self, store: ArtifactStore) -> Prunable:
+        found = find_prunable(store, FOLDER)
+        assert found is not None
+        return found
+
+    def test_the_table_stays_as_it_was(self, store: ArtifactStore, tmp_path: Path) -> None:
+        before = self.committed(store)
+        table = store.filesystem.cat_file(store.path(f"{FOLDER}/part-00000.parquet"))
+        size = store.filesystem.size(store.path(f"{FOLDER}/states/part-00000.parquet"))
+        assert size > 50_000
+        assert (has_states(before), states_bytes(store, before)) == (True, size)
+        delete_states(store, before, before.described("states", "grpo prune", datetime(2026, 1, 1, tzinfo=UTC)))
+        after = self.found(store)
+        assert (has_states(after), states_bytes(store, after), after.removed) == (False, 0, ("states",))
+        assert store.filesystem.cat_file(store.path(f"{FOLDER}/part-00000.parquet")) == table
+        assert store.restore_artifact(before.reference) == before.reference
+        assert [path.name for path in store.local_files(before.reference, tmp_path / "fetched").iterdir()] != []
+
+    @pytest.mark.parametrize("order", [("images", "states"), ("states", "images")])
+    def test_both_one_after_the_other(self, store: ArtifactStore, order: tuple[str, str]) -> None:
+        functions = {"images": delete_images, "states": delete_states}
+        first = self.committed(store).reference
+        for day, removed in enumerate(order, start=1):
+            current = self.found(store)
+            pruned = current.described(removed, f"grpo prune --{removed}", datetime(2026, 1, day, tzinfo=UTC))
+            functions[removed](store, current, pruned)
+        found = self.found(store)
+        assert found.removed == order
+        assert found.manifest.pruned == {
+            "removed": " and ".join(order),
+            "by": f"grpo prune --{order[1]}",
+            "on": "2026-01-02",
+        }
+        assert (image_bytes(store, found), states_bytes(store, found), found.half_pruned) == (0, 0, False)
+        assert store.pruned_reason(first) == found.manifest.pruned
+
+    def test_a_deletion_that_was_cut_short_is_finished(
+        self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = self.committed(store)
+        pruned = before.described("states", "grpo prune", datetime(2026, 1, 1, tzinfo=UTC))
+        remove = type(store.filesystem).rm_file
+
+        def interrupted(filesystem: Any, path: str) -> None:
+            if "states" in path:
+                raise KeyboardInterrupt
+            remove(filesystem, path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(store.filesystem), "rm_file", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                delete_states(store, before, pruned)
+        half = self.found(store)
+        assert (half.half_pruned, half.removed) == (True, ("states",))
+        assert half.described("states", "another", datetime(2027, 1, 1, tzinfo=UTC)) == pruned
+        delete_states(store, half, pruned)
+        done = self.found(store)
+        assert not done.half_pruned
+        assert not store.filesystem.exists(store.path(f"{FOLDER}/states/part-00000.parquet"))

@@ -22,8 +22,17 @@ from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.filesystem.files import files_below, hashes_of, is_local, settle_folder
 
 LINEAGE = "lineage"
+IMAGES_REMOVED, STATES_REMOVED = "images", "states"
+"""What a tombstone says was deleted from rollouts."""
+AND = " and "
+"""Between several things that were deleted."""
 _COPIES = ".pruned"
 """Folder of a run with a copy of each tombstone."""
+
+
+def removed_by(pruned: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return what was deleted from an artifact, by its tombstone's entries; nothing without a tombstone."""
+    return tuple(str(pruned.get("removed", "files")).split(AND)) if pruned is not None else ()
 
 
 def replace_artifact(

@@ -158,6 +158,25 @@ class TestDamage:
             local.local_files(forged)
 
 
+class TestWithout:
+    def test_files_of_a_folder_are_neither_copied_nor_verified(self, store: ArtifactStore, tmp_path: Path) -> None:
+        reference = commit(store)
+        whole = contents(store)
+        flip(store, f"{FOLDER}/nested/part-00001.bin")
+        folder = another(store).local_files(reference, tmp_path / "some", without="nested")
+        assert (folder / "part-00000.parquet").read_bytes() == FILES["part-00000.parquet"]
+        assert not (tmp_path / "some" / "nested").exists()
+        assert contents(store).keys() == whole.keys()
+        with pytest.raises(StaleReferenceError, match=r"nested/part-00001\.bin has sha256"):
+            another(store).local_files(reference, tmp_path / "all")
+
+    def test_the_others_are(self, store: ArtifactStore, tmp_path: Path) -> None:
+        reference = commit(store)
+        flip(store, PART)
+        with pytest.raises(StaleReferenceError, match=r"part-00000\.parquet has sha256"):
+            another(store).local_files(reference, tmp_path / "some", without="nested")
+
+
 class TestRestore:
     def test_another_runs_artifact_is_copied(self, store: ArtifactStore, tmp_path: Path) -> None:
         reference, other = commit(store), another(store, "other")
