@@ -3,7 +3,7 @@
 import itertools
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import typer
 
@@ -67,12 +67,18 @@ def ask_for_init(request: "InitRequest") -> "InitRequest":
     from rich.prompt import Prompt
 
     from configs.validation import validated
+    from flows.init.templates import Kind
     from flows.init.write import InitRequest
     from flows.terminal.tables import stderr
 
     console = stderr()
     answers = {
-        "kind": Prompt.ask("What the model generates", choices=["image", "text"], default="image", console=console),
+        "kind": Prompt.ask(
+            "Model: image (GLM-Image), diffusers (a text-to-image pipeline) or text",
+            choices=list(get_args(Kind)),
+            default="image",
+            console=console,
+        ),
         "model": Prompt.ask("Model, a folder or hub name (empty: the shipped tiny model)", default="", console=console),
         "prompts": Prompt.ask("Prompt file (empty: examples)", default="", console=console),
         "reward": Prompt.ask("Reward, of `grpo rewards list`, or own for a function", default="own", console=console),

@@ -4,10 +4,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-Modality = Literal["image", "text"]
+from grpo_core.modality import Modality
 
-TINY: Mapping[Modality, str] = MappingProxyType(
-    {"image": "data/models/tiny-glm-image", "text": "data/models/tiny-text"}
+Kind = Literal["image", "diffusers", "text"]
+
+MODALITIES: Mapping[Kind, Modality] = MappingProxyType({"image": "image", "diffusers": "image", "text": "text"})
+"""What each kind generates."""
+
+POLICIES: Mapping[Kind, str] = MappingProxyType({"image": "glm_image", "diffusers": "diffusers", "text": "causal_lm"})
+"""The policy.kind of each kind."""
+
+TINY: Mapping[Kind, str] = MappingProxyType(
+    {"image": "data/models/tiny-glm-image", "diffusers": "data/models/tiny-sd3", "text": "data/models/tiny-text"}
 )
 """The shipped models, relative to the checkout."""
 
@@ -103,7 +111,7 @@ update:
   learning_rate: {learning_rate}
   minibatch_size: 32        # samples per optimizer step, of {rows} per iteration
   micro_batch_size: {micro}      # samples per forward pass: lower it if memory runs out
-  kl_coef: 0.01             # keeps the policy near the model; 0 switches it off
+  kl_coef: {kl_coef}             # keeps the policy near the model; 0 switches it off
 
 {evaluate}"""
 
@@ -114,7 +122,7 @@ LORA = """\
   gradient_checkpointing: {checkpointing}
 """
 
-SAMPLING: Mapping[tuple[Modality, bool], str] = MappingProxyType(
+SAMPLING: Mapping[tuple[Kind, bool], str] = MappingProxyType(
     {
         ("image", True): """\
   height: 64
@@ -129,6 +137,23 @@ SAMPLING: Mapping[tuple[Modality, bool], str] = MappingProxyType(
   guidance_scale: 1.5
   temperature: 0.9
 """,
+        ("diffusers", True): """\
+  height: 64
+  width: 64
+  max_sequence_length: 14   # the length that the model was trained with
+  num_inference_steps: 8
+  guidance_scale: 1.0
+  sde_window_size: 3        # noisy steps, which are trained; the others follow the ODE
+  sde_window_range: [0, 3]  # the steps that they may be, the end excluded
+""",
+        ("diffusers", False): """\
+  height: 512
+  width: 512
+  num_inference_steps: 10
+  guidance_scale: 4.5       # as the pipeline understands it
+  sde_window_size: 2        # noisy steps, which are trained; the others follow the ODE
+  sde_window_range: [0, 5]  # the steps that they may be, the end excluded
+""",
         ("text", True): """\
   max_completion_length: 24
   temperature: 1.0
@@ -140,7 +165,22 @@ SAMPLING: Mapping[tuple[Modality, bool], str] = MappingProxyType(
 """,
     }
 )
-"""By modality, and whether the model is the shipped one."""
+"""By kind, and whether the model is the shipped one."""
+
+LEARNING_RATES: Mapping[tuple[Kind, bool], str] = MappingProxyType(
+    {
+        ("image", True): "2.0e-3",
+        ("image", False): "5.0e-5",
+        ("diffusers", True): "5.0e-4",
+        ("diffusers", False): "3.0e-4",
+        ("text", True): "1.0e-3",
+        ("text", False): "1.0e-5",
+    }
+)
+"""By kind, and whether the model is the shipped one."""
+
+# That of denoising steps is exact, and small: most published runs do without.
+KL_COEFS: Mapping[Kind, str] = MappingProxyType({"image": "0.01", "diffusers": "0.00", "text": "0.01"})
 
 SETTINGS = """\
     name: mine

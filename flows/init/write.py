@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 from typer import Argument, Option
@@ -24,7 +24,11 @@ class InitRequest(Section):
     """A folder with a commented configuration, and examples of what was not given."""
 
     folder: Annotated[str, Argument(metavar="DIR")] = Field(min_length=1, description="folder to write, new or empty")
-    kind: Literal["image", "text"] = Field("image", description="what the model generates")
+    kind: templates.Kind = Field(
+        "image",
+        description="of the model: image, GLM-Image; diffusers, a text-to-image pipeline of diffusers; text, a "
+        "language model",
+    )
     prompts: Annotated[str | None, Option(metavar="FILE")] = Field(
         None, min_length=1, description="your prompts; by default a file with examples"
     )
@@ -85,40 +89,40 @@ def _check(config: Path) -> None:
 
 
 def _files(request: InitRequest, folder: Path) -> Mapping[Path, str]:
-    files = {folder / CONFIG: _config(request, folder)}
+    files, modality = {folder / CONFIG: _config(request, folder)}, templates.MODALITIES[request.kind]
     if request.prompts is None:
-        files[folder / PROMPTS] = "\n".join(templates.PROMPTS[request.kind]) + "\n"
-        files[folder / HELDOUT] = "\n".join(templates.HELDOUT[request.kind]) + "\n"
+        files[folder / PROMPTS] = "\n".join(templates.PROMPTS[modality]) + "\n"
+        files[folder / HELDOUT] = "\n".join(templates.HELDOUT[modality]) + "\n"
     if request.reward == OWN:
-        files[folder / REWARD] = templates.REWARD[request.kind]
+        files[folder / REWARD] = templates.REWARD[modality]
     return files
 
 
 def _config(request: InitRequest, folder: Path) -> str:
-    image, tiny = request.kind == "image", request.model is None
+    tiny, adapted = request.model is None, templates.MODALITIES[request.kind] == "image"
     name, function = folder.resolve().name, request.reward if ":" in request.reward else None
     if request.reward == OWN:
         function = f"{request.folder.rstrip('/')}/{REWARD}:reward"
     lora = templates.LORA.format(
         rank=16 if tiny else 32, alpha=32.0 if tiny else 64.0, checkpointing="false" if tiny else "true"
     )
-    rate = ("2.0e-3" if image else "1.0e-3") if tiny else ("5.0e-5" if image else "1.0e-5")
     heldout = templates.EVALUATE.format(prompts=_quoted(f"{request.folder.rstrip('/')}/{HELDOUT}"))
     return templates.CONFIG.format(
         file=folder / CONFIG,
         name=_quoted(name if re.fullmatch(NAME_PATTERN, name) else "mine"),
         iterations=20 if tiny else 200,
-        kind="glm_image" if image else "causal_lm",
+        kind=templates.POLICIES[request.kind],
         model=_quoted(request.model or _shipped(templates.TINY[request.kind])),
         dtype="float32" if tiny else "bfloat16",
-        lora=lora if image or not tiny else "  lora: null                # trains every weight\n",
+        lora=lora if adapted or not tiny else "  lora: null                # trains every weight\n",
         prompts=_quoted(request.prompts or f"{request.folder.rstrip('/')}/{PROMPTS}"),
         targets=templates.TARGETS.format(folder=_quoted(request.targets)) if request.targets is not None else "",
         batch=8 if tiny else 4,
         sampling=templates.SAMPLING[request.kind, tiny],
         reward="function" if function else _quoted(request.reward),
         settings=templates.SETTINGS.format(function=_quoted(function)) if function else "",
-        learning_rate=rate,
+        learning_rate=templates.LEARNING_RATES[request.kind, tiny],
+        kl_coef=templates.KL_COEFS[request.kind],
         rows=64,
         micro=32 if tiny else 4,
         evaluate=heldout if request.prompts is None else templates.NO_EVALUATE,

@@ -25,6 +25,7 @@ from grpo_core.optimizer import refuse_unavailable
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained import LoraSettings, refuse_unavailable_attention
 from grpo_core.rewards.registry import build_reward
+from grpo_core.rewards.reward import Reward
 from grpo_core.seeds import derive_seed
 from tasks.models.files import local_source
 from tasks.models.initial import initial_digest, training_choices
@@ -283,7 +284,15 @@ def _reward_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputE
             yield from _column_problems(config, prompts, section, f"{place}.{section.label}", column, parts)
         for problem in reward.preflight():
             yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
+        yield from token_problems(config, section, reward, f"{place}.{section.label}")
         yield from scoring_problems(config, prompts.sets, section, place, parts)
+
+
+def token_problems(config: RunConfig, section: RewardSection, reward: Reward, place: str) -> Iterator[InputError]:
+    """Report a reward that cannot score a sample without its tokens, where none are sampled."""
+    if reward.requires_tokens and "tokens" not in policy_family(config.policy.kind).streams:
+        hint = f"It needs completion_ids, and a policy of kind {config.policy.kind} samples no tokens; give the "
+        yield InputError(place, section.reward, f"{hint}parameter a default, or choose another reward.")
 
 
 def _column_problems(

@@ -14,7 +14,7 @@ from configs.schema import RewardsFile, RunConfig
 from configs.scoring import RewardSection
 from configs.training import AdvantagesSection
 from flows.pipeline.requests import RescoreRequest
-from flows.preflight.inputs import checked_once
+from flows.preflight.inputs import checked_once, token_problems
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.image_size import ImageSize
@@ -159,6 +159,7 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
             reward = build_reward(section.reward, section.settings)
             for problem in reward.preflight():
                 yield InputError(place, dict(section.settings), problem)
+            yield from token_problems(run.config, section, reward, place)
             yield from _pruned_problems(run, section, place)
             if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
                 hint = f"The rollouts of {run.store.run} were collected without target images."

@@ -70,7 +70,7 @@ def show_inspection(inspection: Inspection, console: Console, *, everything: boo
 
 def _show_rest(run: RunView, console: Console) -> None:
     if run.shown is not None:
-        metrics = metric_rows(run.shown.metrics, run.noun)
+        metrics = metric_rows(run.shown.metrics, run.noun, run.stream)
         rows = [(title, name, f"{value:.6g}") for title, _, name, value in metrics]
         headings = ("metric", "name in metrics.parquet", "value")
         console.print(table_of(f"Iteration {run.shown.iteration}: every metric", headings, rows, right=(2,)))
@@ -113,7 +113,9 @@ def _curves(inspection: Inspection, console: Console, limit: int | None) -> Tabl
         if values:
             columns = (values[0], values[-1], *((min(values), max(values)) if wide else ()))
             line = sparkline(values, SPARK_WIDTH if wide else SPARK_WIDTH - 8, blocks)
-            table.add_row(plain(metric_title(name, run.noun)[0]), line, *(f"{value:.4g}" for value in columns))
+            table.add_row(
+                plain(metric_title(name, run.noun, run.stream)[0]), line, *(f"{value:.4g}" for value in columns)
+            )
     return table
 
 

@@ -108,7 +108,8 @@ def _rewards(store: ArtifactStore, advantages: ArtifactRef) -> Sequence[float]:
         except PrunedArtifactError:
             return ()
         rewards = leading_stream(read_advantages([folder / ADVANTAGES_FILE], ["reward"]))["reward"]
-    return rewards.drop_nulls().to_list()
+    known: list[float] = rewards.drop_null().to_pylist()
+    return known
 
 
 def _heldout(store: ArtifactStore, advantages: ArtifactRef | None) -> Sequence[HeldoutPrompt]:

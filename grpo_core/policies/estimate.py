@@ -24,6 +24,7 @@ GIB = 1024**3
 ERROR_MARGIN = 0.15
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP32 = 4
+OVERHEAD = "device overhead"
 
 Phase = Literal["always", "sampling", "decoding", "update", "backward", "optimizer step"]
 
@@ -158,8 +159,34 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def sampling_parts(config: Any, workload: Workload, length: int, vocabulary: int, ids: int) -> list[MemoryPart]:
+    """Return the key-value cache, and one step's logits with the sampling distribution in fp32 and fp64.
+
+    Args:
+        config: of the transformer that samples tokens, trained or not.
+        length: ids of a row.
+        vocabulary: width of the output head.
+        ids: how many of them can be sampled.
+    """
+    sequences, b = workload.prompts_per_batch * workload.group_size, BYTES[workload.dtype]
+    heads, head_dim = _key_value_heads(config)
+    each = 2 * config.num_hidden_layers * heads * head_dim * b
+    distribution = sequences * (vocabulary * b + (FP32 + 4 * 8) * ids)
+    formula = f"{sequences} rows x {length} ids x {each} bytes"
+    return [
+        MemoryPart("key-value cache", "sampling", sequences * length * each, formula),
+        MemoryPart("sampling distribution", "sampling", distribution, "one step's logits, fp64 sums"),
+    ]
+
+
+def _key_value_heads(config: Any) -> tuple[int, int]:
+    """Return the number of heads that have keys and values, and their width."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 class TransformerEstimate:
-    """The parts of a transformer that samples tokens and is trained."""
+    """What training adds to a transformer."""
 
     def __init__(
         self, trained: TrainedModel, choice: TrainingChoice, workload: Workload, config: Any, *, norms: int = 2
@@ -178,8 +205,7 @@ class TransformerEstimate:
         # peft keeps adapters in fp32 for a model of any dtype.
         self.trained_bytes = FP32 if adapters else self.b
         self.heads = config.num_attention_heads
-        self.key_value_heads = getattr(config, "num_key_value_heads", None) or self.heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        _, self.head_dim = _key_value_heads(config)
 
     @property
     def checkpoint(self) -> int:
@@ -202,23 +228,12 @@ class TransformerEstimate:
         return [
             MemoryPart("adapters", "always", count * each if self.choice.lora else 0, what),
             MemoryPart("reference model", "always", copies, "the trained parameters once more"),
-            MemoryPart("device overhead", "always", GIB, "CUDA context and the libraries' own buffers"),
+            MemoryPart(OVERHEAD, "always", GIB, "CUDA context and the libraries' own buffers"),
             MemoryPart("moving average", "update", count * each if self.workload.ema else 0, what),
             MemoryPart("gradients", "update", count * each, what),
             MemoryPart("optimizer moments", "update", 2 * count * moment, f"2 x {count} moments x {moment} bytes"),
             # The multi-tensor step makes one more tensor for each parameter.
             MemoryPart("optimizer temporaries", "optimizer step", count * each, what),
-        ]
-
-    def sampling_parts(self, length: int, vocabulary: int, ids: int) -> list[MemoryPart]:
-        """Return the key-value cache, and one step's logits with the sampling distribution in fp32 and fp64."""
-        sequences = self.workload.prompts_per_batch * self.workload.group_size
-        each = 2 * self.config.num_hidden_layers * self.key_value_heads * self.head_dim * self.b
-        distribution = sequences * (vocabulary * self.b + (FP32 + 4 * 8) * ids)
-        formula = f"{sequences} rows x {length} ids x {each} bytes"
-        return [
-            MemoryPart("key-value cache", "sampling", sequences * length * each, formula),
-            MemoryPart("sampling distribution", "sampling", distribution, "one step's logits, fp64 sums"),
         ]
 
     def backward_parts(self, length: int, tokens: int, ids: int, *, whole_logits: bool = False) -> list[MemoryPart]:

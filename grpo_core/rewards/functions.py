@@ -100,6 +100,14 @@ class FunctionReward(Reward):
         return self.with_targets
 
     @property
+    def requires_tokens(self) -> bool:
+        """Whether the function's parameter completion_ids has no default; False while it cannot load."""
+        try:
+            return "completion_ids" in _required(self._load())
+        except InputError:
+            return False  # reported by preflight
+
+    @property
     def needs_column(self) -> str | None:
         """The function's first parameter without a default that no call passes; None while it cannot load."""
         try:

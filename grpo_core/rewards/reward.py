@@ -167,6 +167,11 @@ class Reward(abc.ABC):
         return False
 
     @property
+    def requires_tokens(self) -> bool:
+        """Whether it cannot score a sample without them, such as an image of a pipeline that samples no tokens."""
+        return False
+
+    @property
     def min_side(self) -> int:
         """Smallest side of an image that it can score, in pixels."""
         return 1

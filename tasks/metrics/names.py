@@ -39,7 +39,9 @@ def stream_prefix(stream: Stream, trained: Sequence[Stream]) -> str:
     return "" if stream == trained[0] else f"{stream}/"
 
 
-def split_stream(name: str) -> tuple[str, str]:
-    """Return a metric's stream and its name without the prefix; the stream is empty without a prefix."""
-    stream, _, rest = name.partition("/")
-    return (stream, rest) if stream in STREAMS and rest else ("", name)
+def split_stream(name: str) -> tuple[Stream | None, str]:
+    """Return the stream of a metric with a stream's prefix and its name without it; None without a prefix."""
+    for stream in STREAMS:
+        if name.startswith(f"{stream}/") and name != f"{stream}/":
+            return stream, name.removeprefix(f"{stream}/")
+    return None, name

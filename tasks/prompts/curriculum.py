@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 
 from configs.sections import CurriculumSection
 from grpo_core.image_size import ImageSize
@@ -72,7 +73,7 @@ def read_statistics(store: ArtifactStore, advantages: Sequence[ArtifactRef]) -> 
     with tempfile.TemporaryDirectory() as fetched:
         for number, reference in enumerate(advantages):
             files = sorted(store.local_files(reference, Path(fetched) / str(number)).glob("*.parquet"))
-            groups = leading_stream(read_advantages(files, columns)).drop_nulls().unique()
+            groups = pl.DataFrame(leading_stream(read_advantages(files, columns))).drop_nulls().unique()
             for dataset, prompt_id, group_id, mean in groups.select(columns).iter_rows():
                 means.setdefault((dataset, prompt_id), {})[group_id] = mean
     # fsum: the order of the tables must not change the last bit, which could change the drawn prompts.

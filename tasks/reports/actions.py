@@ -31,7 +31,8 @@ def _tokens(row: Mapping[str, Any]) -> list[ActionSummary]:
 
 
 def _denoising(row: Mapping[str, Any]) -> list[ActionSummary]:
-    if row.get("denoising_logprobs") is None:
+    # Images that were sampled without noisy steps have an empty list.
+    if not row.get("denoising_logprobs"):
         return []
     first, values = row["window_start"] + 1, row["denoising_logprobs"]
     steps = f"step {first}" if len(values) == 1 else f"steps {first} to {first + len(values) - 1}"

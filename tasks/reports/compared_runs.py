@@ -178,7 +178,7 @@ def compared_curves(runs: Sequence[ComparedRun]) -> tuple[list[Curve], list[str]
     measured = {name for view in first.view.iterations for name in view.metrics}
     for name in with_streams(("reward", *_CURVES, *lengths), measured)[1:]:
         shown = trained if split_stream(name)[1] == "reward" else runs
-        curves.append(Curve(*metric_title(name, noun), _of(runs, shown, name)))
+        curves.append(Curve(*metric_title(name, noun, first.view.stream), _of(runs, shown, name)))
     curves += [_rescored(runs, name) for name in _common_rescorings(runs)]
     # A single reward of weight 1 is the combined reward.
     distinct = {_digest(each): each for each in reversed(curves)}

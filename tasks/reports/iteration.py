@@ -84,7 +84,7 @@ def _metric_rows(record: IterationRecord, table: Samples) -> Iterator[tuple[str,
     names += ["rounds"] if len(record.rounds) > 1 else []
     for name in names:
         if name in record.metrics:
-            yield in_cell(metric_title(name, noun)[0]), significant(record.metrics[name])
+            yield in_cell(metric_title(name, noun, table.stream)[0]), significant(record.metrics[name])
 
 
 def _curves(history: Sequence[IterationRecord]) -> Iterator[tuple[str, str, str]]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import polars as pl
+import pyarrow as pa
 from PIL import Image
 
 from tasks.reports.pages import render
@@ -59,7 +60,7 @@ def read_rescored(
         )
         samples = _with_drafts_apart(samples, _read_rated([fetch(each.advantages) for each in previous]))
         for side, prefix, iterations in (("before", BEFORE, previous), ("after", AFTER, later)):
-            rated = one_per_sample(_read_rated([fetch(each.advantages) for each in iterations]))
+            rated = pl.DataFrame(one_per_sample(_read_rated([fetch(each.advantages) for each in iterations])))
             renamed = {name: f"{name}_{side}" for name in ("reward", "advantage")}
             samples = _joined(samples, rated.drop(STREAM).rename(renamed))
             scores: dict[str, list[Path]] = {}
@@ -85,15 +86,15 @@ def _read_rollouts(folders: Sequence[Path]) -> pl.DataFrame:
     return _read_tables(folders, (*COLUMNS, *drafts))
 
 
-def _read_rated(folders: Iterable[Path]) -> pl.DataFrame:
+def _read_rated(folders: Iterable[Path]) -> pa.Table:
     return read_advantages(_files(folders), ("sample_id", "reward", "advantage"))
 
 
-def _with_drafts_apart(samples: pl.DataFrame, rated: pl.DataFrame) -> pl.DataFrame:
+def _with_drafts_apart(samples: pl.DataFrame, rated: pa.Table) -> pl.DataFrame:
     """Give samples that have no reward of the first stream a group by their draft."""
-    if rated[STREAM].n_unique() < 2:
+    if len(rated[STREAM].unique()) < 2:
         return samples.drop(DRAFT, strict=False)
-    leading = pl.col("sample_id").is_in(leading_stream(rated)["sample_id"].to_list())
+    leading = pl.col("sample_id").is_in(leading_stream(rated)["sample_id"].to_pylist())
     own = pl.when(leading).then("group_id").otherwise(pl.format("{}, draft {}", "group_id", DRAFT))
     return samples.with_columns(group_id=own).drop(DRAFT)
 

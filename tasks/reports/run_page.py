@@ -95,7 +95,7 @@ def read_appearances(reader: RunReader, run: RunView, groups: Groups, fetched: P
         for part in view.stages.get(ADVANTAGES, ()):
             path = reader.local_folder(part, fetched) / ADVANTAGES_FILE
             rows = leading_stream(read_advantages([path], ["prompt_id", "reward"]))
-            for prompt, reward in zip(rows["prompt_id"], rows["reward"], strict=True):
+            for prompt, reward in zip(rows["prompt_id"].to_pylist(), rows["reward"].to_pylist(), strict=True):
                 if prompt in wanted and reward is not None:
                     rewards.setdefault(prompt, []).append(reward)
         for prompt, known in rewards.items():
@@ -139,7 +139,7 @@ def render_run_page(
         reward_plot=line_plot(*title, reward, width=1120, height=250),
         narrow_reward_plot=line_plot(*title, reward, width=360, height=200),
         plots=[plot for each in _curves(run) if (plot := line_plot(*each[:3], legend=each.legend))],
-        metrics=metric_rows(run.shown.metrics, run.noun) if run.shown else [],
+        metrics=metric_rows(run.shown.metrics, run.noun, run.stream) if run.shown else [],
         traits=[name for name in TRAITS if name in {*groups.varying, *varying(shown)}],
     )
 
@@ -180,7 +180,7 @@ def _curves(run: RunView) -> Iterator[Curve]:
     meaning = "mean over the held-out samples, never trained on; one that falls while the reward rises is a warning"
     yield Curve("Guardrails", meaning, run.guardrail_series)
     for name in plotted_metrics(run):
-        title, meaning = metric_title(name, run.noun)
+        title, meaning = metric_title(name, run.noun, run.stream)
         series = {title: run.series(name)}
         # Of the first stream, the reward has a plot of its own.
         if split_stream(name)[1] == "reward" and run.heldout_series(name):

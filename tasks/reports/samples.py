@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from grpo_core.image_size import ImageSize
-from grpo_core.streams import STREAMS
+from grpo_core.streams import STREAMS, Stream
 from tasks.reports.actions import RECORDED, summarize_actions
 from tasks.reports.images import TargetReader, read_images
 from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, REWARDS, ROLLOUTS, SCORES_FILE, STATES
@@ -54,10 +54,12 @@ class Samples:
             its streams by a title; and `breakdown`, the value by reward, before weights; in the stored order, at least
             one. None stands for what does not apply or was not computed.
         folders: the rollouts of each sampling round on this machine.
+        stream: the first that has rewards.
     """
 
     rows: Sequence[Row]
     folders: Sequence[Path]
+    stream: Stream
 
     @property
     def is_text(self) -> bool:
@@ -95,7 +97,7 @@ def read_samples(
     There are rollouts of at least one sampling round, any number of scores per label, and without advantages the
     samples have no rewards. Of the rollouts' columns, those that the modality does not have are left out.
     """
-    rated = _read_rated([fetch(part) / ADVANTAGES_FILE for part in advantages])
+    rated, stream = _read_rated([fetch(part) / ADVANTAGES_FILE for part in advantages])
     scores: dict[str, dict[str, float | None]] = {}
     for label, part in rewards:
         values = _read_rows(fetch(part) / SCORES_FILE, ("sample_id", "value"))
@@ -107,17 +109,17 @@ def read_samples(
             row["size"] = str(ImageSize(row["width"], row["height"]))
         row |= rated.get(row["sample_id"], _UNRATED)
         row["breakdown"] = {label: values.get(row["sample_id"]) for label, values in scores.items()}
-    return Samples(rows, folders)
+    return Samples(rows, folders, stream)
 
 
-def _read_rated(files: Sequence[Path]) -> dict[str, Row]:
-    """Read reward and advantages of each sample."""
-    table = read_advantages(files, ("sample_id", *_RATED)).to_dicts() if files else []
+def _read_rated(files: Sequence[Path]) -> tuple[dict[str, Row], Stream]:
+    """Read reward and advantages of each sample, and the first stream of all."""
+    table = read_advantages(files, ("sample_id", *_RATED)).to_pylist() if files else []
     by_sample: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in table:
         by_sample[row["sample_id"]][row[STREAM]] = row
     found = {row[STREAM] for row in table}
-    streams = [stream for stream in STREAMS if stream in found]
+    streams = [stream for stream in STREAMS if stream in found] or [STREAMS[0]]
     rated: dict[str, Row] = {}
     for sample_id, rows in by_sample.items():
         own = [stream for stream in streams if stream in rows]
@@ -129,7 +131,7 @@ def _read_rated(files: Sequence[Path]) -> dict[str, Row]:
                 for stream in own
             },
         }
-    return rated
+    return rated, streams[0]
 
 
 def verified(store: ArtifactStore, fetched: Path) -> Fetch:

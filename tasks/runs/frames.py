@@ -16,7 +16,7 @@ from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.advantages import STREAM, one_per_sample, select_advantages
+from tasks.storage.tables.advantages import STREAM, one_per_sample, read_advantages
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -96,7 +96,7 @@ class StoredRun:
         `stream` says whose actions the advantage is for. Of tokens there is a row per draft, that of its first
         rendering; of denoising steps one per rendering that is compared with others.
         """
-        return self._table(self._iterations(iterations), ADVANTAGES, None)
+        return self._advantages(self._iterations(iterations))
 
     def samples(
         self, *, prompt: str | None = None, iterations: Iterable[int] | None = None, images: bool = True
@@ -151,10 +151,10 @@ class StoredRun:
                     raise InputError("columns", name, f"The {stage} have no such column: {nearest_names(name, known)}.")
             return table.select(list(columns) if columns else pl.exclude(IMAGE))
 
-        scanned = self._scan(folders, stage)
-        if stage == ADVANTAGES:
-            return _joined([select_advantages(table, columns).collect() for table in scanned])
-        return _joined([select(table).collect() for table in scanned])
+        return _joined([select(table).collect() for table in self._scan(folders, stage)])
+
+    def _advantages(self, folders: Sequence[str], columns: Sequence[str] | None = None) -> pl.DataFrame:
+        return _joined([pl.DataFrame(read_advantages(files, columns)) for files in self._files(folders, ADVANTAGES)])
 
     def _samples(self, folders: Sequence[str], prompt: str | None, *, images: bool) -> pl.DataFrame:
         def select(table: pl.LazyFrame) -> pl.LazyFrame:
@@ -167,7 +167,7 @@ class StoredRun:
         samples = _joined([select(table).collect() for table in self._scan(folders, ROLLOUTS)])
         if samples.is_empty():
             return samples
-        advantages = self._table(folders, ADVANTAGES, ("sample_id", "iteration", "reward", "advantage"))
+        advantages = self._advantages(folders, ("sample_id", "iteration", "reward", "advantage"))
         values = self._table(folders, REWARDS, ("sample_id", "iteration", "reward", "value"))
         # The names of held-out samples are those of any other policy's too, and their iteration is its version.
         keys = ["sample_id", "iteration"]
@@ -177,7 +177,11 @@ class StoredRun:
         return samples
 
     def _scan(self, folders: Sequence[str], stage: str) -> Iterator[pl.LazyFrame]:
-        """Yield a stage's tables one at a time, to be collected before the next; remote ones are copied first."""
+        """Yield a stage's tables one at a time, to be collected before the next."""
+        return (pl.scan_parquet(files) for files in self._files(folders, stage))
+
+    def _files(self, folders: Sequence[str], stage: str) -> Iterator[list[Path]]:
+        """Yield the files of a stage's tables, to be read before the next; remote ones are copied first."""
         reader = RunReader(self._store)
         for folder in folders:
             for artifact in _artifacts(reader, folder, stage):
@@ -187,7 +191,7 @@ class StoredRun:
                     if reader.damages:
                         raise _damaged(self.name, reader.damages[0].place, reader.damages[0].reason)
                     if files is not None:
-                        yield pl.scan_parquet(sorted(files.glob("*.parquet")))
+                        yield sorted(files.glob("*.parquet"))
 
 
 def _artifacts(reader: RunReader, folder: str, stage: str) -> Iterator[str]:
@@ -207,7 +211,7 @@ def _rated(advantages: pl.DataFrame, keys: list[str]) -> Iterator[pl.DataFrame]:
     """Yield reward and advantage of each sample, and of several streams the advantages by stream."""
     if advantages.is_empty():
         return
-    yield one_per_sample(advantages).drop(STREAM)
+    yield pl.DataFrame(one_per_sample(advantages.to_arrow())).drop(STREAM)
     if advantages[STREAM].n_unique() > 1:
         named = advantages.with_columns(pl.format("advantages/{}", STREAM).alias(STREAM))
         yield named.pivot(STREAM, index=keys, values="advantage", maintain_order=True)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from grpo_core.streams import Stream
 from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, STAGES
 from tasks.runs.reader import Damage
 from tasks.runs.starts import RunStart
@@ -132,6 +133,13 @@ class RunView:
         section = self.config.get("policy")
         kind = section.get("kind") if isinstance(section, Mapping) else None
         return "completion" if kind == "causal_lm" else "image"
+
+    @property
+    def stream(self) -> Stream:
+        """The first stream that it trains."""
+        section = self.config.get("policy")
+        trained = section.get("train") if isinstance(section, Mapping) else None
+        return "denoising" if trained and "tokens" not in trained else "tokens"
 
     @property
     def finished(self) -> bool:

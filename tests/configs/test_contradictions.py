@@ -1,9 +1,12 @@
 """Combinations that cannot be, each with the field to change, and their neighbours that can."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import configs
 from configs.loader import check_config
 from configs.scoring import RewardSection
 from grpo_core.errors import InputErrors
@@ -195,6 +198,14 @@ def test_a_reward_that_compares_needs_targets_in_both_sections(targets: dict[str
     assert found(rewards=[SSIM], data=data, evaluate=evaluate) == [missing, missing]
     assert found(rewards=[SSIM], data=data | targets, evaluate=evaluate) == [missing]
     assert found(rewards=[SSIM], data=data | targets, evaluate=evaluate | targets) == []
+
+
+def test_the_shipped_rewards_by_stream_need_both() -> None:
+    file = Path(configs.__file__).parent / "rewards" / "by_stream.yaml"
+    rewards = yaml.safe_load(file.read_text())["rewards"]
+    data = {"data": {"prompts": "p", "targets": "folder"}}
+    assert found(**JOINT, **data, rewards=rewards) == []
+    assert found(**data, rewards=rewards) == [("rewards.1.streams", "denoising")]
 
 
 def test_a_function_gives_its_name_to_its_metrics() -> None:

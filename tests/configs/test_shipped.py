@@ -20,7 +20,17 @@ ROOT = Path(configs.__file__).parent.parent
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 GIGABYTE = 10**9
 # The file and the memory of the GPU that it is for, in bytes.
-GPUS = {"glm_image_80gb": 80 * GIGABYTE, "glm_image_mix": 80 * GIGABYTE, "glm_image_141gb": 141 * GIGABYTE}
+GPUS = {
+    "glm_image_80gb": 80 * GIGABYTE,
+    "glm_image_mix": 80 * GIGABYTE,
+    "glm_image_both": 80 * GIGABYTE,
+    "glm_image_141gb": 141 * GIGABYTE,
+}
+ONE_STREAM = (
+    "rollout={height: 512, width: 512, group_size: 12, num_inference_steps: 10, guidance_scale: 1.0}",
+    "rewards=[{reward: ssim}]",
+    "update={micro_batch_size: 8}",
+)
 MIX = {"lpips": 0.4, "ssim": 0.2, "text_accuracy": 0.3, "aesthetic": 0.1}
 
 
@@ -65,8 +75,22 @@ def test_every_file_of_a_gpu_is_there() -> None:
 def estimate_of(config: RunConfig) -> MemoryEstimate:
     assert config.policy.model == RELEASED_MODEL
     policy = config.policy
-    choice = TrainingChoice(policy.lora, policy.frozen, config.references["tokens"], policy.gradient_checkpointing)
-    return doctor.estimate_model(config, {"tokens": choice}).memory
+    choices = {
+        stream: TrainingChoice(policy.lora, policy.frozen, reference, policy.gradient_checkpointing)
+        for stream, reference in config.references.items()
+    }
+    return doctor.estimate_model(config, choices).memory
+
+
+def test_the_update_that_needs_more_decides_where_two_run_in_turn() -> None:
+    both = ROOT / "configs" / "glm_image_both.yaml"
+    small, large = (estimate_of(read_config(both, [f"update.denoising.micro_batch_size={rows}"])) for rows in (4, 20))
+    assert large.rollout_peak == small.rollout_peak
+    assert small.part("denoising adapters") == large.part("denoising adapters") > 0
+    # 20 rows of 2 steps, 1024 patches and 30 blocks keep each block's 4096 inputs in 16 bits.
+    assert large.part("activations") == 20 * 2 * 1024 * 30 * 4096 * 2
+    tokens = read_config(both, ["policy.train=[tokens]", *ONE_STREAM])
+    assert small.part("activations") == estimate_of(tokens).part("activations")
 
 
 @pytest.mark.parametrize(("name", "memory"), GPUS.items())

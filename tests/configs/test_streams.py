@@ -7,7 +7,7 @@ import pytest
 
 from configs.loader import check_config
 from configs.schema import ReplaySection, RunConfig, as_replay, run_identity
-from configs.training import DenoisingUpdateSection, ParitySection, UpdateSection
+from configs.training import DenoisingUpdateSection, NftUpdateSection, ParitySection, UpdateSection
 from grpo_core.errors import InputErrors
 from grpo_core.parity import ParityTolerance
 from grpo_core.seeds import derive_seed
@@ -249,3 +249,55 @@ class TestRefusals:
             "update.denoising.clip_range",
             "update.minibatch_size",
         ]
+
+
+NFT: dict[str, Any] = {
+    "rollout": {"sde_window_size": 0, "shared_noise": False},
+    "update": {"algorithm": "nft"},
+}
+
+
+class TestDiffusionNft:
+    @pytest.mark.parametrize("policy", [PIPELINE, DECODER])
+    def test_it_records_finished_images_alone(self, policy: dict[str, Any]) -> None:
+        config = configured(policy, NFT)
+        assert [config.window_start(iteration) for iteration in (1, 2)] == [10, 10]
+        assert isinstance(config.update, NftUpdateSection)
+        assert config.update.learning_rate == 3e-4
+        assert (
+            config.update_of("denoising").corrected(ReplaySection.model_fields["correction"].default) == config.update
+        )
+
+    def test_a_replay_keeps_the_algorithm(self) -> None:
+        replay = ReplaySection(source="x", iterations=(1,), max_staleness=2)
+        assert isinstance(as_replay(configured(PIPELINE, NFT), replay).update, NftUpdateSection)
+
+    @pytest.mark.parametrize("policy", [PIPELINE, DECODER])
+    @pytest.mark.parametrize(
+        ("change", "place", "value"),
+        [
+            ({"rollout": {"sde_window_size": 2}}, "rollout.sde_window_size", 2),
+            ({"rollout": {"shared_noise": True}}, "rollout.shared_noise", True),
+            ({"rollout": {"sde_type": "cps"}}, "rollout.sde_type", "cps"),
+            ({"rollout": {"sde_window_range": [0, 3]}}, "rollout.sde_window_range", (0, 3)),
+            ({"update": {"timesteps_per_image": 11}}, "update.timesteps_per_image", 11),
+            ({"update": {"clip_range": 1e-4}}, "update.clip_range", 1e-4),
+            ({"update": {"mismatch": {"mode": "mask"}}}, "update.mismatch", {"mode": "mask"}),
+            ({"advantages": {"kl_coef": 0.1}}, "advantages.kl_coef", 0.1),
+        ],
+    )
+    def test_refused(self, policy: dict[str, Any], change: dict[str, Any], place: str, value: object) -> None:
+        assert found(policy, NFT, change) == [(place, value)]
+
+    @pytest.mark.parametrize("policy", [PIPELINE, DECODER, JOINT])
+    def test_ratios_need_noisy_steps(self, policy: dict[str, Any]) -> None:
+        assert found(policy, {"rollout": {"sde_window_size": 0}}) == [("rollout.sde_window_size", 0)]
+
+    @pytest.mark.parametrize("policy", [{}, TEXT])
+    def test_tokens_have_no_such_algorithm(self, policy: dict[str, Any]) -> None:
+        assert found(policy, {"update": {"algorithm": "nft"}}) == [("update.algorithm", "nft")]
+
+    def test_it_is_named_in_the_identity_and_grpo_is_not(self) -> None:
+        assert run_identity(configured(PIPELINE, NFT))["update"]["algorithm"] == "nft"
+        assert "algorithm" not in run_identity(configured(PIPELINE))["update"]
+        assert configured(PIPELINE, {"update": {"algorithm": "grpo"}}) == configured(PIPELINE)

@@ -17,8 +17,12 @@ from flows.init.write import InitRequest, write_folder
 from flows.preflight.inputs import run_checks
 from tests.flows.conftest import Runs, refused
 
-REWARDS = {"image": ("own", "jpeg", "sharpness"), "text": ("own", "format")}
-MODELS = {"image": "data/models/tiny-glm-image", "text": "data/models/tiny-text"}
+REWARDS = {"image": ("own", "jpeg", "sharpness"), "diffusers": ("own", "jpeg"), "text": ("own", "format")}
+MODELS = {
+    "image": "data/models/tiny-glm-image",
+    "diffusers": "data/models/tiny-sd3",
+    "text": "data/models/tiny-text",
+}
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def write(folder: Path, **given: Any) -> Path:
     return folder / "config.yaml"
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_every_combination_can_be_trained(own: Path, kind: str) -> None:
     choices = itertools.product(REWARDS[kind], (None, str(own / "mine.txt")), (None, MODELS[kind]))
     for number, (reward, prompts, model) in enumerate(choices):
@@ -90,7 +94,7 @@ def test_questions_are_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["image", "text"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_what_it_writes_trains(kind: str, empty: Runs, tmp_path: Path) -> None:
     from flows.training.train import train
 

@@ -5,7 +5,14 @@ from collections.abc import Mapping
 from grpo_core.policies.causal_lm.adapters import build_on_meta
 from grpo_core.policies.causal_lm.loading import read_config
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.estimate import MemoryEstimate, MemoryPart, ModelEstimate, TransformerEstimate, Workload
+from grpo_core.policies.estimate import (
+    MemoryEstimate,
+    MemoryPart,
+    ModelEstimate,
+    TransformerEstimate,
+    Workload,
+    sampling_parts,
+)
 from grpo_core.policies.trained import TrainingChoice
 from grpo_core.streams import Stream
 
@@ -38,7 +45,7 @@ def estimate(
     parts = [
         MemoryPart("weights", "always", count * b, f"{count / 1e9:.3g} B parameters x {b} bytes"),
         *transformer.training_parts(),
-        *transformer.sampling_parts(length, vocabulary, vocabulary),
+        *sampling_parts(text, workload, length, vocabulary, vocabulary),
         *transformer.backward_parts(length, tokens, vocabulary, whole_logits=whole_logits),
     ]
     counted = f"{count / 1e6:.4g} M parameters in {text.num_hidden_layers} layers{transformer.adapters}"

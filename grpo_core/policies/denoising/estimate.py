@@ -67,7 +67,7 @@ def pass_parts(
     scored = rows * passes * positions * width
     kept = scored * steps * blocks * (value_bytes if checkpointed else kept_each)
     which = "each block's input" if checkpointed else "every block's"
-    formula = f"{rows} rows x {passes} passes x {steps} steps x {positions} positions: {which}"
+    formula = f"{rows} rows x {steps} steps x {passes} passes of the model x {positions} positions: {which}"
     at_work = scored * (_MADE_BY_BLOCK * value_bytes + (kept_each if checkpointed else 0))
     return [
         MemoryPart("activations", "backward", kept, formula),

@@ -73,6 +73,7 @@ class NoisyScheduler(WindowScheduler):
             sample_ids: names of the rows, for errors.
         """
         self.window = range(start, start + self.settings.sde_window_size)
+        assert not self.window or len(step_seeds) == len(sample_ids), "one seed per row"
         self.sample_ids = tuple(sample_ids)
         # One generator per row: a row's noise does not depend on the rows that are sampled with it.
         self.generators = [make_generator(seed) for seed in step_seeds]

@@ -86,8 +86,9 @@ def _read(model: str, folder: Path) -> SavedPipeline:
     described = _usable_class(model, index.get("_class_name"))
     parts = pipeline_parts(index)
     _refuse_scheduler(model, parts, folder)
-    if "transformer" not in parts:
-        raise InputError(_PLACE, model, f"Its {INDEX_FILE} has no transformer, so there is nothing to train.")
+    if parts.get("transformer", ("", ""))[0] != "diffusers":
+        hint = f"Its {INDEX_FILE} has no transformer of diffusers, so there is nothing to train."
+        raise InputError(_PLACE, model, hint)
     return SavedPipeline(
         pipeline_class=described,
         parts=parts,

@@ -3,44 +3,55 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from grpo_core.streams import STREAMS, Stream
+from grpo_core.streams import STREAMS
 
 STREAM = "stream"
-_BEFORE_STREAMS: Stream = "tokens"
 
 
-def read_advantages(files: Sequence[Path], columns: Sequence[str] | None = None) -> pl.DataFrame:
+def read_advantages(files: Sequence[Path], columns: Sequence[str] | None = None) -> pa.Table:
     """Read tables of advantages with the column `stream`; those of runs that knew no streams are of tokens.
 
     Args:
+        files: at least one.
         columns: names of the columns to read besides `stream`; None for all.
     """
-    return pl.concat([select_advantages(pl.scan_parquet(path), columns).collect() for path in files])
+    return pa.concat_tables([_read(path, columns) for path in files], promote_options="default")
 
 
-def select_advantages(table: pl.LazyFrame, columns: Sequence[str] | None = None) -> pl.LazyFrame:
-    """Select columns as `read_advantages` does."""
-    if STREAM not in table.collect_schema().names():
-        table = table.with_columns(pl.lit(_BEFORE_STREAMS).alias(STREAM))
-    return table if columns is None else table.select(*columns, STREAM)
+def _read(path: Path, columns: Sequence[str] | None) -> pa.Table:
+    # Unlike read_table, it does not import pandas.
+    file = pq.ParquetFile(path)
+    wanted = file.schema_arrow.names if columns is None else [*columns, STREAM]
+    table = file.read(columns=wanted)
+    return table if STREAM in table.column_names else table.append_column(STREAM, pa.repeat("tokens", len(table)))
 
 
-def leading_stream(table: pl.DataFrame) -> pl.DataFrame:
+def leading_stream(table: pa.Table) -> pa.Table:
     """Return the rows of the table's first stream in the order of STREAMS, whose statistics are the run's.
 
     The streams can have different rewards, so those of one are not to be averaged with those of another.
     """
-    return table.filter(pl.col(STREAM) == next((each for each in STREAMS if each in table[STREAM]), STREAMS[0]))
+    found = set(table[STREAM].to_pylist())
+    first = next((stream for stream in STREAMS if stream in found), STREAMS[0])
+    return table.filter(pc.equal(table[STREAM], first))
 
 
-def one_per_sample(table: pl.DataFrame) -> pl.DataFrame:
+def one_per_sample(table: pa.Table) -> pa.Table:
     """Return one row per sample: that of its first stream in the order of STREAMS.
 
     Args:
         table: with the columns stream, sample_id and, if samples of several iterations are in it, iteration.
     """
-    keys = [name for name in ("sample_id", "iteration") if name in table.columns]
-    place = pl.col(STREAM).replace_strict({each: index for index, each in enumerate(STREAMS)})
-    return table.filter(place == place.min().over(keys))
+    names = [name for name in ("sample_id", "iteration") if name in table.column_names]
+    samples = list(zip(*(table[name].to_pylist() for name in names), strict=True))
+    places = [STREAMS.index(stream) for stream in table[STREAM].to_pylist()]
+    firsts: dict[tuple[object, ...], int] = {}
+    for sample, place in zip(samples, places, strict=True):
+        firsts[sample] = min(place, firsts.get(sample, place))
+    return table.filter(
+        pa.array([place == firsts[sample] for sample, place in zip(samples, places, strict=True)], pa.bool_())
+    )

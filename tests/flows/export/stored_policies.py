@@ -7,6 +7,9 @@ from pathlib import Path
 import yaml
 
 from configs.loader import read_config
+from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+from grpo_core.policies.diffusers.policy import DiffusersPolicy
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.protocol import Policy
 from tasks.models.files import EMA_FOLDER, component_folder, model_digest, weights_digest
 from tasks.runs.lookup import write_description
@@ -15,6 +18,13 @@ from tests.flows.conftest import TINY, TINY_TEXT
 from tests.tasks.reports.made_runs import RunMaker
 from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_text_policy import MODEL as TEXT_MODEL
+
+SHIPPED: Mapping[type, tuple[Path, Path]] = {
+    CausalLMPolicy: (TEXT_MODEL, TINY_TEXT),
+    GlmImagePolicy: (IMAGE_MODEL, TINY),
+    DiffusersPolicy: (IMAGE_MODEL.with_name("tiny-sd3"), TINY.with_name("tiny_sd3.yaml")),
+}
+"""Model and configuration of each kind of policy."""
 
 
 def save_components(policy: Policy, folder: Path) -> None:
@@ -36,11 +46,11 @@ def store_run(
     settings: Sequence[str] = (),
 ) -> RunMaker:
     """Store these weights as versions 1 and 2, and evaluations of versions with these mean rewards less 0.5."""
-    texts = hasattr(policy, "tokenizer")
-    model, file = (TEXT_MODEL, TINY_TEXT) if texts else (IMAGE_MODEL, TINY)
+    model, file = SHIPPED[type(policy)]
+    texts = isinstance(policy, CausalLMPolicy)
     chosen = "{rank: 4, alpha: 8.0}" if lora else "null"
     overrides = [f"policy.model={model}", f"policy.lora={chosen}"]
-    overrides += [] if texts else ["rollout.num_inference_steps=2"]
+    overrides += ["rollout.num_inference_steps=2"] if isinstance(policy, GlmImagePolicy) else []
     config = read_config(file, [f"run.name={name}", *overrides, *settings])
     labels = tuple(section.label for section in config.rewards)
     maker = RunMaker(root, name, modality="text" if texts else "image", labels=labels)

@@ -16,21 +16,27 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from configs.loader import read_config
 from flows.export.export import export
 from flows.export.plan import plan_export
 from flows.export.request import ExportRequest
 from flows.export.usage import TEXT_PROMPT
+from flows.sampling.request import SampleRequest
+from flows.sampling.sample import sample
+from flows.sampling.source import open_source
 from grpo_core.errors import InputError, InputErrors
+from grpo_core.groups import GroupRequest
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.glm_image.decoder import large_grid_ids
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import ADAPTER_FILE, LoraSettings, TrainingChoice
-from grpo_core.seeds import make_generator
+from grpo_core.seeds import derive_seed, make_generator
 from grpo_core.streams import STREAMS
 from tasks.storage.artifacts.tombstones import replace_artifact
-from tests.flows.export.stored_policies import store_run
+from tests.flows.export.stored_policies import SHIPPED, store_run
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tasks.reports.made_runs import flip_last_byte
 from tests.tiny_policy import MODEL as IMAGE_MODEL
@@ -221,6 +227,43 @@ def test_the_lines_of_the_card_load_both_halves(
         assert not torch.allclose(drawn(painting.decoder.pipeline), ours, atol=1e-2)
     expected = set() if merge else {"tokens", "denoising"}
     assert {path.name for path in folder.iterdir() if path.name in STREAMS} == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
+def test_the_lines_of_the_card_draw_with_any_pipeline(
+    merge: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where `grpo sample` draws from the export."""
+    model, file = SHIPPED[DiffusersPolicy]
+    settings = read_config(file).rollout
+    choice = {"denoising": TrainingChoice(LoraSettings(4, 8.0))}
+    policy = DiffusersPolicy.load(str(model), settings, choice)  # type: ignore[arg-type]
+    disturb(policy.denoising.trainable_parameters(), 0.05)
+    store_run(tmp_path / "runs", "steps", policy, {})
+    folder = exported(tmp_path / "runs", "steps", tmp_path / "steps", merge=merge)
+    pipe = run_card(folder, monkeypatch)["pipe"]
+    call = policy.denoising.call_arguments(["a red circle"], None, policy.settings.size)
+
+    def drawn(pipeline: Any) -> Tensor:
+        noise = make_generator(5)
+        found: Tensor = pipeline(**call, num_inference_steps=8, generator=noise, output_type="latent").images
+        return found
+
+    ours = drawn(policy.denoising.pipeline)
+    torch.testing.assert_close(drawn(pipe), ours, atol=1e-5 if merge else 0, rtol=0)
+    with policy.denoising.trained.reference():
+        assert not torch.allclose(drawn(policy.denoising.pipeline), ours, atol=1e-2)
+    request = SampleRequest(source=str(folder), prompts=("a red circle",), out=str(tmp_path / "out"))
+    (written,) = sample(request, open_source(request))
+    (group,) = policy.sample([GroupRequest("a red circle", ("s",), (0,), (derive_seed(0, "noise", 0),))])
+    (expected,) = group.outputs
+    assert isinstance(expected, Image.Image)
+    assert written.file is not None
+    with Image.open(written.file) as image:
+        low, high = zip(*ImageChops.difference(image, expected).getextrema(), strict=True)
+    assert min(low) == 0
+    assert max(high) <= (1 if merge else 0)
 
 
 def _fill(folder: Path) -> None:

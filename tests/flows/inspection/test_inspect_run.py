@@ -163,6 +163,26 @@ def test_the_terminal_shows_curves_images_and_figures(tmp_path: Path) -> None:
         assert said in text
 
 
+def test_the_terminal_shows_both_streams(tmp_path: Path) -> None:
+    whole_run(tmp_path, streams=("tokens", "denoising"))
+    text = shown(tmp_path)
+    for said in (
+        "reward, denoising",
+        "advantage, tokens +1.00",
+        "log-prob -0.8 over 2 tokens",
+        "log-prob, steps 2 to 3 1.2500, -0.5000",
+        "spread within groups, denoising",
+    ):
+        assert said in text
+
+
+def test_the_terminal_shows_images_without_tokens(tmp_path: Path) -> None:
+    whole_run(tmp_path, streams=("denoising",))
+    text = shown(tmp_path)
+    for said in ("reward 1.000, advantage +1.00", "log-prob, steps 2 to 3 1.2500, -0.5000"):
+        assert said in text
+
+
 def test_a_screen_has_the_curves_and_some_samples(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, prompts=tuple(f"prompt {number}" for number in range(20)), planned=1)
     maker.evaluation(0, shift=0.0)

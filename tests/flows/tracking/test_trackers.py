@@ -68,6 +68,14 @@ def test_tensorboard_has_metrics_images_rewards_and_settings(run: TrackedRun) ->
     assert str(run.folder).encode() in settings
 
 
+def test_rewards_of_two_streams_are_not_mixed_in_one_histogram(tmp_path: Path) -> None:
+    """Three drafts of each prompt have a reward; the denoising's of 0.2 and 0.8 are not among them."""
+    run = TrackedRun(tmp_path, streams=("tokens", "denoising"))
+    run.log(1, "tensorboard")
+    histogram = events(run.folder / "tensorboard").Histograms("reward_histogram")[0].histogram_value
+    assert (histogram.num, histogram.sum) == (6, pytest.approx(0.4 + 0.1 + 0.9 + 3 * 0.5))
+
+
 @pytest.mark.parametrize("killed", [False, True], ids=["finished", "killed after the second step"])
 def test_a_start_that_goes_on_logs_no_step_twice(run: TrackedRun, killed: bool) -> None:
     run.log(1, "tensorboard")

@@ -18,7 +18,8 @@ from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.grpo_core.policies.trained.tiny_models import disturb
-from tests.tasks.update.update_jobs import TEXTS
+from tests.tasks.update.update_jobs import JOINT, TEXTS
+from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_text_policy import MODEL
 
 CONFIG_FILE = "adapter_config.json"
@@ -138,6 +139,67 @@ def test_what_does_not_fit_is_refused(case: str, stored: Path, store: ArtifactSt
     with pytest.raises(InputError) as caught:
         choice_of(section(folder, **changes), store)
     assert (caught.value.place, said in caught.value.hint) == (place, True)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of each half of the tiny image model, in a subfolder each."""
+    folder = tmp_path_factory.mktemp("both")
+    choice = TrainingChoice(LoraSettings(4, 8.0))
+    policy = JOINT.spec().family.load(
+        str(IMAGE_MODEL),
+        JOINT.rollout,
+        {"tokens": choice, "denoising": choice},
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        autocast=None,
+    )
+    for stream, component in policy.components.items():
+        disturb(component.trainable_parameters(), 0.05)
+        (folder / stream).mkdir()
+        component.save_weights(folder / stream)
+    return folder
+
+
+def image_section(adapter: Path, *train: str) -> PolicySection:
+    values = {"model": str(IMAGE_MODEL), "dtype": "float32", "adapter": str(adapter), "train": train}
+    return PolicySection.model_validate(values)
+
+
+@pytest.mark.parametrize("train", [("tokens", "decoder"), ("decoder",)], ids=["both", "decoder"])
+def test_each_component_starts_from_its_own_adapter(train: tuple[str, ...], both: Path, store: ArtifactStore) -> None:
+    policy = image_section(both, *train)
+    digest = initial_digest(policy, store, None)
+    spec = ModelSpec(section=policy, digest=digest, adapter_seed=3, references={})
+    start = PolicyRef(version=0, digest=digest)
+    loaded = ResidentPolicy().at(start, spec, JOINT.rollout, PlacementSection(device="cpu"))
+    assert tuple(loaded.components) == policy.streams
+    for stream, component in loaded.components.items():
+        saved = both.parent / f"{len(train)}-{stream}"
+        saved.mkdir()
+        component.save_weights(saved)
+        assert (saved / ADAPTER_FILE).read_bytes() == (both / stream / ADAPTER_FILE).read_bytes()
+
+
+def test_an_adapter_of_one_component_does_not_start_two(both: Path, store: ArtifactStore, tmp_path: Path) -> None:
+    shutil.copytree(both / "tokens", tmp_path / "flat")
+    shutil.copytree(both / "tokens", tmp_path / "half" / "tokens")
+    for folder, missing in (("flat", "tokens"), ("half", "denoising")):
+        with pytest.raises(InputError, match=f"no folder {missing}") as caught:
+            choice_of(image_section(tmp_path / folder, "tokens", "decoder"), store)
+        assert caught.value.place == "policy.adapter"
+    assert choice_of(image_section(tmp_path / "flat", "tokens"), store).adapter == tmp_path / "flat"
+
+
+def test_both_adapters_are_part_of_what_training_starts_from(both: Path, store: ArtifactStore, tmp_path: Path) -> None:
+    digests = set()
+    for changed in ("nothing", *JOINT.policy.streams):
+        folder = tmp_path / changed
+        shutil.copytree(both, folder)
+        if changed != "nothing":
+            edit(folder / changed, lora_alpha=7.0)
+        digests.add(initial_digest(image_section(folder, "tokens", "decoder"), store, None))
+    assert len(digests) == 3
 
 
 def test_weights_of_another_shape_are_refused_before_the_model_is_loaded(

@@ -86,7 +86,11 @@ class RunMaker:
         self.written: dict[tuple[int, int], str] = {}
         self.targets: dict[int, Path] = {}
         kind = "causal_lm" if self.texts else "glm_image" if "tokens" in streams else "diffusers"
-        policy = "" if kind == "glm_image" else f"policy:\n  kind: {kind}\n"
+        policy = (
+            ""
+            if kind == "glm_image"
+            else f"policy:\n  kind: {kind}\n  train: [{'tokens' if self.texts else 'decoder'}]\n"
+        )
         config = f"run:\n  name: {name}\n  iterations: {planned}\n{policy}{settings}".encode()
         described = {"name": name, "model_digest": "base" * 16, "schema_version": SCHEMA_VERSION}
         described |= {} if identity is None else identity

@@ -31,6 +31,8 @@ OF_THE_CONFIGURATION = (
         ("rewards/mean", "rewards/mean"),
         ("new_metric", "new_metric"),
         ("denoising/kl", "KL to the reference, denoising"),
+        ("denoising/clip_ratio/region_mean", "clipped noisy steps, denoising"),
+        ("clip_ratio/region_mean", "clipped tokens"),
         ("denoising/datasets/signs/reward", "signs: reward, denoising"),
         ("denoising/", "denoising/"),
     ],
@@ -44,7 +46,7 @@ def test_every_metric_of_a_run_has_a_title_in_words(tmp_path: Path) -> None:
     assert shown is not None
     for name in {*shown.metrics, *OF_THE_CONFIGURATION, *(name for name in METRICS if "{" not in name)}:
         text, image = metric_title(name, "completion"), metric_title(name, "image")
-        for title, meaning in (text, image):
+        for title, meaning in (text, image, metric_title(name, "image", "denoising")):
             assert meaning
             assert not set("/_{}") & set(title)
             assert not set("{}") & set(meaning)

@@ -123,7 +123,7 @@ def test_both_streams_have_curves_advantages_and_logprobs(tmp_path: Path) -> Non
         "advantage, tokens",
     ):
         assert said in text
-    titles = [image.get("title", "") for image in page.named("img")]
+    titles = [image.get("title") or "" for image in page.named("img")]
     rendering = next(title for title in titles if title.startswith("i000002.p0000.s03: reward 0.800"))
     assert "advantage, denoising +0.60; log-prob -0.8 over 2 tokens; log-prob, steps 2 to 3 1.2500" in rendering
 
@@ -131,7 +131,8 @@ def test_both_streams_have_curves_advantages_and_logprobs(tmp_path: Path) -> Non
 def test_a_run_without_tokens_has_a_page(tmp_path: Path) -> None:
     text = "".join(check_offline(page_of(whole_run(tmp_path, streams=("denoising",)))).text)
     assert "log-prob, steps 2 to 3" in text
-    assert "over 2 tokens" not in text
+    assert "noisy steps that other weights sampled are weighted" in text
+    assert "log-prob -0.8" not in text
 
 
 def test_prompts_warnings_and_configuration_are_data(tmp_path: Path) -> None:

@@ -308,3 +308,18 @@ if __name__ == "__main__":
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < deadline, f"{children} are still there"
         time.sleep(0.1)
+
+
+def test_a_function_of_images_without_tokens_gets_no_ids(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def score(prompts, completions, completion_ids=None, **columns):\n"
+        "    assert completion_ids is None\n"
+        "    return [image.getpixel((0, 0))[0] / 255 for image in completions]\n"
+    )
+    maker = RunMaker(tmp_path / "runs", streams=("denoising",))
+    use_store(maker.store)
+    rollouts = maker.rollouts(PLACE, "i000001")
+    section = RewardSection(reward="function", settings={"function": f"{tmp_path / 'mine.py'}:score", "factory": False})
+    scored = score_reward_task.fn(rollouts, section, f"{PLACE}/rewards", "t", PlacementSection())
+    table = pl.read_parquet(maker.store.local_files(scored) / SCORES_FILE)
+    assert table["value"].to_list() == [red / 255 for red in (10, 50) for _ in range(GROUP_SIZE)]

@@ -12,13 +12,16 @@ from safetensors.torch import load_file
 from configs.sections import LoraSection, PlacementSection
 from configs.training import DenoisingUpdateSection, MismatchSection, ReferenceSection, UpdateSection
 from grpo_core.parity import ParityError
+from grpo_core.policies.glm_image.decoder import GlmImageDecoder
 from grpo_core.streams import STREAMS, Stream
+from grpo_core.update import SINGLE_PROCESS
 from tasks.execution.resources import resource, run_resources
 from tasks.models.files import EMA_FOLDER, REFERENCE_FOLDER, weights_digest
 from tasks.models.resident import ResidentPolicy
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.update.job import UpdateJob
+from tasks.update.job import UpdateJob, carry_out
+from tasks.update.update_policy import update_policy_task
 from tests.tasks.update.update_jobs import (
     JOINT,
     TEXTS,
@@ -204,3 +207,42 @@ def test_a_digest_covers_the_weights_of_both(stream: Stream, change: Callable[[P
     before = weights_digest(tmp_path)
     change(tmp_path / stream / ADAPTER)
     assert weights_digest(tmp_path) != before
+
+
+class KilledError(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+def test_a_kill_between_the_components_leaves_no_version(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The files of the first component were written; the next start makes the version that an undisturbed one makes."""
+    job = joint_job(UPDATES)
+    arguments = (job.policy, job.rollouts, job.advantages, job.model, job.updates, job.seed, job.max_staleness)
+
+    def make() -> PolicyRef:
+        return update_policy_task.fn(*arguments, "iteration 1", job.placement)
+
+    def killed(self: GlmImageDecoder, folder: Path) -> None:
+        assert (folder.parent / "tokens" / ADAPTER).is_file()
+        raise KilledError
+
+    with run_resources(), monkeypatch.context() as patched:
+        patched.setattr(GlmImageDecoder, "save_weights", killed)
+        with pytest.raises(KilledError):
+            make()
+        assert store.find("policies/000001") is None
+        patched.undo()
+        again = make()
+    with run_resources():
+        outcome = alone(job, tmp_path / "undisturbed")
+    assert (again.digest, again.checkpoint and again.checkpoint.digest) == (outcome.digest, outcome.checkpoint_digest)
+
+
+def test_progress_covers_both_components(store: ArtifactStore, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    carry_out(joint_job(UPDATES), tmp_path, SINGLE_PROCESS, lambda done, total: seen.append((done, total)))
+    shares = [done / total for done, total in seen]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert 0.5 in shares

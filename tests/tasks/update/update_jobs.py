@@ -71,6 +71,7 @@ class Modality:
     prompts: tuple[str, str]
     renderings: tuple[int, ...] = (1, 1, 1, 1)
     window_start: int | None = None
+    shared_noise: bool = True
 
     def spec(self) -> ModelSpec:
         reference: Reference = "none" if self.policy.lora else "device"
@@ -90,7 +91,7 @@ class Modality:
             iteration=policy.version + 1,
             seed=11,
             group_size=sum(self.renderings),
-            shared_noise=True,
+            shared_noise=self.shared_noise,
             groups=groups_of(self.prompts),
             renderings=self.renderings if set(self.renderings) != {1} else (),
             window_start=self.window_start,

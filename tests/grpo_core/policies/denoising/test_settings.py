@@ -61,3 +61,9 @@ def test_the_largest_window_leaves_the_last_step_alone() -> None:
 def test_values_outside_their_ranges_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(InputError, match=next(iter(changes))):
         check_fields(made(**changes), "rollout")
+
+
+def test_an_empty_window_is_after_the_last_step_and_needs_no_noise() -> None:
+    settings = made(sde_window_size=0, sde_window_range=(0, 50), noise_level=0.0, sde_window="random")
+    settings.check_window()
+    assert set(starts(settings, 20)) == {settings.num_inference_steps}

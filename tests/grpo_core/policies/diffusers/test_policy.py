@@ -25,6 +25,7 @@ from tests.grpo_core.policies.denoising.tiny_pipelines import GUIDANCE
 from tests.grpo_core.policies.diffusers.tiny_pipelines import LENGTHS, MAKE, load, request, settings
 
 SavedFolder = Callable[[str], Path]
+TINY_SD3 = Path(__file__).parents[4] / "data" / "models" / "tiny-sd3"
 
 
 def pixels(image: Any) -> np.ndarray:
@@ -59,6 +60,29 @@ def test_sixteen_bits_give_a_ratio_of_one(saved_folder: SavedFolder, name: str) 
     (group,) = sampled(policy, request())
     stored = group.streams["denoising"].rollout_logprobs
     torch.testing.assert_close(scored(policy, group).logprobs, stored, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+@pytest.mark.parametrize("name", MAKE)
+def test_autocast_gives_a_ratio_of_one(saved_folder: SavedFolder, name: str) -> None:
+    # A cached prompt is read in the dtype it was encoded in, so a policy has one precision for good.
+    policy = load(saved_folder(name), settings(name), autocast=torch.bfloat16)
+    (group,) = sampled(policy, request())
+    stored = group.streams["denoising"].rollout_logprobs
+    torch.testing.assert_close(scored(policy, group).logprobs, stored, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_recomputed_activations_give_the_same_gradient(saved_folder: SavedFolder, name: str) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        policy = load(saved_folder(name), settings(name), checkpointing=checkpointing)
+        (group,) = sampled(policy, request(samples=2))
+        policy.denoising.prepare_for_update()
+        scored(policy, group).logprobs.sum().backward()
+        gradients.append([each.grad for each in policy.denoising.trainable_parameters().values()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert (plain is None and recomputed is None) or plain.equal(recomputed)
 
 
 def test_guidance_is_part_of_what_is_scored(saved_folder: SavedFolder) -> None:
@@ -186,3 +210,30 @@ def test_a_size_that_the_pipeline_rounds_is_refused(saved_folder: SavedFolder) -
         sampled(policy, request(size=ImageSize(34, 34)))
     with pytest.raises(InputError, match="the nearest size is 32x32"):
         policy.sample_with(settings("flux", height=34, width=34))
+
+
+def test_the_shipped_model_learns_to_draw_brighter() -> None:
+    chosen = settings(
+        height=64, width=64, num_inference_steps=6, guidance_scale=1.0, max_sequence_length=14, noise_level=0.7
+    )
+    policy = load(TINY_SD3, chosen, disturbed=False)
+    optimizer = PolicyOptimizer(policy.denoising.trainable_parameters(), OptimizerSettings(learning_rate=2e-3))
+
+    def brightness(group: RolloutGroup) -> torch.Tensor:
+        return torch.tensor([[pixels(image).mean() / 255 for image in group.outputs]], dtype=torch.float32)
+
+    heldout = request("a red circle", 8, window_start=None, seed=1000)
+    before = brightness(sampled(policy, heldout)[0]).mean()
+    for step in range(4):
+        policy.prepare_for_sampling()
+        (group,) = sampled(policy, request("a red circle", 8, window_start=step % 3, seed=100 * step))
+        stored = group.streams["denoising"].rollout_logprobs
+        torch.testing.assert_close(scored(policy, group).logprobs, stored, atol=1e-6, rtol=0)
+        rewards = brightness(group)
+        advantages = (rewards - rewards.mean()) / rewards.std()
+        rows = join_groups([group], advantages, "denoising")
+        update_policy(
+            policy.denoising, optimizer, rows, UpdateSettings(loss="grpo", clip_range=1e-4, micro_batch_size=8), seed=0
+        )
+    policy.prepare_for_sampling()
+    assert brightness(sampled(policy, heldout)[0]).mean() > before + 0.02

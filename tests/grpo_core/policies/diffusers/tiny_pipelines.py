@@ -156,12 +156,24 @@ def settings(name: str = "sd3", **changes: Any) -> DiffusersSettings:
     )
 
 
-def load(folder: Path, chosen: DiffusersSettings, *, lora: bool = True, **options: Any) -> DiffusersPolicy:
-    """Return a policy whose adapters are away from zero, so that it is not its reference."""
-    choice = TrainingChoice(LoraSettings(rank=4, alpha=8) if lora else None, reference="none" if lora else "device")
+def load(
+    folder: Path,
+    chosen: DiffusersSettings,
+    *,
+    lora: bool = True,
+    checkpointing: bool = False,
+    disturbed: bool = True,
+    **options: Any,
+) -> DiffusersPolicy:
+    """Return a policy; disturbed: its adapters are away from zero, so that it is not its reference."""
+    choice = TrainingChoice(
+        LoraSettings(rank=4, alpha=8) if lora else None,
+        reference="none" if lora else "device",
+        gradient_checkpointing=checkpointing,
+    )
     policy = DiffusersPolicy.load(str(folder), chosen, {"denoising": choice}, **options)
     trained = policy.denoising.trained
-    if isinstance(trained, LoraModel):
+    if isinstance(trained, LoraModel) and disturbed:
         without_text.disturb(trained)
     return policy
 

@@ -10,8 +10,7 @@ from torch import nn
 from transformers import DynamicCache, GlmImageForConditionalGeneration
 
 from grpo_core.image_size import ImageSize
-from grpo_core.policies.causal_lm.adapters import train_causal_lm
-from grpo_core.policies.estimate import MemoryEstimate, TransformerEstimate, Workload
+from grpo_core.policies.estimate import MemoryEstimate, TransformerEstimate, Workload, sampling_parts
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, score_tokens
 from grpo_core.policies.glm_image.estimate import decoding_part, estimate
 from grpo_core.policies.glm_image.loading import ComponentConfigs, build_on_meta, load_pipeline, released_configs
@@ -56,7 +55,7 @@ def bytes_of(parameters: Any) -> int:
 def test_weights_are_the_bytes_of_a_loaded_pipeline(tiny_folder: Path, dtype: Any) -> None:
     pipeline = load_pipeline(str(tiny_folder), dtype=getattr(torch, dtype), device=torch.device("cpu"))
     workload = dataclasses.replace(WORKLOAD, dtype=dtype)
-    memory = estimate(str(tiny_folder), SETTINGS, choice_of(lora=True), workload).memory
+    memory = estimate(str(tiny_folder), SETTINGS, {"tokens": choice_of(lora=True)}, {"tokens": workload}).memory
     networks: dict[str, nn.Module] = {
         "autoregressive weights": pipeline.vision_language_encoder,
         "decoder weights": pipeline.transformer,
@@ -131,7 +130,7 @@ def test_a_cache_is_the_bytes_of_a_filled_one(tiny_configs: ComponentConfigs) ->
     positions = torch.arange(LENGTH).expand(3, 8, -1)
     trained.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
     filled = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert estimate_of(tiny_configs, trained, choice).sampling_parts(LENGTH, 1, 1)[0].bytes == filled
+    assert sampling_parts(tiny_configs.autoregressive.text_config, WORKLOAD, LENGTH, 1, 1)[0].bytes == filled
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -141,11 +140,8 @@ def test_a_cache_of_any_language_model_is_estimated(kind: str) -> None:
     ids = torch.zeros(8, 5, dtype=torch.long)
     model = make_model(kind)
     cache = model(input_ids=ids, use_cache=True).past_key_values
-    choice = TrainingChoice(lora=None)
-    trained = train_causal_lm(model, choice, base_name="", initial_state=dict)
-    transformer = TransformerEstimate(trained, choice, WORKLOAD, CONFIGS[kind].get_text_config())
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert transformer.sampling_parts(5, 1, 1)[0].bytes == held
+    assert sampling_parts(CONFIGS[kind].get_text_config(), WORKLOAD, 5, 1, 1)[0].bytes == held
 
 
 def test_the_autoencoder_peaks_at_three_quarters_of_the_estimate() -> None:

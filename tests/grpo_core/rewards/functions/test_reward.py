@@ -96,6 +96,8 @@ def test_needs_the_column_that_the_function_cannot_do_without(write: Callable[[s
 
 def test_token_ids_that_are_needed_and_not_known(write: Callable[[str], str]) -> None:
     reward = FunctionReward(function="trl.rewards:get_repetition_penalty_reward")
+    optional = write("def score(completions, completion_ids=None, **kwargs): return [1.0]\n")
+    assert reward.requires_tokens is not FunctionReward(function=f"{optional}:score").requires_tokens
     batch = ScoringBatch(sample_ids=["s"], prompts=["p"], completions=["c"])
     with pytest.raises(InputError, match=r"other_rewards\.py:\d+: .*needs completion_ids"):
         reward.score(batch)

@@ -4,11 +4,14 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from tasks.storage.tables import parquet, schemas
+from tasks.storage.tables.lists import padded, unpadded
 from tasks.storage.tables.parquet import TableWriter, joint_digest, part_digests, read_table, write_table
 from tests.tasks.storage.table_rows import BREAKDOWNS, Entry, advantages, entry, rollouts
 
@@ -149,3 +152,9 @@ def test_a_change_of_columns_needs_another_schema_version(name: str, tmp_path: P
 
 def test_every_table_has_a_digest() -> None:
     assert SCHEMAS.keys() == DIGESTS.keys()
+
+
+def test_lists_without_entries_come_back_as_rows_without_columns() -> None:
+    column = unpadded(torch.zeros(3, 0), torch.zeros(3, 0, dtype=torch.bool))
+    assert column.to_pylist() == [[]] * 3
+    assert padded(pl.Series(column)).shape == (3, 0)
