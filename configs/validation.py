@@ -51,9 +51,14 @@ class Section(BaseModel):
                 values[name] = section.result_settings()
             elif isinstance(section, tuple) and all(isinstance(each, Section) for each in section):
                 values[name] = [each.result_settings() for each in section]
-        fields = type(self).model_fields
-        unset = {name for name in self.optional_settings if getattr(self, name) == fields[name].default}
+        unset = self.unset_settings
         return {name: value for name, value in values.items() if name not in unset}
+
+    @property
+    def unset_settings(self) -> set[str]:
+        """The optional settings that have their defaults."""
+        fields = type(self).model_fields
+        return {name for name in self.optional_settings if getattr(self, name) == fields[name].default}
 
     @model_validator(mode="after")
     def _refuse_combinations(self, info: ValidationInfo) -> "Section":

@@ -62,7 +62,8 @@ def pass_parts(
         value_bytes: bytes of an activation.
         checkpointed: each block keeps its input alone and is computed again, one at a time (arXiv:1604.06174).
     """
-    steps = settings.sde_window_size
+    # Without noisy steps a microbatch has rows at one noise level each (DiffusionNFT).
+    steps = max(1, settings.sde_window_size)
     kept_each = _KEPT_BY_BLOCK[value_bytes]
     scored = rows * passes * positions * width
     kept = scored * steps * blocks * (value_bytes if checkpointed else kept_each)
