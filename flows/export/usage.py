@@ -34,7 +34,8 @@ def _image_usage(
     config: RunConfig, rollout: GlmImageRolloutSection | DiffusersRolloutSection, exported: str, whole: bool
 ) -> str:
     model, pipeline = exported if whole else config.policy.model, _PIPELINES[config.policy.kind]
-    code = ", trust_remote_code=True" if _has_own_processor(config.policy.model) else ""
+    own = isinstance(rollout, GlmImageRolloutSection) and _has_own_processor(config.policy.model)
+    code = ", trust_remote_code=True" if own else ""
     code += _revision(config, whole)
     adapters = {} if whole else {stream: _ADAPTERS[stream] for stream in config.policy.streams}
     imports = [name for stream in adapters for name in _ADAPTER_IMPORTS.get(stream, ())]
@@ -80,7 +81,7 @@ def _revision(config: RunConfig, whole: bool) -> str:
 
 
 def _has_own_processor(model: str) -> bool:
-    """Return whether the pipeline's folder has code for its processor; a hub name counts as one without."""
+    """Return whether a GLM-Image's folder has code for its processor; a hub name counts as one without."""
     index = Path(model).expanduser() / INDEX_FILE
     return index.is_file() and json.loads(index.read_text())["processor"][0] != "glm_image"
 
