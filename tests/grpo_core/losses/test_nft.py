@@ -12,8 +12,10 @@ DOUBLE = torch.float64
 def noised(
     images: list[list[float]], latents: list[list[float]], sigma: float, advantages: list[float]
 ) -> NoisedImages:
-    rows = [torch.tensor(values, dtype=DOUBLE) for values in (images, latents)]
-    return NoisedImages(*rows, torch.full((len(images),), sigma, dtype=DOUBLE), torch.tensor(advantages, dtype=DOUBLE))
+    def double(values: list[float] | list[list[float]]) -> Tensor:
+        return torch.tensor(values, dtype=DOUBLE)
+
+    return NoisedImages(double(images), double(latents), double([sigma] * len(images)), double(advantages))
 
 
 def tensor(*rows: list[float]) -> Tensor:

@@ -14,6 +14,7 @@ from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.policies.trained import TrainingChoice, train_model
 from grpo_core.records import DenoisingBatch, TrainingRows
 from grpo_core.update import NftSettings, NftStepMetrics, UpdateResult, update_by_nft
+from grpo_core.update.forward_process import ForwardProcess
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.2], dtype=torch.float64)
 DIM = 3
@@ -64,7 +65,8 @@ class LinearComponent:
 
     @property
     def weight(self) -> Tensor:
-        return next(self.trained.model.parameters())  # type: ignore[no-any-return]
+        weight: Tensor = next(self.trained.model.parameters())
+        return weight
 
     def prepare_for_update(self) -> None:
         self.trained.prepare_for_update()
@@ -75,7 +77,8 @@ class LinearComponent:
     reference_logprobs = logprobs
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        return self.trained.trainable_parameters()  # type: ignore[no-any-return]
+        parameters: dict[str, nn.Parameter] = self.trained.trainable_parameters()
+        return parameters
 
     def prepare_for_sampling(self) -> None:
         raise AssertionError("nothing is sampled")
@@ -83,7 +86,8 @@ class LinearComponent:
     def save_weights(self, folder: Path) -> None:
         raise AssertionError("nothing is saved")
 
-    load_weights = save_weights  # type: ignore[assignment]
+    def load_weights(self, folder: Path | None) -> None:
+        raise AssertionError("nothing is loaded")
 
 
 def rows_of(advantages: list[float], dtype: torch.dtype = torch.float64) -> TrainingRows:
@@ -105,6 +109,16 @@ def rows_of(advantages: list[float], dtype: torch.dtype = torch.float64) -> Trai
     )
 
 
+def images_of(rows: TrainingRows) -> DenoisingBatch:
+    assert isinstance(rows.actions, DenoisingBatch)
+    return rows.actions
+
+
+def changed(rows: TrainingRows, **actions: Any) -> TrainingRows:
+    """The rows with changes of their actions."""
+    return replace(rows, actions=replace(images_of(rows), **actions))
+
+
 def trained(
     component: LinearComponent, rows: TrainingRows, settings: NftSettings = SETTINGS, seed: int = 0, **options: Any
 ) -> UpdateResult:
@@ -124,7 +138,7 @@ def plain_loss(
     """The paper's loss, image by image and level by level."""
     beta, clip, total = SETTINGS.nft_beta, SETTINGS.advantage_clip, torch.zeros((), dtype=torch.float64)
     for prompt, step, noised in asked:
-        image, sigma = rows.actions.states[int(prompt)][0], float(SIGMAS[step])  # type: ignore[union-attr]
+        image, sigma = images_of(rows).states[int(prompt)][0], float(SIGMAS[step])
         seen = torch.cat([noised, torch.tensor([sigma], dtype=torch.float64)])
         new, before = weight @ seen, old @ seen
         share = min(max(float(rows.advantages[int(prompt)]) / clip, -1.0), 1.0) / 2 + 0.5
@@ -164,7 +178,7 @@ def test_images_are_seen_at_every_level_with_noise_of_their_own() -> None:
     noise: dict[tuple[int, str, int], Tensor] = {}
     for number, each in enumerate(component.passes):
         for prompt, step, latents in each.rows:
-            image, sigma = rows.actions.states[int(prompt)][0], SIGMAS[step]  # type: ignore[union-attr]
+            image, sigma = images_of(rows).states[int(prompt)][0], SIGMAS[step]
             noise[number // 5, prompt, step] = (latents - (1 - sigma) * image) / sigma
     assert len(noise) == 2 * len(rows) * len(SIGMAS)
     values = torch.cat(list(noise.values()))
@@ -175,7 +189,7 @@ def test_images_are_seen_at_every_level_with_noise_of_their_own() -> None:
 
 def test_levels_are_drawn_by_prompt_and_epoch() -> None:
     component, rows = LinearComponent(), rows_of([1.0] * 8)
-    same = replace(rows, actions=replace(rows.actions, prompts=("0", "1") * 4))  # type: ignore[type-var]
+    same = changed(rows, prompts=("0", "1") * 4)
     trained(component, same, replace(SETTINGS, timesteps_per_image=2, epochs=6, micro_batch_size=16))
     levels = []
     for each in component.passes:
@@ -295,9 +309,9 @@ def test_progress_counts_every_pass() -> None:
 @pytest.mark.parametrize("minibatch_size", [5, 2])
 def test_an_image_that_is_not_finite_is_named_and_changes_nothing(minibatch_size: int) -> None:
     component, rows = LinearComponent(), rows_of(ADVANTAGES)
-    states = list(rows.actions.states)  # type: ignore[union-attr]
+    states = list(images_of(rows).states)
     states[3] = torch.full_like(states[3], torch.nan)
-    broken = replace(rows, actions=replace(rows.actions, states=tuple(states)))  # type: ignore[type-var]
+    broken = changed(rows, states=tuple(states))
     with pytest.raises(NonFiniteError, match="s3") as raised:
         trained(component, broken, replace(SETTINGS, minibatch_size=minibatch_size))
     assert "s1" not in str(raised.value)
@@ -318,7 +332,7 @@ def test_the_average_follows_every_step() -> None:
 
 def test_rows_of_noisy_steps_are_refused() -> None:
     rows = rows_of([1.0])
-    window = replace(rows, actions=replace(rows.actions, states=(torch.zeros(3, DIM),)))  # type: ignore[type-var]
+    window = changed(rows, states=(torch.zeros(3, DIM),))
     with pytest.raises(ValueError, match="sde_window_size"):
         trained(LinearComponent(), window)
 
@@ -341,8 +355,6 @@ def test_settings_are_positive(name: str) -> None:
 
 def test_states_in_16_bits_are_trained_in_their_pipelines_arithmetic() -> None:
     """fp16 states are those of a pipeline in fp32; bf16 states those of one in bf16."""
-    from grpo_core.update.forward_process import ForwardProcess
-
     for stored, working in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
         rows = rows_of(ADVANTAGES, stored)
         process = ForwardProcess(LinearComponent(), rows, None, 0)

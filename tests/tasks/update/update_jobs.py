@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection, TextRolloutSection
-from configs.training import MismatchSection, UpdateSection
+from configs.training import AnyUpdateSection, MismatchSection, UpdateSection
 from grpo_core.policies.trained import Reference
 from grpo_core.streams import Stream
 from grpo_core.update import SINGLE_PROCESS
@@ -189,7 +189,7 @@ def job_of(
     advantages: ArtifactRef,
     *,
     policy: PolicyRef | None = None,
-    update: UpdateSection | Mapping[Stream, UpdateSection] = UPDATE,
+    update: UpdateSection | Mapping[Stream, AnyUpdateSection] = UPDATE,
     **placement: Any,
 ) -> UpdateJob:
     """An update of a version, of the model as it is given by default; all components alike by default."""
