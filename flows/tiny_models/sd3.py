@@ -28,7 +28,7 @@ from flows.tiny_models import DATA, replace_folder
 from tasks.progress import progress_of
 
 MODEL = DATA / "models" / "tiny-sd3"
-SAMPLERS = ({"num_inference_steps": 8, "guidance_scale": 1.0}, {"num_inference_steps": 8, "guidance_scale": 2.0})
+STEPS, GUIDANCE_SCALES = 8, (1.0, 2.0)
 
 
 @task(name="train transformer", cache_policy=NO_CACHE)
@@ -45,7 +45,14 @@ def measure_and_save(
     """Save, load again as a user would, measure on held-out captions, and write the recipe next to it."""
     _, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
     save_tiny_sd3(pipeline, folder)
-    reports = [{**sampler, **asdict(evaluate_tiny_sd3(folder, unseen, **sampler))} for sampler in SAMPLERS]
+    reports = [
+        {
+            "num_inference_steps": STEPS,
+            "guidance_scale": scale,
+            **asdict(evaluate_tiny_sd3(folder, unseen, num_inference_steps=STEPS, guidance_scale=scale)),
+        }
+        for scale in GUIDANCE_SCALES
+    ]
     write_recipe(folder, recipe, {**measured, "heldout": reports}, libraries=LIBRARIES)
 
 
