@@ -204,7 +204,8 @@ def _guardrails(config: RunConfig) -> Iterator[InputError]:
 def _batches(config: RunConfig) -> Iterator[InputError]:
     for stream, update in config.updates.items():
         rows = config.rows_of(stream)
-        if update.minibatch_size is not None and update.minibatch_size > rows:
+        # Without rows the settings that leave none are reported.
+        if update.minibatch_size is not None and 0 < rows < update.minibatch_size:
             hint = f"An iteration trains on {rows} rows of {stream}; use at most that."
             yield InputError(f"{config.update_places[stream]}.minibatch_size", update.minibatch_size, hint)
 

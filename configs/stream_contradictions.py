@@ -10,6 +10,7 @@ from configs.training import NftUpdateSection, UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.losses.settings import LOSS_TRAITS
 from grpo_core.policies.denoising.settings import DenoisingSettings
+from grpo_core.policies.diffusers.settings import DiffusersSettings
 from grpo_core.policies.protocol import policy_family
 from grpo_core.streams import Stream
 
@@ -26,6 +27,7 @@ def stream_contradictions(config: RunConfig) -> Iterator[InputError]:
     if untrainable:
         return
     yield from _noise(config)
+    yield from _negative_prompt(config)
     yield from _renderings(config)
     yield from _evaluation(config)
     for stream, update in config.updates.items():
@@ -55,6 +57,19 @@ def _noise(config: RunConfig) -> Iterator[InputError]:
         rollout.check_window()
     except InputError as error:
         yield error
+    if rollout.sde_window != "sliding" and rollout.sde_window_every != 1:
+        hint = f"Only a sliding window moves, and rollout.sde_window is {rollout.sde_window}; leave it out."
+        yield InputError("rollout.sde_window_every", rollout.sde_window_every, hint)
+
+
+def _negative_prompt(config: RunConfig) -> Iterator[InputError]:
+    rollout, heldout = config.rollout, config.evaluation_rollout
+    if not isinstance(rollout, DiffusersSettings) or rollout.negative_prompt is None:
+        return
+    assert isinstance(heldout, DiffusersSettings), "of the same kind"
+    if max(rollout.guidance_scale, heldout.guidance_scale) <= 1:
+        hint = "Without guidance it is not read; set rollout.guidance_scale above 1, or leave it out."
+        yield InputError("rollout.negative_prompt", rollout.negative_prompt, hint)
 
 
 def _unused_noise(rollout: DenoisingSettings, why: str, without: Sequence[str] = ()) -> Iterator[InputError]:

@@ -63,6 +63,14 @@ OTHER_MEANING: Mapping[str, str] = MappingProxyType(
 )
 """Path with TRL's name -> what to set instead."""
 
+OF_OTHER_RUNS: Mapping[str, str] = MappingProxyType(
+    {
+        "update.denoising": "A run that trains both parts of GLM-Image has it, for its decoder: set policy.train to "
+        "[tokens, decoder], or leave it out.",
+    }
+)
+"""Path of a key that the configurations of other runs have -> which they are."""
+
 _SCALES = {True: "group", False: "none"}
 
 
@@ -109,6 +117,8 @@ def nearest_key(model: type[BaseModel], location: Sequence[str]) -> str:
     Args:
         location: path of the unknown key; numbers are indices in a list.
     """
+    if hint := OF_OTHER_RUNS.get(".".join(location)):
+        return hint
     section, name = tuple(part for part in location[:-1] if not part.isdigit()), location[-1]
     paths = list(_paths(model))
     here = [path for path in paths if path[:-1] == section]

@@ -67,7 +67,7 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     if not config.evaluate.sets:
         hint = f"{store.run} has no held-out prompts (evaluate.prompts); name a file of them."
         raise InputErrors([InputError("--prompts", None, hint)])
-    prompts = _check_inputs(config)
+    prompts = check_inputs(config)
     heldout = prompts.usable("evaluate")
     model = trained_model(config)
     digest = model.digest
@@ -109,11 +109,10 @@ def _prompt_overrides(request: EvaluateRequest) -> list[str]:
     return [f"evaluate.{key}={json.dumps(value)}" for key, value in changed.items()]
 
 
-def _check_inputs(config: RunConfig) -> PromptFiles:
-    """Check what the first three stages need and return the prompts; those for training are not needed."""
+def check_inputs(config: RunConfig) -> PromptFiles:
+    """Check what the first three stages need and return the prompts; the update and its prompts are not needed."""
     single = config.placement.model_copy(update={"processes": 1, "sharding": "ddp"})
-    update = type(config).model_fields["update"].get_default()
-    changed = {"data": DataSection(), "update": update, "placement": single}
+    changed = {"data": DataSection(), "update": type(config.update)(), "placement": single}
     return run_checks(config.model_copy(update=changed))
 
 

@@ -1,5 +1,6 @@
 """The files of a saved diffusers pipeline; no library of models is imported."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,26 @@ def find_pipeline_file(model: str, name: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def read_pipeline_file(model: str, file: Path) -> dict[str, Any]:
+    """Read a configuration file of a saved pipeline.
+
+    Args:
+        model: folder or hub name of the pipeline, for the message.
+
+    Raises:
+        InputError: the file is missing or damaged.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        hint = f"Its {file.parent.name}/{file.name} is missing or damaged ({error}); save the pipeline again."
+        raise InputError("policy.model", model, hint) from error
+    if not isinstance(content, dict):
+        hint = f"Its {file.parent.name}/{file.name} is damaged; save the pipeline again."
+        raise InputError("policy.model", model, hint)
+    return content
 
 
 def pipeline_parts(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

@@ -172,11 +172,23 @@ class TestRefusals:
             ([{"rollout": {"renderings": 2}}], "rollout.renderings", 2),
             ([DECODER, {"rollout": {"rendered_drafts": 3}}], "rollout.rendered_drafts", 3),
             ([JOINT, {"rollout": {"renderings": 1}}], "rollout.renderings", 1),
+            # Not its minibatches as well, which no row is left for.
+            (
+                [JOINT, {"rollout": {"renderings": 1}, "update": {"denoising": {"minibatch_size": 4}}}],
+                "rollout.renderings",
+                1,
+            ),
             ([JOINT, {"rollout": {"rendered_drafts": 13}}], "rollout.rendered_drafts", 13),
             ([DECODER, {"rollout": {"noise_level": 0.0}}], "rollout.noise_level", 0.0),
             ([PIPELINE, {"rollout": {"sde_window_range": [0, 10]}}], "rollout.sde_window_range", [0, 10]),
             ([JOINT, {"rollout": {"sde_window_size": 6}}], "rollout.sde_window_range", [0, 5]),
             ([PIPELINE, {"rollout": {"num_inference_steps": 5}}], "rollout.sde_window_range", [0, 5]),
+            ([PIPELINE, {"rollout": {"sde_window_every": 3}}], "rollout.sde_window_every", 3),
+            (
+                [PIPELINE, {"rollout": {"guidance_scale": 1.0, "negative_prompt": "grain"}}],
+                "rollout.negative_prompt",
+                "grain",
+            ),
             ([PIPELINE, {"rollout": {"top_p": 0.9}}], "rollout.top_p", 0.9),
             ([TEXT, {"evaluate": {"num_inference_steps": 4}}], "evaluate.num_inference_steps", 4),
             ([TEXT, {"evaluate": {"guidance_scale": 0.0}}], "evaluate.guidance_scale", 0.0),
@@ -215,6 +227,8 @@ class TestRefusals:
         "changes",
         [
             [DECODER, {"update": {"clip_range": 0.2}, "rollout": {"logprob_reduction": "sum"}}],
+            [PIPELINE, {"rollout": {"sde_window": "sliding", "sde_window_every": 3}}],
+            [PIPELINE, {"rollout": {"negative_prompt": "grain"}, "evaluate": {"guidance_scale": 1.0}}],
             [PIPELINE, {"update": {"clip_range": 1e-2}}],
             [PIPELINE, {"update": {"delta": 1.005}}],
             [PIPELINE, {"update": {"loss": "cispo", "ratio_cap": 1.001, "clip_range": 0.2}}],
@@ -233,6 +247,14 @@ class TestRefusals:
         (error,) = caught.value.errors
         assert "D-th root" in error.hint
         assert "rollout.logprob_reduction" in error.hint
+
+    @pytest.mark.parametrize("train", [["tokens"], ["decoder"], [], ["decoder", "decoder"]])
+    def test_the_decoders_own_update_needs_both_parts(self, train: list[str]) -> None:
+        with pytest.raises(InputErrors) as caught:
+            configured({"policy": {"train": train}, "update": {"denoising": {"clip_range": 1e-4}}})
+        (error,) = caught.value.errors
+        assert error.place == "update.denoising"
+        assert "set policy.train to [tokens, decoder]" in error.hint
 
     def test_both_streams_are_reported_together(self) -> None:
         wrong = found(

@@ -11,9 +11,6 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-SCHEDULER = "FlowMatchEulerDiscreteScheduler"
-"""The scheduler whose steps can be made noisy."""
-
 _NEEDED = ("prompt", "height", "width", "num_inference_steps", "generator", "latents", "output_type")
 _GUIDANCE = ("guidance_scale", "true_cfg_scale")
 # An `image` may be a condition that can be left out.

@@ -1,6 +1,5 @@
 """What the configuration files of a saved pipeline say; no weights are opened, and no library of models is imported."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +7,9 @@ from typing import Any
 
 from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize, nearest_multiple
-from grpo_core.policies.diffusers.pipeline_class import SCHEDULER, PipelineClass, find_pipeline_class
-from grpo_core.policies.pipeline_files import INDEX_FILE, find_pipeline_file, pipeline_parts
+from grpo_core.policies.denoising.saved_scheduler import SCHEDULER, refuse_scheduler
+from grpo_core.policies.diffusers.pipeline_class import PipelineClass, find_pipeline_class
+from grpo_core.policies.pipeline_files import INDEX_FILE, find_pipeline_file, pipeline_parts, read_pipeline_file
 
 _PLACE = "policy.model"
 
@@ -82,31 +82,31 @@ def read_saved_pipeline(model: str) -> SavedPipeline | None:
 
 
 def _read(model: str, folder: Path) -> SavedPipeline:
-    index = _json(model, folder / INDEX_FILE)
+    index = read_pipeline_file(model, folder / INDEX_FILE)
     described = _usable_class(model, index.get("_class_name"))
     parts = pipeline_parts(index)
-    _refuse_scheduler(model, parts, folder)
+    name = parts.get("scheduler", ("", "no scheduler"))[1]
+    scheduler = read_pipeline_file(model, folder / "scheduler" / "scheduler_config.json") if name == SCHEDULER else {}
+    refuse_scheduler(model, name, scheduler)
     if parts.get("transformer", ("", ""))[0] != "diffusers":
         hint = f"Its {INDEX_FILE} has no transformer of diffusers, so there is nothing to train."
         raise InputError(_PLACE, model, hint)
+    _refuse_missing_parts(model, parts)
     return SavedPipeline(
         pipeline_class=described,
         parts=parts,
-        transformer=_json(model, folder / "transformer" / "config.json"),
-        vae=_json(model, folder / "vae" / "config.json") if "vae" in parts else {},
+        transformer=read_pipeline_file(model, folder / "transformer" / "config.json"),
+        vae=read_pipeline_file(model, folder / "vae" / "config.json") if "vae" in parts else {},
         is_distilled=bool(index.get("is_distilled")),
     )
 
 
-def _json(model: str, file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        hint = f"Its {file.parent.name}/{file.name} is missing or damaged ({error}); save the pipeline again."
-        raise InputError(_PLACE, model, hint) from error
-    if not isinstance(content, dict):
-        raise InputError(_PLACE, model, f"Its {file.parent.name}/{file.name} is damaged; save the pipeline again.")
-    return content
+def _refuse_missing_parts(model: str, parts: Mapping[str, tuple[str, str]]) -> None:
+    """Refuse a folder without one of the parts that its index names; a hub's cache may get them later."""
+    folder = Path(model).expanduser()
+    for name in parts if folder.is_dir() else ():
+        if not (folder / name).is_dir():
+            raise InputError(_PLACE, model, f"Its {INDEX_FILE} names {name}, and it has no such folder; save it again.")
 
 
 def _usable_class(model: str, name: object) -> PipelineClass:
@@ -115,24 +115,12 @@ def _usable_class(model: str, name: object) -> PipelineClass:
         hint = f"It is a {name}, which the installed diffusers does not have; code of a model's own is not run."
         raise InputError(_PLACE, model, hint)
     if described.problem is not None:
-        hint = f"It is a {name}. {described.problem} Give a text-to-image pipeline such as StableDiffusion3Pipeline."
+        hint = (
+            f"It is a {name}. {described.problem} Give a text-to-image pipeline such as StableDiffusion3Pipeline, or "
+            "set policy.kind if it is a kind of its own."
+        )
         raise InputError(_PLACE, model, hint)
     return described
-
-
-def _refuse_scheduler(model: str, parts: Mapping[str, tuple[str, str]], folder: Path) -> None:
-    found = parts.get("scheduler", ("", "no scheduler"))[1]
-    if found != SCHEDULER:
-        hint = f"It denoises with {found}; only the steps of {SCHEDULER} can be made noisy and scored."
-        raise InputError(_PLACE, model, hint)
-    config = _json(model, folder / "scheduler" / "scheduler_config.json")
-    for setting, what in (
-        ("stochastic_sampling", "adds noise of its own to every step"),
-        ("invert_sigmas", "goes from images to noise"),
-    ):
-        if config.get(setting):
-            hint = f"Its scheduler {what}; set {setting} to false in scheduler/scheduler_config.json."
-            raise InputError(_PLACE, model, hint)
 
 
 def refuse_size(pipeline: SavedPipeline, size: ImageSize) -> None:

@@ -5,9 +5,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_core.errors import InputError
 from grpo_core.modality import Modality
+from grpo_core.policies.denoising.saved_scheduler import refuse_scheduler
 from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
-from grpo_core.policies.pipeline_files import refuse_missing_folder
+from grpo_core.policies.pipeline_files import (
+    INDEX_FILE,
+    find_pipeline_file,
+    read_pipeline_file,
+    refuse_missing_folder,
+)
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.streams import Stream
 
@@ -16,6 +23,8 @@ if TYPE_CHECKING:
 
     from grpo_core.policies.glm_image.policy import GlmImagePolicy
     from grpo_core.policies.trained import TrainingChoice
+
+_PIPELINE = "GlmImagePipeline"
 
 
 class GlmImageFamily:
@@ -56,9 +65,18 @@ class GlmImageFamily:
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no model of this kind."""
         refuse_missing_folder(model)
+        index = find_pipeline_file(model, INDEX_FILE)
+        name = _PIPELINE if index is None else read_pipeline_file(model, index).get("_class_name", _PIPELINE)
+        if name != _PIPELINE:
+            hint = f"It is a {name}; set policy.kind to diffusers, or give GLM-Image's folder."
+            raise InputError("policy.model", model, hint)
 
     def refuse_unusable(self, model: str, settings: GlmImageSettings) -> None:
-        """Raise InputError if the model cannot generate images of this size; a model without local files passes."""
+        """Raise InputError for a size or a scheduler that it cannot sample with; without local files all passes."""
+        file = find_pipeline_file(model, "scheduler/scheduler_config.json")
+        if file is not None:
+            scheduler = read_pipeline_file(model, file)
+            refuse_scheduler(model, scheduler.get("_class_name"), scheduler)
         unit = read_pixel_unit(model)
         if unit is not None:
             token_grids(settings.size, unit)

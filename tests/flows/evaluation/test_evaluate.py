@@ -11,10 +11,11 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
+from configs.loader import read_config
 from configs.validation import validated
 from flows.command_line.main import application
 from flows.evaluation.evaluate import EvaluateSummary, evaluate
-from flows.evaluation.plan import plan_evaluate
+from flows.evaluation.plan import check_inputs, plan_evaluate
 from flows.pipeline.requests import EvaluateRequest
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
@@ -55,6 +56,11 @@ def runs(trained: tuple[Runs, Start], tmp_path: Path) -> Runs:
 def evaluated(runs: Runs, run: str = "text", **requested: object) -> tuple[EvaluateSummary, Heard]:
     request = validated(EvaluateRequest, {"run": run, "root": str(runs.root), **requested})
     return heard_of(lambda: asyncio.run(evaluate(request)))
+
+
+def test_any_algorithms_policy_can_be_evaluated() -> None:
+    config = read_config("configs/tiny_sd3_nft.yaml", ["evaluate.limit=2"])
+    assert [len(each.prompts) for each in check_inputs(config).usable("evaluate")] == [2]
 
 
 def problem(runs: Runs, run: str = "text", **requested: object) -> InputError:

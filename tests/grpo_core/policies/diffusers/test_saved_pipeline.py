@@ -68,6 +68,13 @@ def test_damaged_files_are_named(saved_folder: SavedFolder, tmp_path: Path) -> N
         read_saved_pipeline(str(folder))
 
 
+def test_a_part_without_its_folder_is_named(saved_folder: SavedFolder, tmp_path: Path) -> None:
+    folder = changed(saved_folder("sd3"), tmp_path / "changed", "model_index.json")
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(InputError, match="names tokenizer, and it has no such folder"):
+        FAMILY.refuse_unusable(str(folder), settings())
+
+
 def test_a_model_that_is_not_here_is_not_judged(tmp_path: Path) -> None:
     assert read_saved_pipeline("somebody/never-downloaded") is None
     with pytest.raises(InputError, match="There is no such folder"):
