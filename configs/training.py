@@ -39,18 +39,26 @@ class ParitySection(Section):
     """
 
     max_difference: PositiveFloat | None = Field(
-        None, description="null: 1e-3 in fp32 and 1.0 in 16 bits; of denoising steps 1e-5 and 1e-3"
+        None,
+        description="null: 1e-3 in fp32 and 1.0 in 16 bits; of denoising steps 1e-5 and 1e-3, and for a sum as "
+        "much for each value",
     )
     mean_difference: PositiveFloat | None = Field(
         None, description="null: 1e-4 in fp32 and 0.05 in 16 bits; of denoising steps 1e-6 and 1e-4"
     )
 
-    def tolerance(self, stream: Stream, *, in_fp32: bool) -> "ParityTolerance":
-        """Return the tolerance, with the defaults of the stream and the precision filled in."""
+    def tolerance(self, stream: Stream, *, in_fp32: bool, summed_values: int = 1) -> "ParityTolerance":
+        """Return the tolerance, with the defaults of the stream and the precision filled in.
+
+        Args:
+            summed_values: how many values a log-prob is a sum over, which round each on their own; 1 for a mean.
+        """
         from grpo_core.parity import ParityTolerance
 
         largest, mean = _TOLERANCES[stream][0 if in_fp32 else 1]
-        return ParityTolerance(self.max_difference or largest, self.mean_difference or mean)
+        return ParityTolerance(
+            self.max_difference or largest * summed_values, self.mean_difference or mean * summed_values
+        )
 
 
 class MismatchSection(Section, MismatchSettings):

@@ -39,6 +39,9 @@ class PolicyComponent(Protocol):
     def reference_logprobs(self, actions: Any) -> "Float[Tensor, 'batch time']":
         """Compute the log-probs of such actions under the frozen reference, without gradients."""
 
+    def summed_values(self, actions: Any) -> int:
+        """Return how many values a log-prob of such actions is a sum over, each of which rounds on its own."""
+
     def trainable_parameters(self) -> "dict[str, nn.Parameter]":
         """Return the parameters that an update changes, by name, in a fixed order."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from configs.training import ParitySection
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.records import TrainingRows
 from grpo_core.streams import Stream
@@ -65,13 +66,15 @@ class Algorithm:
 
 
 def _by_ratios(training: Training) -> UpdateResult:
+    parity: ParitySection = training.settings.parity
+    summed = training.component.summed_values(training.rows.actions)
     return update_policy(
         training.component,
         training.optimizer,
         training.rows,
         training.settings,
         seed=training.seed,
-        parity=training.settings.parity.tolerance(training.stream, in_fp32=training.in_fp32),
+        parity=parity.tolerance(training.stream, in_fp32=training.in_fp32, summed_values=summed),
         process_group=training.process_group,
         on_progress=training.on_progress,
     )

@@ -133,6 +133,8 @@ class TestStreams:
         assert parity.tolerance("tokens", in_fp32=False) == ParityTolerance(1.0, 0.05)
         assert parity.tolerance("denoising", in_fp32=True) == ParityTolerance(1e-5, 1e-6)
         assert parity.tolerance("denoising", in_fp32=False) == ParityTolerance(1e-3, 1e-4)
+        summed = parity.tolerance("denoising", in_fp32=True, summed_values=1024)
+        assert summed == ParityTolerance(1024 * 1e-5, 1024 * 1e-6)
         assert ParitySection(mean_difference=2.0).tolerance("denoising", in_fp32=True) == ParityTolerance(1e-5, 2.0)
 
     @pytest.mark.parametrize("change", [{}, DECODER, JOINT, PIPELINE, TEXT])

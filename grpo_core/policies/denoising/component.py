@@ -190,6 +190,12 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         ]
         return [torch.stack(values or [zeros] * len(steps), 1) for values in by_step]
 
+    def summed_values(self, actions: DenoisingBatch) -> int:
+        """Return the number of values of a row's latents, the largest of all rows; 1 for means."""
+        if self.settings.logprob_reduction == "mean":
+            return 1
+        return max((states[0].numel() for states in actions.states), default=1)
+
     def _call(self, actions: DenoisingBatch, rows: list[int]) -> "_Call":
         part = actions.select(rows)
         arguments = self._arguments(part.prompts, part.drafts, part.sizes[0])

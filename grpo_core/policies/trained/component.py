@@ -42,6 +42,10 @@ class TrainedComponent(ABC, Generic[A]):
         with torch.no_grad(), self.trained.reference() as reference:
             return self._score(reference, actions, entropy="none").logprobs
 
+    def summed_values(self, actions: A) -> int:
+        """Return how many values a log-prob of these actions is a sum over, each of which rounds on its own."""
+        return 1
+
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that an update changes, by name."""
         return self.trained.trainable_parameters()

@@ -83,7 +83,9 @@ def test_a_row_does_not_depend_on_the_rows_sampled_with_it() -> None:
 def test_sums_over_the_latents_are_the_means_times_their_number() -> None:
     made = component("sd3")
     actions, stored = sampled(made, "sd3")
+    assert made.summed_values(actions) == 1
     made.settings = replace(made.settings, logprob_reduction="sum")
+    assert made.summed_values(actions) == actions.states[0][0].numel()
     scored = made.logprobs(actions, kl=True)
     torch.testing.assert_close(scored.logprobs.detach(), stored * actions.states[0][0].numel(), rtol=1e-6, atol=0)
 
