@@ -133,6 +133,7 @@ DIGESTS: dict[str, str] = {
     "ADVANTAGES": "c2cb60185bbda9f0",
     "METRICS": "731d5254988a9344",
     "UPDATE_STEPS": "1d4cafbcd03bb648",
+    "NFT_STEPS": "ce95903e6cbdb4a1",
     "images with both streams": "6d7e323944fa4327",
     "images made without tokens": "507d2840d5e606c6",
     "images without a stream": "c8c61cb0202b0120",
