@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_core.errors import NonFiniteError
 from grpo_core.groups import ComparedLogprobs, GroupRequest, RolloutGroup
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.protocol import Policy, PolicyComponent
@@ -47,12 +46,11 @@ def collect_rollouts(
         with_reference: record the log-probs of policy and reference too, for a KL inside the reward.
 
     Raises:
-        NonFiniteError: a log-prob is not finite; the samples are named.
+        NonFiniteError: a log-prob, or the latents of an image, are not finite; the samples are named.
     """
     for batch in sampled_at_once(requests, prompts_per_batch):
         assert len({len(request.sample_ids) for request in batch}) == 1, "equally many samples"
         for group in policy.sample(batch):
-            _require_finite(group)
             yield _with_reference(policy, group, rows_per_pass) if with_reference else group
 
 
@@ -82,15 +80,6 @@ def join_groups(
 def _join(parts: Sequence[Actions]) -> Actions:
     kind: type[TokenBatch] | type[DenoisingBatch] = type(parts[0])
     return kind.join(parts)  # type: ignore[arg-type]
-
-
-def _require_finite(group: RolloutGroup) -> None:
-    for stream, sampled in group.streams.items():
-        finite = torch.isfinite(sampled.rollout_logprobs).all(-1).tolist()
-        broken = [sample for sample, good in zip(group.request.sample_ids, finite, strict=True) if not good]
-        if broken:
-            hint = f"The weights that make the {stream} are damaged; go back to an earlier version."
-            raise NonFiniteError("rollout log-prob", broken, hint)
 
 
 def _with_reference(policy: Policy, group: RolloutGroup, rows_per_pass: int) -> RolloutGroup:

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
+from grpo_core.errors import NonFiniteError
 from grpo_core.groups import GroupRequest
 from grpo_core.image_size import ImageSize
 from grpo_core.records import SampledTokens
@@ -17,12 +20,27 @@ def sample_drafts(
 
     Args:
         requests: of one image size, each with equally many different seeds.
+
+    Raises:
+        NonFiniteError: a log-prob is not finite; names the samples of all groups, before any group is given out.
     """
     seeds = [tuple(dict.fromkeys(request.seeds)) for request in requests]
     count = len(seeds[0])
     assert all(len(each) == count for each in seeds), "equally many drafts"
     prompts = [request.prompt for request in requests]
     sampled = sample(prompts, count, [seed for each in seeds for seed in each], requests[0].size)
-    for place, (request, own) in enumerate(zip(requests, seeds, strict=True)):
-        rows = [place * count + own.index(seed) for seed in request.seeds]
-        yield request, sampled.select(rows)
+    rows = [
+        [place * count + own.index(seed) for seed in request.seeds]
+        for place, (request, own) in enumerate(zip(requests, seeds, strict=True))
+    ]
+    _require_finite(requests, rows, sampled)
+    for request, own_rows in zip(requests, rows, strict=True):
+        yield request, sampled.select(own_rows)
+
+
+def _require_finite(requests: Sequence[GroupRequest], rows: Sequence[Sequence[int]], sampled: SampledTokens) -> None:
+    finite = torch.isfinite(sampled.rollout_logprobs).all(-1).tolist()
+    names = ((request.sample_ids, own_rows) for request, own_rows in zip(requests, rows, strict=True))
+    broken = [name for ids, own_rows in names for name, row in zip(ids, own_rows, strict=True) if not finite[row]]
+    if broken:
+        raise NonFiniteError("rollout log-prob", broken, "The weights are damaged; go back to an earlier version.")

@@ -24,7 +24,7 @@ def test_a_function_that_needs_ids(tmp_path: Path, kind: str, parameter: str, re
         "run": {"name": "x", "iterations": 1},
         "policy": {"kind": kind, "model": "m"},
         "data": {"prompts": "prompts.txt"},
-        "rollout": {"height": 64, "width": 64, "num_inference_steps": 10},
+        "rollout": {"height": 64, "width": 64, "num_inference_steps": 10, "guidance_scale": 1.0},
         "rewards": [{"reward": "function", "name": "mine", "settings": settings}],
     }
     config = check_config(values)

@@ -62,7 +62,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
             "rollouts": (TABLE, TABLE),
             "advantages": TABLE,
             "model": TEXTS.spec(),
-            "update": UPDATE,
+            "updates": {"tokens": UPDATE},
             "seed": 3,
             "max_staleness": 2,
             "title": "iteration 2",

@@ -206,11 +206,12 @@ def test_everything_that_a_stage_runs_is_in_its_fingerprint(store: ArtifactStore
     folder = "iteration_000001"
     scores = once("score reward", "score jpeg", rollouts, MIX[0], f"{folder}/rewards", "iteration 1", PLACEMENT)
     rounds = (SamplingRound(rollouts, {MIX[0].label: scores}),)
-    advantages = once("compute advantages", "compute advantages", rounds, MIX, AdvantagesSection(), folder, "i", None)
-    settings = UPDATE.model_copy(update={"kl_coef": 0.1, "entropy_coef": 0.01})
-    policy = once(
-        "update policy", "update policy", base(), (rollouts,), advantages, SPEC, settings, 1, 0, "i", PLACEMENT
+    advantages = once(
+        "compute advantages", "compute advantages", rounds, ("tokens",), MIX, AdvantagesSection(), folder, "i", None
     )
+    settings = UPDATE.model_copy(update={"kl_coef": 0.1, "entropy_coef": 0.01})
+    arguments = (base(), (rollouts,), advantages, SPEC, {"tokens": settings}, 1, 0, "i", PLACEMENT)
+    policy = once("update policy", "update policy", *arguments)
     assert policy.version == 1
 
 

@@ -151,7 +151,7 @@ def test_loaded_by_folder_it_answers() -> None:
     policy = FAMILY.load(
         str(MODEL),
         settings,
-        TrainingChoice(lora=None),
+        {"tokens": TrainingChoice(lora=None)},
         dtype=torch.float32,
         device=torch.device("cpu"),
         autocast=None,

@@ -36,14 +36,14 @@ def test_saved_weights_come_back_to_the_bit(
     shipped_pipeline: GlmImagePipeline, lora: LoraSettings | None, tmp_path: Path
 ) -> None:
     first = build_policy(shipped_pipeline, lora=lora, disturbed=0.05)
-    first.save_weights(tmp_path)
+    first.tokens.save_weights(tmp_path)
     second = build_policy(shipped_pipeline, lora=lora)
     start = weights_of(second)
     assert not same(weights_of(first), start)
-    second.load_weights(tmp_path)
+    second.tokens.load_weights(tmp_path)
     assert same(weights_of(first), weights_of(second))
     assert torch.equal(logits_of(first.tokens.trained.model), logits_of(second.tokens.trained.model))
-    second.load_weights(None)
+    second.tokens.load_weights(None)
     assert same(weights_of(second), start)
 
 
@@ -56,7 +56,7 @@ def test_the_same_weights_are_the_same_bytes(
     written = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
-        build_policy(shipped_pipeline, lora=lora, disturbed=0.05).save_weights(folder)
+        build_policy(shipped_pipeline, lora=lora, disturbed=0.05).tokens.save_weights(folder)
         written.append((folder / name).read_bytes())
     assert written[0] == written[1]
 
@@ -76,7 +76,7 @@ def test_peft_loads_the_adapter_as_it_is(
     shipped_pipeline: GlmImagePipeline, lora: LoraSettings, tmp_path: Path
 ) -> None:
     policy = build_policy(shipped_pipeline, lora=lora, disturbed=0.05)
-    policy.save_weights(tmp_path)
+    policy.tokens.save_weights(tmp_path)
     base = copy.deepcopy(shipped_pipeline.vision_language_encoder)
     plain = logits_of(base)
     loaded = PeftModel.from_pretrained(base, str(tmp_path))
@@ -96,7 +96,7 @@ def test_an_adapter_names_the_revision_of_its_model_and_not_the_copy_here(tmp_pa
 
 def test_transformers_loads_the_full_weights_as_they_are(shipped_pipeline: GlmImagePipeline, tmp_path: Path) -> None:
     policy = build_policy(shipped_pipeline, lora=None, disturbed=0.05)
-    policy.save_weights(tmp_path)
+    policy.tokens.save_weights(tmp_path)
     loaded = GlmImageForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert torch.equal(logits_of(loaded), logits_of(policy.tokens.trained.model))
     assert not torch.allclose(logits_of(loaded), logits_of(shipped_pipeline.vision_language_encoder), atol=0.1)
@@ -109,7 +109,7 @@ def refused(policy: GlmImagePolicy, folder: Path, message: str) -> None:
     """The load is refused, and nothing of it was taken."""
     before = weights_of(policy)
     with pytest.raises(InputError, match=message):
-        policy.load_weights(folder)
+        policy.tokens.load_weights(folder)
     assert same(weights_of(policy), before)
 
 
@@ -121,7 +121,7 @@ def refused(policy: GlmImagePolicy, folder: Path, message: str) -> None:
 def test_an_adapter_of_another_shape_is_refused_whole(
     shipped_pipeline: GlmImagePipeline, other: LoraSettings, tmp_path: Path
 ) -> None:
-    build_policy(shipped_pipeline, lora=LORA, disturbed=0.05).save_weights(tmp_path)
+    build_policy(shipped_pipeline, lora=LORA, disturbed=0.05).tokens.save_weights(tmp_path)
     refused(build_policy(shipped_pipeline, lora=other), tmp_path, "another model, rank or targets")
 
 
@@ -129,7 +129,7 @@ def test_an_adapter_of_another_shape_is_refused_whole(
 def test_an_adapter_with_other_names_is_refused_whole(
     shipped_pipeline: GlmImagePipeline, damage: str, tmp_path: Path
 ) -> None:
-    build_policy(shipped_pipeline, disturbed=0.05).save_weights(tmp_path)
+    build_policy(shipped_pipeline, disturbed=0.05).tokens.save_weights(tmp_path)
     state = load_file(tmp_path / ADAPTER_FILE)
     if damage == "missing":
         state.pop(sorted(state)[-1])
@@ -143,7 +143,7 @@ def test_an_adapter_with_other_names_is_refused_whole(
 def test_full_weights_of_another_model_are_refused_whole(
     shipped_pipeline: GlmImagePipeline, damage: str, tmp_path: Path
 ) -> None:
-    build_policy(shipped_pipeline, lora=None, disturbed=0.05).save_weights(tmp_path)
+    build_policy(shipped_pipeline, lora=None, disturbed=0.05).tokens.save_weights(tmp_path)
     state = load_file(tmp_path / WEIGHTS_FILE)
     if damage == "missing":
         del state["lm_head.weight"]
