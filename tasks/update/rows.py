@@ -13,6 +13,7 @@ from grpo_core.streams import Stream
 from tasks.rollouts.rows import STORED_STREAMS
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.advantages import STREAM, read_advantages
 
 _LEFT_ON_DISK = frozenset({"image", "completion", "support_ids"})
 
@@ -128,8 +129,8 @@ def _read_samples(folders: Sequence[Path]) -> pl.DataFrame:
 
 
 def _read_scores(folder: Path, stream: Stream) -> pl.DataFrame:
-    """Return rewards and advantages of a stream; tables of schema version 5 have those of tokens only."""
-    scores = pl.scan_parquet(sorted(folder.glob("*.parquet")))
-    if "stream" not in scores.collect_schema().names():
-        scores = scores.with_columns(stream=pl.lit("tokens"))
-    return scores.filter(pl.col("stream") == stream).select("sample_id", "reward", "advantage").collect()
+    """Return rewards and advantages of a stream."""
+    stored = read_advantages(sorted(folder.glob("*.parquet")), ("sample_id", "reward", "advantage"))
+    scores = pl.from_arrow(stored)
+    assert isinstance(scores, pl.DataFrame)
+    return scores.filter(pl.col(STREAM) == stream).drop(STREAM)
