@@ -24,10 +24,10 @@ def sample_images(
     """Sample `group_size` images for each prompt, siblings next to each other, with seeds derived from `seed`."""
     pipeline = StableDiffusion3Pipeline.from_pretrained(folder, trust_remote_code=False)
     pipeline.set_progress_bar_config(disable=True)
-    told = [prompt for prompt in prompts for _ in range(group_size)]
-    noise = [torch.Generator().manual_seed(derive_seed(seed, "noise", row)) for row in range(len(told))]
+    captions = [prompt for prompt in prompts for _ in range(group_size)]
+    noise = [torch.Generator().manual_seed(derive_seed(seed, "noise", row)) for row in range(len(captions))]
     images: list[Image.Image] = pipeline(
-        told,
+        captions,
         generator=noise,
         height=IMAGE_PIXELS,
         width=IMAGE_PIXELS,

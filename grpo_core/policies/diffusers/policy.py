@@ -1,7 +1,6 @@
 """A text-to-image pipeline behind the Policy protocol; what its classes differ in is known only in this package."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,18 +121,6 @@ class DiffusersPolicy:
         for request, group in zip(requests, groups, strict=True):
             _require_size(group.images, size)
             yield RolloutGroup(request, {} if group.sampled is None else {"denoising": group.sampled}, group.images)
-
-    def prepare_for_sampling(self) -> None:
-        """Enter the mode for sampling."""
-        self.denoising.prepare_for_sampling()
-
-    def save_weights(self, folder: Path) -> None:
-        """Write what an update changed."""
-        self.denoising.save_weights(folder)
-
-    def load_weights(self, folder: Path | None) -> None:
-        """Load the weights of `folder`; None restores the initial ones."""
-        self.denoising.load_weights(folder)
 
 
 def _require_size(images: Sequence[Output], size: ImageSize) -> None:

@@ -106,7 +106,7 @@ def test_a_trained_pipeline_makes_the_policy_s_images(saved_folder: SavedFolder,
     weights, exported = tmp_path / "weights", tmp_path / "exported"
     weights.mkdir()
     exported.mkdir()
-    policy.save_weights(weights)
+    policy.denoising.save_weights(weights)
     FAMILY.save_whole(saved_folder("sd3"), {"denoising": weights}, exported, dtype=torch.float32)
     (group,) = policy.sample([request(window_start=None)])
     own = diffusers.StableDiffusion3Pipeline.from_pretrained(str(exported))
@@ -129,13 +129,13 @@ def test_a_trained_pipeline_makes_the_policy_s_images(saved_folder: SavedFolder,
 
 def test_full_weights_of_another_model_are_refused(saved_folder: SavedFolder, tmp_path: Path) -> None:
     policy = load(saved_folder("sd3"), settings(), lora=False)
-    policy.save_weights(tmp_path)
+    policy.denoising.save_weights(tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     state = load_file(file)
     state.pop(next(iter(state)))
     save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(InputError, match="another model"):
-        policy.load_weights(tmp_path)
+        policy.denoising.load_weights(tmp_path)
 
 
 def test_the_meta_device_has_every_parameter(saved_folder: SavedFolder) -> None:

@@ -164,11 +164,11 @@ def test_weights_come_back_to_the_bit(saved_folder: SavedFolder, tmp_path: Path,
         for parameter in policy.denoising.trainable_parameters().values():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=make_generator(3)))
     (group,) = sampled(policy, request())
-    policy.save_weights(tmp_path)
+    policy.denoising.save_weights(tmp_path)
     other = load(folder, settings(), lora=lora)
-    other.load_weights(tmp_path)
+    other.denoising.load_weights(tmp_path)
     assert scored(other, group).logprobs.equal(scored(policy, group).logprobs)
-    other.load_weights(None)
+    other.denoising.load_weights(None)
     assert not scored(other, group).logprobs.equal(scored(policy, group).logprobs)
 
 
@@ -225,7 +225,7 @@ def test_the_shipped_model_learns_to_draw_brighter() -> None:
     heldout = request("a red circle", 8, window_start=None, seed=1000)
     before = brightness(sampled(policy, heldout)[0]).mean()
     for step in range(4):
-        policy.prepare_for_sampling()
+        policy.denoising.prepare_for_sampling()
         (group,) = sampled(policy, request("a red circle", 8, window_start=step % 3, seed=100 * step))
         stored = group.streams["denoising"].rollout_logprobs
         torch.testing.assert_close(scored(policy, group).logprobs, stored, atol=1e-6, rtol=0)
@@ -235,5 +235,5 @@ def test_the_shipped_model_learns_to_draw_brighter() -> None:
         update_policy(
             policy.denoising, optimizer, rows, UpdateSettings(loss="grpo", clip_range=1e-4, micro_batch_size=8), seed=0
         )
-    policy.prepare_for_sampling()
+    policy.denoising.prepare_for_sampling()
     assert brightness(sampled(policy, heldout)[0]).mean() > before + 0.02
