@@ -35,29 +35,11 @@ class DiffusersFamily:
             known["sde_window_range"] = (begin, end)
         return DiffusersSettings(**known)
 
-    def load(
-        self,
-        model: str,
-        settings: DiffusersSettings,
-        choices: Mapping[Stream, "TrainingChoice"],
-        *,
-        dtype: "torch.dtype",
-        device: "torch.device",
-        autocast: "torch.dtype | None",
-        attn_implementation: str | None = None,
-    ) -> "DiffusersPolicy":
-        """Load a pipeline by folder or hub name."""
+    def policy_class(self) -> "type[DiffusersPolicy]":
+        """Import its libraries and return the class."""
         from grpo_core.policies.diffusers.policy import DiffusersPolicy
 
-        return DiffusersPolicy.load(
-            model,
-            settings,
-            choices,
-            dtype=dtype,
-            device=device,
-            autocast=autocast,
-            attn_implementation=attn_implementation,
-        )
+        return DiffusersPolicy
 
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no pipeline."""

@@ -38,29 +38,11 @@ class GlmImageFamily:
         names = {field.name for field in fields(GlmImageSettings)}
         return GlmImageSettings(**{name: value for name, value in values.items() if name in names})
 
-    def load(
-        self,
-        model: str,
-        settings: GlmImageSettings,
-        choices: Mapping[Stream, "TrainingChoice"],
-        *,
-        dtype: "torch.dtype",
-        device: "torch.device",
-        autocast: "torch.dtype | None",
-        attn_implementation: str | None = None,
-    ) -> "GlmImagePolicy":
-        """Load a model by folder or hub name."""
+    def policy_class(self) -> "type[GlmImagePolicy]":
+        """Import its libraries and return the class."""
         from grpo_core.policies.glm_image.policy import GlmImagePolicy
 
-        return GlmImagePolicy.load(
-            model,
-            settings,
-            choices,
-            dtype=dtype,
-            device=device,
-            autocast=autocast,
-            attn_implementation=attn_implementation,
-        )
+        return GlmImagePolicy
 
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no model of this kind."""

@@ -30,8 +30,17 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained adapter of the tiny text model, as peft stores it."""
     folder = tmp_path_factory.mktemp("adapter")
     choice = TrainingChoice(LoraSettings(4, 6.0, use_rslora=True, modules_to_save=("norm",)))
-    policy = TEXTS.spec().family.load(
-        str(MODEL), TEXTS.rollout, {"tokens": choice}, dtype=torch.float32, device=torch.device("cpu"), autocast=None
+    policy = (
+        TEXTS.spec()
+        .family.policy_class()
+        .load(
+            str(MODEL),
+            TEXTS.rollout,
+            {"tokens": choice},
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            autocast=None,
+        )
     )
     component = policy.components["tokens"]
     disturb(component.trainable_parameters(), 0.05)
@@ -146,13 +155,17 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of each half of the tiny image model, in a subfolder each."""
     folder = tmp_path_factory.mktemp("both")
     choice = TrainingChoice(LoraSettings(4, 8.0))
-    policy = JOINT.spec().family.load(
-        str(IMAGE_MODEL),
-        JOINT.rollout,
-        {"tokens": choice, "denoising": choice},
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        autocast=None,
+    policy = (
+        JOINT.spec()
+        .family.policy_class()
+        .load(
+            str(IMAGE_MODEL),
+            JOINT.rollout,
+            {"tokens": choice, "denoising": choice},
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            autocast=None,
+        )
     )
     for stream, component in policy.components.items():
         disturb(component.trainable_parameters(), 0.05)
