@@ -55,3 +55,7 @@ def _refuse_settings(pipeline: SavedPipeline, settings: DiffusersSettings) -> No
         value = getattr(settings, setting)
         if value is not None and setting not in call:
             raise InputError(f"rollout.{setting}", value, f"The call of {name} does not take it; leave it out.")
+    length, longest = settings.max_sequence_length, pipeline.pipeline_class.longest_prompt
+    if length is not None and longest is not None and length > longest:
+        hint = f"{name} takes at most {longest}; set that or less, or leave it out for the pipeline's own."
+        raise InputError("rollout.max_sequence_length", length, hint)

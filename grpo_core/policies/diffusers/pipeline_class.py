@@ -28,6 +28,7 @@ class PipelineClass:
         call: default of each argument of its `__call__`; None also where it is no constant.
         parts: names of its parts.
         packs: whether two by two latents become one position of the transformer, outside of it.
+        longest_prompt: largest `max_sequence_length` that its `check_inputs` lets pass; None: it compares with none.
         problem: why its denoising cannot be trained, as a sentence; None if it can.
     """
 
@@ -35,6 +36,7 @@ class PipelineClass:
     call: Mapping[str, object]
     parts: tuple[str, ...]
     packs: bool
+    longest_prompt: int | None
     problem: str | None
 
 
@@ -83,7 +85,17 @@ def _described(source: ast.ClassDef) -> PipelineClass:
     arguments = {} if call is None else _defaults(call)
     parts = () if init is None else tuple(each.arg for each in init.args.args[1:])
     problem = "It has no call of its own." if call is None else _problem(source.name, call, arguments, parts)
-    return PipelineClass(source.name, arguments, parts, "_pack_latents" in functions, problem)
+    longest = _longest_prompt(functions.get("check_inputs"))
+    return PipelineClass(source.name, arguments, parts, "_pack_latents" in functions, longest, problem)
+
+
+def _longest_prompt(check: ast.FunctionDef | None) -> int | None:
+    """Return n of the condition `max_sequence_length > n` under which the pipeline refuses its inputs."""
+    for each in () if check is None else ast.walk(check):
+        match each:
+            case ast.Compare(ast.Name("max_sequence_length"), [ast.Gt()], [ast.Constant(int(longest))]):
+                return longest
+    return None
 
 
 def _defaults(function: ast.FunctionDef) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ class SavedPipeline:
             patch = max(patch)
         scale = self.vae_scale
         return None if scale is None or not isinstance(patch, int) else scale * patch
+
+    @property
+    def positions_per_side(self) -> int | None:
+        """Length of the transformer's table of positions along one side of an image; None for one without a table."""
+        found, name = self.transformer, self.parts["transformer"][1]
+        if "axes_lens" in found:
+            # The first axis is the prompt's.
+            return int(min(found["axes_lens"][1:]))
+        if name == "AuraFlowTransformer2DModel":
+            return isqrt(found["pos_embed_max_size"])
+        # Other classes have the setting, and rotary positions of any length.
+        table = name in ("SD3Transformer2DModel", "CogView3PlusTransformer2DModel")
+        return found.get("pos_embed_max_size") if table else None
 
     @property
     def latent_channels(self) -> int | None:
@@ -124,10 +138,13 @@ def _usable_class(model: str, name: object) -> PipelineClass:
 
 
 def refuse_size(pipeline: SavedPipeline, size: ImageSize) -> None:
-    """Raise InputError for an image size that is no multiple of the pipeline's unit; names the nearest one."""
-    unit = pipeline.pixel_unit
+    """Raise InputError for an image size that is no multiple of the pipeline's unit, or has more positions than it."""
+    unit, positions = pipeline.pixel_unit, pipeline.positions_per_side
     if unit is None:
         return
+    if positions is not None and max(size) > positions * unit:
+        hint = f"The transformer has positions for images of up to {positions * unit} pixels a side; give at most that."
+        raise InputError("rollout.width and height", str(size), hint)
     nearest = nearest_multiple(size, unit)
     if size != nearest:
         hint = f"This model generates images in units of {unit} pixels; the nearest size is {nearest}."

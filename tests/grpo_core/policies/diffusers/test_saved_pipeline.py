@@ -41,6 +41,14 @@ def test_sizes_are_multiples_of_a_position(saved_folder: SavedFolder, name: str,
         refuse_size(saved, ImageSize(8 * unit + 1, 9 * unit))
 
 
+@pytest.mark.parametrize(("name", "side"), [("sd3", 192), ("z_image", 128)])
+def test_sizes_are_within_the_table_of_positions(saved_folder: SavedFolder, name: str, side: int) -> None:
+    saved = read(saved_folder(name))
+    refuse_size(saved, ImageSize(side, 32))
+    with pytest.raises(InputError, match=f"up to {side} pixels a side"):
+        refuse_size(saved, ImageSize(32, side + 4))
+
+
 @pytest.mark.parametrize(
     ("file", "values", "message"),
     [
@@ -116,6 +124,19 @@ def test_a_setting_that_the_call_lacks_is_refused(saved_folder: SavedFolder, tmp
     ernie = changed(saved_folder("sd3"), tmp_path / "ernie", "model_index.json", _class_name="ErnieImagePipeline")
     with pytest.raises(InputError, match=r"rollout\.max_sequence_length.*ErnieImagePipeline does not take it"):
         FAMILY.refuse_unusable(str(ernie), settings())
+
+
+@pytest.mark.parametrize(("name", "longest"), [("sd3", 512), ("flux", 512), ("qwen_image", 1024), ("z_image", None)])
+def test_a_longer_prompt_than_the_pipeline_takes_is_refused(
+    saved_folder: SavedFolder, name: str, longest: int | None
+) -> None:
+    folder = str(saved_folder(name))
+    if longest is None:
+        FAMILY.refuse_unusable(folder, settings(name, max_sequence_length=9999))
+        return
+    FAMILY.refuse_unusable(folder, settings(name, max_sequence_length=longest))
+    with pytest.raises(InputError, match=rf"rollout\.max_sequence_length.*takes at most {longest}"):
+        FAMILY.refuse_unusable(folder, settings(name, max_sequence_length=longest + 1))
 
 
 def test_prompts_that_every_encoder_cuts_off_are_refused(saved_folder: SavedFolder) -> None:
