@@ -9,7 +9,15 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from configs.validation import Name, Section
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
@@ -126,6 +134,12 @@ class PolicySection(Section):
         if isinstance(kind, str) and kind in get_args(Kind) and "train" not in values:
             return {**values, "train": trained_by_default(kind)}
         return values
+
+    @field_validator("train")
+    @classmethod
+    def _in_one_order(cls, train: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Return the parts in the order of the streams: it means nothing, and would tell equal policies apart."""
+        return tuple(sorted(train, key=tuple(PARTS.values()).index))
 
     @property
     def streams(self) -> tuple[Stream, ...]:

@@ -89,7 +89,8 @@ class TestStreams:
     def test_the_order_of_the_parts_does_not_matter(self) -> None:
         turned = configured({**JOINT, "policy": {"train": ["decoder", "tokens"]}})
         assert turned.streams == ("tokens", "denoising")
-        assert turned.updates == configured(JOINT).updates
+        assert turned == configured(JOINT)
+        assert run_identity(turned)["policy"]["train"] == ["tokens", "decoder"]
 
     def test_each_component_has_an_update_of_its_own(self) -> None:
         own = {"update": {"learning_rate": 1e-4, "minibatch_size": 12, "denoising": {"clip_range": 2e-5}}}
