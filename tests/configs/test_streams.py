@@ -322,6 +322,16 @@ class TestDiffusionNft:
     def test_tokens_have_no_such_algorithm(self, policy: dict[str, Any]) -> None:
         assert found(policy, {"update": {"algorithm": "nft"}}) == [("update.algorithm", "nft")]
 
+    def test_a_mistyped_algorithm_is_answered_with_those_that_there_are(self) -> None:
+        with pytest.raises(InputErrors) as refused:
+            configured(PIPELINE, NFT, {"update": {"algorithm": "nftt", "nft_beta": -1.0}})
+        algorithm, other = refused.value.errors
+        assert (algorithm.place, algorithm.value) == ("update.algorithm", "nftt")
+        assert algorithm.hint == "Did you mean nft? What this run trains has: grpo, nft."
+        # The other keys are read as those of the algorithm that was meant.
+        assert other.place == "update.nft_beta"
+        assert found(PIPELINE, NFT, {"update": {"algorithm": ["nft"]}}) == [("update.algorithm", ["nft"])]
+
     def test_it_is_named_in_the_identity_and_grpo_is_not(self) -> None:
         assert run_identity(configured(PIPELINE, NFT))["update"]["algorithm"] == "nft"
         assert "algorithm" not in run_identity(configured(PIPELINE))["update"]
