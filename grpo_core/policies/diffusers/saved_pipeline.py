@@ -10,7 +10,13 @@ from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize, nearest_multiple
 from grpo_core.policies.denoising.saved_scheduler import SCHEDULER, refuse_scheduler
 from grpo_core.policies.diffusers.pipeline_class import PipelineClass, find_pipeline_class
-from grpo_core.policies.pipeline_files import INDEX_FILE, find_pipeline_file, pipeline_parts, read_pipeline_file
+from grpo_core.policies.pipeline_files import (
+    INDEX_FILE,
+    find_pipeline_file,
+    pipeline_parts,
+    read_pipeline_file,
+    refuse_missing_parts,
+)
 
 _PLACE = "policy.model"
 
@@ -105,7 +111,7 @@ def _read(model: str, folder: Path) -> SavedPipeline:
     if parts.get("transformer", ("", ""))[0] != "diffusers":
         hint = f"Its {INDEX_FILE} has no transformer of diffusers, so there is nothing to train."
         raise InputError(_PLACE, model, hint)
-    _refuse_missing_parts(model, parts)
+    refuse_missing_parts(model, parts)
     return SavedPipeline(
         pipeline_class=described,
         parts=parts,
@@ -113,14 +119,6 @@ def _read(model: str, folder: Path) -> SavedPipeline:
         vae=read_pipeline_file(model, folder / "vae" / "config.json") if "vae" in parts else {},
         is_distilled=bool(index.get("is_distilled")),
     )
-
-
-def _refuse_missing_parts(model: str, parts: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse a folder without one of the parts that its index names; a hub's cache may get them later."""
-    folder = Path(model).expanduser()
-    for name in parts if folder.is_dir() else ():
-        if not (folder / name).is_dir():
-            raise InputError(_PLACE, model, f"Its {INDEX_FILE} names {name}, and it has no such folder; save it again.")
 
 
 def _usable_class(model: str, name: object) -> PipelineClass:

@@ -26,7 +26,7 @@ def read(folder: Path) -> SavedPipeline:
 
 def changed(folder: Path, target: Path, file: str, **values: Any) -> Path:
     """Copy a pipeline and change a configuration file of the copy."""
-    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(folder, target)
     content = json.loads((target / file).read_text()) | values
     (target / file).write_text(json.dumps(content))
     return target
@@ -81,6 +81,32 @@ def test_a_part_without_its_folder_is_named(saved_folder: SavedFolder, tmp_path:
     shutil.rmtree(folder / "tokenizer")
     with pytest.raises(InputError, match="names tokenizer, and it has no such folder"):
         FAMILY.refuse_unusable(str(folder), settings())
+
+
+@pytest.mark.parametrize(
+    ("part", "file"),
+    [
+        ("transformer", "diffusion_pytorch_model.safetensors"),
+        ("vae", "diffusion_pytorch_model.safetensors"),
+        ("text_encoder_3", "model.safetensors"),
+    ],
+)
+def test_a_network_without_its_weights_is_named(
+    saved_folder: SavedFolder, tmp_path: Path, part: str, file: str
+) -> None:
+    folder = changed(saved_folder("sd3"), tmp_path / "changed", "model_index.json")
+    FAMILY.refuse_unusable(str(folder), settings())
+    weights = folder / part / file
+    weights.rename(folder / part / "first.safetensors")
+    with pytest.raises(InputError, match=f"Its folder {part} has no {file};"):
+        FAMILY.refuse_unusable(str(folder), settings())
+    index = {"weight_map": {"a": "first.safetensors", "b": "second.safetensors", "c": "third.safetensors"}}
+    (folder / part / f"{file}.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=rf"Its folder {part} has no second\.safetensors and 1 more;"):
+        FAMILY.refuse_unusable(str(folder), settings())
+    for missing in ("second", "third"):
+        (folder / part / f"{missing}.safetensors").touch()
+    FAMILY.refuse_unusable(str(folder), settings())
 
 
 def test_a_model_that_is_not_here_is_not_judged(tmp_path: Path) -> None:
