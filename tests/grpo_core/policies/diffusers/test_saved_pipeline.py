@@ -121,15 +121,18 @@ def test_a_guidance_scale_means_what_the_pipeline_makes_of_it(saved_folder: Save
         return call_settings(saved, chosen), passes_per_step(saved, chosen)
 
     assert given("sd3") == ({"guidance_scale": 4.5}, 2)
-    assert given("sd3", guidance_scale=1.0, negative_prompt="blur") == (
-        {"guidance_scale": 1.0, "negative_prompt": "blur"},
-        1,
-    )
+    assert given("sd3", negative_prompt="blur") == ({"guidance_scale": 4.5, "negative_prompt": "blur"}, 2)
+    assert given("sd3", guidance_scale=1.0, negative_prompt="blur") == ({"guidance_scale": 1.0}, 1)
     assert given("flux") == ({"guidance_scale": 3.5}, 1)
     assert given("qwen_image") == ({"true_cfg_scale": 4.0, "negative_prompt": " "}, 2)
     assert given("qwen_image", negative_prompt="blur")[0]["negative_prompt"] == "blur"
     assert given("qwen_image", guidance_scale=1.0) == ({"true_cfg_scale": 1.0}, 1)
     assert given("z_image") == ({"guidance_scale": 4.0}, 2)
+    assert given("z_image", guidance_scale=0.5, negative_prompt="blur") == (
+        {"guidance_scale": 0.5, "negative_prompt": "blur"},
+        2,
+    )
+    assert given("z_image", guidance_scale=0.0) == ({"guidance_scale": 0.0}, 1)
 
 
 def test_guidance_that_a_model_was_distilled_to_do_without_is_refused(
@@ -142,7 +145,7 @@ def test_guidance_that_a_model_was_distilled_to_do_without_is_refused(
         FAMILY.refuse_unusable(str(schnell), settings("flux"))
     FAMILY.refuse_unusable(str(schnell), settings("flux", guidance_scale=1.0))
     turbo = changed(saved_folder("z_image"), tmp_path / "turbo", "model_index.json", is_distilled=True)
-    with pytest.raises(InputError, match=r"rollout\.guidance_scale.*set it to 1"):
+    with pytest.raises(InputError, match=r"rollout\.guidance_scale.*set it to 0"):
         FAMILY.refuse_unusable(str(turbo), settings("z_image"))
 
 
