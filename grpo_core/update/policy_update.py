@@ -138,7 +138,7 @@ def _scored(
 
     def under_policy(actions: Actions) -> list[Tensor]:
         scored = component.logprobs(actions, entropy=entropy)
-        return [scored.logprobs, scored.entropy][:quantities]
+        return [scored.logprobs] if quantities == 1 or scored.entropy is None else [scored.logprobs, scored.entropy]
 
     old = scores(others, under_policy, quantities)
     rows = replace(rows, old_logprobs=old[0], old_entropy=old[1] if quantities == 2 else None)

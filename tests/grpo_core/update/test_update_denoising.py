@@ -51,6 +51,7 @@ def test_steps_with_a_high_advantage_become_likelier(loss: str) -> None:
     change = rows_by(made, rows) - rows.rollout_logprobs.mean(1)
     assert float((change * ADVANTAGES).sum()) > 0
     assert result.metrics()["sampling/sampling_logp_difference/max"] < 1e-6
+    assert "entropy" not in result.metrics()
     assert len(result.steps) == 4
     assert not made.trained.has_old
 
