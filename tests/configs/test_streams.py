@@ -200,6 +200,7 @@ class TestRefusals:
             ([{"update": {"loss": "grpo_guard"}}], "update.loss", "grpo_guard"),
             ([JOINT, {"update": {"loss": "flow_dppo"}}], "update.loss", "flow_dppo"),
             ([DECODER, {"update": {"entropy_coef": 0.1}}], "update.entropy_coef", 0.1),
+            ([{"policy": {"decoder_lora": {"rank": 8}}}], "policy.decoder_lora", {"rank": 8}),
             ([JOINT, {"update": {"denoising": {"entropy_quantile": 0.2}}}], "update.denoising.entropy_quantile", 0.2),
             ([PIPELINE, {"update": {"mask_truncated": True}}], "update.mask_truncated", True),
             ([JOINT, {"update": {"mask_truncated": True}}], "update.mask_truncated", True),
@@ -238,6 +239,7 @@ class TestRefusals:
             [PIPELINE, {"update": {"kl_estimator": "k3", "kl_coef": 0.04}}],
             [JOINT, {"rollout": {"sde_window_range": [0, 9], "sde_window_size": 9, "top_p": 0.9}}],
             [DECODER, {"rollout": {"temperature": 0.9}}],
+            [JOINT, {"policy": {"decoder_lora": {"rank": 8, "targets": "attn"}}}],
             [{"rollout": {"num_inference_steps": 1, "sde_window_size": 2}}],
         ],
     )
