@@ -74,7 +74,7 @@ def model_problems(
     """
     if version:
         trained = {"train", "lora", "decoder_lora", "adapter", "frozen", "dtype"}
-        was, now = (each.policy.model_dump(include=trained) for each in (previous, config))
+        was, now = (each.policy.model_dump(mode="json", include=trained) for each in (previous, config))
         for key in sorted(was):
             if was[key] != now[key]:
                 hint = f"Version {version} of {store.run} was trained with {was[key]}; set that, or {otherwise}."

@@ -212,6 +212,10 @@ def test_an_adapter_of_one_component_does_not_start_two(both: Path, store: Artif
             choice_of(image_section(tmp_path / folder, "tokens", "decoder"), store)
         assert caught.value.place == "policy.adapter"
     assert choice_of(image_section(tmp_path / "flat", "tokens"), store).adapter == tmp_path / "flat"
+    other = image_section(tmp_path / "flat", "decoder")
+    with training_choices(other, store, None) as choices, pytest.raises(InputError, match=r"policy\.train") as caught:
+        JOINT.spec().family.check_choices(str(IMAGE_MODEL), choices)
+    assert (caught.value.place, caught.value.value) == ("policy.adapter", str(tmp_path / "flat"))
 
 
 def test_both_adapters_are_part_of_what_training_starts_from(both: Path, store: ArtifactStore, tmp_path: Path) -> None:
