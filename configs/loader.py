@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
@@ -88,24 +89,28 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         InputErrors: as read_config.
     """
-    update = _section(values, "update")
-    models, given = _models_for(values), update.get("algorithm", GRPO)
+    place, models = _models_for(values)
+    section = reduce(_section, place, values)
+    given = section.get("algorithm", GRPO)
     if isinstance(given, str) and given in models:
         return validated(models[given], values, contradictions)
     # The other keys are checked as those of the algorithm that was probably meant.
     near = difflib.get_close_matches(str(given), models, n=1)
     meant = f"Did you mean {near[0]}? " if near else ""
-    problem = InputError("update.algorithm", given, f"{meant}What this run trains has: {', '.join(models)}.")
+    hint = f"{meant}What this run trains has: {', '.join(models)}."
+    problem = InputError(".".join((*place, "algorithm")), given, hint)
     algorithm = near[0] if near else GRPO
+    corrected = deepcopy(dict(values))
+    reduce(lambda outer, name: outer[name], place, corrected)["algorithm"] = algorithm
     try:
-        validated(models[algorithm], {**values, "update": {**update, "algorithm": algorithm}}, contradictions)
+        validated(models[algorithm], corrected, contradictions)
     except InputErrors as others:
         raise InputErrors([problem, *others.errors]) from others
     raise InputErrors([problem])
 
 
-def _models_for(values: Mapping[str, Any]) -> Mapping[str, type[RunConfig]]:
-    """Return the models of a configuration by algorithm: the keys of rollout and update depend on what is trained."""
+def _models_for(values: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, type[RunConfig]]]:
+    """Return the section that has the algorithm, and the models by algorithm, whose keys depend on what is trained."""
     policy = _section(values, "policy")
     default = PolicySection.model_fields["kind"].default
     kind = policy.get("kind", default)
@@ -115,7 +120,8 @@ def _models_for(values: Mapping[str, Any]) -> Mapping[str, type[RunConfig]]:
     if (kind, streams, GRPO) not in RUN_CONFIGS:
         # What a kind cannot train is refused by its place, over the keys of what it does by default.
         streams = policy_family(kind).streams[:1]
-    return {algorithm: model for (*trained, algorithm), model in RUN_CONFIGS.items() if trained == [kind, streams]}
+    models = {algorithm: model for (*trained, algorithm), model in RUN_CONFIGS.items() if trained == [kind, streams]}
+    return ("update", "denoising") if len(streams) > 1 else ("update",), models
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
