@@ -10,12 +10,10 @@ names their modules as further roots. The versions of libraries are recorded wit
 """
 
 import ast
-import gc
 import hashlib
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +21,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 
 from tasks.checkout import CHECKOUT
+from tasks.garbage_collection import collection_paused
 
 PACKAGES = ("grpo_core", "tasks", "configs", "data")
 """Packages of this project that a stage may import."""
@@ -100,27 +99,14 @@ def code_fingerprint(roots: Iterable[str], checkout: Path = CHECKOUT) -> str:
     Raises:
         ValueError: there is no such module or name.
     """
-    with _parsing():
+    with _PARSING, collection_paused():
         return _digest(tuple(roots), checkout)
 
 
 def reached_symbols(roots: Iterable[str], checkout: Path = CHECKOUT) -> frozenset[Symbol]:
     """Return the module and name of all that a fingerprint covers; an empty name for a module's bare statements."""
-    with _parsing():
+    with _PARSING, collection_paused():
         return frozenset(_reached(tuple(roots), checkout))
-
-
-@contextmanager
-def _parsing() -> Iterator[None]:
-    """Build syntax trees alone, and without looking for garbage: their many nodes would cause half of the time."""
-    with _PARSING:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
 
 
 @lru_cache(maxsize=64)
