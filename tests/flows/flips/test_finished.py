@@ -58,7 +58,8 @@ def test_any_damage_is_left_to_a_start(finished: Runs) -> None:
         flip(path, chance)
         assert read_finished(config) is None, path
         path.unlink()
-        assert read_finished(config) is None, path
+        # The artifacts of a record that is gone are still there.
+        assert (read_finished(config) is None) == (path.parent.name != ".stages"), path
         path.write_bytes(content)
     assert read_finished(config) is not None
 
