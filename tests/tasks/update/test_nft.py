@@ -12,11 +12,10 @@ from configs.training import NftUpdateSection, UpdateSection
 from grpo_core.records import DenoisingBatch
 from tasks.execution.resources import run_resources
 from tasks.models.resident import ModelSpec
-from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.schemas import NFT_STEPS
 from tasks.update.algorithms import ALGORITHMS
-from tasks.update.job import UpdateJob
+from tasks.update.job import UpdateJob, UpdateOutcome
 from tasks.update.rows import read_training_rows
 from tests.tasks.update.update_jobs import (
     JOINT,
@@ -44,13 +43,10 @@ NFT = NftUpdateSection(
 ADVANTAGES = (1.25, -1.0, -0.25, None)
 
 
-def nft_job(update: NftUpdateSection = NFT) -> UpdateJob:
+@pytest.fixture
+def job(store: ArtifactStore) -> UpdateJob:
     rollouts = DECODER.collect()
-    return job_of(DECODER, rollouts, advantages(rollouts), update={"denoising": update})
-
-
-def advantages(rollouts: ArtifactRef) -> ArtifactRef:
-    return advantages_table(
+    advantages = advantages_table(
         rollouts,
         {
             (f"g{group}.s{sample:02d}", "denoising"): value
@@ -58,10 +54,10 @@ def advantages(rollouts: ArtifactRef) -> ArtifactRef:
             for sample, value in enumerate(ADVANTAGES)
         },
     )
+    return job_of(DECODER, rollouts, advantages, update={"denoising": NFT})
 
 
-def test_finished_latents_are_stored_and_read(store: ArtifactStore, tmp_path: Path) -> None:
-    job = nft_job()
+def test_finished_latents_are_stored_and_read(job: UpdateJob, store: ArtifactStore, tmp_path: Path) -> None:
     (rollouts,) = job.rollouts
     folder = store.local_files(rollouts, tmp_path / "rollouts")
     table = pl.concat([pl.read_parquet(path) for path in sorted(folder.glob("*.parquet"))])
@@ -83,24 +79,13 @@ def test_finished_latents_are_stored_and_read(store: ArtifactStore, tmp_path: Pa
     assert len(latents.flatten(1).unique(dim=0)) == 6
 
 
-def test_an_update_trains_and_stores_its_own_steps(store: ArtifactStore, tmp_path: Path) -> None:
-    outcome = alone(nft_job(), tmp_path / "new")
-    assert outcome.rows == 6
-    assert outcome.metrics["optimizer_steps"] == 2.0
-    assert outcome.metrics["nft/positive_error"] > 0
-    assert outcome.metrics["kl"] == pytest.approx(outcome.metrics["nft/velocity_change"] / 2)
-    steps = pl.read_parquet(tmp_path / "new" / "update_steps.parquet")
-    assert steps.columns == NFT_STEPS.names
-    assert steps["optimizer_step"].to_list() == [1, 2]
-    weights = load_file(tmp_path / "new" / "adapter_model.safetensors")
-    assert all(value.abs().max() > 0 for name, value in weights.items() if "lora_B" in name)
-
-
-def test_an_update_goes_on_from_what_is_stored(store: ArtifactStore, tmp_path: Path) -> None:
+def test_an_update_trains_stores_its_own_steps_and_the_next_goes_on(
+    job: UpdateJob, store: ArtifactStore, tmp_path: Path
+) -> None:
     with run_resources():
-        job = nft_job()
-        policy = commit(store, job, tmp_path / "first", alone(job, tmp_path / "first"))
-        later = job.model_copy(update={"policy": policy})
+        outcome = alone(job, tmp_path / "new")
+        check(outcome, tmp_path / "new")
+        later = job.model_copy(update={"policy": commit(store, job, tmp_path / "new", outcome)})
         second = alone(later, tmp_path / "second")
     with run_resources():
         assert alone(later, tmp_path / "again") == second
@@ -108,8 +93,19 @@ def test_an_update_goes_on_from_what_is_stored(store: ArtifactStore, tmp_path: P
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def test_a_job_for_other_processes_keeps_its_algorithm(store: ArtifactStore) -> None:
-    job = nft_job()
+def check(outcome: UpdateOutcome, folder: Path) -> None:
+    assert outcome.rows == 6
+    assert outcome.metrics["optimizer_steps"] == 2.0
+    assert outcome.metrics["nft/positive_error"] > 0
+    assert outcome.metrics["kl"] == pytest.approx(outcome.metrics["nft/velocity_change"] / 2)
+    steps = pl.read_parquet(folder / "update_steps.parquet")
+    assert steps.columns == NFT_STEPS.names
+    assert steps["optimizer_step"].to_list() == [1, 2]
+    weights = load_file(folder / "adapter_model.safetensors")
+    assert all(value.abs().max() > 0 for name, value in weights.items() if "lora_B" in name)
+
+
+def test_a_job_for_other_processes_keeps_its_algorithm(job: UpdateJob) -> None:
     passed_on = UpdateJob.model_validate_json(job.model_dump_json())
     assert isinstance(passed_on.updates["denoising"], NftUpdateSection)
     assert passed_on == job
