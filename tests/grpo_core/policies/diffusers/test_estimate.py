@@ -80,8 +80,9 @@ def test_weights_and_states_are_counted_exactly(saved_folder: SavedFolder, share
         (group,) = policy.sample([request(samples=1)])
         actions = group.streams["denoising"].actions
         assert isinstance(actions, DenoisingBatch)
-        mib = actions.states[0].nbytes / 1024**2
-        assert f"{mib:.3g} MiB of states per image of 32x32" in found.counted
+        stored = actions.states[0].nbytes
+        assert found.states == stored
+        assert f"{stored / 1024**2:.3g} MiB of states per image of 32x32" in found.counted
 
 
 def test_what_grows_with_what(saved_folder: SavedFolder) -> None:
