@@ -22,7 +22,6 @@ GIGABYTE = 10**9
 # The file and the memory of the GPU that it is for, in bytes.
 GPUS = {
     "glm_image_80gb": 80 * GIGABYTE,
-    "glm_image_mix": 80 * GIGABYTE,
     "glm_image_both": 80 * GIGABYTE,
     "glm_image_141gb": 141 * GIGABYTE,
 }
@@ -69,11 +68,10 @@ def test_every_prompt_of_the_signs_quotes_the_text_beside_it() -> None:
 
 
 def test_every_file_of_a_gpu_is_there() -> None:
-    assert {path.stem for path in SHIPPED} >= {"tiny", *GPUS}
+    assert {path.stem for path in SHIPPED} >= {"tiny", "glm_image_mix", *GPUS}
 
 
 def estimate_of(config: RunConfig) -> MemoryEstimate:
-    assert config.policy.model == RELEASED_MODEL
     policy = config.policy
     choices = {
         stream: TrainingChoice(policy.lora, policy.frozen, reference, policy.gradient_checkpointing)
@@ -97,9 +95,17 @@ def test_the_update_that_needs_more_decides_where_two_run_in_turn() -> None:
 def test_it_fits_the_gpu_it_is_for_and_states_the_estimate(name: str, memory: int) -> None:
     path = ROOT / "configs" / f"{name}.yaml"
     stated = int(path.read_text(encoding="utf-8").split("about ")[1].split(" GiB")[0])
-    needed = estimate_of(read_config(path)).needed
+    config = read_config(path)
+    assert config.policy.model == RELEASED_MODEL
+    needed = estimate_of(config).needed
     assert needed <= memory
     assert needed / 1024**3 == pytest.approx(stated, abs=1)
+
+
+def test_the_mix_is_sampled_and_trained_as_the_file_with_one_reward() -> None:
+    """So its memory is the same, apart from its rewards."""
+    one, mix = (read_config(ROOT / "configs" / f"{name}.yaml") for name in ("glm_image_80gb", "glm_image_mix"))
+    assert (mix.policy, mix.rollout, mix.updates) == (one.policy, one.rollout, one.updates)
 
 
 def test_without_recomputation_the_80_gb_sizes_would_not_fit() -> None:

@@ -4,7 +4,6 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import nn
@@ -19,12 +18,12 @@ SMALL = TinySd3Recipe(hidden_size=32, layers=1, heads=2, corpus_size=64, steps=3
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
-@pytest.mark.parametrize("text", caption_words())
-def test_a_word_of_the_captions_is_one_id(text: str) -> None:
+def test_a_word_of_the_captions_is_one_id() -> None:
     clip, t5 = build_clip_tokenizer(16), build_t5_tokenizer()
-    assert clip(text).input_ids == [clip.bos_token_id, clip.convert_tokens_to_ids(text + "</w>"), clip.eos_token_id]
-    assert t5(text).input_ids == [t5.convert_tokens_to_ids("\u2581" + text), t5.eos_token_id]
-    assert {clip.unk_token_id, t5.unk_token_id}.isdisjoint({clip(text).input_ids[1], t5(text).input_ids[0]})
+    for text in caption_words():
+        assert clip(text).input_ids == [clip.bos_token_id, clip.convert_tokens_to_ids(text + "</w>"), clip.eos_token_id]
+        assert t5(text).input_ids == [t5.convert_tokens_to_ids("\u2581" + text), t5.eos_token_id]
+        assert {clip.unk_token_id, t5.unk_token_id}.isdisjoint({clip(text).input_ids[1], t5(text).input_ids[0]})
 
 
 def test_no_caption_is_cut() -> None:

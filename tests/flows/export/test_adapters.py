@@ -12,6 +12,7 @@ from torch import Tensor
 from configs.sections import PolicySection
 from flows.export.adapters import DIFFUSERS_FILE, write_adapter
 from grpo_core.errors import InputError
+from grpo_core.policies.denoising import DenoisingComponent
 from grpo_core.policies.trained import LoraSettings, TrainingChoice, train_model
 from tests.grpo_core.policies.denoising.tiny_pipelines import (
     DECODER_LINEARS,
@@ -36,7 +37,7 @@ def into_the_pipeline(pipeline: Any, folder: Path) -> None:
     pipeline.load_lora_weights(str(folder))
 
 
-def latents(made: RandomComponent, name: str, pipeline: Any) -> Tensor:
+def latents(made: DenoisingComponent, name: str, pipeline: Any) -> Tensor:
     """What a pipeline draws in two steps, without a scheduler of ours."""
     pipeline.set_progress_bar_config(disable=True)
     size = size_of(name)
@@ -46,7 +47,7 @@ def latents(made: RandomComponent, name: str, pipeline: Any) -> Tensor:
     return drawn
 
 
-def exported(made: RandomComponent, folder: Path) -> Path:
+def exported(made: DenoisingComponent, folder: Path) -> Path:
     weights, out = folder / "weights", folder / "exported"
     weights.mkdir()
     made.save_weights(weights)

@@ -1,5 +1,6 @@
 """Advantages by hand where TRL has none, and what must hold for any rewards."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -57,16 +58,15 @@ def test_one_group_by_hand(rewards: tuple[float, ...], options: dict[str, Any], 
     assert advantages_of(*rewards, **options) == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
-@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -1e-30, 1e6 + 0.1, 3e38])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"eps": 0.0}, {"eps": 0.0, "baseline": "leave_one_out"}])
-def test_a_constant_group_is_exactly_zero(size: int, value: float, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_a_constant_group_is_exactly_zero(options: dict[str, Any]) -> None:
     """The mean of three 0.1 is not 0.1 in binary; divided by a tiny eps that would be an advantage."""
-    result = computed(torch.full((1, size), value, dtype=dtype), **options)
-    assert result.advantages.tolist() == [[0.0] * size]
-    assert result.stds.tolist() == [0.0]
-    assert result.constant.tolist() == [True]
+    values = (0.0, 0.1, 1 / 3, -1e-30, 1e6 + 0.1, 3e38)
+    for size, value, dtype in itertools.product((1, 2, 3, 7, 64), values, (torch.float32, torch.float64)):
+        result = computed(torch.full((1, size), value, dtype=dtype), **options)
+        assert result.advantages.tolist() == [[0.0] * size], (value, dtype)
+        assert result.stds.tolist() == [0.0]
+        assert result.constant.tolist() == [True]
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import assume, given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -248,6 +249,7 @@ def require_same(found: Loss, expected: Loss) -> None:
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
+@hypothesis_settings(max_examples=12)
 @given(SEEDS, partitions(), st.sampled_from(["k1", "k2", "k3"]))
 def test_microbatches_add_up_to_the_minibatch(loss: str, seed: int, split: list[list[int]], estimator: Any) -> None:
     """Any rows in any microbatch, every switch on, the minibatch a part of a larger rollout set."""
@@ -257,6 +259,7 @@ def test_microbatches_add_up_to_the_minibatch(loss: str, seed: int, split: list[
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
+@hypothesis_settings(max_examples=12)
 @given(SEEDS)
 def test_nothing_under_the_mask_is_seen(loss: str, seed: int) -> None:
     """NaN and infinity there reach neither the loss, nor its gradient, nor its terms."""
@@ -320,6 +323,7 @@ def token_weights(loss: str, inputs: LossInputs, denominators: Denominators) -> 
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
+@hypothesis_settings(max_examples=12)
 @given(SEEDS)
 def test_on_policy_gradient_is_the_policy_gradient(loss: str, seed: int) -> None:
     """At ratio one the derivative by each log-prob is -A times the token's weight, and 0 where masked."""

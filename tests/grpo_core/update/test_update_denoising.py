@@ -10,16 +10,17 @@ from torch import Tensor
 from grpo_core.losses import LossSettings, TermInputs
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.parity import ParityError, ParityTolerance
+from grpo_core.policies.denoising import DenoisingComponent
 from grpo_core.policies.denoising.kernels import Transition, step_kl
 from grpo_core.records import ActionLogprobs, DenoisingBatch, StepGaussians, TrainingRows
 from grpo_core.update import UpdateResult, UpdateSettings, update_policy
-from tests.grpo_core.policies.denoising.tiny_pipelines import RandomComponent, component, sampled
+from tests.grpo_core.policies.denoising.tiny_pipelines import component, sampled
 
 PARITY = ParityTolerance(1e-5, 1e-6)
 ADVANTAGES = torch.tensor([1.0, -1.0, 2.0, -2.0])
 
 
-def rows_of(made: RandomComponent, window_start: int = 1) -> TrainingRows:
+def rows_of(made: DenoisingComponent, window_start: int = 1) -> TrainingRows:
     actions, logprobs = sampled(made, "sd3", window_start=window_start)
     return TrainingRows(
         sample_ids=tuple(f"s{row:02d}" for row in range(4)),
@@ -32,13 +33,13 @@ def rows_of(made: RandomComponent, window_start: int = 1) -> TrainingRows:
     )
 
 
-def train(made: RandomComponent, rows: TrainingRows, lr: float = 3e-4, **changes: Any) -> UpdateResult:
+def train(made: DenoisingComponent, rows: TrainingRows, lr: float = 3e-4, **changes: Any) -> UpdateResult:
     settings = UpdateSettings(**{"clip_range": 1e-4, "micro_batch_size": 2, "kl_estimator": "exact", **changes})
     optimizer = PolicyOptimizer(made.trainable_parameters(), OptimizerSettings(lr))
     return update_policy(made, optimizer, rows, settings, parity=PARITY, seed=0)
 
 
-def rows_by(made: RandomComponent, rows: TrainingRows) -> Tensor:
+def rows_by(made: DenoisingComponent, rows: TrainingRows) -> Tensor:
     with torch.no_grad():
         return made.logprobs(rows.actions).logprobs.mean(1)
 
@@ -69,7 +70,7 @@ def test_the_gate_stops_an_update_with_another_noise_level() -> None:
 def test_the_exact_kl_holds_the_policy_at_its_reference_without_a_pass_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(RandomComponent, "reference_logprobs", None)
+    monkeypatch.setattr(DenoisingComponent, "reference_logprobs", None)
     distances = []
     for kl_coef in (0.0, 1e4):
         made = component("sd3")
@@ -93,9 +94,9 @@ def test_the_drift_is_measured_from_the_weights_before_the_update(monkeypatch: p
     made, unchanged = component("sd3"), component("sd3")
     rows = rows_of(made)
     seen: list[tuple[StepGaussians, Tensor]] = []
-    original = RandomComponent.logprobs
+    original = DenoisingComponent.logprobs
 
-    def watched(self: RandomComponent, actions: DenoisingBatch, **options: Any) -> ActionLogprobs:
+    def watched(self: DenoisingComponent, actions: DenoisingBatch, **options: Any) -> ActionLogprobs:
         scored = original(self, actions, **options)
         if torch.is_grad_enabled() and scored.gaussians is not None:
             steps = zip(transitions(made, actions), transitions(unchanged, actions), strict=True)
@@ -103,7 +104,7 @@ def test_the_drift_is_measured_from_the_weights_before_the_update(monkeypatch: p
             seen.append((scored.gaussians, expected))
         return scored
 
-    monkeypatch.setattr(RandomComponent, "logprobs", watched)
+    monkeypatch.setattr(DenoisingComponent, "logprobs", watched)
     train(made, rows, loss=loss, epochs=3, lr=1e-3)
     assert [bool(found.drift.any()) for found, _ in seen] == [False, False, True, True, True, True]
     for found, expected in seen[2:]:
@@ -114,5 +115,5 @@ def test_the_drift_is_measured_from_the_weights_before_the_update(monkeypatch: p
 
 
 @torch.no_grad()
-def transitions(made: RandomComponent, actions: Any) -> list[Transition]:
+def transitions(made: DenoisingComponent, actions: Any) -> list[Transition]:
     return made._transitions(made._call(actions, list(range(len(actions)))))

@@ -17,7 +17,7 @@ from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.tasks.update.update_jobs import IMAGES, groups_of
 
 PROMPTS = tuple(f"a {colour} {shape}" for colour in ("red", "blue") for shape in ("circle", "cross", "square"))[:5]
@@ -90,8 +90,21 @@ def files(store: ArtifactStore, reference: ArtifactRef) -> list[Path]:
     return sorted(store.local_files(reference).glob("*.parquet"))
 
 
+@pytest.fixture(scope="module")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
+    return ArtifactStore(str(tmp_path_factory.mktemp("runs")), "run")
+
+
 @pytest.fixture
-def collected(store: ArtifactStore) -> tuple[ArtifactRef, ArtifactRef]:
+def store(shared_store: ArtifactStore) -> ArtifactStore:
+    """One run for all tests here, each with a folder of its own."""
+    use_store(shared_store)
+    return shared_store
+
+
+@pytest.fixture(scope="module")
+def collected(shared_store: ArtifactStore) -> tuple[ArtifactRef, ArtifactRef]:
+    use_store(shared_store)
     whole = collect_rollouts_task.fn(**rollout_arguments("uncut", HERE))
     stage = stage_named("collect rollouts")
     joined = run_in_shards(stage, rollout_arguments("cut", POOLED), here(collect_rollouts_task))
@@ -134,8 +147,9 @@ SECTIONS = [
 @pytest.mark.parametrize("section", SECTIONS, ids=["all", "one dataset", "groups"])
 def test_scores(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef], section: RewardSection) -> None:
     rollouts = collected[0]
-    whole = score_reward_task.fn(rollouts, section, "whole/rewards", "an iteration", HERE)
-    arguments = reward_arguments(rollouts, section, "cut/rewards", POOLED)
+    folder = f"scores_{SECTIONS.index(section)}"
+    whole = score_reward_task.fn(rollouts, section, f"{folder}/whole/rewards", "an iteration", HERE)
+    arguments = reward_arguments(rollouts, section, f"{folder}/cut/rewards", POOLED)
     joined = run_in_shards(stage_named("score reward"), arguments, here(score_reward_task))
     assert isinstance(joined, ArtifactRef)
     assert (joined.digest, joined.rows, joined.metrics) == (whole.digest, whole.rows, whole.metrics)

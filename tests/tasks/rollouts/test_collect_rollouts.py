@@ -188,7 +188,7 @@ class Killed(BaseException):
 def test_a_stage_that_ends_between_table_and_states_leaves_nothing(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = collect(plan())
+    whole = collect(plan(prompts=1))
     shutil.rmtree(store.path("iteration_000001"))
 
     def kill(self: StatesWriter) -> None:
@@ -197,10 +197,10 @@ def test_a_stage_that_ends_between_table_and_states_leaves_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(StatesWriter, "close", kill)
         with pytest.raises(Killed):
-            collect(plan())
+            collect(plan(prompts=1))
     assert store.find("iteration_000001/rollouts") is None
     assert not Path(store.path("iteration_000001/rollouts")).exists()
-    assert collect(plan()).digest == whole.digest
+    assert collect(plan(prompts=1)).digest == whole.digest
 
 
 def test_a_digest_covers_every_state(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:

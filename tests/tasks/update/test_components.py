@@ -1,7 +1,9 @@
 """A policy with two components: each trained on its own rows, stored apart, and committed together or not at all."""
 
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
@@ -20,16 +22,13 @@ from tasks.execution.resources import resource, run_resources
 from tasks.models.files import EMA_FOLDER, REFERENCE_FOLDER, weights_digest
 from tasks.models.resident import ResidentPolicy
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.storage.artifacts.tombstones import STATES_REMOVED, replace_artifact
-from tasks.update.job import UpdateJob, carry_out
+from tasks.update.job import UpdateJob, UpdateOutcome, carry_out
 from tasks.update.update_policy import update_policy_task
 from tests.tasks.update.update_jobs import (
     JOINT,
-    TEXTS,
     UPDATE,
-    Modality,
-    advantages_of,
     alone,
     changed,
     commit,
@@ -40,41 +39,74 @@ from tests.tasks.update.update_jobs import (
 
 ADAPTER = "adapter_model.safetensors"
 DENOISING = DenoisingUpdateSection(
-    learning_rate=1e-3, minibatch_size=3, micro_batch_size=1, mismatch=MismatchSection(mode="truncate"), kl_coef=0.01
+    learning_rate=1e-3,
+    micro_batch_size=1,
+    mismatch=MismatchSection(mode="truncate"),
+    kl_coef=0.01,
+    ema=0.5,
 )
-UPDATES: Mapping[Stream, UpdateSection] = {"tokens": UPDATE, "denoising": DENOISING}
-DECODER = changed(JOINT, train=("decoder",))
+UPDATES: Mapping[Stream, UpdateSection] = {
+    "tokens": UPDATE.model_copy(update={"reference": ReferenceSection(refresh_every=1, mix=0.6)}),
+    "denoising": DENOISING,
+}
 
 
-def with_settings(stream: Stream, **settings: object) -> Mapping[Stream, UpdateSection]:
-    """The updates with changes of one of them."""
-    return {**UPDATES, stream: UPDATES[stream].model_copy(update=settings)}
+@dataclass(frozen=True)
+class Updated:
+    """An update of both components, in a process that begins with it.
+
+    Attributes:
+        root: of the runs, with the rollouts and advantages of the job.
+        folder: of the new version.
+        progress: the reported numbers of finished and of all passes.
+    """
+
+    job: UpdateJob
+    root: Path
+    outcome: UpdateOutcome
+    folder: Path
+    progress: Sequence[tuple[int, int]]
 
 
-def joint_job(
-    updates: Mapping[Stream, UpdateSection], policy: PolicyRef | None = None, modality: Modality = JOINT
-) -> UpdateJob:
-    rollouts = modality.collect(policy)
-    return job_of(modality, rollouts, trained_advantages(modality, rollouts), policy=policy, update=updates)
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Updated:
+    root, progress = tmp_path_factory.mktemp("both"), list[tuple[int, int]]()
+    use_store(ArtifactStore(str(root / "runs"), "run"))
+    (folder := root / "version").mkdir()
+    with run_resources():
+        rollouts = JOINT.collect()
+        job = job_of(JOINT, rollouts, trained_advantages(JOINT, rollouts), update=UPDATES)
+        outcome = carry_out(job, folder, SINGLE_PROCESS, lambda done, total: progress.append((done, total)))
+    assert outcome is not None
+    return Updated(job, root / "runs", outcome, folder, progress)
 
 
-def version(store: ArtifactStore, job: UpdateJob, folder: Path) -> PolicyRef:
-    return commit(store, job, folder, alone(job, folder))
+@pytest.fixture
+def store(both: Updated, tmp_path: Path) -> ArtifactStore:
+    """A run of the test's own, with the rollouts and advantages of the job."""
+    shutil.copytree(both.root, tmp_path / "runs")
+    store = ArtifactStore(str(tmp_path / "runs"), "run")
+    use_store(store)
+    return store
 
 
-def test_each_component_learns_from_its_rows_and_is_stored_apart(store: ArtifactStore, tmp_path: Path) -> None:
-    job = joint_job(UPDATES)
-    outcome = alone(job, tmp_path / "both")
+def version(store: ArtifactStore, both: Updated, tmp_path: Path) -> PolicyRef:
+    """The update's version, committed to the store of the test."""
+    return commit(store, both.job, shutil.copytree(both.folder, tmp_path / "first"), both.outcome)
+
+
+def test_each_component_learns_from_its_rows_and_is_stored_apart(both: Updated) -> None:
+    outcome, made = both.outcome, both.folder
     # Four drafts and two more renderings of the first one, for each prompt.
     assert outcome.rows == 12
     assert outcome.metrics["sampling/sampling_logp_difference/max"] < 1e-4
     assert outcome.metrics["denoising/sampling/sampling_logp_difference/max"] <= 1e-5
-    state = json.loads((tmp_path / "both" / "training_state.json").read_text())
-    # Eight drafts in minibatches of four, twice; six renderings in minibatches of three, once.
-    assert state["optimizer_steps"] == {"tokens": 4, "denoising": 2}
-    assert state["policy_digest"] == outcome.digest == weights_digest(tmp_path / "both")
-    for stream, steps in (("tokens", 4), ("denoising", 2)):
-        folder = tmp_path / "both" / stream
+    state = json.loads((made / "training_state.json").read_text())
+    # Eight drafts in minibatches of four, twice; six renderings at once.
+    assert state["optimizer_steps"] == {"tokens": 4, "denoising": 1}
+    assert state["policy_digest"] == outcome.digest == weights_digest(made)
+    for stream, steps in (("tokens", 4), ("denoising", 1)):
+        folder = made / stream
         assert pl.read_parquet(folder / "update_steps.parquet")["optimizer_step"].to_list() == list(range(1, steps + 1))
         names = list(load_file(folder / ADAPTER))
         assert names
@@ -83,27 +115,26 @@ def test_each_component_learns_from_its_rows_and_is_stored_apart(store: Artifact
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-def test_a_component_is_trained_as_in_a_run_of_its_own(stream: Stream, store: ArtifactStore, tmp_path: Path) -> None:
-    """No update sees the other's rows, settings or weights."""
-    alone(joint_job(UPDATES), tmp_path / "both")
+def test_a_component_is_trained_as_in_a_run_of_its_own(
+    stream: Stream, both: Updated, store: ArtifactStore, tmp_path: Path
+) -> None:
+    """No update sees the other's rows, settings or weights; one component alone is stored without a subfolder."""
     single = changed(JOINT, train=({"tokens": "tokens", "denoising": "decoder"}[stream],))
-    rollouts = JOINT.collect()
+    (rollouts,) = both.job.rollouts
     job = job_of(single, rollouts, trained_advantages(single, rollouts), update={stream: UPDATES[stream]})
-    alone(job, tmp_path / "one")
-    ours, theirs = load_file(tmp_path / "both" / stream / ADAPTER), load_file(tmp_path / "one" / ADAPTER)
+    assert alone(job, tmp_path / "one").rows == {"tokens": 8, "denoising": 6}[stream]
+    state = json.loads((tmp_path / "one" / "training_state.json").read_text())
+    assert state["optimizer_steps"] == {"tokens": 4, "denoising": 1}[stream]
+    ours, theirs = load_file(both.folder / stream / ADAPTER), load_file(tmp_path / "one" / ADAPTER)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     assert ours.keys() == theirs.keys()
 
 
-def test_an_update_goes_on_from_what_is_stored(store: ArtifactStore, tmp_path: Path) -> None:
-    """Weights, moments, steps, references and averages of both, in this process and in one that begins with them."""
-    updates = {
-        "tokens": UPDATES["tokens"].model_copy(update={"reference": ReferenceSection(refresh_every=1, mix=0.6)}),
-        "denoising": UPDATES["denoising"].model_copy(update={"ema": 0.5, "minibatch_size": None}),
-    }
+def test_an_update_goes_on_from_what_is_stored(both: Updated, store: ArtifactStore, tmp_path: Path) -> None:
+    """Weights, moments, steps, references and averages of both, in a process that made the first and in a new one."""
     with run_resources():
-        policy = version(store, joint_job(updates), tmp_path / "first")
-        job = joint_job(updates, policy)
+        policy = commit(store, both.job, tmp_path / "first", alone(both.job, tmp_path / "first"))
+        job = both.job.model_copy(update={"policy": policy})
         second = alone(job, tmp_path / "second")
     with run_resources():
         assert alone(job, tmp_path / "again") == second
@@ -123,8 +154,8 @@ def test_an_update_goes_on_from_what_is_stored(store: ArtifactStore, tmp_path: P
     assert (folder / EMA_FOLDER / "tokens" / ADAPTER).read_bytes() == (folder / "tokens" / ADAPTER).read_bytes()
 
 
-def test_the_averaged_policy_is_loaded_by_component(store: ArtifactStore, tmp_path: Path) -> None:
-    policy = version(store, joint_job(with_settings("denoising", ema=0.5)), tmp_path / "first")
+def test_the_averaged_policy_is_loaded_by_component(both: Updated, store: ArtifactStore, tmp_path: Path) -> None:
+    policy = version(store, both, tmp_path)
     loaded = resource(ResidentPolicy).at(policy.averaged, JOINT.spec(), JOINT.rollout, PlacementSection(device="cpu"))
     stored = Path(store.path("policies/000001"))
     for stream, folder in (("tokens", stored / "tokens"), ("denoising", stored / EMA_FOLDER / "denoising")):
@@ -157,10 +188,10 @@ def disturbed(stored: ArtifactRef, column: str, store: ArtifactStore) -> Artifac
 
 @pytest.mark.parametrize(("column", "stream"), [("rollout_logprobs", "tokens"), ("denoising_logprobs", "denoising")])
 def test_a_gate_of_either_component_stops_the_version(
-    column: str, stream: Stream, store: ArtifactStore, tmp_path: Path
+    column: str, stream: Stream, both: Updated, store: ArtifactStore, tmp_path: Path
 ) -> None:
     """The next use of the policy in memory loads the weights of the version that it asks for."""
-    job = joint_job(UPDATES)
+    job = both.job
     rollouts = disturbed(job.rollouts[0], column, store)
     with pytest.raises(ParityError):
         alone(job.model_copy(update={"rollouts": (rollouts,)}), tmp_path / "refused")
@@ -169,24 +200,12 @@ def test_a_gate_of_either_component_stops_the_version(
     for component in policy.components.values():
         started = {name: value.detach() for name, value in component.trainable_parameters().items()}
         assert all(not value.any() for name, value in started.items() if "lora_B" in name)
-    alone(job, tmp_path / "after")
-    with run_resources():
-        alone(job, tmp_path / "fresh")
-    assert weights_digest(tmp_path / "after") == weights_digest(tmp_path / "fresh")
+    assert alone(job, tmp_path / "after").digest == both.outcome.digest
 
 
-def test_a_decoder_alone_is_stored_without_a_subfolder(store: ArtifactStore, tmp_path: Path) -> None:
-    outcome = alone(joint_job({"denoising": DENOISING}, modality=DECODER), tmp_path / "one")
-    assert json.loads((tmp_path / "one" / "training_state.json").read_text())["optimizer_steps"] == 2
-    assert all("transformer_blocks" in name for name in load_file(tmp_path / "one" / ADAPTER))
-    assert outcome.metrics["sampling/sampling_logp_difference/max"] <= 1e-5
-    assert outcome.rows == 6
-
-
-def test_a_job_arrives_in_another_process_as_it_is(store: ArtifactStore) -> None:
-    rollouts = TEXTS.collect()
+def test_a_job_arrives_in_another_process_as_it_is(both: Updated) -> None:
     adapted = changed(JOINT, lora=LoraSection(modules_to_save=("proj_out", "lm_head")))
-    job = job_of(adapted, rollouts, advantages_of(rollouts), update=UPDATES)
+    job = job_of(adapted, *both.job.rollouts, both.job.advantages, update=UPDATES)
     arrived = UpdateJob.model_validate_json(job.model_dump_json())
     assert arrived.model == job.model
     assert {stream: update.model_dump() for stream, update in arrived.updates.items()} == {
@@ -216,10 +235,10 @@ class KilledError(BaseException):
 
 
 def test_a_kill_between_the_components_leaves_no_version(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    both: Updated, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of the first component were written; the next start makes the version that an undisturbed one makes."""
-    job = joint_job(UPDATES)
+    job, outcome = both.job, both.outcome
     arguments = (job.policy, job.rollouts, job.advantages, job.model, job.updates, job.seed, job.max_staleness)
 
     def make() -> PolicyRef:
@@ -236,8 +255,6 @@ def test_a_kill_between_the_components_leaves_no_version(
         assert store.find("policies/000001") is None
         patched.undo()
         again = make()
-    with run_resources():
-        outcome = alone(job, tmp_path / "undisturbed")
     assert (again.digest, again.checkpoint and again.checkpoint.digest) == (outcome.digest, outcome.checkpoint_digest)
     # A version that is damaged after the states were pruned cannot be made again.
     store.clear_place("policies/000001", reason="a bit fell")
@@ -246,10 +263,8 @@ def test_a_kill_between_the_components_leaves_no_version(
         make()
 
 
-def test_progress_covers_both_components(store: ArtifactStore, tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    carry_out(joint_job(UPDATES), tmp_path, SINGLE_PROCESS, lambda done, total: seen.append((done, total)))
-    shares = [done / total for done, total in seen]
+def test_progress_covers_both_components(both: Updated) -> None:
+    shares = [done / total for done, total in both.progress]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert 0.5 in shares

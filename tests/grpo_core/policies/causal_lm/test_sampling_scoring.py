@@ -47,8 +47,10 @@ def difference(policy: CausalLMPolicy, sampled: SampledTokens) -> float:
     return float((scored - sampled.rollout_logprobs).abs().max())
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(
+    ("kind", "sampler"),
+    [*((kind, "all cuts") for kind in CONFIGS), *((kind, each) for kind in ("llama", "gemma2") for each in SAMPLERS)],
+)
 def test_stored_and_recomputed_log_probs_agree(kind: str, sampler: str) -> None:
     policy = made_policy(kind, SAMPLERS[sampler])
     sampled = drawn(policy)
@@ -111,7 +113,7 @@ def test_a_prompt_that_comes_twice_is_sampled_twice() -> None:
 def test_greedy_tokens_are_those_of_generate(kind: str) -> None:
     policy = made_policy(kind, CausalLMSettings(max_completion_length=10, temperature=1e-5))
     model = policy._model
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[:2]:
         encoded = policy._encode([prompt])
         likeliest = model.generate(
             input_ids=encoded.input_ids,

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
-from grpo_core.policies.denoising import NoisyScheduler, ReplayScheduler, SdeType
+from grpo_core.policies.denoising import DenoisingComponent, NoisyScheduler, ReplayScheduler, SdeType
 from grpo_core.policies.denoising import component as component_module
 from grpo_core.policies.trained.model import copied, exchanged
 from grpo_core.records import DenoisingBatch
 from tests.grpo_core.policies.denoising.tiny_pipelines import (
     PIPELINES,
-    RandomComponent,
     component,
     sampled,
     settings,
@@ -29,8 +28,10 @@ def gate(actions: DenoisingBatch, stored: Tensor, scored: Tensor, tolerance: Par
     require_parity(measure_parity(names, stored, scored.detach(), actions.loss_mask), tolerance)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-@pytest.mark.parametrize("sde_type", ["flow_grpo", "dance_grpo", "cps"])
+@pytest.mark.parametrize(
+    ("name", "sde_type"),
+    [*((name, "flow_grpo") for name in PIPELINES), ("sd3", "dance_grpo"), ("sd3", "cps"), ("glm_image", "cps")],
+)
 def test_the_ratio_is_one_on_unchanged_weights(name: str, sde_type: SdeType) -> None:
     made = component(name, settings(name, sde_type=sde_type))
     for window_start in (0, 2):
@@ -41,24 +42,10 @@ def test_the_ratio_is_one_on_unchanged_weights(name: str, sde_type: SdeType) -> 
         torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image", "z_image"])
-def test_the_ratio_is_one_in_bfloat16(name: str) -> None:
-    made = component(name, settings(name), dtype=torch.bfloat16)
-    actions, stored = sampled(made, name)
-    made.prepare_for_update()
-    gate(actions, stored, made.logprobs(actions).logprobs)
-
-
 @pytest.mark.slow
 def test_the_ratio_of_glm_image_is_one_in_bfloat16() -> None:
     made = component("glm_image", dtype=torch.bfloat16)
     actions, stored = sampled(made, "glm_image")
-    gate(actions, stored, made.logprobs(actions).logprobs)
-
-
-def test_the_ratio_is_one_under_autocast() -> None:
-    made = component("sd3", autocast=torch.bfloat16)
-    actions, stored = sampled(made, "sd3")
     gate(actions, stored, made.logprobs(actions).logprobs)
 
 
@@ -70,14 +57,6 @@ def test_rows_are_scored_alike_in_any_order_and_number() -> None:
     order = [5, 0, 7, 3, 2, 6]
     scored = made.logprobs(rows.select(order)).logprobs
     torch.testing.assert_close(scored.detach(), torch.cat([stored, also_stored])[order], rtol=0, atol=1e-6)
-
-
-def test_a_row_does_not_depend_on_the_rows_sampled_with_it() -> None:
-    made = component("sd3")
-    together, stored = sampled(made, "sd3", samples=4)
-    fewer, also_stored = sampled(made, "sd3", samples=2)
-    torch.testing.assert_close(torch.stack(fewer.states), torch.stack(together.states[:2]), rtol=0, atol=2e-3)
-    torch.testing.assert_close(also_stored, stored[:2], rtol=0, atol=1e-6)
 
 
 def test_sums_over_the_latents_are_the_means_times_their_number() -> None:
@@ -93,7 +72,7 @@ def test_sums_over_the_latents_are_the_means_times_their_number() -> None:
 # Mistakes
 
 
-def sigma_from_the_timestep(made: RandomComponent, actions: DenoisingBatch, patch: pytest.MonkeyPatch) -> None:
+def sigma_from_the_timestep(made: DenoisingComponent, actions: DenoisingBatch, patch: pytest.MonkeyPatch) -> None:
     original = ReplayScheduler.set_timesteps
 
     def wrong(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -104,7 +83,7 @@ def sigma_from_the_timestep(made: RandomComponent, actions: DenoisingBatch, patc
     patch.setattr(ReplayScheduler, "set_timesteps", wrong_signature(wrong))
 
 
-def timestep_off_by_one(made: RandomComponent, actions: DenoisingBatch, patch: pytest.MonkeyPatch) -> None:
+def timestep_off_by_one(made: DenoisingComponent, actions: DenoisingBatch, patch: pytest.MonkeyPatch) -> None:
     original = ReplayScheduler.set_timesteps
 
     def wrong(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,13 +110,13 @@ def wrong_signature(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def changed(**changes: Any) -> Callable[..., None]:
-    def mistake(made: RandomComponent, actions: DenoisingBatch, patch: pytest.MonkeyPatch) -> None:
+    def mistake(made: DenoisingComponent, actions: DenoisingBatch, patch: pytest.MonkeyPatch) -> None:
         made.settings = replace(made.settings, **changes)
 
     return mistake
 
 
-def adapters_not_loaded(made: RandomComponent, actions: DenoisingBatch, patch: pytest.MonkeyPatch) -> None:
+def adapters_not_loaded(made: DenoisingComponent, actions: DenoisingBatch, patch: pytest.MonkeyPatch) -> None:
     made.load_weights(None)
 
 
@@ -153,7 +132,7 @@ MISTAKES: dict[str, Callable[..., None]] = {
 
 
 @pytest.fixture(scope="module")
-def glm_image() -> tuple[RandomComponent, DenoisingBatch, Tensor]:
+def glm_image() -> tuple[DenoisingComponent, DenoisingBatch, Tensor]:
     """GLM-Image at 128 pixels, where the timesteps that its model is given are not 1000 sigma."""
     made = component("glm_image", settings("glm_image"))
     return made, *sampled(made, "glm_image", samples=2)
@@ -161,7 +140,7 @@ def glm_image() -> tuple[RandomComponent, DenoisingBatch, Tensor]:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_gate_refuses_a_mistake_in_scoring(
-    mistake: str, glm_image: tuple[RandomComponent, DenoisingBatch, Tensor], monkeypatch: pytest.MonkeyPatch
+    mistake: str, glm_image: tuple[DenoisingComponent, DenoisingBatch, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, actions, stored = glm_image
     right = made.settings
@@ -182,7 +161,7 @@ def test_the_gate_refuses_a_window_that_is_off_by_one() -> None:
 
 
 def test_the_gate_refuses_the_tokens_of_another_sample(
-    glm_image: tuple[RandomComponent, DenoisingBatch, Tensor],
+    glm_image: tuple[DenoisingComponent, DenoisingBatch, Tensor],
 ) -> None:
     made, actions, stored = glm_image
     assert actions.drafts is not None

@@ -12,7 +12,9 @@ from torch import Tensor
 from grpo_core.groups import GroupRequest
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.denoising import DenoisingComponent, DenoisingSettings
+from grpo_core.policies.glm_image.decoder import GlmImageDecoder
 from grpo_core.policies.glm_image.loading import load_pipeline
+from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
 from grpo_core.policies.trained import LoraModel, LoraSettings, TrainingChoice, train_model
 from grpo_core.records import DenoisingBatch, TokenBatch
 
@@ -44,22 +46,6 @@ class RandomComponent(DenoisingComponent):
     def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
         found = self.arguments(prompts, self.settings.guidance_scale, next(self.trained.model.parameters()).dtype)
         return {"height": size.height, "width": size.width, **found}
-
-
-class GlmImageComponent(RandomComponent):
-    """The decoder of the tiny GLM-Image of this repository."""
-
-    one_prompt_per_call = True
-
-    def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
-        assert drafts is not None
-        return {
-            "prompt": list(prompts),
-            "height": size.height,
-            "width": size.width,
-            "prior_token_ids": drafts.token_ids,
-            "guidance_scale": self.settings.guidance_scale,
-        }
 
 
 def autoencoder(**changes: Any) -> Any:
@@ -223,15 +209,17 @@ GUIDANCE = {"sd3": 4.5, "flux": 3.5, "qwen_image": 4.0, "z_image": 4.0, "glm_ima
 
 
 def settings(name: str = "sd3", **changes: Any) -> DenoisingSettings:
-    return DenoisingSettings(
-        **{
-            "num_inference_steps": 6,
-            "guidance_scale": GUIDANCE[name],
-            "sde_window_range": (0, 4),
-            "sde_window_size": 2,
-            **changes,
-        }
-    )
+    given: dict[str, Any] = {
+        "num_inference_steps": 6,
+        "guidance_scale": GUIDANCE[name],
+        "sde_window_range": (0, 4),
+        "sde_window_size": 2,
+        **changes,
+    }
+    if name != "glm_image":
+        return DenoisingSettings(**given)
+    size = size_of(name)
+    return GlmImageSettings(height=size.height, width=size.width, **given)
 
 
 def component(
@@ -241,8 +229,7 @@ def component(
     dtype: torch.dtype = torch.float32,
     lora: bool = True,
     checkpointing: bool = False,
-    autocast: torch.dtype | None = None,
-) -> RandomComponent:
+) -> DenoisingComponent:
     """Return a component whose adapters are away from zero, so that the policy is not its reference."""
     pipeline, arguments = MAKE[name]()
     pipeline.to(dtype=dtype)
@@ -254,8 +241,10 @@ def component(
     trained = train_model(pipeline.transformer, choice, base_name=name, default_targets=DECODER_LINEARS)
     if isinstance(trained, LoraModel):
         disturb(trained)
-    kind = GlmImageComponent if name == "glm_image" else RandomComponent
-    return kind(pipeline, chosen or settings(name), trained, autocast=autocast, arguments=arguments)
+    chosen = chosen or settings(name)
+    if name == "glm_image":
+        return GlmImageDecoder(pipeline, chosen, trained)
+    return RandomComponent(pipeline, chosen, trained, arguments=arguments)
 
 
 @torch.no_grad()
@@ -281,12 +270,13 @@ def request(
 
 
 def drafts(name: str, size: ImageSize, rows: int, prompt: str = "a red circle") -> TokenBatch | None:
-    """Return tokens of a large grid for GLM-Image, already doubled as its decoder reads them."""
-    if name != "glm_image":
+    """Return complete drafts for GLM-Image, random and one per row."""
+    unit = read_pixel_unit(str(GLM_IMAGE)) if name == "glm_image" else None
+    if unit is None:
         return None
-    cells = (size.width // 4) * (size.height // 4)
-    tokens = torch.randint(73, (rows, cells), generator=torch.Generator().manual_seed(3))
-    return TokenBatch((prompt,) * rows, tokens, torch.ones(rows, cells, dtype=torch.bool), 1.0)
+    length = token_grids(size, unit).tokens
+    tokens = torch.randint(73, (rows, length), generator=torch.Generator().manual_seed(3))
+    return TokenBatch((prompt,) * rows, tokens, torch.ones(rows, length, dtype=torch.bool), 1.0)
 
 
 def size_of(name: str) -> ImageSize:
@@ -294,7 +284,9 @@ def size_of(name: str) -> ImageSize:
     return ImageSize(128, 128) if name == "glm_image" else SIZE
 
 
-def sampled(made: RandomComponent, name: str, samples: int = 4, window_start: int = 1) -> tuple[DenoisingBatch, Tensor]:
+def sampled(
+    made: DenoisingComponent, name: str, samples: int = 4, window_start: int = 1
+) -> tuple[DenoisingBatch, Tensor]:
     """Return the noisy steps of one group and their log-probs."""
     size = size_of(name)
     found = made.sample(

@@ -9,13 +9,15 @@ import torch
 
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.denoising.estimate import count_blocks
+from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.settings import DiffusersSettings
 from grpo_core.policies.estimate import ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.trained import LoraSettings, TrainingChoice
 from grpo_core.records import DenoisingBatch
-from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, load, request, settings
+from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, request, settings
 
 SavedFolder = Callable[[str], Path]
+SharedPolicy = Callable[[str], DiffusersPolicy]
 LORA = TrainingChoice(LoraSettings(rank=4, alpha=8))
 
 
@@ -34,9 +36,8 @@ def estimated(folder: Path, chosen: DiffusersSettings, choice: TrainingChoice = 
     return estimate_resources("diffusers", str(folder), chosen, choices, {"denoising": given})
 
 
-def kept_for_backward(folder: Path, chosen: DiffusersSettings) -> int:
+def kept_for_backward(policy: DiffusersPolicy) -> int:
     """Bytes that autograd keeps for the pass of two rows, parameters left out."""
-    policy = load(folder, chosen)
     (group,) = policy.sample([request(samples=2)])
     actions = group.streams["denoising"].actions
     assert isinstance(actions, DenoisingBatch)
@@ -55,33 +56,31 @@ def kept_for_backward(folder: Path, chosen: DiffusersSettings) -> int:
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_activations_are_about_what_autograd_keeps(saved_folder: SavedFolder, name: str) -> None:
-    chosen = settings(name, height=64, width=64)
-    measured = kept_for_backward(saved_folder(name), chosen)
+def test_activations_are_about_what_autograd_keeps(
+    saved_folder: SavedFolder, shared_policy: SharedPolicy, name: str
+) -> None:
+    policy, chosen = shared_policy(name), settings(name, height=64, width=64)
+    policy.sample_with(chosen)
+    measured = kept_for_backward(policy)
     # The estimate has the longest prompt that is read; tiny heads and embeddings are as large as a block.
     share = estimated(saved_folder(name), chosen).memory.part("activations") / measured
     assert 0.7 < share < 1.8
 
 
-def test_weights_are_counted_exactly(saved_folder: SavedFolder) -> None:
+def test_weights_and_states_are_counted_exactly(saved_folder: SavedFolder, shared_policy: SharedPolicy) -> None:
     for name in MAKE:
-        policy = load(saved_folder(name), settings(name))
-        pipeline, memory = policy.denoising.pipeline, estimated(saved_folder(name), settings(name)).memory
+        policy, found = shared_policy(name), estimated(saved_folder(name), settings(name))
+        pipeline, memory = policy.denoising.pipeline, found.memory
         assert memory.part("vae weights") == sum(each.nbytes for each in pipeline.vae.parameters())
         assert memory.part("text_encoder weights") == sum(each.nbytes for each in pipeline.text_encoder.parameters())
         trained = sum(each.nbytes for each in policy.denoising.trainable_parameters().values())
         assert memory.part("adapters") == memory.part("gradients") == trained
         everything = sum(each.nbytes for each in policy.denoising.trained.model.parameters())
         assert memory.part("transformer weights") == everything - trained
-
-
-def test_states_are_what_a_rollout_stores(saved_folder: SavedFolder) -> None:
-    for name in MAKE:
-        policy = load(saved_folder(name), settings(name))
         (group,) = policy.sample([request(samples=1)])
         actions = group.streams["denoising"].actions
         assert isinstance(actions, DenoisingBatch)
-        stored, found = actions.states[0].nbytes, estimated(saved_folder(name), settings(name))
+        stored = actions.states[0].nbytes
         assert found.states == stored
         assert f"{stored / 1024**2:.3g} MiB of states per image of 32x32" in found.counted
 

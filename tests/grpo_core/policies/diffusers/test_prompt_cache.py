@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.prompt_cache import PromptCache
-from tests.grpo_core.policies.diffusers.tiny_pipelines import LENGTHS, MAKE, load, request, settings
+from tests.grpo_core.policies.diffusers.tiny_pipelines import LENGTHS, MAKE, request, settings
 
 SavedFolder = Callable[[str], Path]
+SharedPolicy = Callable[[str], DiffusersPolicy]
 
 
 def encoded(pipeline: Any, name: str, rows: int, prompt: str = "a red dot") -> Any:
@@ -36,17 +38,20 @@ def test_rows_are_what_the_pipeline_encodes(saved_folder: SavedFolder, name: str
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_text_encoders_run_once_for_a_prompt(saved_folder: SavedFolder, name: str) -> None:
-    policy = load(saved_folder(name), settings(name, decode_batch_size=2))
+def test_text_encoders_run_once_for_a_prompt(shared_policy: SharedPolicy, name: str) -> None:
+    policy = shared_policy(name)
+    policy.sample_with(settings(name, decode_batch_size=2))
     runs = []
-    policy.denoising.pipeline.text_encoder.register_forward_hook(lambda *_: runs.append(1))
-    list(policy.sample([request()]))
+    hook = policy.denoising.pipeline.text_encoder.register_forward_hook(lambda *_: runs.append(1))
+    list(policy.sample([request("one prompt")]))
     first = len(runs)
-    (group,) = policy.sample([request(seed=5, samples=4)])
+    assert first > 0
+    (group,) = policy.sample([request("one prompt", seed=5, samples=4)])
     policy.denoising.logprobs(group.streams["denoising"].actions)
     assert len(runs) == first
     list(policy.sample([request("another")]))
     assert first < len(runs) <= 2 * first
+    hook.remove()
 
 
 def test_other_settings_are_other_results(saved_folder: SavedFolder) -> None:

@@ -55,11 +55,11 @@ def test_large_grid_is_doubled_along_both_axes() -> None:
     ("written", "expected"),
     [(6, [1, 2, 3, 4]), (4, [1, 2, 2, 2]), (3, [1, 1, 1, 1]), (2, [9, 9, 9, 9]), (1, [8, 8, 8, 8]), (0, [0, 0, 0, 0])],
 )
-@pytest.mark.parametrize("garbage", [0, 72, 74, -1, 16385])
-def test_a_short_grid_goes_on_with_its_last_token(written: int, expected: list[int], garbage: int) -> None:
+def test_a_short_grid_goes_on_with_its_last_token(written: int, expected: list[int]) -> None:
     mask = torch.arange(6).unsqueeze(0) < written
-    ids = torch.where(mask, torch.tensor([[8, 9, 1, 2, 3, 4]]), garbage)
-    assert large_grid_ids(ids, mask, GRIDS).view(4, 4)[::2, ::2].flatten().tolist() == expected
+    for garbage in (0, 72, 74, -1, 16385):
+        ids = torch.where(mask, torch.tensor([[8, 9, 1, 2, 3, 4]]), garbage)
+        assert large_grid_ids(ids, mask, GRIDS).view(4, 4)[::2, ::2].flatten().tolist() == expected, garbage
 
 
 # --- images
@@ -73,8 +73,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(shipped_pip
     assert first[1].tobytes() != other[1].tobytes()
 
 
-@pytest.mark.parametrize("guidance_scale", [1.0, 1.5])
-@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS[2]])
+@pytest.mark.parametrize(("prompt", "guidance_scale"), [(PROMPTS[0], 1.0), (PROMPTS[2], 1.5)])
 def test_a_row_is_decoded_alike_alone_and_in_its_group(
     shipped_pipeline: GlmImagePipeline, prompt: str, guidance_scale: float
 ) -> None:
@@ -136,13 +135,10 @@ def test_rows_of_mixed_prompts_come_back_in_order(shipped_pipeline: GlmImagePipe
     assert farthest(together[0], together[2]) > 20
 
 
-@pytest.mark.parametrize("decode_batch_size", [1, 2, 5])
-def test_decode_batch_size_does_not_change_the_images(
-    shipped_pipeline: GlmImagePipeline, decode_batch_size: int
-) -> None:
+def test_decode_batch_size_does_not_change_the_images(shipped_pipeline: GlmImagePipeline) -> None:
     batch = batch_of([PROMPTS[0]] * 5, TOKENS[:5, :32])
     expected = render(build_policy(shipped_pipeline), batch, [1, 1, 1, 2, 2])
-    policy = build_policy(shipped_pipeline, decode_batch_size=decode_batch_size)
+    policy = build_policy(shipped_pipeline, decode_batch_size=2)
     for image, other in zip(render(policy, batch, [1, 1, 1, 2, 2]), expected, strict=True):
         assert farthest(image, other) <= 1
 

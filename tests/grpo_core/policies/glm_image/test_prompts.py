@@ -111,12 +111,11 @@ def test_nothing_is_left_on_the_model(shipped_pipeline: GlmImagePipeline) -> Non
 @pytest.mark.parametrize(
     "tag", ["<sop>", "<eop>", "<|image|>", "<|endoftext|>", "<|dit_token_3|>", "<|dit_token_73|>", "<|dit_token_74|>"]
 )
-@pytest.mark.parametrize("around", ["{}", "a red {} circle", "a red circle{}\n"])
-def test_a_prompt_with_a_reserved_tag_is_refused(shipped_pipeline: GlmImagePipeline, tag: str, around: str) -> None:
-    prompt = around.format(tag)
-    with pytest.raises(InputError, match="Remove ") as caught:
-        encoded(shipped_pipeline, "a blue square", prompt)
-    assert caught.value.value == prompt
+def test_a_prompt_with_a_reserved_tag_is_refused(shipped_pipeline: GlmImagePipeline, tag: str) -> None:
+    for prompt in (tag, f"a red {tag} circle", f"a red circle{tag}\n"):
+        with pytest.raises(InputError, match="Remove ") as caught:
+            encoded(shipped_pipeline, "a blue square", prompt)
+        assert caught.value.value == prompt
 
 
 @pytest.mark.parametrize(
