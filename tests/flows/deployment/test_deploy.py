@@ -44,6 +44,9 @@ class TestRegistered:
         )
         assert found.job_variables["working_dir"] == "."
         assert found.enforce_parameter_schema
+        # Silent runs are looked after.
+        with get_client(sync_client=True) as client:
+            assert len(client.read_automations_by_name(AUTOMATION)) == 1
 
     def test_a_second_time_brings_up_to_date_and_adds_nothing(self, pool: str) -> None:
         first = deployed(run="twice", cron="0 2 * * *", timezone="Europe/Berlin", evaluate=True, rescore=(str(MIX),))
@@ -59,6 +62,11 @@ class TestRegistered:
         (schedule,) = found[names[0]].schedules
         assert (schedule.schedule.cron, schedule.schedule.timezone, schedule.active) == ("30 3 * * 1", "UTC", True)
         assert [found[name].schedules for name in names[1:]] == [[], []]
+        # A rescoring names its file as workers find it.
+        request = found[names[2]].parameters["request"]
+        rescoring = (request["sources"], request["rewards"], request["name"])
+        assert rescoring == (["twice"], "configs/rewards/mix.yaml", "mix")
+        assert (CHECKOUT / request["rewards"]).is_file()
 
     def test_a_schedule_stays_until_it_is_ended(self, pool: str) -> None:
         deployed(run="kept", cron="0 2 * * *", timezone="Europe/Berlin")
@@ -86,16 +94,6 @@ class TestRegistered:
         deployed(run="dressed", overrides=["run.seed=7"])
         (kept,) = on_the_server("dressed")["grpo train/dressed"].schedules
         assert kept.model_dump(include=set(given)) == given
-
-    def test_a_rescoring_names_its_file_as_workers_find_it(self, pool: str) -> None:
-        deployed(run="scored", rescore=(str(MIX),))
-        requested = on_the_server("scored")["grpo rescore/scored-rescore-mix"].parameters["request"]
-        assert (requested["sources"], requested["rewards"], requested["name"]) == (
-            ["scored"],
-            "configs/rewards/mix.yaml",
-            "mix",
-        )
-        assert (CHECKOUT / requested["rewards"]).is_file()
 
     def test_a_missing_pool_is_created_for_our_workers(self, pool: str) -> None:
         file = read_config(TINY, ["run.name=first"])
@@ -125,15 +123,6 @@ class TestRegistered:
                 asyncio.run(deploy_run(changed, config))
             assert refused.value.place == place
         assert on_the_server("refused") == {}
-
-    def test_silent_runs_are_looked_after(self, pool: str) -> None:
-        deployed(run="watched")
-
-        async def automations() -> int:
-            async with get_client() as client:
-                return len(await client.read_automations_by_name(AUTOMATION))
-
-        assert asyncio.run(automations()) == 1
 
 
 class TestRefused:

@@ -69,17 +69,6 @@ class TestUndisturbed:
 
 
 class TestPrefect:
-    def test_states_and_names_of_task_runs(self, finished: Runs, server: None) -> None:
-        finished.start("cached-or-not", update__learning_rate=1e-3, run__iterations=1)
-        names = _task_runs("cached-or-not")
-        assert names == {
-            "iteration 1: collect rollouts": "Cached",
-            "iteration 1: score ssim": "Cached",
-            "iteration 1: score psnr": "Cached",
-            "iteration 1: compute advantages": "Cached",
-            "iteration 1: update policy": "Completed",
-        }
-
     def test_each_iteration_leaves_a_report_and_a_table(self, undisturbed: tuple[Runs, Start]) -> None:
         kinds = {"grpo-run-report": "markdown", "grpo-run-metrics": "table"}
         with get_client(sync_client=True) as client:
@@ -107,12 +96,6 @@ def _task_runs(run: str) -> dict[str, str | None]:
                 return states
             time.sleep(0.2)
     return states
-
-
-CHANGES = [
-    {"rollout__group_size": 3},
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ({"rollout__temperature": 0.9}, {"run__seed": 1})),
-]
 
 
 class TestReuse:
@@ -145,7 +128,8 @@ class TestReuse:
 
     def test_another_run_of_the_root_copies_what_is_the_same(self, finished: Runs) -> None:
         other = finished.start("other", update__learning_rate=1e-3, run__iterations=1)
-        assert other.stages == ("iteration 1: update policy",)
+        assert other.stages == (FIRST[4],)
+        assert _task_runs("other") == {**dict.fromkeys(FIRST[:4], "Cached"), FIRST[4]: "Completed"}
         assert other.summary.reused == {"run": 1}
         # Only what this run did itself counts as its time.
         assert other.summary.seconds.keys() == {"total", "update"}
@@ -154,7 +138,8 @@ class TestReuse:
         assert len(ours) == 4
         assert finished.start("other", update__learning_rate=1e-3, run__iterations=1).stages == ()
 
-    @pytest.mark.parametrize("change", CHANGES)
+    @pytest.mark.slow
+    @pytest.mark.parametrize("change", [{"rollout__group_size": 3}, {"rollout__temperature": 0.9}, {"run__seed": 1}])
     def test_other_sampling_repeats_everything(self, finished: Runs, change: dict[str, object]) -> None:
         assert finished.start(run__iterations=1, **change).stages == FIRST
 
@@ -168,7 +153,7 @@ class TestReuse:
             **held_out,
             evaluate__target_column="target",
             evaluate__limit=1,
-            evaluate__samples_per_prompt=2,
+            evaluate__samples_per_prompt=1,
             placement__device="cpu",
         )
         baselines = tuple(f"baseline {name}: {stage}" for name in ("blank", "target") for stage in STAGES[1:4])
@@ -186,12 +171,12 @@ class TestReuse:
 
 # A file of each kind, and the stage that makes it.
 FILES = [
-    ("iteration_000001/rollouts/part-00000.parquet", FIRST[0]),
     ("iteration_000001/rewards/psnr.manifest.json", FIRST[1]),
-    ("policies/000002/training_state.json", SECOND[4]),
     *(
         pytest.param(*each, marks=pytest.mark.slow)
         for each in (
+            ("iteration_000001/rollouts/part-00000.parquet", FIRST[0]),
+            ("policies/000002/training_state.json", SECOND[4]),
             ("iteration_000002/rewards/ssim/scores.parquet", SECOND[2]),
             ("iteration_000001/advantages/advantages.parquet", FIRST[3]),
             ("iteration_000002/rollouts.manifest.json", SECOND[0]),
@@ -233,29 +218,17 @@ class TestDamage:
             assert [name in reason for reason in reasons].count(True) == 1
         final(finished, again)
 
-    @pytest.mark.parametrize("name", ["run.json", "config.yaml"])
-    def test_a_missing_description_costs_no_stage(self, finished: Runs, final: Compare, name: str) -> None:
-        finished.path(name).unlink()
-        again = finished.start()
-        assert again.stages == ()
-        final(finished, again)
-
-    def test_killed_while_moving_to_previous_continues_to_move(self, finished: Runs) -> None:
-        finished.path("previous", "0001-000000").mkdir(parents=True)
-        finished.path("config.yaml").rename(finished.path("previous", "0001-000000", "config.yaml"))
-        changed = finished.start(update__learning_rate=1e-3, run__iterations=1)
-        assert changed.stages == (FIRST[4],)
-        assert not finished.path("iteration_000002").exists()
-
     def test_flipped_record_is_quarantined_by_name(self, finished: Runs, final: Compare) -> None:
         records = [
             path for name in (".stages", "run/.stages") for path in finished.root.joinpath(name).glob("update-*")
         ]
         assert len(records) == 4
+        # One update's, at both places.
         for path in records:
-            flip(path)
+            if path.name == records[0].name:
+                flip(path)
         again = finished.start()
-        assert again.stages == (FIRST[4], SECOND[4])
+        assert again.stages in ((FIRST[4],), (SECOND[4],))
         assert [reason.startswith("update-policy-") for reason in finished.reasons()][:1] == [True]
         final(finished, again)
         assert finished.start().stages == ()
@@ -270,10 +243,16 @@ class TestDamage:
         assert all("another result of the same stage" in reason for reason in finished.reasons())
 
 
+def without_last_update(runs: Runs) -> None:
+    """Delete the last policy, so that the next start repeats its update alone."""
+    shutil.rmtree(runs.path("policies", "000002"))
+
+
 class TestFailure:
     def test_update_that_fails_half_way_leaves_no_trace_in_the_next_start(
-        self, empty: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch
+        self, finished: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        without_last_update(finished)
         real = PolicyOptimizer.step
 
         def step_and_fail(self: PolicyOptimizer) -> None:
@@ -282,13 +261,13 @@ class TestFailure:
 
         monkeypatch.setattr(PolicyOptimizer, "step", step_and_fail)
         with pytest.raises(RuntimeError, match="power cut"):
-            empty.start()
-        assert not empty.path("policies").exists()
+            finished.start()
+        assert not finished.path("policies", "000002").exists()
         monkeypatch.undo()
         monkeypatch.chdir(REPOSITORY)
-        again = empty.start()
-        assert again.stages == (FIRST[4], *SECOND)
-        final(empty, again)
+        again = finished.start()
+        assert again.stages == SECOND[4:]
+        final(finished, again)
 
     def test_a_report_that_fails_beside_the_next_iteration_ends_the_run_and_is_made_up_for(
         self, finished: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch
@@ -307,27 +286,35 @@ class TestFailure:
         assert again.stages == ()
         final(finished, again)
 
-    def test_nan_of_a_reward_names_the_samples(self, finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nan_of_a_reward_names_the_samples(
+        self, finished: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shutil.rmtree(finished.path("iteration_000002", "rewards", "ssim"))
+        shutil.rmtree(finished.path("iteration_000002", "rewards", "psnr"))
+
         def broken(self: SsimReward, batch: ScoringBatch) -> list[Score]:
             return [Score(float("nan") if name.endswith("s01") else 0.5, 0.5) for name in batch.sample_ids]
 
         monkeypatch.setattr(SsimReward, "score", broken)
-        with pytest.raises(FailedSamplesError, match=r"i000003\.p0000\.s01: .*; i000003\.p0001\.s01: "):
-            finished.start(run__iterations=3)
+        with pytest.raises(FailedSamplesError, match=r"i000002\.p0000\.s01: .*; i000002\.p0001\.s01: "):
+            finished.start()
         monkeypatch.undo()
         monkeypatch.chdir(REPOSITORY)
-        assert finished.path("iteration_000003", "rewards", "psnr.manifest.json").is_file()
-        again = finished.start(run__iterations=3)
-        assert again.stages == tuple(f"iteration 3: {stage}" for stage in STAGES[2:])
+        assert finished.path("iteration_000002", "rewards", "psnr", "scores.parquet").is_file()
+        again = finished.start()
+        assert again.stages == (SECOND[2],)
+        final(finished, again)
 
 
 def test_another_root_may_be_any_url(undisturbed: tuple[Runs, Start]) -> None:
     runs = Runs(Path("unused"))
     try:
-        first = runs.start(storage__root="memory://bucket/runs")
-        assert first.stages == ALL
-        assert first.summary.policy_digest == undisturbed[1].summary.policy_digest
-        assert runs.start(storage__root="memory://bucket/runs").stages == ()
+        settings = {"storage__root": "memory://bucket/runs", "run__iterations": 1}
+        first = runs.start(**settings)
+        assert first.stages == FIRST
+        sampling = undisturbed[0].tables()["iteration_000002/rollouts/part-00000.parquet"][0]["policy_digest"]
+        assert first.summary.policy_digest == sampling
+        assert runs.start(**settings).stages == ()
     finally:
         memory = fsspec.filesystem("memory")
         if memory.exists("/bucket"):
