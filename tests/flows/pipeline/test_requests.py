@@ -1,8 +1,6 @@
 """Requests as options of commands, and the names in them: what is refused is named, and leaves no trace."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,19 +57,3 @@ def test_commands_name_the_option_and_end_with_2(
     assert (error["place"], error["value"]) == (place, value)
     assert error["hint"]
     assert ended.stderr.startswith(f"error: {place}: got {value!r}.")
-
-
-def test_options_and_their_mistakes_import_no_heavy_library() -> None:
-    program = """
-import sys
-from flows import train, evaluate, replay, rescore
-from typer.testing import CliRunner
-from flows.command_line.main import application
-for command in (["evaluate", "absent"], ["replay", "absent"], ["prune", "absent", "--policies-last", "1"],
-                ["rescore", "absent", "--rewards", "x", "--name", "y"], ["inspect", "absent"], ["ui", "--host", "::"]):
-    for arguments in (command, [command[0], "--help"]):
-        assert CliRunner().invoke(application, arguments).exit_code == (0 if "--help" in arguments else 2)
-print([name for name in ("prefect", "torch", "transformers", "polars") if name in sys.modules])
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ended.stdout == "[]\n"

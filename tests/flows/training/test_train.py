@@ -143,6 +143,7 @@ class TestReuse:
     def test_other_sampling_repeats_everything(self, finished: Runs, change: dict[str, object]) -> None:
         assert finished.start(run__iterations=1, **change).stages == FIRST
 
+    @pytest.mark.slow
     def test_weights_of_the_mix_leave_rollouts_and_scores(self, finished: Runs) -> None:
         changed = finished.start(run__iterations=1, **{"rewards.0.weight": 0.9})
         assert changed.stages == FIRST[3:]
@@ -160,12 +161,6 @@ class TestReuse:
         evaluations = tuple(f"evaluation of policy {v}: {stage}" for v in (0, 2) for stage in STAGES[:4])
         assert changed.stages == baselines + evaluations
         assert changed.summary.policy_digest == finished.start().summary.policy_digest
-        assert finished.reasons() == []
-
-    def test_more_iterations_go_on(self, finished: Runs) -> None:
-        longer = finished.start(run__iterations=3)
-        assert longer.stages == tuple(f"iteration 3: {stage}" for stage in STAGES)
-        assert longer.summary.iterations == 3
         assert finished.reasons() == []
 
 
