@@ -56,3 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "postgres" in getattr(item, "fixturenames", ()):
             item.add_marker("postgresql")
+
+
+def pytest_unconfigure() -> None:
+    """Libraries report what the interpreter does not free at its end."""
+    gc.unfreeze()
