@@ -99,21 +99,14 @@ def _task_runs(run: str) -> dict[str, str | None]:
 
 
 class TestReuse:
-    def test_second_start_does_nothing_again(self, finished: Runs, final: Compare) -> None:
-        again = finished.start()
-        assert again.stages == ()
-        final(finished, again)
-        assert finished.reasons() == []
-
-    def test_run_folder_is_enough_under_another_prefect_home(
-        self, finished: Runs, final: Compare, tmp_path: Path
-    ) -> None:
+    def test_a_second_start_needs_the_run_folder_alone(self, finished: Runs, final: Compare, tmp_path: Path) -> None:
         elsewhere = Runs(tmp_path / "elsewhere")
         shutil.copytree(finished.path(), elsewhere.path())
         with temporary_settings({PREFECT_HOME: tmp_path / "another-home"}):
             again = elsewhere.start()
         assert again.stages == ()
         final(elsewhere, again)
+        assert elsewhere.reasons() == []
 
     def test_learning_rate_changed_and_changed_back(self, finished: Runs, final: Compare) -> None:
         changed = finished.start(update__learning_rate=1e-3)
