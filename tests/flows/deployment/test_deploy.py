@@ -125,31 +125,29 @@ class TestRegistered:
         assert on_the_server("refused") == {}
 
 
+WRONG: list[tuple[list[str], str, object]] = [
+    (["--cron", "0 2 * *"], "--cron", "0 2 * *"),
+    (["--cron", "0 2 * * *", "--timezone", "Mars"], "--timezone", "Mars"),
+    (["--cron", "* * * * * *"], "--cron", "* * * * * *"),
+    (["--cron", "0 2 30 2 *"], "--cron", "0 2 30 2 *"),
+    (["--cron", "0 2 * * *", "--timezone", ""], "--timezone", ""),
+    (["--timezone", "Mars/X"], "--timezone", "Mars/X"),
+    (["--name", "a/b"], "--name", "a/b"),
+    (["--rescore", "nowhere.yaml"], "--rescore", "nowhere.yaml"),
+    (["--rescore", str(MIX), "--rescore", str(MIX)], "--rescore", [str(MIX)] * 2),
+    (["--image", "registry/grpo"], "--image", "registry/grpo"),
+    (["--set", "storage.root=s3://key:secret@host/runs"], "storage.root", "s3://***@host/runs"),
+]
+
+
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("arguments", "place", "value"),
-        [
-            (["--cron", "0 2 * *"], "--cron", "0 2 * *"),
-            (["--cron", "0 2 * * *", "--timezone", "Mars"], "--timezone", "Mars"),
-            (["--cron", "* * * * * *"], "--cron", "* * * * * *"),
-            (["--cron", "0 2 30 2 *"], "--cron", "0 2 30 2 *"),
-            (["--cron", "0 2 * * *", "--timezone", ""], "--timezone", ""),
-            (["--timezone", "Mars/X"], "--timezone", "Mars/X"),
-            (["--name", "a/b"], "--name", "a/b"),
-            (["--rescore", "nowhere.yaml"], "--rescore", "nowhere.yaml"),
-            (["--rescore", str(MIX), "--rescore", str(MIX)], "--rescore", [str(MIX)] * 2),
-            (["--image", "registry/grpo"], "--image", "registry/grpo"),
-            (["--set", "storage.root=s3://key:secret@host/runs"], "storage.root", "s3://***@host/runs"),
-        ],
-    )
-    def test_in_one_message_with_nothing_registered(
-        self, pool: str, arguments: list[str], place: str, value: object
-    ) -> None:
-        given = ["deploy", str(TINY), "--run", "refused", "--pool", pool, *arguments]
-        ended = CliRunner().invoke(application, given)
-        assert ended.exit_code == 2, ended.output
-        assert f"error: {place}: got {value!r}" in ended.stderr
-        assert "secret" not in ended.output
+    def test_in_one_message_with_nothing_registered(self, pool: str) -> None:
+        for arguments, place, value in WRONG:
+            given = ["deploy", str(TINY), "--run", "refused", "--pool", pool, *arguments]
+            ended = CliRunner().invoke(application, given)
+            assert ended.exit_code == 2, ended.output
+            assert f"error: {place}: got {value!r}" in ended.stderr
+            assert "secret" not in ended.output
         assert on_the_server("refused") == {}
 
     def test_credentials_are_found_wherever_they_stand(self) -> None:

@@ -1,6 +1,7 @@
 """Requests as options of commands, and the names in them: what is refused is named, and leaves no trace."""
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,15 +23,19 @@ def everything(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_names_of_replays_and_rescorings_stay_below_the_root(finished: Runs, name: str) -> None:
-    file = str(rewards_file(finished, SSIM))
-    values = {"sources": ["run"], "rewards": file, "name": name, "root": str(finished.root)}
+def test_names_of_replays_and_rescorings_stay_below_the_root(finished: Runs) -> None:
+    values = {"sources": ["run"], "rewards": str(rewards_file(finished, SSIM)), "root": str(finished.root)}
     before = everything(finished.root.parent)
-    refused(lambda: plan_replay(request_replay(finished, name=name)))
-    refused(lambda: plan_rescore(validated(RescoreRequest, values)))
-    if name:
-        refused(lambda: plan_replay(request_replay(finished, advantages=name)))
+
+    def plans(name: str) -> Iterator[Callable[[], object]]:
+        yield lambda: plan_replay(request_replay(finished, name=name))
+        yield lambda: plan_rescore(validated(RescoreRequest, {**values, "name": name}))
+        if name:
+            yield lambda: plan_replay(request_replay(finished, advantages=name))
+
+    for name in OUTSIDE:
+        for plan in plans(name):
+            refused(plan)
     assert everything(finished.root.parent) == before
 
 
