@@ -149,11 +149,14 @@ def test_no_file_of_a_replay_names_the_machine(finished: Runs, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_a_root_may_be_any_url(server: None, undisturbed: tuple[Runs, Start]) -> None:
+def test_a_root_may_be_any_url(undisturbed: tuple[Runs, Start]) -> None:
     memory = fsspec.filesystem("memory")
     try:
+        settings = {"storage__root": "memory://bucket/runs", "run__iterations": 1}
         runs = Runs(Path("unused"))
-        first = runs.start(storage__root="memory://bucket/runs", run__iterations=1)
+        first = runs.start(**settings)
+        assert first.summary.policy_digest == policy_digest(undisturbed[0], 1)
+        assert runs.start(**settings).stages == ()
         request = ReplayRequest(source="memory://bucket/runs/run")
         assert plan_replay(request).config.storage.root == "memory://bucket/runs"
         assert asyncio.run(replay(request)).policy_digest == first.summary.policy_digest

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-import fsspec
 import polars as pl
 import pytest
 from prefect.client.orchestration import get_client
@@ -140,6 +139,7 @@ class TestReuse:
         changed = finished.start(run__iterations=1, **{"rewards.0.weight": 0.9})
         assert changed.stages == FIRST[3:]
 
+    @pytest.mark.slow
     def test_evaluation_and_placement_change_no_training_stage(self, finished: Runs, final: Compare) -> None:
         held_out = {"evaluate__prompts": "data/prompts/shapes_heldout.jsonl", "evaluate__targets": "data/targets"}
         changed = finished.start(
@@ -277,18 +277,3 @@ class TestFailure:
         again = finished.start()
         assert again.stages == (SECOND[2],)
         final(finished, again)
-
-
-def test_another_root_may_be_any_url(undisturbed: tuple[Runs, Start]) -> None:
-    runs = Runs(Path("unused"))
-    try:
-        settings = {"storage__root": "memory://bucket/runs", "run__iterations": 1}
-        first = runs.start(**settings)
-        assert first.stages == FIRST
-        sampling = undisturbed[0].tables()["iteration_000002/rollouts/part-00000.parquet"][0]["policy_digest"]
-        assert first.summary.policy_digest == sampling
-        assert runs.start(**settings).stages == ()
-    finally:
-        memory = fsspec.filesystem("memory")
-        if memory.exists("/bucket"):
-            memory.rm("/bucket", recursive=True)
