@@ -119,16 +119,16 @@ class TestReuse:
         final(finished, back)
 
     def test_another_run_of_the_root_copies_what_is_the_same(self, finished: Runs) -> None:
-        other = finished.start("other", update__learning_rate=1e-3, run__iterations=1)
+        other = finished.start("copied", update__learning_rate=1e-3, run__iterations=1)
         assert other.stages == (FIRST[4],)
-        assert _task_runs("other") == {**dict.fromkeys(FIRST[:4], "Cached"), FIRST[4]: "Completed"}
+        assert _task_runs("copied") == {**dict.fromkeys(FIRST[:4], "Cached"), FIRST[4]: "Completed"}
         assert other.summary.reused == {"run": 1}
         # Only what this run did itself counts as its time.
         assert other.summary.seconds.keys() == {"total", "update"}
         shutil.rmtree(finished.path())
-        (ours,) = [finished.tables("other")["iteration_000001/rollouts/part-00000.parquet"]]
+        (ours,) = [finished.tables("copied")["iteration_000001/rollouts/part-00000.parquet"]]
         assert len(ours) == 4
-        assert finished.start("other", update__learning_rate=1e-3, run__iterations=1).stages == ()
+        assert finished.start("copied", update__learning_rate=1e-3, run__iterations=1).stages == ()
 
     @pytest.mark.slow
     def test_other_sampling_repeats_everything(self, finished: Runs) -> None:
