@@ -53,8 +53,8 @@ def settle_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunCo
         raise InputError(_PLACE, wanted, f"{name} has no valid policy yet; leave this out, or name another run.")
     if problems := list(model_problems(store, stored_config(store), config, found.version, "name another policy")):
         raise InputErrors(problems)
-    # A moving average begins anew, like the optimizer.
-    start = found.model_copy(update={"version": 0, "ema_digest": None})
+    # A moving average and an old policy begin anew, like the optimizer.
+    start = found.model_copy(update={"version": 0, "ema_digest": None, "old_digest": None})
     return _continuing(config, f"{store.run}@{found.version}"), start
 
 
@@ -73,8 +73,8 @@ def model_problems(
         otherwise: what to do instead, for the hint.
     """
     if version:
-        trained = {"train", "lora", "adapter", "frozen", "dtype"}
-        was, now = (each.policy.model_dump(include=trained) for each in (previous, config))
+        trained = {"train", "lora", "decoder_lora", "adapter", "frozen", "dtype"}
+        was, now = (each.policy.model_dump(mode="json", include=trained) for each in (previous, config))
         for key in sorted(was):
             if was[key] != now[key]:
                 hint = f"Version {version} of {store.run} was trained with {was[key]}; set that, or {otherwise}."

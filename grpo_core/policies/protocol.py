@@ -79,6 +79,28 @@ class Policy(Protocol):
     def components(self) -> "Mapping[Stream, PolicyComponent]":
         """The trained components by the stream of their actions, in the order of STREAMS; their parameters differ."""
 
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        settings: Any,
+        choices: Mapping[Stream, "TrainingChoice"],
+        *,
+        dtype: "torch.dtype",
+        device: "torch.device",
+        autocast: "torch.dtype | None",
+        attn_implementation: str | None = None,
+    ) -> "Policy":
+        """Load a model by folder or hub name.
+
+        Args:
+            choices: what of each trained component is trained, by stream; the other components are frozen.
+            attn_implementation: of the trained model, as in transformers; None: transformers' default.
+
+        Raises:
+            InputError: no such model, settings that it cannot sample with, or no parameter to train.
+        """
+
     def sample_with(self, settings: Any) -> None:
         """Use these settings, the family's frozen record, from this call on to sample, score and read prompts."""
 
@@ -109,26 +131,8 @@ class PolicyFamily(Protocol):
     def settings(self, values: Mapping[str, Any]) -> Any:
         """Return the frozen sampling settings from a configuration section or a stored row."""
 
-    def load(
-        self,
-        model: str,
-        settings: Any,
-        choices: Mapping[Stream, "TrainingChoice"],
-        *,
-        dtype: "torch.dtype",
-        device: "torch.device",
-        autocast: "torch.dtype | None",
-        attn_implementation: str | None = None,
-    ) -> Policy:
-        """Load a model by folder or hub name.
-
-        Args:
-            choices: what of each trained component is trained, by stream; the other components are frozen.
-            attn_implementation: of the trained model, as in transformers; None: transformers' default.
-
-        Raises:
-            InputError: no such model, settings that it cannot sample with, or no parameter to train.
-        """
+    def policy_class(self) -> type[Policy]:
+        """Import the libraries of its models and return the class of its policies."""
 
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no model; imports no library of models."""

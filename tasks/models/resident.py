@@ -144,7 +144,7 @@ def load_policy(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
     section, seed = spec.section, spec.adapter_seed
     store = _adapter_store(spec)
     with training_choices(section, store, spec.adapter, references=spec.references, seed=seed) as choices:
-        return spec.family.load(
+        return spec.family.policy_class().load(
             local_source(section.model, section.revision),
             settings,
             choices,

@@ -33,29 +33,11 @@ class CausalLMFamily:
         known["stop"] = tuple(json.loads(stop) if isinstance(stop, str) else stop)
         return CausalLMSettings(**known)
 
-    def load(
-        self,
-        model: str,
-        settings: CausalLMSettings,
-        choices: Mapping[Stream, "TrainingChoice"],
-        *,
-        dtype: "torch.dtype",
-        device: "torch.device",
-        autocast: "torch.dtype | None",
-        attn_implementation: str | None = None,
-    ) -> "CausalLMPolicy":
-        """Load a model by folder or hub name."""
+    def policy_class(self) -> "type[CausalLMPolicy]":
+        """Import its libraries and return the class."""
         from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 
-        return CausalLMPolicy.load(
-            model,
-            settings,
-            choices,
-            dtype=dtype,
-            device=device,
-            autocast=autocast,
-            attn_implementation=attn_implementation,
-        )
+        return CausalLMPolicy
 
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no model."""

@@ -9,7 +9,7 @@ from grpo_core.modality import Modality
 from grpo_core.policies.diffusers.guidance import call_settings
 from grpo_core.policies.diffusers.saved_pipeline import read_saved_pipeline, refuse_size
 from grpo_core.policies.diffusers.settings import DiffusersSettings
-from grpo_core.policies.pipeline_files import refuse_missing_folder
+from grpo_core.policies.pipeline_files import refuse_missing_folder, refuse_missing_weights
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.streams import Stream
 
@@ -35,29 +35,11 @@ class DiffusersFamily:
             known["sde_window_range"] = (begin, end)
         return DiffusersSettings(**known)
 
-    def load(
-        self,
-        model: str,
-        settings: DiffusersSettings,
-        choices: Mapping[Stream, "TrainingChoice"],
-        *,
-        dtype: "torch.dtype",
-        device: "torch.device",
-        autocast: "torch.dtype | None",
-        attn_implementation: str | None = None,
-    ) -> "DiffusersPolicy":
-        """Load a pipeline by folder or hub name."""
+    def policy_class(self) -> "type[DiffusersPolicy]":
+        """Import its libraries and return the class."""
         from grpo_core.policies.diffusers.policy import DiffusersPolicy
 
-        return DiffusersPolicy.load(
-            model,
-            settings,
-            choices,
-            dtype=dtype,
-            device=device,
-            autocast=autocast,
-            attn_implementation=attn_implementation,
-        )
+        return DiffusersPolicy
 
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no pipeline."""
@@ -69,6 +51,7 @@ class DiffusersFamily:
         if saved is not None:
             refuse_size(saved, settings.size)
             call_settings(saved, settings)
+            refuse_missing_weights(model, saved.parts)
 
     def refuse_prompts(self, model: str, settings: DiffusersSettings, prompts: Sequence[str]) -> None:
         """Raise InputError if a prompt is longer than what the pipeline reads."""

@@ -30,13 +30,32 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained adapter of the tiny text model, as peft stores it."""
     folder = tmp_path_factory.mktemp("adapter")
     choice = TrainingChoice(LoraSettings(4, 6.0, use_rslora=True, modules_to_save=("norm",)))
-    policy = TEXTS.spec().family.load(
-        str(MODEL), TEXTS.rollout, {"tokens": choice}, dtype=torch.float32, device=torch.device("cpu"), autocast=None
+    policy = (
+        TEXTS.spec()
+        .family.policy_class()
+        .load(
+            str(MODEL),
+            TEXTS.rollout,
+            {"tokens": choice},
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            autocast=None,
+        )
     )
     component = policy.components["tokens"]
     disturb(component.trainable_parameters(), 0.05)
     component.save_weights(folder)
     return folder
+
+
+def test_each_part_has_the_adapters_of_its_own_settings(store: ArtifactStore) -> None:
+    both = {"train": ["tokens", "decoder"], "lora": {"rank": 4}, "decoder_lora": {"rank": 8, "targets": "attn"}}
+    policy = PolicySection.model_validate({"model": str(IMAGE_MODEL), **both})
+    with training_choices(policy, store, None) as choices:
+        settings = [choices[stream].lora for stream in ("tokens", "denoising")]
+    assert settings == [LoraSection(rank=4), LoraSection(rank=8, targets="attn")]
+    with training_choices(policy.model_copy(update={"decoder_lora": None}), store, None) as choices:
+        assert choices["tokens"].lora == choices["denoising"].lora == LoraSection(rank=4)
 
 
 def section(adapter: Path, **changes: Any) -> PolicySection:
@@ -146,13 +165,17 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of each half of the tiny image model, in a subfolder each."""
     folder = tmp_path_factory.mktemp("both")
     choice = TrainingChoice(LoraSettings(4, 8.0))
-    policy = JOINT.spec().family.load(
-        str(IMAGE_MODEL),
-        JOINT.rollout,
-        {"tokens": choice, "denoising": choice},
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        autocast=None,
+    policy = (
+        JOINT.spec()
+        .family.policy_class()
+        .load(
+            str(IMAGE_MODEL),
+            JOINT.rollout,
+            {"tokens": choice, "denoising": choice},
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            autocast=None,
+        )
     )
     for stream, component in policy.components.items():
         disturb(component.trainable_parameters(), 0.05)
@@ -189,6 +212,10 @@ def test_an_adapter_of_one_component_does_not_start_two(both: Path, store: Artif
             choice_of(image_section(tmp_path / folder, "tokens", "decoder"), store)
         assert caught.value.place == "policy.adapter"
     assert choice_of(image_section(tmp_path / "flat", "tokens"), store).adapter == tmp_path / "flat"
+    other = image_section(tmp_path / "flat", "decoder")
+    with training_choices(other, store, None) as choices, pytest.raises(InputError, match=r"policy\.train") as caught:
+        JOINT.spec().family.check_choices(str(IMAGE_MODEL), choices)
+    assert (caught.value.place, caught.value.value) == ("policy.adapter", str(tmp_path / "flat"))
 
 
 def test_both_adapters_are_part_of_what_training_starts_from(both: Path, store: ArtifactStore, tmp_path: Path) -> None:

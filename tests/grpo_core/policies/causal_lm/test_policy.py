@@ -148,7 +148,7 @@ def test_settings_come_from_a_configuration_and_from_a_stored_row() -> None:
 
 def test_loaded_by_folder_it_answers() -> None:
     settings = CausalLMSettings(temperature=1e-4, max_completion_length=12)
-    policy = FAMILY.load(
+    policy = FAMILY.policy_class().load(
         str(MODEL),
         settings,
         {"tokens": TrainingChoice(lora=None)},
