@@ -34,7 +34,7 @@ test-postgresql: $(STAMP)  ## run the tests that need PostgreSQL (apt-get instal
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m "postgresql and not slow and not chaos"
 
 test-slow: $(STAMP)  ## run the slow tests: kills in every stage, complete trainings
-	$(ENVIRONMENT) $(RUN)/python -m pytest -m slow
+	$(ENVIRONMENT) $(RUN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-chaos: $(STAMP)  ## kill tiny runs over a hundred times, with and without workers (CHAOS_SEED=0)
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m chaos tests/chaos

@@ -1,5 +1,6 @@
 """What every test runs under, and the shipped model loaded once."""
 
+import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # Every run of a flow frees its model with a full collection, which visits all that was imported otherwise.
+    gc.collect()
+    gc.freeze()
     for item in items:
         if "postgres" in getattr(item, "fixturenames", ()):
             item.add_marker("postgresql")
+
+
+def pytest_unconfigure() -> None:
+    """Libraries report what the interpreter does not free at its end."""
+    gc.unfreeze()

@@ -20,7 +20,14 @@ def trees() -> dict[str, ast.Module]:
 @cache
 def calls() -> list[tuple[str, ast.Call, str]]:
     nodes = [(path, node) for path, tree in trees().items() for node in ast.walk(tree)]
-    return [(path, node, ast.unparse(node.func)) for path, node in nodes if isinstance(node, ast.Call)]
+    return [(path, node, dotted(node.func)) for path, node in nodes if isinstance(node, ast.Call)]
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b` of names, `.b` where it is called on something else."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def imports(node: ast.AST) -> list[str]:
@@ -39,7 +46,7 @@ class TestSources:
             f"{path}: {name}"
             for path, call, name in calls()
             if re.fullmatch(r"pickle\.(load|loads|Unpickler)|torch\.(load|save)|(np|numpy)\.load|eval|exec", name)
-            and not (name == "torch.load" and ("weights_only", "True") in keywords(call))
+            and not (name == "torch.load" and given(call, "weights_only") == ["True"])
         ]
         assert found == []
         imported = [
@@ -52,23 +59,24 @@ class TestSources:
         assert imported == []
 
     def test_remote_code_is_never_trusted(self) -> None:
-        given = [(path, value) for path, call, _ in calls() for key, value in keywords(call) if "trust_remote" in key]
-        assert len(given) >= 5
-        assert {value for _, value in given} == {"False"}
+        trusted = [value for _, call, _ in calls() for value in given(call, "trust_remote_code")]
+        assert len(trusted) >= 5
+        assert {*trusted} == {"False"}
         automatic = [
             (path, call) for path, call, name in calls() if re.search(r"(\bAuto\w+|Pipeline)\.from_pretrained$", name)
         ]
         assert len(automatic) >= 4
-        assert [path for path, call in automatic if ("trust_remote_code", "False") not in keywords(call)] == []
+        assert [path for path, call in automatic if not given(call, "trust_remote_code")] == []
 
     def test_no_command_line_is_put_together_from_text(self) -> None:
         found = [
             f"{path}: {name}"
             for path, call, name in calls()
-            if name in ("os.system", "os.popen", "subprocess.getoutput") or ("shell", "True") in keywords(call)
+            if name in ("os.system", "os.popen", "subprocess.getoutput") or given(call, "shell") == ["True"]
         ]
         assert found == []
 
 
-def keywords(call: ast.Call) -> list[tuple[str, str]]:
-    return [(keyword.arg or "", ast.unparse(keyword.value)) for keyword in call.keywords]
+def given(call: ast.Call, name: str) -> list[str]:
+    """The source of a keyword argument's value."""
+    return [ast.unparse(each.value) for each in call.keywords if each.arg == name]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import functools
 import gc
 import hashlib
 import itertools
@@ -187,6 +188,7 @@ class Runs:
         from flows.training.train import train
 
         summary, heard = heard_of(lambda: asyncio.run(train(read_config(file, overrides))))
+        _freeze_imports()
         return Start(summary, by_name(heard.stages))
 
     def path(self, *parts: str, run: str = "run") -> Path:
@@ -204,6 +206,13 @@ class Runs:
         top = self.path(run=run)
         found = [path for path in sorted(top.rglob("*.parquet")) if not {"quarantine", "previous"} & set(path.parts)]
         return {path.relative_to(top).as_posix(): _unmeasured(pl.read_parquet(path)) for path in found}
+
+
+@functools.cache
+def _freeze_imports() -> None:
+    """Keep what the first run has imported out of the full collection at the end of each run."""
+    gc.collect()
+    gc.freeze()
 
 
 def _unmeasured(table: pl.DataFrame) -> list[dict[str, Any]]:

@@ -17,24 +17,25 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-@pytest.mark.parametrize(
-    ("names", "html", "places", "said"),
-    [
-        (["a"], None, ["RUN"], "Name at least two runs"),
-        (["a", "z", "y"], None, ["RUN", "RUN"], "grpo list"),
-        (["a", "b", "a"], None, ["RUN"], "named twice"),
-        (["a@1", "b", "a@1"], None, ["RUN"], "named twice"),
-        (["b", "a@7"], None, ["RUN"], "Evaluated are policies none of a"),
-        (["a", "b"], "page.txt", ["--html"], "ends in .html"),
-    ],
-)
-def test_wrong_input(tmp_path: Path, names: list[str], html: str | None, places: list[str], said: str) -> None:
+WRONG: list[tuple[list[str], str | None, list[str], str]] = [
+    (["a"], None, ["RUN"], "Name at least two runs"),
+    (["a", "z", "y"], None, ["RUN", "RUN"], "grpo list"),
+    (["a", "b", "a"], None, ["RUN"], "named twice"),
+    (["a@1", "b", "a@1"], None, ["RUN"], "named twice"),
+    (["b", "a@7"], None, ["RUN"], "Evaluated are policies none of a"),
+    (["a", "b"], "page.txt", ["--html"], "ends in .html"),
+]
+
+
+def test_wrong_input(tmp_path: Path) -> None:
     for name in ("a", "b"):
         RunMaker(tmp_path, name)
     before = contents(tmp_path)
-    errors = refused(lambda: compare(names, root=str(tmp_path), html=tmp_path / html if html else None))
-    assert [error.place for error in errors] == places
-    assert said in errors[0].hint
+    for names, html, places, said in WRONG:
+        page = tmp_path / html if html else None
+        errors = refused(lambda names=names, page=page: compare(names, root=str(tmp_path), html=page))
+        assert [error.place for error in errors] == places
+        assert said in errors[0].hint
     assert contents(tmp_path) == before
 
 

@@ -44,6 +44,9 @@ class TestRegistered:
         )
         assert found.job_variables["working_dir"] == "."
         assert found.enforce_parameter_schema
+        # Silent runs are looked after.
+        with get_client(sync_client=True) as client:
+            assert len(client.read_automations_by_name(AUTOMATION)) == 1
 
     def test_a_second_time_brings_up_to_date_and_adds_nothing(self, pool: str) -> None:
         first = deployed(run="twice", cron="0 2 * * *", timezone="Europe/Berlin", evaluate=True, rescore=(str(MIX),))
@@ -59,6 +62,11 @@ class TestRegistered:
         (schedule,) = found[names[0]].schedules
         assert (schedule.schedule.cron, schedule.schedule.timezone, schedule.active) == ("30 3 * * 1", "UTC", True)
         assert [found[name].schedules for name in names[1:]] == [[], []]
+        # A rescoring names its file as workers find it.
+        request = found[names[2]].parameters["request"]
+        rescoring = (request["sources"], request["rewards"], request["name"])
+        assert rescoring == (["twice"], "configs/rewards/mix.yaml", "mix")
+        assert (CHECKOUT / request["rewards"]).is_file()
 
     def test_a_schedule_stays_until_it_is_ended(self, pool: str) -> None:
         deployed(run="kept", cron="0 2 * * *", timezone="Europe/Berlin")
@@ -86,16 +94,6 @@ class TestRegistered:
         deployed(run="dressed", overrides=["run.seed=7"])
         (kept,) = on_the_server("dressed")["grpo train/dressed"].schedules
         assert kept.model_dump(include=set(given)) == given
-
-    def test_a_rescoring_names_its_file_as_workers_find_it(self, pool: str) -> None:
-        deployed(run="scored", rescore=(str(MIX),))
-        requested = on_the_server("scored")["grpo rescore/scored-rescore-mix"].parameters["request"]
-        assert (requested["sources"], requested["rewards"], requested["name"]) == (
-            ["scored"],
-            "configs/rewards/mix.yaml",
-            "mix",
-        )
-        assert (CHECKOUT / requested["rewards"]).is_file()
 
     def test_a_missing_pool_is_created_for_our_workers(self, pool: str) -> None:
         file = read_config(TINY, ["run.name=first"])
@@ -126,41 +124,30 @@ class TestRegistered:
             assert refused.value.place == place
         assert on_the_server("refused") == {}
 
-    def test_silent_runs_are_looked_after(self, pool: str) -> None:
-        deployed(run="watched")
 
-        async def automations() -> int:
-            async with get_client() as client:
-                return len(await client.read_automations_by_name(AUTOMATION))
-
-        assert asyncio.run(automations()) == 1
+WRONG: list[tuple[list[str], str, object]] = [
+    (["--cron", "0 2 * *"], "--cron", "0 2 * *"),
+    (["--cron", "0 2 * * *", "--timezone", "Mars"], "--timezone", "Mars"),
+    (["--cron", "* * * * * *"], "--cron", "* * * * * *"),
+    (["--cron", "0 2 30 2 *"], "--cron", "0 2 30 2 *"),
+    (["--cron", "0 2 * * *", "--timezone", ""], "--timezone", ""),
+    (["--timezone", "Mars/X"], "--timezone", "Mars/X"),
+    (["--name", "a/b"], "--name", "a/b"),
+    (["--rescore", "nowhere.yaml"], "--rescore", "nowhere.yaml"),
+    (["--rescore", str(MIX), "--rescore", str(MIX)], "--rescore", [str(MIX)] * 2),
+    (["--image", "registry/grpo"], "--image", "registry/grpo"),
+    (["--set", "storage.root=s3://key:secret@host/runs"], "storage.root", "s3://***@host/runs"),
+]
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("arguments", "place", "value"),
-        [
-            (["--cron", "0 2 * *"], "--cron", "0 2 * *"),
-            (["--cron", "0 2 * * *", "--timezone", "Mars"], "--timezone", "Mars"),
-            (["--cron", "* * * * * *"], "--cron", "* * * * * *"),
-            (["--cron", "0 2 30 2 *"], "--cron", "0 2 30 2 *"),
-            (["--cron", "0 2 * * *", "--timezone", ""], "--timezone", ""),
-            (["--timezone", "Mars/X"], "--timezone", "Mars/X"),
-            (["--name", "a/b"], "--name", "a/b"),
-            (["--rescore", "nowhere.yaml"], "--rescore", "nowhere.yaml"),
-            (["--rescore", str(MIX), "--rescore", str(MIX)], "--rescore", [str(MIX)] * 2),
-            (["--image", "registry/grpo"], "--image", "registry/grpo"),
-            (["--set", "storage.root=s3://key:secret@host/runs"], "storage.root", "s3://***@host/runs"),
-        ],
-    )
-    def test_in_one_message_with_nothing_registered(
-        self, pool: str, arguments: list[str], place: str, value: object
-    ) -> None:
-        given = ["deploy", str(TINY), "--run", "refused", "--pool", pool, *arguments]
-        ended = CliRunner().invoke(application, given)
-        assert ended.exit_code == 2, ended.output
-        assert f"error: {place}: got {value!r}" in ended.stderr
-        assert "secret" not in ended.output
+    def test_in_one_message_with_nothing_registered(self, pool: str) -> None:
+        for arguments, place, value in WRONG:
+            given = ["deploy", str(TINY), "--run", "refused", "--pool", pool, *arguments]
+            ended = CliRunner().invoke(application, given)
+            assert ended.exit_code == 2, ended.output
+            assert f"error: {place}: got {value!r}" in ended.stderr
+            assert "secret" not in ended.output
         assert on_the_server("refused") == {}
 
     def test_credentials_are_found_wherever_they_stand(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -29,7 +30,7 @@ _PATIENCE_SECONDS = 300.0
 
 
 @contextmanager
-def worker(ui: GrpoUi, home: Path) -> Iterator[None]:
+def worker(ui: GrpoUi, home: Path) -> Iterator[psutil.Process]:
     """Prefect's own worker of a process pool, in the checkout."""
     command = [str(Path(sys.executable).with_name("prefect")), "worker", "start", "--pool", POOL]
     environment = ui.environment | {
@@ -44,11 +45,25 @@ def worker(ui: GrpoUi, home: Path) -> Iterator[None]:
             command, cwd=REPOSITORY, env=environment, stdout=said, stderr=said, start_new_session=True
         )
     try:
-        yield
+        yield psutil.Process(process.pid)
     finally:
         # The runs that it started are in its group.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextmanager
+def standing_still(worker: psutil.Process) -> Iterator[None]:
+    """The run that the worker has started, so that it cannot end before a second one is refused."""
+    started = worker.children(recursive=True)
+    assert started
+    for process in started:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in started:
+            process.resume()
 
 
 async def until(found: Callable[[], Awaitable[FlowRun | None]], what: str) -> FlowRun:
@@ -59,19 +74,14 @@ async def until(found: Callable[[], Awaitable[FlowRun | None]], what: str) -> Fl
     return run
 
 
-async def fires_once(client: PrefectClient, config: RunConfig) -> tuple[FlowRun, FlowRun]:
+async def fires_once(client: PrefectClient, worker: psutil.Process, config: RunConfig) -> tuple[FlowRun, FlowRun]:
     """The run that the schedule starts, and one by hand while that is at work, both as they ended."""
     (deployment,) = (await deploy_run(DeployRequest(pool=POOL, cron="* * * * *"), config)).deployments
     tried = FlowRunFilterDeploymentId(any_=[deployment.id])
 
     async def begun() -> FlowRun | None:
         runs = await client.read_flow_runs(flow_run_filter=FlowRunFilter(deployment_id=tried))
-        return next((run for run in runs if run.state_type in (StateType.PENDING, StateType.RUNNING)), None)
-
-    first = await until(begun, "the schedule did not fire")
-    # It would fire again every minute.
-    await deploy_run(DeployRequest(pool=POOL, cron=""), config)
-    second = await client.create_flow_run_from_deployment(first.deployment_id or "")
+        return next((run for run in runs if run.state_type is StateType.RUNNING), None)
 
     def ended(run: FlowRun) -> Callable[[], Awaitable[FlowRun | None]]:
         async def read() -> FlowRun | None:
@@ -80,10 +90,12 @@ async def fires_once(client: PrefectClient, config: RunConfig) -> tuple[FlowRun,
 
         return read
 
-    cancelled = await until(ended(second), "the second run was not cancelled")
-    at_work = await client.read_flow_run(first.id)
-    assert at_work.state is not None
-    assert not at_work.state.is_final(), at_work.state
+    first = await until(begun, "the schedule did not fire")
+    with standing_still(worker):
+        # It would fire again every minute.
+        await deploy_run(DeployRequest(pool=POOL, cron=""), config)
+        second = await client.create_flow_run_from_deployment(first.deployment_id or "")
+        cancelled = await until(ended(second), "the second run was not cancelled")
     return await until(ended(first), "the first run did not end"), cancelled
 
 
@@ -97,8 +109,8 @@ def test_a_schedule_fires_and_a_second_run_of_the_name_is_cancelled(
     async def both() -> tuple[FlowRun, FlowRun]:
         async with get_client() as client:
             await client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
-            with worker(ui, tmp_path / "worker"):
-                return await fires_once(client, config)
+            with worker(ui, tmp_path / "worker") as nightly:
+                return await fires_once(client, nightly, config)
 
     with grpo_ui(tmp_path / "server", {}) as ui, temporary_settings({PREFECT_API_URL: ui.api_url}):
         first, second = asyncio.run(both())

@@ -107,7 +107,10 @@ class TestStored:
         assert table(summary, "rollouts").equals(drawn)
 
     def test_a_second_start_computes_nothing(self, runs: Runs) -> None:
-        first, _ = evaluated(runs, policy=1)
+        # A training in progress is no obstacle.
+        with locked(ArtifactStore(str(runs.root), "text"), setting="run.name", value="text"):
+            first, _ = evaluated(runs, policy=1)
+        assert first.samples == 6
         again, heard = evaluated(runs, policy=1)
         assert (first.stored, again.stored, heard.stages) == (False, True, [])
         assert again.model_dump(exclude={"seconds", "stored"}) == first.model_dump(exclude={"seconds", "stored"})
@@ -131,13 +134,11 @@ class TestOtherPrompts:
         assert summary.rewards["answer"].mean == pytest.approx(scores["value"].mean())
         assert summary.rewards["answer"].std == pytest.approx(scores["value"].std())
         assert summary.rewards["answer"].without == summary.rewards["answer"].failed == 0
-
-    def test_versions_share_a_folder_and_their_seeds(self, runs: Runs) -> None:
-        requested = {"prompts": self.FILE, "overrides": ["evaluate.limit=2"]}
-        folders = [Path(evaluated(runs, policy=version, **requested)[0].folder) for version in (0, 1)]
-        assert folders[0].parent == folders[1].parent
-        first, second = (pl.read_parquet(folder / "rollouts" / "*.parquet") for folder in folders)
-        assert first.select("sample_id", "seed", "prompt").equals(second.select("sample_id", "seed", "prompt"))
+        # Versions share a folder and their seeds.
+        initial, _ = evaluated(runs, policy=0, prompts=self.FILE, overrides=["evaluate.limit=2"])
+        assert Path(initial.folder).parent == Path(summary.folder).parent
+        shared = ("sample_id", "seed", "prompt")
+        assert table(initial, "rollouts").select(shared).equals(rollouts.select(shared))
 
     @pytest.mark.slow
     def test_other_sampling_or_rewards_have_their_own_folder(self, runs: Runs) -> None:
@@ -149,13 +150,7 @@ class TestOtherPrompts:
         assert own.stored
 
 
-class TestWhileTheRunIsLocked:
-    def test_a_training_in_progress_is_no_obstacle(self, runs: Runs) -> None:
-        store = ArtifactStore(str(runs.root), "text")
-        with locked(store, setting="run.name", value="text"):
-            summary, _ = evaluated(runs, policy=1)
-        assert summary.samples == 6
-
+class TestWhileItIsLocked:
     def test_the_same_evaluation_twice_at_once_is_refused(self, runs: Runs) -> None:
         request = EvaluateRequest(run="text", policy=1, root=str(runs.root))
         store = ArtifactStore(str(runs.root), "text")

@@ -178,12 +178,14 @@ def test_cached_copies_of_a_bucket(evaluated: Evaluated, tmp_path: Path, chance:
 
 def test_descriptions_are_written_again(evaluated: Evaluated, copied: Runs, chance: random.Random) -> None:
     original = {name: copied.path(name).read_bytes() for name in DESCRIPTIONS}
-    for damage in ("flip", "flip", "cut"):
+    for damage in ("flip", "cut", "missing"):
         for name, content in original.items():
             if damage == "flip":
                 flip(copied.path(name), chance)
-            else:
+            elif damage == "cut":
                 cut(copied.path(name), len(content) // 2)
+            else:
+                copied.path(name).unlink()
         again = copied.start(**SETTINGS)
         assert again.stages == ()
         evaluated.require_same_end(copied, again)

@@ -83,40 +83,35 @@ def test_policies_of_other_settings_stay_until_someone_chooses(prompts: Path, tr
     assert "on_change" not in (trained / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("answer", "overrides"),
-    [
-        ("1", ['run.name="tiny-3"']),
-        ("2", ['run.name="tiny-3"', 'run.continue_from="tiny"']),
-        ("3", [RESTART]),
-    ],
-)
-def test_a_person_is_asked(
-    prompts: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, answer: str, overrides: list[str]
-) -> None:
+def test_a_person_is_asked(prompts: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (trained.parent / "tiny-2").mkdir()
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"7\n{answer}\n"))
-    assert settle_change(config(prompts, OTHER), accept_code=False, ask=True) == overrides
+    other = config(prompts, OTHER)
+    answers = {
+        "1": ['run.name="tiny-3"'],
+        "2": ['run.name="tiny-3"', 'run.continue_from="tiny"'],
+        "3": [RESTART],
+    }
+    for answer, overrides in answers.items():
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"7\n{answer}\n"))
+        assert settle_change(other, accept_code=False, ask=True) == overrides
     assert settle_change(config(prompts), accept_code=False, ask=True) == []
     with pytest.raises(ChangedRunError):
-        settle_change(config(prompts, OTHER), accept_code=False, ask=False)
+        settle_change(other, accept_code=False, ask=False)
 
 
-@pytest.mark.parametrize(
-    ("start", "hint"),
-    [
-        ("tiny", "its own name"),
-        ("elsewhere/tiny", "no path"),
-        ("other", "no valid policy"),
-        ("missing", "grpo list"),
-        ("other@0", "from 1"),
-        ("other@7", "policy versions none"),
-    ],
-)
-def test_a_start_that_is_not_there_is_refused(prompts: Path, start: str, hint: str) -> None:
+def test_a_start_that_is_not_there_is_refused(prompts: Path) -> None:
     reasons(prompts, "run.name=other")
-    with pytest.raises(InputError, match=f"run.continue_from: got '{start}'.*{hint}"):
-        reasons(prompts, f"run.continue_from={start}")
+    hints = {
+        "tiny": "its own name",
+        "elsewhere/tiny": "no path",
+        "other": "no valid policy",
+        "missing": "grpo list",
+        "other@0": "from 1",
+        "other@7": "policy versions none",
+    }
+    for start, hint in hints.items():
+        with pytest.raises(InputError, match=f"run.continue_from: got '{start}'.*{hint}"):
+            reasons(prompts, f"run.continue_from={start}")
     assert not (prompts.parent / "runs" / "tiny" / "run.json").exists()
 
 
@@ -173,18 +168,10 @@ def test_evaluations_of_another_evaluate_section_go_aside(prompts: Path) -> None
     assert not made.exists()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "rollout.prompts_per_batch=1",
-        "rollout.decode_batch_size=2",
-        "update.micro_batch_size=1",
-        "policy.gradient_checkpointing=true",
-    ],
-)
-def test_what_changes_memory_leaves_the_run_as_it_is(prompts: Path, change: str) -> None:
+def test_what_changes_memory_leaves_the_run_as_it_is(prompts: Path) -> None:
     reasons(prompts)
-    assert reasons(prompts, change) == []
+    sizes = ["rollout.prompts_per_batch=1", "rollout.decode_batch_size=2", "update.micro_batch_size=1"]
+    assert reasons(prompts, *sizes, "policy.gradient_checkpointing=true") == []
 
 
 def test_changed_code_is_another_run_unless_it_is_accepted(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +199,13 @@ def test_every_start_is_recorded_with_its_lineage(prompts: Path) -> None:
     assert len(path.read_text().splitlines()) == 2
     reasons(prompts, "update.learning_rate=1e-5")
     assert len(path.read_text().splitlines()) == 1
+
+
+def test_killed_while_it_moved_to_previous_it_goes_on_to_move(prompts: Path, trained: Path) -> None:
+    (trained / "previous" / "0001-000000").mkdir(parents=True)
+    (trained / "config.yaml").rename(trained / "previous" / "0001-000000" / "config.yaml")
+    reasons(prompts, OTHER, RESTART)
+    assert not (trained / "policies").exists()
 
 
 def test_without_its_description_all_that_policies_made_goes_aside(prompts: Path) -> None:

@@ -46,13 +46,12 @@ def test_nothing_is_wrong_with_the_tiny_model(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("name", "gib"), [("glm_image_80gb", (40, 80)), ("glm_image_141gb", (70, 131))])
-def test_memory_is_estimated_without_the_weights(tmp_path: Path, name: str, gib: tuple[int, int]) -> None:
-    diagnosis, hints = examined(REPOSITORY / "configs" / f"{name}.yaml", f"storage.root={tmp_path}")
+def test_memory_is_estimated_without_the_weights(tmp_path: Path) -> None:
+    diagnosis, hints = examined(REPOSITORY / "configs" / "glm_image_80gb.yaml", f"storage.root={tmp_path}")
     assert "hf download zai-org/GLM-Image" in hints.pop("weights")
     assert hints == {}
     assert diagnosis.memory is not None
-    assert gib[0] < diagnosis.memory.needed / 2**30 < gib[1]
+    assert 40 < diagnosis.memory.needed / 2**30 < 80
 
 
 def test_an_unknown_tracker_is_a_problem_of_its_own(tmp_path: Path) -> None:

@@ -14,61 +14,55 @@ from tasks.runs.stored import stored_versions
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.run_lock import locked
 from tests.flows.conftest import Runs, Start, refused
-from tests.flows.pruning.conftest import EVALUATED, ITERATIONS, best, images
-
-KEPT = "kept"
+from tests.flows.pruning.conftest import ITERATIONS, RUN, again, best, images
 
 
-def start(runs: Runs, keep: dict[str, Any] | None, **changes: object) -> Start:
-    """Start a run like the one that is stored, whose results it takes, with these policies to be kept."""
-    return runs.start(KEPT, **{"run__iterations": ITERATIONS, **EVALUATED, "run__keep_policies": keep, **changes})
+def start(runs: Runs, keep: dict[str, Any], **changes: object) -> Start:
+    """Start the finished run again with these policies to be kept."""
+    return again(runs, **{"run__keep_policies": keep, **changes})
 
 
-def stored(runs: Runs) -> list[int]:
-    return stored_versions(ArtifactStore(str(runs.root), KEPT))
+def stored(runs: Runs, run: str = RUN) -> list[int]:
+    return stored_versions(ArtifactStore(str(runs.root), run))
 
 
 def test_the_last_and_the_best_stay_and_the_run_goes_on(runs: Runs, trained: tuple[Runs, Start]) -> None:
     first = start(runs, {"last": 1})
     assert stored(runs) == sorted({best(runs), ITERATIONS})
-    assert not list(runs.path("policies", "000001", run=KEPT).rglob("*.safetensors"))
-    assert images(runs, "iteration_000001", KEPT) == 4
+    assert not list(runs.path("policies", "000001", run=RUN).rglob("*.safetensors"))
+    assert images(runs, "iteration_000001") == 4
     assert first.summary.policy_digest == trained[1].summary.policy_digest
     assert first.summary.heldout_after == trained[1].summary.heldout_after
     # Version 1, which is due now, cannot be evaluated any more.
     again = start(runs, {"last": 1}, evaluate__every=1)
-    assert (again.stages, again.summary.policy_digest) == (first.stages, first.summary.policy_digest)
-    assert not runs.path("evaluations", "000001", run=KEPT).exists()
-    (error,) = refused(lambda: plan_evaluate(EvaluateRequest(run=KEPT, root=str(runs.root), policy=1)))
+    assert (again.stages, again.summary.policy_digest) == ((), first.summary.policy_digest)
+    assert not runs.path("evaluations", "000001", run=RUN).exists()
+    (error,) = refused(lambda: plan_evaluate(EvaluateRequest(run=RUN, root=str(runs.root), policy=1)))
     assert "run.keep_policies" in error.hint
 
 
 def test_the_best_stays_where_its_evaluation_is_not_due_any_more(runs: Runs) -> None:
-    start(runs, None)
     assert best(runs) < ITERATIONS
     start(runs, {"last": 1}, evaluate__every=0)
     assert stored(runs) == [best(runs), ITERATIONS]
 
 
 def test_what_is_in_use_stays(runs: Runs) -> None:
-    store = ArtifactStore(str(runs.root), KEPT)
+    store = ArtifactStore(str(runs.root), RUN)
     other = {
-        "replayed": f"run: {{iterations: 9}}\nreplay: {{source: {KEPT}, policy: 2}}\n",
-        "adapted": f"policy: {{adapter: {KEPT}@3}}\n",
+        "replayed": f"run: {{iterations: 9}}\nreplay: {{source: {RUN}, policy: 2}}\n",
+        "adapted": f"policy: {{adapter: {RUN}@3}}\n",
     }
     for run, config in other.items():
         runs.path(run=run).mkdir()
         runs.path("config.yaml", run=run).write_text(config)
-    start(runs, None)
-    with locked(store, evaluation_folder(1, "letters"), setting="RUN", value=KEPT):
+    with locked(store, evaluation_folder(1, "letters"), setting="RUN", value=RUN):
         start(runs, {"last": 1, "best": False})
         assert stored(runs) == [1, 2, 3, ITERATIONS]
-    runs.path("config.yaml", run="adapted").unlink()
-    start(runs, {"last": 1, "every": 2, "best": False})
-    assert stored(runs) == [2, ITERATIONS]
-    runs.path("config.yaml", run="replayed").unlink()
+    for run in other:
+        runs.path("config.yaml", run=run).unlink()
     start(runs, {"last": 1, "every": 3, "best": False})
-    assert stored(runs) == [ITERATIONS]
+    assert stored(runs) == [3, ITERATIONS]
 
 
 @pytest.mark.slow
@@ -77,7 +71,7 @@ def test_ended_while_it_deletes_it_ends_with_the_same_policy(
     empty: Runs, staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"run__staleness": staleness, "update__reference": {"refresh_every": 2}, "update__kl_coef": 0.1}
-    undisturbed = Runs(tmp_path / "undisturbed").start(KEPT, run__iterations=3, **changes)
+    undisturbed = Runs(tmp_path / "undisturbed").start("kept", run__iterations=3, **changes)
     whole, calls = LocalFileSystem.rm_file, []
 
     def rm_file(filesystem: LocalFileSystem, path: str) -> None:
@@ -91,11 +85,11 @@ def test_ended_while_it_deletes_it_ends_with_the_same_policy(
     with monkeypatch.context() as patch:
         patch.setattr(LocalFileSystem, "rm_file", rm_file)
         with pytest.raises(KeyboardInterrupt):
-            empty.start(KEPT, **keep)
+            empty.start("kept", **keep)
     assert len(calls) == 2
-    ended = empty.start(KEPT, **keep)
+    ended = empty.start("kept", **keep)
     assert ended.summary.policy_digest == undisturbed.summary.policy_digest
-    assert stored(empty) == [[3], [2, 3]][staleness]
+    assert stored(empty, "kept") == [[3], [2, 3]][staleness]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import Heard, Runs, heard_of, sha256_of
 
 UPDATES = ("iteration 1: update policy", "iteration 2: update policy")
-ADVANTAGES = ("iteration 1: compute advantages", "iteration 2: compute advantages")
 
 
 def request_replay(runs: Runs, *overrides: str, **options: Any) -> ReplayRequest:

@@ -71,15 +71,14 @@ class TestBadInput:
         assert sha256_of(finished.path()) == before
 
     def test_a_replay_has_nothing_to_replay(self, finished: Runs) -> None:
-        run_replay(finished)
+        run_replay(finished, iterations="1")
         first, *_ = refused(lambda: plan_replay(request_replay(finished, source="run-replay")))
         assert first.place == "run-replay/iteration_000001/rollouts"
 
     def test_an_unfinished_iteration_is_left_out(self, finished: Runs) -> None:
         finished.path("iteration_000002/advantages.manifest.json").unlink()
         assert problem(finished, iterations="1-2").place == "--iterations"
-        summary, _ = run_replay(finished)
-        assert summary.source_iterations == [1]
+        assert [each.number for each in plan_replay(request_replay(finished)).iterations] == [1]
 
     @pytest.mark.parametrize("text", ["0", "2-1", "a", "1-", "1,2", ""])
     def test_iterations_that_are_no_range(self, finished: Runs, text: str) -> None:
@@ -143,12 +142,12 @@ class TestBadInput:
 
 
 def test_the_command_prints_one_object_on_the_last_line(finished: Runs) -> None:
-    arguments = ["replay", "run", "--root", str(finished.root), "--iterations", "1-2", "--run", "again", "--json"]
+    arguments = ["replay", "run", "--root", str(finished.root), "--iterations", "1", "--run", "again", "--json"]
     result = CliRunner().invoke(application, arguments)
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout.splitlines()[-1])
-    assert summary["policy_digest"] == policy_digest(finished, 2)
-    assert (summary["run"], summary["source"], summary["iterations"]) == ("again", "run", 2)
+    assert summary["policy_digest"] == policy_digest(finished, 1)
+    assert (summary["run"], summary["source"], summary["iterations"]) == ("again", "run", 1)
     assert math.isfinite(summary["reward_last"])
     assert summary["seconds"]["rollouts"] == 0.0
 
@@ -167,11 +166,14 @@ def test_no_file_of_a_replay_names_the_machine(finished: Runs, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_a_root_may_be_any_url(server: None, undisturbed: tuple[Runs, Start]) -> None:
+def test_a_root_may_be_any_url(undisturbed: tuple[Runs, Start]) -> None:
     memory = fsspec.filesystem("memory")
     try:
+        settings = {"storage__root": "memory://bucket/runs", "run__iterations": 1}
         runs = Runs(Path("unused"))
-        first = runs.start(storage__root="memory://bucket/runs", run__iterations=1)
+        first = runs.start(**settings)
+        assert first.summary.policy_digest == policy_digest(undisturbed[0], 1)
+        assert runs.start(**settings).stages == ()
         request = ReplayRequest(source="memory://bucket/runs/run")
         assert plan_replay(request).config.storage.root == "memory://bucket/runs"
         assert asyncio.run(replay(request)).policy_digest == first.summary.policy_digest

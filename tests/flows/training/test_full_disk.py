@@ -20,6 +20,7 @@ from grpo_core.errors import InputError, InputErrors
 from tasks.progress import listen
 from tasks.storage.filesystem.failures import StorageError
 from tests.flows.conftest import TINY, Runs, Start
+from tests.flows.training.test_train import without_last_update
 
 Compare = Callable[[Runs, Start], None]
 PAGE = 4096
@@ -72,8 +73,9 @@ def test_full_again_and_again_wherever_that_falls(
     ],
 )
 def test_a_disk_that_fails_while_it_writes(
-    empty: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+    finished: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
 ) -> None:
+    without_last_update(finished)
     real = os.fsync
 
     def failing(descriptor: int) -> None:
@@ -81,7 +83,7 @@ def test_a_disk_that_fails_while_it_writes(
 
     class Listener:
         def advance(self, stage: str, done: int, total: int) -> None:
-            if stage == "iteration 1: update policy":
+            if stage == "iteration 2: update policy":
                 monkeypatch.setattr(os, "fsync", failing)
 
         def log(self, line: str) -> None:
@@ -89,14 +91,14 @@ def test_a_disk_that_fails_while_it_writes(
 
     def body() -> None:
         listen(Listener())
-        asyncio.run(train(read_config(TINY, empty.overrides(run__name="run"))))
+        asyncio.run(train(read_config(TINY, finished.overrides(run__name="run"))))
 
-    with pytest.raises(StorageError, match=f"storage.root: got '{empty.root}', where {reason}"):
+    with pytest.raises(StorageError, match=f"storage.root: got '{finished.root}', where {reason}"):
         contextvars.copy_context().run(body)
     monkeypatch.setattr(os, "fsync", real)
-    again = empty.start()
-    assert again.stages[0] == "iteration 1: update policy"
-    final(empty, again)
+    again = finished.start()
+    assert again.stages == ("iteration 2: update policy",)
+    final(finished, again)
 
 
 def test_full_before_anything_was_written(

@@ -21,7 +21,7 @@ from flows.command_line.main import application
 from flows.training import signs
 from tests.flows.conftest import Runs, Start, refused
 
-PLANNED = 6
+PLANNED = 4
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ def start(runs: Runs, rewards: str, *, iterations: int = PLANNED, **changes: Any
         "update__minibatch_size": 4,
         "update__micro_batch_size": 4,
         "evaluate__every": 1,
-        "evaluate__limit": 2,
-        "evaluate__samples_per_prompt": 2,
+        "evaluate__limit": 1,
+        "evaluate__samples_per_prompt": 1,
         "rewards": [{"reward": "function", "settings": {"function": f"{rewards}:rising"}, "batch_size": 999}],
         "watch": {"guardrails": [guardrail], **watch},
     }
@@ -95,7 +95,7 @@ def test_a_hacked_run_stops_where_the_guardrail_fell_and_continues_without_stop(
 
     on = start(empty, rewards, watch={"fall": 0.6, "on_sign": "report"})
     assert (on.summary.iterations, on.summary.stopped_early, len(on.summary.hacking)) == (PLANNED, False, 1)
-    assert not [stage for stage in on.stages if stage.startswith(("iteration 1:", "iteration 3:"))]
+    assert {stage.partition(":")[0] for stage in on.stages} == {"iteration 4", "evaluation of policy 4"}
 
 
 @contextlib.contextmanager
@@ -160,8 +160,8 @@ def test_a_pause_needs_a_ui(empty: Runs, rewards: str) -> None:
 
 
 def test_a_guardrail_that_holds_says_nothing(empty: Runs, rewards: str) -> None:
-    quiet = start(empty, rewards, iterations=2, watch={"fall": 0.9})
-    assert (quiet.summary.hacking, quiet.summary.stopped_early, quiet.summary.iterations) == ([], False, 2)
+    quiet = start(empty, rewards, iterations=1, watch={"fall": 0.9})
+    assert (quiet.summary.hacking, quiet.summary.stopped_early, quiet.summary.iterations) == ([], False, 1)
     assert json.loads(empty.path("watch.json", run="text").read_text())["signs"] == []
 
 

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-import fsspec
 import polars as pl
 import pytest
 from prefect.client.orchestration import get_client
@@ -69,17 +68,6 @@ class TestUndisturbed:
 
 
 class TestPrefect:
-    def test_states_and_names_of_task_runs(self, finished: Runs, server: None) -> None:
-        finished.start("cached-or-not", update__learning_rate=1e-3, run__iterations=1)
-        names = _task_runs("cached-or-not")
-        assert names == {
-            "iteration 1: collect rollouts": "Cached",
-            "iteration 1: score ssim": "Cached",
-            "iteration 1: score psnr": "Cached",
-            "iteration 1: compute advantages": "Cached",
-            "iteration 1: update policy": "Completed",
-        }
-
     def test_each_iteration_leaves_a_report_and_a_table(self, undisturbed: tuple[Runs, Start]) -> None:
         kinds = {"grpo-run-report": "markdown", "grpo-run-metrics": "table"}
         with get_client(sync_client=True) as client:
@@ -109,28 +97,15 @@ def _task_runs(run: str) -> dict[str, str | None]:
     return states
 
 
-CHANGES = [
-    {"rollout__group_size": 3},
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ({"rollout__temperature": 0.9}, {"run__seed": 1})),
-]
-
-
 class TestReuse:
-    def test_second_start_does_nothing_again(self, finished: Runs, final: Compare) -> None:
-        again = finished.start()
-        assert again.stages == ()
-        final(finished, again)
-        assert finished.reasons() == []
-
-    def test_run_folder_is_enough_under_another_prefect_home(
-        self, finished: Runs, final: Compare, tmp_path: Path
-    ) -> None:
+    def test_a_second_start_needs_the_run_folder_alone(self, finished: Runs, final: Compare, tmp_path: Path) -> None:
         elsewhere = Runs(tmp_path / "elsewhere")
         shutil.copytree(finished.path(), elsewhere.path())
         with temporary_settings({PREFECT_HOME: tmp_path / "another-home"}):
             again = elsewhere.start()
         assert again.stages == ()
         final(elsewhere, again)
+        assert elsewhere.reasons() == []
 
     def test_learning_rate_changed_and_changed_back(self, finished: Runs, final: Compare) -> None:
         changed = finished.start(update__learning_rate=1e-3)
@@ -144,31 +119,34 @@ class TestReuse:
         final(finished, back)
 
     def test_another_run_of_the_root_copies_what_is_the_same(self, finished: Runs) -> None:
-        other = finished.start("other", update__learning_rate=1e-3, run__iterations=1)
-        assert other.stages == ("iteration 1: update policy",)
+        other = finished.start("copied", update__learning_rate=1e-3, run__iterations=1)
+        assert other.stages == (FIRST[4],)
+        assert _task_runs("copied") == {**dict.fromkeys(FIRST[:4], "Cached"), FIRST[4]: "Completed"}
         assert other.summary.reused == {"run": 1}
         # Only what this run did itself counts as its time.
         assert other.summary.seconds.keys() == {"total", "update"}
         shutil.rmtree(finished.path())
-        (ours,) = [finished.tables("other")["iteration_000001/rollouts/part-00000.parquet"]]
+        (ours,) = [finished.tables("copied")["iteration_000001/rollouts/part-00000.parquet"]]
         assert len(ours) == 4
-        assert finished.start("other", update__learning_rate=1e-3, run__iterations=1).stages == ()
+        assert finished.start("copied", update__learning_rate=1e-3, run__iterations=1).stages == ()
 
-    @pytest.mark.parametrize("change", CHANGES)
-    def test_other_sampling_repeats_everything(self, finished: Runs, change: dict[str, object]) -> None:
-        assert finished.start(run__iterations=1, **change).stages == FIRST
+    @pytest.mark.slow
+    def test_other_sampling_repeats_everything(self, finished: Runs) -> None:
+        assert finished.start(run__iterations=1, rollout__group_size=3).stages == FIRST
 
+    @pytest.mark.slow
     def test_weights_of_the_mix_leave_rollouts_and_scores(self, finished: Runs) -> None:
         changed = finished.start(run__iterations=1, **{"rewards.0.weight": 0.9})
         assert changed.stages == FIRST[3:]
 
+    @pytest.mark.slow
     def test_evaluation_and_placement_change_no_training_stage(self, finished: Runs, final: Compare) -> None:
         held_out = {"evaluate__prompts": "data/prompts/shapes_heldout.jsonl", "evaluate__targets": "data/targets"}
         changed = finished.start(
             **held_out,
             evaluate__target_column="target",
             evaluate__limit=1,
-            evaluate__samples_per_prompt=2,
+            evaluate__samples_per_prompt=1,
             placement__device="cpu",
         )
         baselines = tuple(f"baseline {name}: {stage}" for name in ("blank", "target") for stage in STAGES[1:4])
@@ -177,39 +155,19 @@ class TestReuse:
         assert changed.summary.policy_digest == finished.start().summary.policy_digest
         assert finished.reasons() == []
 
-    def test_more_iterations_go_on(self, finished: Runs) -> None:
-        longer = finished.start(run__iterations=3)
-        assert longer.stages == tuple(f"iteration 3: {stage}" for stage in STAGES)
-        assert longer.summary.iterations == 3
-        assert finished.reasons() == []
-
-
-# A file of each kind, and the stage that makes it.
-FILES = [
-    ("iteration_000001/rollouts/part-00000.parquet", FIRST[0]),
-    ("iteration_000001/rewards/psnr.manifest.json", FIRST[1]),
-    ("policies/000002/training_state.json", SECOND[4]),
-    *(
-        pytest.param(*each, marks=pytest.mark.slow)
-        for each in (
-            ("iteration_000002/rewards/ssim/scores.parquet", SECOND[2]),
-            ("iteration_000001/advantages/advantages.parquet", FIRST[3]),
-            ("iteration_000002/rollouts.manifest.json", SECOND[0]),
-            ("policies/000001/adapter_model.safetensors", FIRST[4]),
-            ("policies/000001/optimizer.safetensors", FIRST[4]),
-            ("policies/000001/update_steps.parquet", FIRST[4]),
-            ("policies/000001.manifest.json", FIRST[4]),
-        )
-    ),
-]
-
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 class TestDamage:
-    @pytest.mark.parametrize(("file", "stage"), FILES)
+    @pytest.mark.parametrize(
+        ("file", "stage"),
+        [
+            ("iteration_000001/rewards/psnr.manifest.json", FIRST[1]),
+            pytest.param("iteration_000001/advantages/advantages.parquet", FIRST[3], marks=pytest.mark.slow),
+        ],
+    )
     def test_a_flipped_bit_repeats_the_stage_that_made_the_file(
         self, finished: Runs, final: Compare, file: str, stage: str
     ) -> None:
@@ -233,29 +191,17 @@ class TestDamage:
             assert [name in reason for reason in reasons].count(True) == 1
         final(finished, again)
 
-    @pytest.mark.parametrize("name", ["run.json", "config.yaml"])
-    def test_a_missing_description_costs_no_stage(self, finished: Runs, final: Compare, name: str) -> None:
-        finished.path(name).unlink()
-        again = finished.start()
-        assert again.stages == ()
-        final(finished, again)
-
-    def test_killed_while_moving_to_previous_continues_to_move(self, finished: Runs) -> None:
-        finished.path("previous", "0001-000000").mkdir(parents=True)
-        finished.path("config.yaml").rename(finished.path("previous", "0001-000000", "config.yaml"))
-        changed = finished.start(update__learning_rate=1e-3, run__iterations=1)
-        assert changed.stages == (FIRST[4],)
-        assert not finished.path("iteration_000002").exists()
-
     def test_flipped_record_is_quarantined_by_name(self, finished: Runs, final: Compare) -> None:
         records = [
             path for name in (".stages", "run/.stages") for path in finished.root.joinpath(name).glob("update-*")
         ]
         assert len(records) == 4
+        # One update's, at both places.
         for path in records:
-            flip(path)
+            if path.name == records[0].name:
+                flip(path)
         again = finished.start()
-        assert again.stages == (FIRST[4], SECOND[4])
+        assert again.stages in ((FIRST[4],), (SECOND[4],))
         assert [reason.startswith("update-policy-") for reason in finished.reasons()][:1] == [True]
         final(finished, again)
         assert finished.start().stages == ()
@@ -270,10 +216,16 @@ class TestDamage:
         assert all("another result of the same stage" in reason for reason in finished.reasons())
 
 
+def without_last_update(runs: Runs) -> None:
+    """Delete the last policy, so that the next start repeats its update alone."""
+    shutil.rmtree(runs.path("policies", "000002"))
+
+
 class TestFailure:
     def test_update_that_fails_half_way_leaves_no_trace_in_the_next_start(
-        self, empty: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch
+        self, finished: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        without_last_update(finished)
         real = PolicyOptimizer.step
 
         def step_and_fail(self: PolicyOptimizer) -> None:
@@ -282,13 +234,13 @@ class TestFailure:
 
         monkeypatch.setattr(PolicyOptimizer, "step", step_and_fail)
         with pytest.raises(RuntimeError, match="power cut"):
-            empty.start()
-        assert not empty.path("policies").exists()
+            finished.start()
+        assert not finished.path("policies", "000002").exists()
         monkeypatch.undo()
         monkeypatch.chdir(REPOSITORY)
-        again = empty.start()
-        assert again.stages == (FIRST[4], *SECOND)
-        final(empty, again)
+        again = finished.start()
+        assert again.stages == SECOND[4:]
+        final(finished, again)
 
     def test_a_report_that_fails_beside_the_next_iteration_ends_the_run_and_is_made_up_for(
         self, finished: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch
@@ -307,28 +259,21 @@ class TestFailure:
         assert again.stages == ()
         final(finished, again)
 
-    def test_nan_of_a_reward_names_the_samples(self, finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nan_of_a_reward_names_the_samples(
+        self, finished: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shutil.rmtree(finished.path("iteration_000002", "rewards", "ssim"))
+        shutil.rmtree(finished.path("iteration_000002", "rewards", "psnr"))
+
         def broken(self: SsimReward, batch: ScoringBatch) -> list[Score]:
             return [Score(float("nan") if name.endswith("s01") else 0.5, 0.5) for name in batch.sample_ids]
 
         monkeypatch.setattr(SsimReward, "score", broken)
-        with pytest.raises(FailedSamplesError, match=r"i000003\.p0000\.s01: .*; i000003\.p0001\.s01: "):
-            finished.start(run__iterations=3)
+        with pytest.raises(FailedSamplesError, match=r"i000002\.p0000\.s01: .*; i000002\.p0001\.s01: "):
+            finished.start()
         monkeypatch.undo()
         monkeypatch.chdir(REPOSITORY)
-        assert finished.path("iteration_000003", "rewards", "psnr.manifest.json").is_file()
-        again = finished.start(run__iterations=3)
-        assert again.stages == tuple(f"iteration 3: {stage}" for stage in STAGES[2:])
-
-
-def test_another_root_may_be_any_url(undisturbed: tuple[Runs, Start]) -> None:
-    runs = Runs(Path("unused"))
-    try:
-        first = runs.start(storage__root="memory://bucket/runs")
-        assert first.stages == ALL
-        assert first.summary.policy_digest == undisturbed[1].summary.policy_digest
-        assert runs.start(storage__root="memory://bucket/runs").stages == ()
-    finally:
-        memory = fsspec.filesystem("memory")
-        if memory.exists("/bucket"):
-            memory.rm("/bucket", recursive=True)
+        assert finished.path("iteration_000002", "rewards", "psnr", "scores.parquet").is_file()
+        again = finished.start()
+        assert again.stages == (SECOND[2],)
+        final(finished, again)

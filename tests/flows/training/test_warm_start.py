@@ -55,7 +55,7 @@ def test_another_adapter_is_refused_with_what_the_source_has(finished: Runs) -> 
 
 
 def test_a_source_that_has_trained_nothing_yet_is_refused(finished: Runs) -> None:
-    finished.start("next", run__continue_from="run@1", run__iterations=1)
+    shutil.copytree(finished.path(), finished.path(run="next"))
     shutil.rmtree(finished.path("policies", run="next"))
     (error,) = refused(lambda: finished.start("third", run__continue_from="next", run__iterations=1))
     assert (error.place, "no valid policy" in error.hint) == ("run.continue_from", True)

@@ -16,6 +16,7 @@ from prefect.client.schemas.objects import FlowRun
 from flows.workers.pools import KIND
 from flows.workers.worker import STAGES_QUEUE, Shift, needs_the_machine, register_stages
 from grpo_core.parity import ParityError
+from tasks.execution import work_pool
 from tasks.execution.errors import StageCancelledError
 from tasks.execution.resources import StopSignals, resource, run_resources
 from tasks.execution.work_pool import follow
@@ -46,8 +47,9 @@ async def _pause(*, pool: bool, queue: bool) -> None:
 
 
 @pytest.fixture
-def heard(server: None) -> Iterator[Heard]:
+def heard(server: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
     """What is told by one that waits for a stage that nobody takes."""
+    monkeypatch.setattr(work_pool, "SECONDS_BETWEEN_CHECKS", 0.2)
     flow_run, heard = asyncio.run(_asked_of_the_pool()), Heard([], [])
 
     def wait() -> None:
