@@ -136,7 +136,7 @@ def estimate_model(
             prompts_per_batch=config.rollout.prompts_per_batch,
             micro_batch_size=update.micro_batch_size,
             eight_bit_optimizer=update.optimizer.endswith("8bit"),
-            ema=update.ema is not None,
+            averages=(update.ema is not None) + bool(update.old_policy_decay(1)),
             sizes=sizes,
         )
         for stream, update in config.updates.items()

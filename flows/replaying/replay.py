@@ -119,7 +119,7 @@ def corrected_updates(
     Raises:
         InputError: other weights sampled rows, and the replay allows no staleness.
     """
-    if all(digest == policy.digest for _, digest in stored.samplers):
+    if all(digest == policy.sampler.digest for _, digest in stored.samplers):
         return run.updates
     if plan.config.replay.max_staleness == 0:
         hint = (

@@ -69,7 +69,7 @@ def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, itera
     count, statistics = prompts, history.statistics(run)
     for sampling_round in range(1, section.max_rounds + 1):
         plan = run.plan(iteration, sampling_round, count, statistics, plans)
-        rollouts = collect_rollouts(run, policy, plan, run.config.rollout)
+        rollouts = collect_rollouts(run, policy.sampler, plan, run.config.rollout)
         rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
         rounds, plans = (*rounds, SamplingRound(rollouts, rewards)), (*plans, plan)
         advantages = compute_advantages(run, rounds, plan.folder, plan.title, history.last_advantages)

@@ -1,6 +1,6 @@
 """The loss of DiffusionNFT (Zheng et al., 2025, arXiv:2509.16117, equation 5, with its self-normalized x0 regression).
 
-An image is learned from by two implicit policies on either side of the policy before the update: the positive one, on
+An image is learned from by two implicit policies on either side of the old policy: the positive one, on
 the side of the trained policy, where its advantage is high, and the negative one, on the other side, where it is low.
 """
 
@@ -63,7 +63,7 @@ def nft_terms(
 
     Args:
         velocity: of the policy that is trained, with gradient.
-        old: of the policy before the update, a constant.
+        old: of the old policy, a constant.
         noised: what both were computed at.
         beta: the implicit policies are old +- beta (velocity - old).
         advantage_clip: advantages are clipped to [-advantage_clip, advantage_clip].

@@ -102,7 +102,7 @@ class Workload:
         micro_batch_size: rows per forward and backward pass.
         eight_bit_optimizer: the optimizer's moments take one byte each.
         sizes: of the images, each once; empty: texts, or images of the size in the settings.
-        ema: a moving average of the trained parameters is kept.
+        averages: moving averages of the trained parameters that are kept.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -111,7 +111,7 @@ class Workload:
     micro_batch_size: int
     eight_bit_optimizer: bool
     sizes: tuple[ImageSize, ...] = ()
-    ema: bool = False
+    averages: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ class TransformerEstimate:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a policy version on disk: adapters or the model, their moving average, AdamW's two moments."""
-        saved = (self.trained if self.choice.lora else self.parameters) * (1 + self.workload.ema)
+        """Bytes of a policy version on disk: adapters or the model, their moving averages, AdamW's two moments."""
+        saved = (self.trained if self.choice.lora else self.parameters) * (1 + self.workload.averages)
         return saved * self.trained_bytes + 2 * self.trained * self.trained_bytes
 
     @property
@@ -229,7 +229,7 @@ class TransformerEstimate:
             MemoryPart("adapters", "always", count * each if self.choice.lora else 0, what),
             MemoryPart("reference model", "always", copies, "the trained parameters once more"),
             MemoryPart(OVERHEAD, "always", GIB, "CUDA context and the libraries' own buffers"),
-            MemoryPart("moving average", "update", count * each if self.workload.ema else 0, what),
+            MemoryPart("moving averages", "update", self.workload.averages * count * each, what),
             MemoryPart("gradients", "update", count * each, what),
             MemoryPart("optimizer moments", "update", 2 * count * moment, f"2 x {count} moments x {moment} bytes"),
             # The multi-tensor step makes one more tensor for each parameter.

@@ -40,7 +40,7 @@ class NftStepMetrics(StepMetrics):
     Attributes:
         positive_error: of the positive policy's images, squared, over its mean size.
         negative_error: of the negative policy's.
-        velocity_change: mean square of what the update has changed the velocity by so far; 0 in the first step.
+        velocity_change: mean square of the distance of the velocity from the old policy's.
     """
 
     positive_error: float
@@ -98,8 +98,8 @@ def update_by_nft(
 ) -> UpdateResult:
     """Train the component on finished images.
 
-    The policy before the update takes the part of the paper's old policy, which sampled the images: rows that other
-    weights sampled are trained on unchanged, since no ratio relates them to the policy.
+    The old policy is that of `component.trained.keep_old`, if it was called before, or the policy before the update.
+    Rows that other weights sampled are trained on unchanged, since no ratio relates them to the policy.
 
     With `settings.ema` the component's average has to be begun before, and follows every step.
 
@@ -144,7 +144,7 @@ def update_by_nft(
     with no_gradient_of_a_refused_update(optimizer):
         # Until the first step the policy is the one before the update.
         passes = gradient(0)
-        with keeping_old(component, needed=len(plan) > 1):
+        with keeping_old(component, needed=len(plan) > 1 and not trained.has_old):
             steps = [step(0, passes)]
             steps += [step(number, gradient(number)) for number in range(1, len(plan))]
     return UpdateResult({}, tuple(steps))

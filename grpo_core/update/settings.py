@@ -30,6 +30,17 @@ class StepSettings:
     max_grad_norm: PositiveFloat = 1.0
     ema: Annotated[float | None, Field(gt=0, lt=1)] = None
 
+    def old_policy_decay(self, update: int) -> float:
+        """Return the share of the policy that sampled in the one that samples after an update.
+
+        Args:
+            update: its number, from 1.
+
+        Returns:
+            0 if the trained policy itself samples.
+        """
+        return 0.0
+
 
 @dataclass(frozen=True)
 class UpdateSettings(LossSettings, StepSettings):
@@ -64,12 +75,16 @@ class NftSettings(StepSettings):
     """Options of one update by DiffusionNFT (Zheng et al., 2025, arXiv:2509.16117).
 
     Attributes:
-        nft_beta: distance of the two implicit policies from the policy before the update: their velocities are
+        nft_beta: distance of the two implicit policies from the old policy: their velocities are
             old +- nft_beta (policy - old). A smaller one moves the policy further.
         advantage_clip: advantages are clipped here; one of -advantage_clip makes an image wholly negative, one of
             advantage_clip wholly positive.
         timesteps_per_image: noise levels that each image is trained at in an epoch, out of those that it was denoised
             over; None: all of them, as in the paper's code.
+        old_decay: largest decay of the old policy, which samples and between whose sides the implicit policies lie.
+            After update i it becomes decay * old + (1 - decay) * policy, with decay = min(old_decay_step * i,
+            old_decay), as in the paper's code; 0: it is the policy before the update.
+        old_decay_step: growth of the decay with each update.
         kl_coef: weight of the squared distance of the velocity from the reference's; 1e-4 in the paper.
 
     Raises:
@@ -79,6 +94,8 @@ class NftSettings(StepSettings):
     nft_beta: PositiveFloat = 1.0
     advantage_clip: PositiveFloat = 5.0
     timesteps_per_image: PositiveInt | None = None
+    old_decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    old_decay_step: PositiveFloat = 0.001
     kl_coef: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
@@ -88,6 +105,10 @@ class NftSettings(StepSettings):
     def with_reference(self) -> bool:
         """Whether the reference is needed."""
         return self.kl_coef > 0
+
+    def old_policy_decay(self, update: int) -> float:
+        """Return min(old_decay_step * update, old_decay)."""
+        return min(self.old_decay_step * update, self.old_decay)
 
 
 def minibatches(rows: int, minibatch_size: int, epochs: int, seed: int) -> Iterator[list[int]]:

@@ -95,15 +95,15 @@ def add_file(digest: "hashlib._Hash", name: str, path: Path) -> None:
 WEIGHT_FILES = ("adapter_model*.safetensors", *FULL_WEIGHTS)
 
 
-REFERENCE_FOLDER, EMA_FOLDER = "reference", "ema"
-"""Folders of a policy version with the weights of its reference and of its moving average."""
+REFERENCE_FOLDER, EMA_FOLDER, OLD_FOLDER = "reference", "ema", "old"
+"""Folders of a policy version with the weights of its reference, of its moving average, and of its old policy."""
 
 
 def component_folder(policy: Path, stream: Stream, streams: Collection[Stream]) -> Path:
     """Return where a policy's files of one component are: in its folder, or in a subfolder if it has several.
 
     Args:
-        policy: folder of a version, of its reference or of its moving average.
+        policy: folder of a version, or one of the folders in it.
         stream: of the component.
         streams: of all trained components.
     """
@@ -111,13 +111,15 @@ def component_folder(policy: Path, stream: Stream, streams: Collection[Stream]) 
 
 
 def weights_folder(checkpoint: Path, policy: PolicyRef) -> Path:
-    """Return the folder with the weights of a version, or with their moving average if that is what it refers to.
+    """Return the folder with the weights that a reference to a version names.
 
     Args:
         checkpoint: local folder of the version's checkpoint.
-        policy: the version; `policy.averaged` refers to its moving average.
+        policy: the version; `policy.averaged` names its moving average, and `policy.sampler` its old policy.
     """
-    return checkpoint / EMA_FOLDER if policy.is_averaged else checkpoint
+    if policy.is_averaged:
+        return checkpoint / EMA_FOLDER
+    return checkpoint / OLD_FOLDER if policy.is_old else checkpoint
 
 
 def stored_reference(

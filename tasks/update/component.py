@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from grpo_core.seeds import derive_seed
 from grpo_core.streams import Stream
 from grpo_core.update import ProcessGroup, UpdateResult
 from tasks.execution.resources import resource
-from tasks.models.files import EMA_FOLDER, REFERENCE_FOLDER, component_folder, stored_reference
+from tasks.models.files import EMA_FOLDER, OLD_FOLDER, REFERENCE_FOLDER, component_folder, stored_reference
 from tasks.models.resident import ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
 from tasks.storage.tables.parquet import write_table
@@ -46,7 +47,7 @@ class ComponentUpdate:
     ) -> tuple[UpdateResult, int]:
         """Train, write the component's files, and return what was measured and the optimizer steps so far."""
         job, trained = self.job, self.component.trained
-        self._begin_average()
+        self._begin_copies()
         process_group.distribute(trained)
         optimizer = self._optimizer(process_group)
         algorithm = ALGORITHMS[self.settings.algorithm]
@@ -68,7 +69,7 @@ class ComponentUpdate:
         process_group.collect(trained)
         if not process_group.rank:
             self._keep_reference()
-            self._keep_average()
+            self._keep_copies()
             folder = self._made(self.staged)
             self.component.save_weights(folder)
             save_file(moments, folder / OPTIMIZER_FILE)
@@ -105,26 +106,38 @@ class ComponentUpdate:
             return
         trained.save_reference(self._made(self.staged / REFERENCE_FOLDER))
 
-    def _begin_average(self) -> None:
-        """Continue the version's moving average, or begin one with its weights."""
-        if self.settings.ema is None:
-            return
-        kept = self.previous is not None and self.job.policy.ema_digest is not None
-        folder = self._own(self.previous / EMA_FOLDER) if kept and self.previous is not None else None
-        self.component.trained.begin_average(folder)
-
-    def _keep_average(self) -> None:
-        """Write the moving average next to the weights, if one is kept of any component.
-
-        The folder is a policy of its own, so a component without an average has its weights there too.
-        """
-        if all(update.ema is None for update in self.job.updates.values()):
-            return
-        folder = self._made(self.staged / EMA_FOLDER)
-        if self.settings.ema is None:
-            self.component.save_weights(folder)
+    def _begin_copies(self) -> None:
+        """Continue the version's moving average and its old policy, or begin them with its weights."""
+        policy, trained = self.job.policy, self.component.trained
+        if self.settings.ema is not None:
+            trained.begin_average(self._copy(EMA_FOLDER, policy.ema_digest))
+        if self._old_decay:
+            trained.keep_old(self._copy(OLD_FOLDER, policy.old_digest))
         else:
-            self.component.trained.end_average(folder)
+            # That of an update which failed.
+            trained.drop_old()
+
+    def _copy(self, name: str, digest: str | None) -> Path | None:
+        """Return the component's folder of a copy that the previous version has; None where it has none."""
+        return None if self.previous is None or digest is None else self._own(self.previous / name)
+
+    @property
+    def _old_decay(self) -> float:
+        return self.settings.old_policy_decay(self.job.version)
+
+    def _keep_copies(self) -> None:
+        """Write the moving average and the old policy next to the weights, if one is kept of any component.
+
+        Their folders are policies of their own, so a component without such a copy has its weights there too.
+        """
+        updates, trained = self.job.updates.values(), self.component.trained
+        if any(update.ema is not None for update in updates):
+            write = self.component.save_weights if self.settings.ema is None else trained.end_average
+            write(self._made(self.staged / EMA_FOLDER))
+        if any(update.old_policy_decay(self.job.version) for update in updates):
+            mix = 1 - self._old_decay
+            write = self.component.save_weights if mix == 1 else partial(trained.end_old, mix=mix)
+            write(self._made(self.staged / OLD_FOLDER))
 
 
 def _write_steps(folder: Path, steps: int, result: UpdateResult, algorithm: Algorithm) -> None:

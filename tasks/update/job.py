@@ -17,7 +17,7 @@ from grpo_core.streams import UNEQUAL_PASSES, Stream
 from grpo_core.update import ProcessGroup
 from tasks.execution.peak_memory import peak_memory, reset_peak_memory
 from tasks.execution.resources import resource
-from tasks.models.files import EMA_FOLDER, REFERENCE_FOLDER, component_folder, weights_digest
+from tasks.models.files import EMA_FOLDER, OLD_FOLDER, REFERENCE_FOLDER, component_folder, weights_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -82,6 +82,7 @@ class UpdateOutcome(BaseModel):
         digest: of the weights.
         reference_digest: of the reference's weights; None while the reference is the initial policy.
         ema_digest: of the moving average of the weights; None where none is kept.
+        old_digest: of the weights that sample; None where the trained ones do.
         checkpoint_digest: of everything that the next update reads.
         rows: how many samples it trained on.
         metrics: by name; those of a second component have the name of its stream in front.
@@ -93,6 +94,7 @@ class UpdateOutcome(BaseModel):
     digest: str
     reference_digest: str | None
     ema_digest: str | None
+    old_digest: str | None
     checkpoint_digest: str
     rows: int
     metrics: dict[str, float]
@@ -171,9 +173,9 @@ def carry_out(
             metrics |= {f"{prefix}{name}": value for name, value in (result.metrics() | rows.metrics()).items()}
     if process_group.rank:
         return None
-    digest, reference_digest, ema_digest = (
+    digest, reference_digest, ema_digest, old_digest = (
         weights_digest(folder) if folder.is_dir() else None
-        for folder in (staged, staged / REFERENCE_FOLDER, staged / EMA_FOLDER)
+        for folder in (staged, staged / REFERENCE_FOLDER, staged / EMA_FOLDER, staged / OLD_FOLDER)
     )
     assert digest is not None, "the folder is there"
     _save_state(staged, steps, job.version, digest)
@@ -181,7 +183,8 @@ def carry_out(
         digest=digest,
         reference_digest=reference_digest,
         ema_digest=ema_digest,
-        checkpoint_digest=_checkpoint_digest(staged, steps, reference_digest, ema_digest),
+        old_digest=old_digest,
+        checkpoint_digest=_checkpoint_digest(staged, steps, reference_digest, ema_digest, old_digest),
         rows=len({sample_id for each in stored.values() for sample_id in each.rows.sample_ids}),
         metrics=metrics,
         peak_memory=peak_memory(),
@@ -222,11 +225,15 @@ def _save_state(folder: Path, steps: Mapping[Stream, int], version: int, digest:
 
 
 def _checkpoint_digest(
-    folder: Path, streams: Collection[Stream], reference_digest: str | None, ema_digest: str | None
+    folder: Path, streams: Collection[Stream], reference_digest: str | None, *optional: str | None
 ) -> str:
-    """Return the sha256 of what the next update reads: weights, references, moving averages, moments, step counts."""
-    average = "" if ema_digest is None else f" {ema_digest}"
-    digest = hashlib.sha256(f"{weights_digest(folder)} {reference_digest}{average}".encode())
+    """Return the sha256 of what the next update reads: weights, references, moments, step counts.
+
+    Args:
+        optional: digests of the weights that not every version has.
+    """
+    kept = "".join(f" {each}" for each in optional if each is not None)
+    digest = hashlib.sha256(f"{weights_digest(folder)} {reference_digest}{kept}".encode())
     for stream in streams:
         digest.update((component_folder(folder, stream, streams) / OPTIMIZER_FILE).read_bytes())
     digest.update((folder / STATE_FILE).read_bytes())

@@ -73,7 +73,7 @@ def read_training_rows(
         ValueError: the rollouts were sampled by other weights than the policy's and none may be stale, or no sample
             has a reward, or all rows are too stale, or states are missing.
     """
-    stored = STORED_STREAMS[stream]
+    stored, sampler = STORED_STREAMS[stream], policy.sampler
     folders = [
         store.local_files(reference, fetched / f"{stream}-rollouts-{number}", without=stored.unread)
         for number, reference in enumerate(rollouts)
@@ -88,12 +88,12 @@ def read_training_rows(
             "and give the prompts what their rewards need (target images, for example)"
         )
     staleness = (table["policy_version"] - policy.version).abs()
-    on_policy = table["policy_digest"] == policy.digest
+    on_policy = table["policy_digest"] == sampler.digest
     if max_staleness == 0 and not on_policy.all():
         samplers = sorted(digest[:12] for digest in table.filter(~on_policy)["policy_digest"].unique())
         raise ValueError(
             f"the rollouts were sampled by policy {samplers}, not by version {policy.version} "
-            f"({policy.digest[:12]}); collect rollouts with this version"
+            f"({sampler.digest[:12]}); collect rollouts with this version"
         )
     kept = table.filter((on_policy | (staleness <= max_staleness)) & pl.col("advantage").is_not_null())
     too_stale = table.filter(~on_policy & (staleness > max_staleness))
@@ -111,7 +111,7 @@ def read_training_rows(
             rollout_logprobs=sampled.rollout_logprobs,
             advantages=kept["advantage"].cast(pl.Float32).to_torch(),
             finished=sampled.finished,
-            on_policy=(kept["policy_digest"] == policy.digest).to_torch(),
+            on_policy=(kept["policy_digest"] == sampler.digest).to_torch(),
             max_length=sampled.max_length,
         ),
         settings=family.settings(first),

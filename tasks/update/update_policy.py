@@ -120,6 +120,7 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
         checkpoint=checkpoint,
         reference_digest=outcome.reference_digest,
         ema_digest=outcome.ema_digest,
+        old_digest=outcome.old_digest,
     )
 
 

@@ -107,15 +107,18 @@ class TrainedModel(ABC):
         return self._stored_values(None, self._reference_device) if self._reference is None else self._reference
 
     def change_copies(self, change: Callable[[str, Tensor], Tensor]) -> None:
-        """Keep the values of the reference and of the average in another form, such as a process's share of them.
+        """Keep the values of the copies in another form, such as a process's share of them.
 
         Args:
             change: takes a parameter's name and a value of it, returns the value to keep instead.
         """
-        if self._reference is not None:
-            self._reference = {name: change(name, value) for name, value in self._reference.items()}
-        if self._average is not None:
-            self._average = {name: change(name, value) for name, value in self._average.items()}
+        for each in ("_reference", "_average", "_old"):
+            values: dict[str, Tensor] | None = getattr(self, each)
+            if values is not None:
+                setattr(self, each, {name: change(name, value) for name, value in values.items()})
+
+    def _current_or_stored(self, folder: Path | None) -> dict[str, Tensor]:
+        return copied(self.trainable_parameters()) if folder is None else self._stored_values(folder, None)
 
     def begin_average(self, folder: Path | None) -> None:
         """Keep a moving average of the trained parameters from here on.
@@ -123,10 +126,7 @@ class TrainedModel(ABC):
         Args:
             folder: has the average so far, as `end_average` wrote it; None: it begins with the current weights.
         """
-        if folder is None:
-            self._average = copied(self.trainable_parameters())
-        else:
-            self._average = self._stored_values(folder, None)
+        self._average = self._current_or_stored(folder)
 
     def update_average(self, mix: float) -> None:
         """Make the average mix * policy + (1 - mix) * average, parameter by parameter, in fp32.
@@ -149,12 +149,28 @@ class TrainedModel(ABC):
         """Whether `old` can be entered."""
         return self._old is not None
 
-    def keep_old(self) -> None:
-        """Keep a copy of the trained parameters, until `drop_old`."""
-        self._old = copied(self.trainable_parameters())
+    def keep_old(self, folder: Path | None = None) -> None:
+        """Keep earlier values of the trained parameters, until `drop_old` or `end_old`.
+
+        Args:
+            folder: has the values, as `end_old` wrote them; None: the current ones.
+        """
+        self._old = self._current_or_stored(folder)
 
     def drop_old(self) -> None:
         """Free the memory of the copy, if there is one."""
+        self._old = None
+
+    def end_old(self, folder: Path, mix: float) -> None:
+        """Write mix * policy + (1 - mix) * old as `save` writes the policy, and free the memory of the copy.
+
+        Args:
+            mix: share of the policy, 0 < mix <= 1.
+        """
+        assert self._old is not None, "keep_old comes first"
+        mix_into(self._old, self.trainable_parameters(), mix)
+        with self._with_values(self._old):
+            self.save(folder)
         self._old = None
 
     def old(self) -> AbstractContextManager[nn.Module]:

@@ -72,6 +72,7 @@ class PolicyRef(BaseModel):
         checkpoint: weights, optimizer and schedule; None for version 0.
         reference_digest: digest of the reference's weights; None while that is the initial model.
         ema_digest: digest of the moving average of the weights; None where none is kept.
+        old_digest: digest of the weights that sample, which follow the trained ones; None where these sample.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,6 +82,7 @@ class PolicyRef(BaseModel):
     checkpoint: ArtifactRef | None = None
     reference_digest: str | None = None
     ema_digest: str | None = None
+    old_digest: str | None = None
 
     @property
     def averaged(self) -> "PolicyRef":
@@ -91,6 +93,16 @@ class PolicyRef(BaseModel):
     def is_averaged(self) -> bool:
         """Whether the weights are the moving average."""
         return self.ema_digest is not None and self.digest == self.ema_digest
+
+    @property
+    def sampler(self) -> "PolicyRef":
+        """The version with the weights that sample training rollouts as its weights; itself where these are trained."""
+        return self if self.old_digest is None else self.model_copy(update={"digest": self.old_digest})
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the weights are those of the old policy, which samples."""
+        return self.old_digest is not None and self.digest == self.old_digest
 
 
 class StaleReferenceError(ValueError):

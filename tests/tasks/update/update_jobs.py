@@ -248,6 +248,7 @@ def commit(store: ArtifactStore, job: UpdateJob, staged: Path, outcome: UpdateOu
         checkpoint=checkpoint,
         reference_digest=outcome.reference_digest,
         ema_digest=outcome.ema_digest,
+        old_digest=outcome.old_digest,
     )
 
 
