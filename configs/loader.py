@@ -98,7 +98,7 @@ def _model_for(values: Mapping[str, Any]) -> type[RunConfig]:
     kind = kind if kind in get_args(Kind) else default
     train = policy.get("train", trained_by_default(kind))
     streams = tuple(stream for stream, part in PARTS.items() if isinstance(train, list | tuple) and part in train)
-    algorithm = update.get("algorithm", GRPO)
+    algorithm = (_section(update, "denoising") if len(streams) > 1 else update).get("algorithm", GRPO)
     found = RUN_CONFIGS.get((kind, streams, algorithm if isinstance(algorithm, str) else GRPO))
     # What a kind cannot train, or not so, is refused by its place, over the keys of what it does by default.
     return found or RUN_CONFIGS.get((kind, streams, GRPO)) or RUN_CONFIGS[kind, policy_family(kind).streams[:1], GRPO]

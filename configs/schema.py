@@ -22,7 +22,9 @@ from configs.sections import (
 from configs.training import (
     AdvantagesSection,
     AnyUpdateSection,
+    BothUpdateSection,
     DenoisingUpdateSection,
+    JointNftUpdateSection,
     JointUpdateSection,
     MismatchSection,
     NftUpdateSection,
@@ -143,10 +145,10 @@ class DecoderRunConfig(GlmImageRunConfig):
     update: DenoisingUpdateSection = DenoisingUpdateSection()
 
 
-class JointRunConfig(GlmImageRunConfig):
+class BothRunConfig(GlmImageRunConfig):
     """A run that trains both parts of GLM-Image."""
 
-    update: JointUpdateSection = JointUpdateSection()
+    update: BothUpdateSection
 
     @property
     def updates(self) -> Mapping[Stream, AnyUpdateSection]:
@@ -157,6 +159,18 @@ class JointRunConfig(GlmImageRunConfig):
     def update_places(self) -> Mapping[Stream, str]:
         """Where they are configured."""
         return {"tokens": "update", "denoising": "update.denoising"}
+
+
+class JointRunConfig(BothRunConfig):
+    """A run that trains both parts of GLM-Image by importance ratios."""
+
+    update: JointUpdateSection = JointUpdateSection()
+
+
+class JointNftRunConfig(BothRunConfig):
+    """A run that trains GLM-Image's token model by importance ratios, and its decoder by DiffusionNFT."""
+
+    update: JointNftUpdateSection
 
 
 class DiffusersRunConfig(RunConfig):
@@ -193,12 +207,13 @@ RUN_CONFIGS: Mapping[tuple[str, tuple[Stream, ...], str], type[RunConfig]] = Map
         ("glm_image", ("denoising",), "grpo"): DecoderRunConfig,
         ("glm_image", ("denoising",), "nft"): DecoderNftRunConfig,
         ("glm_image", ("tokens", "denoising"), "grpo"): JointRunConfig,
+        ("glm_image", ("tokens", "denoising"), "nft"): JointNftRunConfig,
         ("diffusers", ("denoising",), "grpo"): DiffusersRunConfig,
         ("diffusers", ("denoising",), "nft"): DiffusersNftRunConfig,
         ("causal_lm", ("tokens",), "grpo"): TextRunConfig,
     }
 )
-"""Configuration class by policy.kind, the streams of policy.train, and update.algorithm."""
+"""Configuration class by policy.kind, the streams of policy.train, and the algorithm, of both parts the decoder's."""
 
 CORRECTION = MismatchSection.model_validate({"mode": "truncate", "level": "token", "cap": 3.0})
 """Default correction in a replay for rows that other weights sampled."""

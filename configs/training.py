@@ -169,10 +169,10 @@ class DenoisingUpdateSection(UpdateSection):
     kl_estimator: LossKlEstimator = "exact"
 
 
-class JointUpdateSection(UpdateSection):
-    """How stored tokens change the token model, and stored denoising steps the decoder."""
+class BothUpdateSection(UpdateSection):
+    """How stored tokens change the token model, and stored denoising steps or images the decoder."""
 
-    denoising: DenoisingUpdateSection = DenoisingUpdateSection()
+    denoising: AnyUpdateSection
 
     @property
     def tokens(self) -> UpdateSection:
@@ -180,3 +180,15 @@ class JointUpdateSection(UpdateSection):
         return UpdateSection.model_validate(
             {name: getattr(self, name) for name in UpdateSection.model_fields}, context=ALL_AT_ONCE
         )
+
+
+class JointUpdateSection(BothUpdateSection):
+    """The same with importance ratios for both."""
+
+    denoising: DenoisingUpdateSection = DenoisingUpdateSection()
+
+
+class JointNftUpdateSection(BothUpdateSection):
+    """The same with DiffusionNFT for the decoder."""
+
+    denoising: NftUpdateSection

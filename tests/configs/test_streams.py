@@ -280,6 +280,12 @@ NFT: dict[str, Any] = {
     "update": {"algorithm": "nft"},
 }
 
+JOINT_NFT: dict[str, Any] = {
+    **JOINT,
+    "rollout": {**JOINT["rollout"], **NFT["rollout"]},
+    "update": {"denoising": NFT["update"]},
+}
+
 
 class TestDiffusionNft:
     @pytest.mark.parametrize("policy", [PIPELINE, DECODER])
@@ -312,6 +318,28 @@ class TestDiffusionNft:
     )
     def test_refused(self, policy: dict[str, Any], change: dict[str, Any], place: str, value: object) -> None:
         assert found(policy, NFT, change) == [(place, value)]
+
+    def test_of_both_parts_the_decoder_can_be_trained_by_it(self) -> None:
+        config = configured(JOINT_NFT)
+        assert {stream: update.objective for stream, update in config.updates.items()} == {
+            "tokens": "grpo",
+            "denoising": "nft",
+        }
+        assert [config.window_start(iteration) for iteration in (1, 2)] == [10, 10]
+        assert check_config(json.loads(json.dumps(config.model_dump(mode="json")))) == config
+        assert run_identity(config)["update"]["denoising"]["algorithm"] == "nft"
+
+    @pytest.mark.parametrize(
+        ("change", "place", "value"),
+        [
+            ({"rollout": {"shared_noise": True}}, "rollout.shared_noise", True),
+            ({"update": {"denoising": {"algorithm": "nft", "clip_range": 1e-4}}}, "update.denoising.clip_range", 1e-4),
+            ({"update": {"algorithm": "nft"}}, "update.algorithm", "nft"),
+            ({"update": {"denoising": {"algorithm": "grpo"}}}, "rollout.sde_window_size", 0),
+        ],
+    )
+    def test_refused_of_both_parts(self, change: dict[str, Any], place: str, value: object) -> None:
+        assert found(JOINT_NFT, change) == [(place, value)]
 
     @pytest.mark.parametrize("policy", [PIPELINE, DECODER, JOINT])
     def test_ratios_need_noisy_steps(self, policy: dict[str, Any]) -> None:

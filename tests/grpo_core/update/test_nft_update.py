@@ -153,13 +153,16 @@ def plain_loss(
     return total / len(asked)
 
 
-@pytest.mark.parametrize("kl", [0.0, 0.3])
-def test_loss_and_gradient_of_both_minibatches_are_those_of_a_plain_loop(kl: float) -> None:
+@pytest.mark.parametrize(("kl", "kept_before"), [(0.0, False), (0.3, False), (0.3, True)])
+def test_loss_and_gradient_of_both_minibatches_are_those_of_a_plain_loop(kl: float, kept_before: bool) -> None:
     component, rows = LinearComponent(), rows_of(ADVANTAGES)
     reference = component.weight.detach().clone()
     with torch.no_grad():
         component.weight.add_(0.3)
-    old = component.weight.detach().clone()
+        old = component.weight.detach().clone()
+        if kept_before:
+            component.trained.keep_old()
+            component.weight.mul_(0.9)
     result = trained(component, rows, replace(SETTINGS, minibatch_size=3, kl_coef=kl))
     # Three images at four levels, then two: three passes and two.
     for passes, step in zip((component.passes[:3], component.passes[3:]), result.steps, strict=True):
@@ -169,7 +172,8 @@ def test_loss_and_gradient_of_both_minibatches_are_those_of_a_plain_loop(kl: flo
         assert step.loss == pytest.approx(loss.item(), rel=1e-12)
     (expected,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close(gradient_of(component), expected, rtol=1e-12, atol=0)
-    assert not torch.equal(component.passes[3].weight, old)
+    assert not torch.equal(component.passes[3].weight, component.passes[0].weight)
+    assert component.trained.has_old == kept_before
 
 
 def test_images_are_seen_at_every_level_with_noise_of_their_own() -> None:

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 from configs.training import NftUpdateSection, UpdateSection
 from grpo_core.records import DenoisingBatch
-from tasks.execution.resources import run_resources
-from tasks.models.resident import ModelSpec
-from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.execution.resources import resource, run_resources
+from tasks.models.files import OLD_FOLDER, weights_digest
+from tasks.models.resident import ModelSpec, ResidentPolicy
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.schemas import NFT_STEPS
 from tasks.update.algorithms import ALGORITHMS
@@ -20,14 +21,17 @@ from tasks.update.job import UpdateJob
 from tasks.update.rows import read_training_rows
 from tests.tasks.update.update_jobs import (
     JOINT,
+    UPDATE,
     advantages_table,
     alone,
     changed,
     commit,
     job_of,
+    trained_advantages,
     weights_and_moments,
 )
 
+ADAPTER = "adapter_model.safetensors"
 STEPS = 4
 DECODER = replace(
     changed(JOINT, train=("decoder",)),
@@ -38,8 +42,15 @@ DECODER = replace(
     window_start=STEPS,
     shared_noise=False,
 )
+BOTH = replace(JOINT, rollout=DECODER.rollout, window_start=STEPS, shared_noise=False)
 NFT = NftUpdateSection(
-    learning_rate=1e-3, minibatch_size=4, micro_batch_size=3, timesteps_per_image=2, kl_coef=1e-4, ema=0.5
+    learning_rate=1e-3,
+    minibatch_size=4,
+    micro_batch_size=3,
+    timesteps_per_image=2,
+    kl_coef=1e-4,
+    ema=0.5,
+    old_decay_step=0.25,
 )
 ADVANTAGES = (1.25, -1.0, -0.25, None)
 
@@ -96,16 +107,54 @@ def test_an_update_trains_and_stores_its_own_steps(store: ArtifactStore, tmp_pat
     assert all(value.abs().max() > 0 for name, value in weights.items() if "lora_B" in name)
 
 
-def test_an_update_goes_on_from_what_is_stored(store: ArtifactStore, tmp_path: Path) -> None:
+def test_an_update_goes_on_from_what_is_stored_and_the_old_policy_follows(store: ArtifactStore, tmp_path: Path) -> None:
     with run_resources():
         job = nft_job()
         policy = commit(store, job, tmp_path / "first", alone(job, tmp_path / "first"))
-        later = job.model_copy(update={"policy": policy})
+        rollouts = DECODER.collect(policy.sampler)
+        later = job_of(DECODER, rollouts, advantages(rollouts), policy=policy, update={"denoising": NFT})
+        later = later.model_copy(update={"max_staleness": 0})
         second = alone(later, tmp_path / "second")
     with run_resources():
         assert alone(later, tmp_path / "again") == second
+        sampler = resource(ResidentPolicy).at(policy.sampler, later.model, DECODER.rollout, later.placement)
+        sampler.components["denoising"].save_weights(tmp_path / "sampler")
     ours, theirs = (weights_and_moments(tmp_path / name) for name in ("second", "again"))
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    first = Path(store.path("policies/000001"))
+    (policy_1, old_1), (policy_2, old_2) = (
+        [load_file(folder / ADAPTER) for folder in (version, version / OLD_FOLDER)]
+        for version in (first, tmp_path / "second")
+    )
+    # Adapters begin at zero.
+    assert all(torch.equal(old_1[name], 0.75 * value) for name, value in policy_1.items() if "lora_B" in name)
+    assert all(torch.equal(old_2[name], 0.5 * value + 0.5 * old_1[name]) for name, value in policy_2.items())
+    # They are what sampled, and what the first step is measured from.
+    assert policy.old_digest == weights_digest(first / OLD_FOLDER) != policy.digest
+    assert (tmp_path / "sampler" / ADAPTER).read_bytes() == (first / OLD_FOLDER / ADAPTER).read_bytes()
+    steps = pl.read_parquet(tmp_path / "second" / "update_steps.parquet")
+    assert steps["velocity_change"][0] > 0
+
+
+def test_the_old_policy_of_one_component_has_the_weights_of_the_other(store: ArtifactStore, tmp_path: Path) -> None:
+    tokens = UPDATE.model_copy(update={"epochs": 1, "minibatch_size": None})
+
+    def both(policy: PolicyRef | None) -> UpdateJob:
+        rollouts = BOTH.collect(policy and policy.sampler)
+        updates = {"tokens": tokens, "denoising": NFT.model_copy(update={"ema": None})}
+        return job_of(BOTH, rollouts, trained_advantages(BOTH, rollouts), policy=policy, update=updates)
+
+    job = both(None)
+    policy = commit(store, job, tmp_path / "first", alone(job, tmp_path / "first"))
+    folder = Path(store.path("policies/000001"))
+    weights = {
+        stream: [(place / stream / ADAPTER).read_bytes() for place in (folder, folder / OLD_FOLDER)]
+        for stream in job.updates
+    }
+    assert {stream: new == old for stream, (new, old) in weights.items()} == {"tokens": True, "denoising": False}
+    # The gate compares what the tokens were sampled with.
+    second = alone(both(policy).model_copy(update={"max_staleness": 0}), tmp_path / "second")
+    assert second.metrics["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 def test_a_job_for_other_processes_keeps_its_algorithm(store: ArtifactStore) -> None:
