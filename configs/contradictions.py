@@ -218,9 +218,13 @@ def _policy(config: RunConfig) -> Iterator[InputError]:
     if policy.trains_adapters and policy.frozen is not None:
         hint = "Adapters already freeze every weight of the model; set policy.lora to null, or leave this out."
         yield InputError("policy.frozen", policy.frozen, hint)
-    if policy.lora is not None and policy.lora.modules_to_save and policy.dtype != "float32":
-        hint = "Small steps round away in 16 bits when a module is trained whole; set policy.dtype to float32."
-        yield InputError("policy.lora.modules_to_save", list(policy.lora.modules_to_save), hint)
+    for place, lora in policy.loras.items():
+        if lora.modules_to_save and policy.dtype != "float32":
+            hint = "Small steps round away in 16 bits when a module is trained whole; set policy.dtype to float32."
+            yield InputError(f"{place}.modules_to_save", list(lora.modules_to_save), hint)
+    if policy.decoder_lora is not None and (len(policy.streams) == 1 or policy.lora is None):
+        hint = "It replaces policy.lora for the decoder, where both parts are trained by adapters; set policy.lora."
+        yield InputError("policy.decoder_lora", policy.decoder_lora.model_dump(exclude_defaults=True), hint)
     if policy.revision is not None and Path(policy.model).expanduser().is_dir():
         yield InputError("policy.revision", policy.revision, "policy.model is a folder, not a hub name; leave it out.")
     if policy.attn_implementation == "flash_attention_2" and policy.in_fp32:
@@ -264,10 +268,10 @@ def _schedule(config: RunConfig) -> Iterator[InputError]:
 
 def _placement(config: RunConfig) -> Iterator[InputError]:
     placement, pooled = config.placement, any(section.pool for section in config.rewards)
-    lora = config.policy.lora
-    if placement.sharding == "fsdp2" and lora is not None and (lora.use_dora or lora.modules_to_save):
-        hint = "policy.lora.use_dora and modules_to_save need the whole model in each process; set it to ddp."
-        yield InputError("placement.sharding", "fsdp2", hint)
+    for place, lora in config.policy.loras.items():
+        if placement.sharding == "fsdp2" and (lora.use_dora or lora.modules_to_save):
+            hint = f"{place}.use_dora and modules_to_save need the whole model in each process; set it to ddp."
+            yield InputError("placement.sharding", "fsdp2", hint)
     for name, where, known in (("rollouts", placement.rollouts, False), ("rewards", placement.rewards, pooled)):
         if where.shards > 1 and where.pool is None and not known:
             hint = f"Shards run on the workers of a work pool; set placement.{name}.pool, or set this to 1."

@@ -1,7 +1,9 @@
 """Read a YAML file and `--set key=value` overrides into a checked configuration, or report every error at once."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
@@ -87,21 +89,39 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         InputErrors: as read_config.
     """
-    return validated(_model_for(values), values, contradictions)
+    place, models = _models_for(values)
+    section = reduce(_section, place, values)
+    given = section.get("algorithm", GRPO)
+    if isinstance(given, str) and given in models:
+        return validated(models[given], values, contradictions)
+    # The other keys are checked as those of the algorithm that was probably meant.
+    near = difflib.get_close_matches(str(given), models, n=1)
+    meant = f"Did you mean {near[0]}? " if near else ""
+    hint = f"{meant}What this run trains has: {', '.join(models)}."
+    problem = InputError(".".join((*place, "algorithm")), given, hint)
+    algorithm = near[0] if near else GRPO
+    corrected = deepcopy(dict(values))
+    reduce(lambda outer, name: outer[name], place, corrected)["algorithm"] = algorithm
+    try:
+        validated(models[algorithm], corrected, contradictions)
+    except InputErrors as others:
+        raise InputErrors([problem, *others.errors]) from others
+    raise InputErrors([problem])
 
 
-def _model_for(values: Mapping[str, Any]) -> type[RunConfig]:
-    """Return the model of a configuration: the keys of rollout and update depend on what is trained, and how."""
-    policy, update = (_section(values, name) for name in ("policy", "update"))
+def _models_for(values: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, type[RunConfig]]]:
+    """Return the section that has the algorithm, and the models by algorithm, whose keys depend on what is trained."""
+    policy = _section(values, "policy")
     default = PolicySection.model_fields["kind"].default
     kind = policy.get("kind", default)
     kind = kind if kind in get_args(Kind) else default
     train = policy.get("train", trained_by_default(kind))
     streams = tuple(stream for stream, part in PARTS.items() if isinstance(train, list | tuple) and part in train)
-    algorithm = (_section(update, "denoising") if len(streams) > 1 else update).get("algorithm", GRPO)
-    found = RUN_CONFIGS.get((kind, streams, algorithm if isinstance(algorithm, str) else GRPO))
-    # What a kind cannot train, or not so, is refused by its place, over the keys of what it does by default.
-    return found or RUN_CONFIGS.get((kind, streams, GRPO)) or RUN_CONFIGS[kind, policy_family(kind).streams[:1], GRPO]
+    if (kind, streams, GRPO) not in RUN_CONFIGS:
+        # What a kind cannot train is refused by its place, over the keys of what it does by default.
+        streams = policy_family(kind).streams[:1]
+    models = {algorithm: model for (*trained, algorithm), model in RUN_CONFIGS.items() if trained == [kind, streams]}
+    return ("update", "denoising") if len(streams) > 1 else ("update",), models
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -68,6 +68,11 @@ class RunConfig(Section):
         """Number of images or texts that an iteration samples."""
         return self.rollout.prompts_per_iteration * sum(self.renderings_of_drafts)
 
+    def groups_per_prompt(self, stream: Stream) -> int:
+        """Return the number of a prompt's groups of siblings: its drafts, or the renderings of each of some drafts."""
+        several = sum(times > 1 for times in self.renderings_of_drafts)
+        return {"draft": 1, "rendering": several}[COMPARED[stream]]
+
     def rows_of(self, stream: Stream) -> int:
         """Return the number of rows of a stream that an iteration trains on: all that are compared with others."""
         renderings = self.renderings_of_drafts

@@ -9,7 +9,15 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from configs.validation import Name, Section
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
@@ -84,7 +92,7 @@ class PolicySection(Section):
     """The model that is trained."""
 
     memory_settings = frozenset({"gradient_checkpointing"})
-    optional_settings = frozenset({"revision", "attn_implementation", "adapter", "train"})
+    optional_settings = frozenset({"revision", "attn_implementation", "adapter", "train", "decoder_lora"})
 
     kind: Kind = Field("glm_image", description="the policy family")
     model: str = Field(min_length=1, description="folder of a saved model, or a hub name")
@@ -105,6 +113,9 @@ class PolicySection(Section):
     )
     lora: LoraSection | None = Field(
         LoraSection(), description="null trains every weight that is not frozen, or follows the adapter"
+    )
+    decoder_lora: LoraSection | None = Field(
+        None, description="of the decoder, where both parts of glm_image are trained; null: as lora"
     )
     adapter: str | None = Field(
         None, min_length=1, description="LoRA to start from: a folder, RUN@VERSION of the storage root, or a hub name"
@@ -127,10 +138,27 @@ class PolicySection(Section):
             return {**values, "train": trained_by_default(kind)}
         return values
 
+    @field_validator("train")
+    @classmethod
+    def _in_one_order(cls, train: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Return the parts in the order of the streams: it means nothing, and would tell equal policies apart."""
+        return tuple(sorted(train, key=tuple(PARTS.values()).index))
+
     @property
     def streams(self) -> tuple[Stream, ...]:
         """The streams whose components are trained, in the order of STREAMS."""
         return tuple(stream for stream, part in PARTS.items() if part in self.train)
+
+    def lora_of(self, stream: Stream) -> LoraSection | None:
+        """Return the configured adapters of a stream's component; None if every weight is trained, or by `adapter`."""
+        own = self.decoder_lora if stream == "denoising" else None
+        return own or self.lora
+
+    @property
+    def loras(self) -> Mapping[str, LoraSection]:
+        """All configured adapters, by their place in the file."""
+        given = {"policy.lora": self.lora, "policy.decoder_lora": self.decoder_lora}
+        return {place: lora for place, lora in given.items() if lora is not None}
 
     @property
     def in_fp32(self) -> bool:

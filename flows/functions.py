@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.validation import Section, validated
 from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
+from grpo_core.errors import InputError
+from tasks.garbage_collection import collection_paused
 from tasks.progress import Silence, listen, log
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ def train(
     from configs.loader import as_config
 
     checked = as_config(config, _texts(overrides))
+    if on_iteration is None and (finished := read_finished(checked)) is not None:
+        return finished
     return train_checked(checked, accept_code=accept_code, on_iteration=on_iteration, progress=progress)
 
 
@@ -189,13 +193,38 @@ def _run(body: Callable[[], Coroutine[Any, Any, R]], hook: "IterationHook | None
         use_hook(hook)
         if not progress:
             listen(Silence())
-            return _to_the_end(body())
+            return _to_the_end(body)
         from flows.terminal.progress import training_progress
 
         with training_progress():
-            return _to_the_end(body())
+            return _to_the_end(body)
 
     return contextvars.copy_context().run(run)
+
+
+def read_finished(config: "RunConfig") -> "TrainSummary | None":
+    """Return the summary of a run in a local folder that has nothing left to do; None if it has to be started.
+
+    Raises:
+        InputError: another process writes the run.
+    """
+    from tasks.runs.layout import policy_folder
+    from tasks.storage.artifacts.store import open_store
+    from tasks.storage.filesystem.files import is_local
+
+    # Trackers may lack iterations that the run has.
+    if config.run.trackers:
+        return None
+    try:
+        store = open_store(config.storage, config.run.name)
+    except InputError:
+        return None
+    # Most starts end here, before anything heavy is imported.
+    if not is_local(store.filesystem) or store.manifest_at(store.path(policy_folder(config.run.iterations))) is None:
+        return None
+    from flows.training.finished import read_finished as read
+
+    return contextvars.copy_context().run(read, config)
 
 
 def begin_training(config: "RunConfig", report: Callable[[str], None] = log) -> None:
@@ -218,9 +247,11 @@ def start_server(report: Callable[[str], None] = log) -> None:
         report("starting Prefect's server, and loading libraries beside it ...")
 
 
-def _to_the_end(work: Coroutine[Any, Any, R]) -> R:
+def _to_the_end(body: Callable[[], Coroutine[Any, Any, R]]) -> R:
     from flows.server.temporary import wait_for_temporary_server
 
+    with collection_paused():
+        work = body()
     with closing(work):
         wait_for_temporary_server()
         return _run_to_the_end(work)

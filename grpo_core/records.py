@@ -281,14 +281,14 @@ class ActionLogprobs:
     Attributes:
         logprobs: nats, fp32; zero where the loss mask is False.
         entropy: entropy of the distribution each action was sampled from, nats, fp32; zero where masked, and everywhere
-            if none was requested.
+            if none was requested; None where no weight can change it, as of denoising steps.
         kl: KL(policy || reference) of these distributions in closed form, fp32; zero where masked, and everywhere if it
             was not requested.
         gaussians: of denoising steps; None for tokens.
     """
 
     logprobs: Float[Tensor, "batch time"]
-    entropy: Float[Tensor, "batch time"]
+    entropy: Float[Tensor, "batch time"] | None
     kl: Float[Tensor, "batch time"]
     gaussians: StepGaussians | None = None
 

@@ -3,6 +3,7 @@
 from pathlib import Path, PurePosixPath
 
 from configs.schema import RunConfig
+from configs.sections import PolicySection
 from flows.export.plan import ExportPlan
 from flows.export.usage import usage
 from grpo_core.policies.protocol import policy_family
@@ -60,17 +61,14 @@ def _metadata(plan: ExportPlan) -> str:
 
 
 def _facts(plan: ExportPlan) -> list[tuple[str, str]]:
-    config, lora = plan.config, plan.config.policy.lora
+    config = plan.config
     files = [PurePosixPath(each.prompts).name for each in config.data.sets]
     rewards = [f"{each.label} (weight {each.weight:g})" for each in config.rewards]
-    trained = "every weight" if lora is None else f"adapters of rank {lora.rank}, alpha {lora.alpha:g}"
-    if config.policy.adapter is not None:
-        trained = f"the adapter {config.policy.adapter}"
     averaged = [("weights", "their moving average")] if plan.policy.is_averaged else []
     revision = f"@{config.policy.revision}" if config.policy.revision is not None else ""
     return [
         ("base", f"{config.policy.model}{revision}, {plan.base_digest[:16]}"),
-        ("trained", trained),
+        *((_named("trained", stream, config), _trained(config.policy, stream)) for stream in config.policy.streams),
         ("prompts", ", ".join(files)),
         ("rewards", ", ".join(rewards)),
         *((_named("loss", stream, config), update.objective) for stream, update in config.updates.items()),
@@ -78,6 +76,13 @@ def _facts(plan: ExportPlan) -> list[tuple[str, str]]:
         *averaged,
         ("weights, sha256", plan.policy.digest),
     ]
+
+
+def _trained(policy: PolicySection, stream: Stream) -> str:
+    lora = policy.lora_of(stream)
+    if policy.adapter is not None:
+        return f"the adapter {policy.adapter}"
+    return "every weight" if lora is None else f"adapters of rank {lora.rank}, alpha {lora.alpha:g}"
 
 
 def _named(what: str, stream: Stream, config: RunConfig) -> str:

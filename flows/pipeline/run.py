@@ -178,21 +178,25 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
             # They cannot be compared with later ones.
             reason = "the held-out prompts, their targets, number or seed changed"
             store.move_to_previous([EVALUATIONS], reason=reason)
-        _write_description(run, identity, accepted, previous or {}, evaluation)
+        described, settings = describe(run, identity, accepted, evaluation)
+        versions = described["versions"]
+        if changed := changed_versions((previous or {}).get("versions", versions), versions):
+            log(f"library versions changed since the last start: {', '.join(changed)}; results are kept")
+        write_description(store, described, settings)
         record_start(store)
         yield run
 
 
-def _write_description(
-    run: Run,
-    identity: Mapping[str, Any],
-    accepted: Mapping[str, str],
-    previous: Mapping[str, Any],
-    evaluation: str | None,
-) -> None:
-    store, versions = run.store, {"python": platform.python_version(), **library_versions()}
-    if changed := changed_versions(previous.get("versions", versions), versions):
-        log(f"library versions changed since the last start: {', '.join(changed)}; results are kept")
+def describe(
+    run: Run, identity: Mapping[str, Any], accepted: Mapping[str, str], evaluation: str | None
+) -> tuple[dict[str, Any], bytes]:
+    """Return the content of run.json and of config.yaml.
+
+    Args:
+        identity: from `identify`.
+        accepted: from `settle_code`.
+        evaluation: from `heldout_digest`.
+    """
     # What to do with earlier results is a decision of one start, not of the run.
     settings = run.config.model_dump(mode="json", exclude={"run": {"on_change"}})
     config = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
@@ -206,8 +210,8 @@ def _write_description(
         "model_digest": run.model.digest,
         ACCEPTED: accepted,
         **({START: {"from": run.config.run.continue_from, "policy": run.start.model_dump()}} if run.start else {}),
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **library_versions()},
         "prompts": sum(len(each.prompts) for each in run.training),
         "heldout_prompts": sum(len(each.prompts) for each in run.heldout),
     }
-    write_description(store, described, config.encode())
+    return described, config.encode()

@@ -73,8 +73,8 @@ def model_problems(
         otherwise: what to do instead, for the hint.
     """
     if version:
-        trained = {"train", "lora", "adapter", "frozen", "dtype"}
-        was, now = (each.policy.model_dump(include=trained) for each in (previous, config))
+        trained = {"train", "lora", "decoder_lora", "adapter", "frozen", "dtype"}
+        was, now = (each.policy.model_dump(mode="json", include=trained) for each in (previous, config))
         for key in sorted(was):
             if was[key] != now[key]:
                 hint = f"Version {version} of {store.run} was trained with {was[key]}; set that, or {otherwise}."

@@ -64,7 +64,7 @@ def examine(config: RunConfig) -> Diagnosis:
         ]
     findings += [Finding("prompts", True, note) for note in prompts.notes]
     memory: MemoryEstimate | None = None
-    checkpoint = 0
+    checkpoint = states = 0
     sizes: Counter[ImageSize] = Counter()
     # What is wrong with the model, or with the sizes that it is to generate, has been reported.
     if all(finding.healthy for finding in findings if finding.subject == "model"):
@@ -75,7 +75,7 @@ def examine(config: RunConfig) -> Diagnosis:
             with training_choices(policy, store, version, references=config.references) as choices:
                 notes = policy_family(policy.kind).check_choices(source_of(config), choices)
                 estimate = estimate_model(config, choices, tuple(sizes))
-            memory, checkpoint = estimate.memory, estimate.checkpoint
+            memory, checkpoint, states = estimate.memory, estimate.checkpoint, estimate.states
             weights = _weights(config, estimate.counted)
             findings += [*(Finding("model", True, note) for note in notes), weights, _memory(config, memory)]
             if sizes:
@@ -85,7 +85,7 @@ def examine(config: RunConfig) -> Diagnosis:
         except InputError as error:
             findings += _problems("model", [error])
     if all(finding.healthy for finding in findings if finding.subject == "storage"):
-        findings.append(_disk(config, checkpoint, sizes))
+        findings.append(_disk(config, checkpoint, states, sizes))
     findings += [_fonts(), *_server(config)]
     return Diagnosis(tuple(findings), memory)
 
@@ -179,7 +179,13 @@ def _memory(config: RunConfig, memory: MemoryEstimate) -> Finding:
     return Finding("memory", needed * GIB <= free, message, "" if needed * GIB <= free else hint)
 
 
-def _disk(config: RunConfig, checkpoint: int, prompts: Mapping[ImageSize, int]) -> Finding:
+def _disk(config: RunConfig, checkpoint: int, states: int, prompts: Mapping[ImageSize, int]) -> Finding:
+    """Compare the free space with what the run stores.
+
+    Args:
+        checkpoint: bytes of a policy version.
+        states: bytes of an image's denoising states.
+    """
     store = open_store(config.storage, config.run.name)
     if not is_local(store.filesystem):
         return Finding("disk", True, f"{config.storage.root} (not tried: a check writes nothing)")
@@ -194,6 +200,9 @@ def _disk(config: RunConfig, checkpoint: int, prompts: Mapping[ImageSize, int]) 
         # Uncompressed, so that a PNG of noise is covered too.
         images = samples * max(size.pixels for size in (prompts or (rollout.size,))) * 3 / GIB
         message = f"{samples} images take at most {images:.2g} GiB, "
+        if states:
+            images += samples * states / GIB
+            message += f"their denoising states {samples * states / GIB:.2g} GiB, "
     keep = config.run.keep_policies
     versions = keep.count(config.run.iterations, config.run.staleness) if keep else config.run.iterations
     policies = versions * checkpoint / GIB

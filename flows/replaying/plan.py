@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from configs.schema import CORRECTION, ReplayConfig, ReplaySection, RunConfig, as_replay
 from configs.training import UpdateSection
+from configs.unknown_keys import TRL_NAMES
 from flows.pipeline.requests import ReplayRequest
 from flows.pipeline.warm_start import model_problems
 from flows.preflight.inputs import check_inputs, checked_once
@@ -84,6 +85,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
         *model_problems(store, previous, config, request.policy, "start from the model with --policy 0"),
         *_reward_problems(request, previous, config),
         *_advantages_problems(request, previous, config, advantages, recompute=recompute),
+        *correction_problems(request.overrides, config),
         *_staleness_problems(request, iterations),
         *_states_problems(store, iterations),
     ]
@@ -170,11 +172,21 @@ def _advantages_problems(
     if advantages == RECOMPUTED and config.advantages.kl_coef and not previous.advantages.kl_coef:
         hint = "The stored rollouts have no log-probs of the reference; set update.kl_coef instead."
         yield InputError("advantages.kl_coef", config.advantages.kl_coef, hint)
-    named = any(override.startswith("update.mismatch.mode") for override in request.overrides)
-    off = isinstance(config.update, UpdateSection) and config.update.mismatch.mode == "none"
-    if named and off and request.max_staleness:
-        hint = "Rows that other weights sampled need their importance weights; set it to truncate or mask."
-        yield InputError("update.mismatch.mode", "none", hint)
+
+
+def correction_problems(overrides: Sequence[str], config: RunConfig) -> Iterator[InputError]:
+    """Yield each correction that the overrides set and leave switched off: a replay would use its default instead.
+
+    Args:
+        config: of the source, with the overrides.
+    """
+    given = [override.partition("=")[0].strip() for override in overrides]
+    for stream, update in config.updates.items():
+        place = f"{config.update_places[stream]}.mismatch"
+        named = any(TRL_NAMES.get(path, path).startswith(place) for path in given)
+        if named and isinstance(update, UpdateSection) and update.mismatch.mode == "none":
+            hint = "Rows that other weights sampled need their importance weights; set it to truncate or mask."
+            yield InputError(f"{place}.mode", "none", hint)
 
 
 def _states_problems(store: ArtifactStore, iterations: Sequence[StoredIteration]) -> Iterator[InputError]:

@@ -16,18 +16,21 @@ from http.client import HTTPConnection, HTTPException
 from typing import IO
 
 _PROGRAM = """
-import os, signal, socket, sys, threading
+import gc, os, signal, socket, sys, threading
 
 def end_with_parent():
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGTERM)
 
 threading.Thread(target=end_with_parent, daemon=True).start()
+# What the imports make stays.
+gc.disable()
 import uvicorn
+from prefect.server.api.server import create_app
 
-config = uvicorn.Config(
-    "prefect.server.api.server:create_app", factory=True, lifespan="on", log_level="error", timeout_graceful_shutdown=5
-)
+config = uvicorn.Config(create_app(), lifespan="on", log_level="error", timeout_graceful_shutdown=5)
+gc.freeze()
+gc.enable()
 uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
 """
 

@@ -13,11 +13,12 @@ is used, so an interrupted run resumes at the stage that it had reached.
 """
 
 import time
+from collections.abc import Mapping
 from functools import partial
 
 from prefect import flow
 
-from configs.schema import CORRECTION, corrected
+from configs.schema import CORRECTION, RunConfig, corrected
 from flows.pipeline.forms import TrainConfig
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards, update_policy
@@ -25,6 +26,7 @@ from flows.training.callbacks import open_callbacks
 from flows.training.history import TrainingHistory, evaluate, is_evaluated
 from flows.training.prefetch import ScoredRollouts, prefetching
 from flows.training.summary import TrainSummary, publish_summary, summarize
+from tasks.metrics.names import stream_prefix
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import REWARDS
 from tasks.runs.records import SamplingRound
@@ -59,7 +61,8 @@ def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, itera
     """Sample groups, score them, and compare siblings: stages 1 to 3.
 
     With `advantages.constant_groups: redraw`, groups without a difference in reward are replaced in further sampling
-    rounds, up to `advantages.max_rounds` (Yu et al., 2025, DAPO, arXiv:2503.14476, section 3.2, dynamic sampling).
+    rounds, up to `advantages.max_rounds` (Yu et al., 2025, DAPO, arXiv:2503.14476, section 3.2, dynamic sampling). With
+    two streams every stream gets its groups, and keeps those of the other's further rounds.
 
     The history has the advantages of earlier iterations, which the curriculum and running moments need; it is extended.
     """
@@ -73,11 +76,22 @@ def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, itera
         rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
         rounds, plans = (*rounds, SamplingRound(rollouts, rewards)), (*plans, plan)
         advantages = compute_advantages(run, rounds, plan.folder, plan.title, history.last_advantages)
-        count = prompts - int(advantages.metrics["groups_kept"])
+        count = missing_prompts(run.config, advantages.metrics)
         if section.constant_groups != "redraw" or count <= 0:
             break
     history.sampled.append(advantages)
     return ScoredRollouts(policy, rounds, advantages)
+
+
+def missing_prompts(config: RunConfig, kept: Mapping[str, float]) -> int:
+    """Return how many more prompts the stream needs that has the fewest groups with a difference in reward.
+
+    Args:
+        kept: metrics of the advantages of all sampling rounds so far.
+    """
+    prompts = config.rollout.prompts_per_iteration
+    groups = {stream: int(kept[f"{stream_prefix(stream, config.streams)}groups_kept"]) for stream in config.streams}
+    return max(prompts - count // config.groups_per_prompt(stream) for stream, count in groups.items())
 
 
 def train_policy(run: Run, policy: PolicyRef, batch: ScoredRollouts, iteration: int) -> PolicyRef:

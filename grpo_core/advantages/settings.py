@@ -33,7 +33,7 @@ class AdvantageSettings:
         missing: what stands in for a reward that is null for some siblings, as `combine_rewards` defines it.
         constant_groups: how groups without spread are treated. keep: their advantages are 0. drop: they have none and
             are in no statistic of the batch (DAPO; Yu et al., 2025, arXiv:2503.14476). redraw: the same, and the
-            training loop samples other prompts in their place.
+            training loop samples other prompts in their place, until every trained stream has its groups.
         kl_coef: weight of the KL to the reference that is subtracted from the combined reward.
         kl_estimator: k1, k2 or k3, summed over the trained tokens of a row.
 

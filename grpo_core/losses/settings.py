@@ -153,6 +153,11 @@ class LossSettings:
         return LOSS_TRAITS.get(self.loss, LossTraits())
 
     @property
+    def measures_drift(self) -> bool:
+        """Whether the loss can read how far an update has moved denoising steps; a user's function may."""
+        return self.traits.reads_gaussians or self.loss not in LOSS_TRAITS
+
+    @property
     def level(self) -> ImportanceLevel:
         """The importance level, the loss's default if none is set."""
         return self.importance_level or self.traits.importance_levels[0]

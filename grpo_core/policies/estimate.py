@@ -123,12 +123,14 @@ class ModelEstimate:
         checkpoint: bytes of a policy version on disk, optimizer state included.
         counted: sizes of the model's parts, as text.
         tokens: number of tokens of an image by its size; empty for texts.
+        states: bytes on disk of the denoising states of an image of the largest size; 0 where none are stored.
     """
 
     memory: MemoryEstimate
     checkpoint: int
     counted: str
     tokens: Mapping[ImageSize, int] = field(default_factory=dict)
+    states: int = 0
 
 
 def estimate_resources(

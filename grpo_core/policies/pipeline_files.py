@@ -63,6 +63,57 @@ def read_pipeline_file(model: str, file: Path) -> dict[str, Any]:
     return content
 
 
+def refuse_missing_parts(model: str, parts: Mapping[str, tuple[str, str]]) -> None:
+    """Refuse a folder without one of the parts that its index names; a hub's cache may get them later.
+
+    Args:
+        parts: of its index, from `pipeline_parts`.
+
+    Raises:
+        InputError: names the part.
+    """
+    folder = Path(model).expanduser()
+    for name in parts if folder.is_dir() else ():
+        if not (folder / name).is_dir():
+            hint = f"Its {INDEX_FILE} names {name}, and it has no such folder; save it again."
+            raise InputError("policy.model", model, hint)
+
+
+def refuse_missing_weights(model: str, parts: Mapping[str, tuple[str, str]]) -> None:
+    """Refuse a folder in which a part has no weights in safetensors, or not all of them; a hub name passes.
+
+    Args:
+        parts: of its index, from `pipeline_parts`.
+
+    Raises:
+        InputError: names the part's folder and the missing file.
+    """
+    folder = Path(model).expanduser()
+    for name, (library, class_name) in parts.items() if folder.is_dir() else ():
+        # Tokenizers, processors and schedulers have other configuration files, some of them this one as well.
+        if class_name.endswith(_WITHOUT_WEIGHTS) or not (folder / name / "config.json").is_file():
+            continue
+        file = "diffusion_pytorch_model.safetensors" if library == "diffusers" else "model.safetensors"
+        missing = [] if (folder / name / file).is_file() else _missing_shards(model, folder / name, file)
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            hint = f"Its folder {name} has no {missing[0]}{more}; download or save the pipeline again."
+            raise InputError("policy.model", model, hint)
+
+
+_WITHOUT_WEIGHTS = ("Tokenizer", "TokenizerFast", "Processor", "ProcessorFast", "Extractor", "Scheduler")
+"""Endings of the classes of parts that are no networks."""
+
+
+def _missing_shards(model: str, folder: Path, file: str) -> list[str]:
+    """Return the missing files of weights that are stored in several; the one file itself without an index of them."""
+    index = folder / f"{file}.index.json"
+    if not index.is_file():
+        return [file]
+    shards = read_pipeline_file(model, index).get("weight_map", {}).values()
+    return sorted({shard for shard in shards if not (folder / shard).is_file()})
+
+
 def pipeline_parts(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return library and class of each part that a pipeline has, by the part's name.
 

@@ -57,11 +57,13 @@ class Passes:
         logprobs: of the weights that the passes ran on, one row for each of the minibatch, on the CPU; zero in rows of
             other processes.
         broken: names of the samples whose loss is not finite.
+        of_gaussians: whether the actions are denoising steps.
     """
 
     sums: StepSums
     logprobs: Tensor
     broken: list[str] = field(default_factory=list)
+    of_gaussians: bool = False
 
 
 def trained_actions(rows: TrainingRows, settings: UpdateSettings) -> Bool[Tensor, "batch time"]:
@@ -159,6 +161,7 @@ def _backward(
     )
     loss, terms = compute_microbatch_loss(inputs, settings, minibatch.denominators)
     (loss if counts else loss * 0.0).backward()
+    passes.of_gaussians = scored.gaussians is not None
     if not counts:
         return
     if not torch.isfinite(loss):

@@ -46,7 +46,7 @@ class RatioStepMetrics(StepMetrics):
     `kl` is the estimate of KL(policy || reference), nats.
 
     Attributes:
-        entropy: nats.
+        entropy: nats; None where no weight can change it.
         clip_low: share of tokens where the lower bound is active; of rows where a row has one ratio.
         clip_high: the same for the upper bound.
         clip_low_min: smallest share over the rows.
@@ -57,7 +57,7 @@ class RatioStepMetrics(StepMetrics):
         trained_tokens: tokens of the minibatch that the loss reads, a number.
     """
 
-    entropy: float
+    entropy: float | None
     clip_low: float
     clip_high: float
     clip_low_min: float
@@ -70,8 +70,9 @@ class RatioStepMetrics(StepMetrics):
     @classmethod
     def summarize(cls, steps: Sequence["RatioStepMetrics"]) -> dict[str, float]:
         """Return entropy, ratios, clipped shares and the correction for the sampler."""
+        entropies = [step.entropy for step in steps if step.entropy is not None]
         return {
-            "entropy": mean(step.entropy for step in steps),
+            **({"entropy": mean(entropies)} if entropies else {}),
             "importance_ratio/mean": mean(step.ratio_mean for step in steps),
             "log_ratio_clamped": math.fsum(step.log_ratio_clamped for step in steps),
             "clip_ratio/low_mean": mean(step.clip_low for step in steps),
@@ -129,6 +130,7 @@ class StepSums:
     def __init__(self, trained: Bool[Tensor, "rows time"]) -> None:
         """Start at zero."""
         self._sums = dict.fromkeys(self.FIELDS, 0.0)
+        self._with_entropy = False
         self._rows = trained.any(-1).cpu()
         # By row: the minimum over processes then comes from a sum in which each row is counted once.
         self._clipped = torch.zeros(2, len(trained), dtype=torch.float64)
@@ -137,7 +139,7 @@ class StepSums:
         self,
         loss: Float[Tensor, ""],
         terms: TokenLoss,
-        entropy: Float[Tensor, "batch time"],
+        entropy: Float[Tensor, "batch time"] | None,
         mask: Bool[Tensor, "batch time"],
         settings: LossSettings,
         rows: list[int],
@@ -151,6 +153,7 @@ class StepSums:
         def over_tokens(values: Float[Tensor, "batch time"]) -> float:
             return float(torch.where(mask, values.detach(), 0.0).double().sum())
 
+        self._with_entropy = entropy is not None
         clipped = count_clipped(terms, mask, settings)
         tokens = float(mask.sum())
         weights = terms.mismatch_weights
@@ -158,7 +161,7 @@ class StepSums:
             "loss": float(loss.detach()),
             "policy_loss": float(terms.policy_loss),
             "kl": over_tokens(terms.kl),
-            "entropy": over_tokens(entropy),
+            "entropy": 0.0 if entropy is None else over_tokens(entropy),
             "low": clipped.low,
             "high": clipped.high,
             "counted": clipped.counted,
@@ -183,7 +186,7 @@ class StepSums:
             grad_norm=made.grad_norm,
             learning_rate=made.learning_rate,
             kl=sums["kl"] / tokens if with_reference else None,
-            entropy=sums["entropy"] / tokens,
+            entropy=sums["entropy"] / tokens if self._with_entropy else None,
             clip_low=sums["low"] / counted,
             clip_high=sums["high"] / counted,
             clip_low_min=float(low.min()) if len(low) else 0.0,

@@ -92,7 +92,7 @@ def update_policy(
         minibatch, passes = gradient(replace(rows, old_logprobs=None), first)
         rows = _with_old_logprobs(rows, first, process_group.add(passes.logprobs))
         before = _measure(rows, parity, settings)
-        with keeping_old(component, needed=settings.traits.reads_gaussians and bool(later)):
+        with keeping_old(component, needed=settings.measures_drift and passes.of_gaussians and bool(later)):
             steps = [step(minibatch, passes)]
             steps += [step(*gradient(rows, indices)) for indices in later]
     return UpdateResult(before, tuple(steps))
@@ -138,7 +138,7 @@ def _scored(
 
     def under_policy(actions: Actions) -> list[Tensor]:
         scored = component.logprobs(actions, entropy=entropy)
-        return [scored.logprobs, scored.entropy][:quantities]
+        return [scored.logprobs] if quantities == 1 or scored.entropy is None else [scored.logprobs, scored.entropy]
 
     old = scores(others, under_policy, quantities)
     rows = replace(rows, old_logprobs=old[0], old_entropy=old[1] if quantities == 2 else None)

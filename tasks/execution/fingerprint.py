@@ -10,7 +10,6 @@ names their modules as further roots. The versions of libraries are recorded wit
 """
 
 import ast
-import copy
 import hashlib
 import threading
 from collections import defaultdict
@@ -22,6 +21,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 
 from tasks.checkout import CHECKOUT
+from tasks.garbage_collection import collection_paused
 
 PACKAGES = ("grpo_core", "tasks", "configs", "data")
 """Packages of this project that a stage may import."""
@@ -59,18 +59,33 @@ _PARSING = threading.Lock()
 
 
 @dataclass(frozen=True)
+class Code:
+    """A statement, or its decorators.
+
+    Attributes:
+        text: its syntax tree without docstrings; equal for statements that differ in format and comments alone.
+        names: the names in it, those in quoted annotations too.
+        chains: the dotted names in it, `a.b.c` as ("a", "b", "c").
+    """
+
+    text: str
+    names: tuple[str, ...]
+    chains: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
 class ModuleSource:
     """A module's top level.
 
     Attributes:
-        definitions: statements by the name that they bind.
+        definitions: statements by the name that they bind, each with its decorators; None without any.
         imports: the module and the name in it by bound name; None for a module itself. Imports inside functions count.
         effects: statements that bind no name; they run whenever the module is imported.
     """
 
-    definitions: dict[str, list[ast.stmt]] = field(default_factory=lambda: defaultdict(list))
+    definitions: dict[str, list[tuple[Code | None, Code]]] = field(default_factory=lambda: defaultdict(list))
     imports: dict[str, list[tuple[str, str | None]]] = field(default_factory=lambda: defaultdict(list))
-    effects: list[ast.stmt] = field(default_factory=list)
+    effects: list[Code] = field(default_factory=list)
 
 
 def code_fingerprint(roots: Iterable[str], checkout: Path = CHECKOUT) -> str:
@@ -84,13 +99,13 @@ def code_fingerprint(roots: Iterable[str], checkout: Path = CHECKOUT) -> str:
     Raises:
         ValueError: there is no such module or name.
     """
-    with _PARSING:
+    with _PARSING, collection_paused():
         return _digest(tuple(roots), checkout)
 
 
 def reached_symbols(roots: Iterable[str], checkout: Path = CHECKOUT) -> frozenset[Symbol]:
     """Return the module and name of all that a fingerprint covers; an empty name for a module's bare statements."""
-    with _PARSING:
+    with _PARSING, collection_paused():
         return frozenset(_reached(tuple(roots), checkout))
 
 
@@ -133,24 +148,22 @@ def _read(module: str, name: str, checkout: Path, *, decorated: bool) -> tuple[s
     """Return the code of a name, or of a module's bare statements, and what it names; stages share most of theirs."""
     source = _source(module, checkout)
     assert source is not None, "a module of this project"
-    statements = source.definitions[name] if name else source.effects
-    if not decorated:
-        statements = [_without_decorators(each) for each in statements]
-    named = tuple(each for statement in statements for each in _named(statement, module, source, checkout))
-    return "\n".join(map(ast.unparse, statements)), named
+    parts = source.effects
+    if name:
+        parts = [each for pair in source.definitions[name] for each in (pair if decorated else pair[1:]) if each]
+    named = dict.fromkeys(symbol for part in parts for symbol in _named(part, module, source, checkout))
+    return "\n".join(part.text for part in parts), tuple(named)
 
 
-def _named(statement: ast.stmt, module: str, source: ModuleSource, checkout: Path) -> Iterator[Symbol]:
+def _named(code: Code, module: str, source: ModuleSource, checkout: Path) -> Iterator[Symbol]:
     """Yield what a statement names: in its own module, and as `module.name` in others."""
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Attribute) and (chain := _dotted(node)) is not None:
-            yield from _through_modules(source, chain, checkout)
-        names = [node.id] if isinstance(node, ast.Name) else _quoted_annotation(node)
-        for name in names:
-            if name in source.definitions:
-                yield module, name
-            elif name in source.imports:
-                yield from _imported(source, name, checkout)
+    for chain in code.chains:
+        yield from _through_modules(source, chain, checkout)
+    for name in code.names:
+        if name in source.definitions:
+            yield module, name
+        elif name in source.imports:
+            yield from _imported(source, name, checkout)
 
 
 def _imported(source: ModuleSource, name: str, checkout: Path) -> Iterator[Symbol]:
@@ -160,7 +173,7 @@ def _imported(source: ModuleSource, name: str, checkout: Path) -> Iterator[Symbo
             yield module, attribute
 
 
-def _through_modules(source: ModuleSource, chain: list[str], checkout: Path) -> Iterator[Symbol]:
+def _through_modules(source: ModuleSource, chain: tuple[str, ...], checkout: Path) -> Iterator[Symbol]:
     """Yield `module.name` where the module was imported as an object."""
     for module, attribute in source.imports.get(chain[0], ()):
         path = module if attribute is None else f"{module}.{attribute}"
@@ -171,23 +184,81 @@ def _through_modules(source: ModuleSource, chain: list[str], checkout: Path) -> 
             yield path, rest[0]
 
 
-def _dotted(node: ast.Attribute) -> list[str] | None:
+class _Walk:
+    """One pass over a syntax tree that gathers everything that a fingerprint needs of it."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self.imports: list[tuple[str, tuple[str, str | None]]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.text: list[str] = []
+        self.names: dict[str, None] = {}
+        self.chains: dict[tuple[str, ...], None] = {}
+
+    def code(self, *nodes: ast.AST, without: str = "") -> Code:
+        """Return the code of these nodes, without one field of theirs."""
+        self._begin()
+        for node in nodes:
+            self._visit(node, without)
+        return Code(" ".join(self.text), tuple(self.names), tuple(self.chains))
+
+    def _visit(self, node: ast.AST, without: str = "") -> None:
+        self._note(node)
+        text = self.text
+        # Fields that are empty are left out: later versions of Python add some.
+        text.append(f"({type(node).__name__}")
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if value is None or name == without:
+                continue
+            if isinstance(value, ast.AST):
+                text.append(name)
+                self._visit(value)
+            elif not isinstance(value, list):
+                text.append(f"{name} {value!r}")
+            elif value:
+                text.append(f"{name} [")
+                for each in value:
+                    if not isinstance(each, ast.AST):
+                        text.append(repr(each))
+                    elif not _is_text(each):
+                        self._visit(each)
+                text.append("]")
+        text.append(")")
+
+    def _note(self, node: ast.AST) -> None:
+        """Keep what a node imports or names."""
+        if isinstance(node, ast.Name):
+            self.names[node.id] = None
+        elif isinstance(node, ast.Attribute):
+            if chain := _dotted(node):
+                self.chains[chain] = None
+        elif isinstance(node, ast.arg | ast.AnnAssign):
+            self.names |= dict.fromkeys(_quoted_names(node.annotation))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            self.names |= dict.fromkeys(_quoted_names(node.returns))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                bound = alias.asname or alias.name.split(".")[0]
+                self.imports.append((bound, (alias.name if alias.asname else bound, None)))
+        elif isinstance(node, ast.ImportFrom):
+            target = resolve_name("." * node.level + (node.module or ""), self.package)
+            self.imports += [(alias.asname or alias.name, (target, alias.name)) for alias in node.names]
+
+
+def _dotted(node: ast.Attribute) -> tuple[str, ...]:
     names: list[str] = []
     value: ast.expr = node
     while isinstance(value, ast.Attribute):
         names.append(value.attr)
         value = value.value
-    return [value.id, *reversed(names)] if isinstance(value, ast.Name) else None
+    return (value.id, *reversed(names)) if isinstance(value, ast.Name) else ()
 
 
-def _quoted_annotation(node: ast.AST) -> list[str]:
-    """Return the names in string annotations of an argument, a result or a field."""
-    if isinstance(node, ast.arg | ast.AnnAssign):
-        annotation = node.annotation
-    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        annotation = node.returns
-    else:
-        return []
+def _quoted_names(annotation: ast.expr | None) -> list[str]:
+    """Return the names in the strings of an annotation."""
     constants = [each.value for each in ast.walk(annotation) if isinstance(each, ast.Constant)] if annotation else []
     quoted = [value for value in constants if isinstance(value, str)]
     names: list[str] = []
@@ -215,26 +286,18 @@ def _source(module: str, checkout: Path) -> ModuleSource | None:
     file = path / "__init__.py" if is_package else path.with_suffix(".py")
     if not file.is_file():
         return None
-    # A body that was only a docstring becomes empty.
-    tree = _DropText().visit(ast.parse(file.read_text(encoding="utf-8")))
-    package = module if is_package else module.rpartition(".")[0]
-    source = ModuleSource()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                bound = alias.asname or alias.name.split(".")[0]
-                source.imports[bound].append((alias.name if alias.asname else bound, None))
-        elif isinstance(node, ast.ImportFrom):
-            target = resolve_name("." * node.level + (node.module or ""), package)
-            for alias in node.names:
-                source.imports[alias.asname or alias.name].append((target, alias.name))
-    for statement in tree.body:
+    source, walk = ModuleSource(), _Walk(module if is_package else module.rpartition(".")[0])
+    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+        decorators = getattr(statement, "decorator_list", [])
+        code = walk.code(statement, without="decorator_list")
         names = _bound_names(statement)
         for name in names:
-            source.definitions[name].append(statement)
+            source.definitions[name].append((walk.code(*decorators) if decorators else None, code))
         runs = not isinstance(statement, ast.Import | ast.ImportFrom) and not _is_for_types(statement)
-        if not names and runs:
-            source.effects.append(statement)
+        if not names and runs and not _is_text(statement):
+            source.effects.append(code)
+    for name, imported in walk.imports:
+        source.imports[name].append(imported)
     return source
 
 
@@ -247,7 +310,7 @@ def _bound_names(statement: ast.stmt) -> list[str]:
     return []
 
 
-def _is_text(statement: ast.stmt) -> bool:
+def _is_text(statement: ast.AST) -> bool:
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)
@@ -257,19 +320,6 @@ def _is_text(statement: ast.stmt) -> bool:
 
 def _is_for_types(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.If) and isinstance(test := statement.test, ast.Name) and test.id == "TYPE_CHECKING"
-
-
-def _without_decorators(statement: ast.stmt) -> ast.stmt:
-    if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return statement
-    copied = copy.copy(statement)
-    copied.decorator_list = []
-    return copied
-
-
-class _DropText(ast.NodeTransformer):
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        return None if _is_text(node) else node
 
 
 def library_versions() -> dict[str, str]:

@@ -81,7 +81,7 @@ def training_choices(
 def _choice(
     policy: PolicySection, stream: Stream, adapters: Path | None, reference: Reference, seed: int
 ) -> TrainingChoice:
-    settings: LoraSettings | None = policy.lora
+    settings: LoraSettings | None = policy.lora_of(stream)
     adapter = None
     if adapters is not None and policy.adapter is not None:
         adapter = _component_adapter(adapters, stream, policy)

@@ -21,10 +21,12 @@ from tasks.models.resident import configure_torch
 from tasks.progress import progress_of
 from tasks.rewards.process_pool import score_in_processes
 from tasks.rewards.rows import ScoredRow, batches_of, score_rows
-from tasks.rewards.stored import in_scope, provenance_json, refuse_lost_scores, samples_to_score, scores_key
+from tasks.rewards.stored import in_scope, joined_folder, provenance_json, samples_to_score, scores_key
 from tasks.runs.layout import SCORES_FILE, STATES
+from tasks.runs.lost import refuse_lost
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
+from tasks.storage.artifacts.tombstones import IMAGES_REMOVED
 from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import REWARDS, SCHEMA_VERSION
 
@@ -127,7 +129,7 @@ def score_reward_task(
         samples = _shard(everything, part)
         wanted = samples_to_score(section, samples, known["sample_id"])
         if wanted:
-            refuse_lost_scores(store, rollouts, f"{folder}/{section.label}")
+            refuse_lost(store, rollouts, joined_folder(f"{folder}/{section.label}"), IMAGES_REMOVED)
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
         meant = in_scope(section, everything).select("sample_id", provenance=pl.lit(provenance))
         made = _score(reward, section, source, wanted, meant.height, report_progress)

@@ -1,10 +1,9 @@
-"""Stored scores: find those that are there already, and refuse to replace those that are lost.
+"""Stored scores: find those that are there already.
 
 A reward's scope (`datasets`, `where`) says which samples it scores; the provenance says what their scores come from. A
 sample out of scope has neither a score nor a provenance, so a wider scope only adds samples and a narrower one none.
 """
 
-import contextlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,16 +12,12 @@ import polars as pl
 import pyarrow.parquet as pq
 
 from configs.scoring import RewardSection
-from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import provenance_of
 from tasks.execution.stages import SHARDS
 from tasks.runs.layout import SCORES_FILE
-from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.run_folder import QUARANTINE
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
 
 
 def provenance_json(section: RewardSection) -> str:
@@ -116,40 +111,7 @@ def _read(store: ArtifactStore, path: str, columns: list[str]) -> pl.DataFrame:
         return pl.DataFrame(pl.from_arrow(pq.ParquetFile(file).read(columns=columns)))
 
 
-def refuse_lost_scores(store: ArtifactStore, rollouts: ArtifactRef, folder: str) -> None:
-    """Refuse to compute a table of scores again if it is in quarantine and its images were pruned.
-
-    Raises:
-        InputError: the table is in quarantine and the images were pruned; the command line exits with code 2.
-    """
-    pruned = store.pruned_reason(rollouts)
-    table = _joined(folder)
-    if pruned is None or IMAGES_REMOVED not in removed_by(pruned):
-        return
-    quarantined = _quarantined(store, table)
-    if quarantined is None:
-        return
-    place, reason = quarantined
-    hint = (
-        f"It is in {store.path(place)} ({reason}) and cannot be computed again: the images of {rollouts.uri} "
-        f"were removed by `{pruned.get('by', 'grpo prune')}` on {pruned.get('on', 'an earlier day')}. Put "
-        f"{store.path(table)} and {store.manifest_path(store.path(table))} back from a copy and start again, or start "
-        "under another --run name, which starts from the beginning. Other iterations are untouched."
-    )
-    raise InputError(f"{store.run}/{table}", "damaged", hint)
-
-
-def _joined(folder: str) -> str:
+def joined_folder(folder: str) -> str:
     """Return the folder of the complete table for the folder of a shard."""
     place, found, rest = folder.partition(f"/{SHARDS}/")
     return f"{place}/{rest.partition('/')[2]}" if found else folder
-
-
-def _quarantined(store: ArtifactStore, table: str) -> tuple[str, str] | None:
-    """Return where the table was last quarantined, and why; None if it never was."""
-    for name in sorted(RunReader(store).names(QUARANTINE), reverse=True):
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            reason = json.loads(store.read_file(f"{QUARANTINE}/{name}/reason.json") or b"{}")
-            if table in reason["paths"] or store.manifest_path(table) in reason["paths"]:
-                return f"{QUARANTINE}/{name}", str(reason["reason"])
-    return None

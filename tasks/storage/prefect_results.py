@@ -90,6 +90,26 @@ def _find(key: str) -> Any:
     return result
 
 
+def note_copied(store: ArtifactStore) -> bool:
+    """Note which artifacts of a run were copied from another run, as its records say.
+
+    Returns:
+        Whether there are records and all of them are as they were written.
+    """
+    names = store.filesystem.glob(f"{store.path(FOLDER)}/*.json")
+    for path in names:
+        key = path.rsplit("/", 1)[-1].removesuffix(".json")
+        try:
+            result = _checked(key, store.read_file(f"{FOLDER}/{key}.json") or b"")
+        except StaleReferenceError:
+            return False
+        content = json.loads(result) if isinstance(result, str) else result
+        described = content.get(_ARTIFACT) or (content.get(_POLICY) or {}).get("checkpoint")
+        if described is not None and (reference := ArtifactRef.model_validate(described)).run != store.run:
+            store.copied[reference.folder] = reference.run
+    return bool(names)
+
+
 def _checked(key: str, content: bytes) -> Any:
     try:
         kept = load_checked(content)

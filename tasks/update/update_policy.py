@@ -16,8 +16,10 @@ from tasks.execution.resources import resource
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
 from tasks.runs.layout import policy_folder
+from tasks.runs.lost import refuse_lost
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
+from tasks.storage.artifacts.tombstones import STATES_REMOVED
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 from tasks.update.job import UpdateJob, UpdateOutcome, carry_out
 from tasks.update.launcher import carry_out_together
@@ -100,6 +102,9 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
     started = time.perf_counter()
     store = current_store()
     rows = job.advantages.rows
+    if "denoising" in job.updates:
+        for rollouts in job.rollouts:
+            refuse_lost(store, rollouts, policy_folder(job.version), STATES_REMOVED)
     report_progress = progress_of(f"{title}: {STAGE}", rows)
     with store.staging() as staged:
         # The update counts passes over microbatches, several for each sample.

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 # A run imports these when it first needs them; one that is missing here costs each forked process its import.
 _IMPORTED = (
     "configs.loader",
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
     "fastapi",
     "flows.preflight.inputs",
     "flows.terminal.progress",
@@ -27,6 +28,8 @@ _IMPORTED = (
     "graphviz",
     "grpo_core.policies.causal_lm.family",
     "grpo_core.policies.causal_lm.policy",
+    "grpo_core.policies.diffusers.family",
+    "grpo_core.policies.diffusers.policy",
     "grpo_core.policies.glm_image.family",
     "grpo_core.policies.glm_image.policy",
     "pandas",

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.flows.conftest import SMALL, TINY, TINY_TEXT, Runs
+from tests.flows.conftest import SMALL, TINY, TINY_SD3_NFT, TINY_TEXT, Runs
 
 _FOLDER = Path(__file__).resolve().parent
 IMAGES = {
@@ -26,6 +26,20 @@ BOTH_STREAMS = {
     "rollout.sde_window_range": [0, 2],
     "rollout.sde_window": "random",
     "update.denoising": {"minibatch_size": 2, "kl_coef": 0.1},
+}
+NFT = {
+    "run.iterations": 3,
+    "rollout.prompts_per_iteration": 2,
+    "rollout.prompts_per_batch": 2,
+    "rollout.group_size": 2,
+    "rollout.num_inference_steps": 3,
+    "update.minibatch_size": 2,
+    "update.micro_batch_size": 2,
+    "update.timesteps_per_image": 2,
+    "update.kl_coef": 1e-4,
+    "evaluate.prompts": str(_FOLDER / "heldout.jsonl"),
+    "evaluate.every": 2,
+    "evaluate.samples_per_prompt": 1,
 }
 TEXT = {
     "run.iterations": 3,
@@ -54,6 +68,11 @@ def images(runs: Runs, run: str) -> list[str]:
 def both_streams(runs: Runs, run: str) -> list[str]:
     """`grpo train` of both halves of an image model."""
     return _training(str(TINY), BOTH_STREAMS, runs, run)
+
+
+def nft(runs: Runs, run: str) -> list[str]:
+    """`grpo train` of a diffusers pipeline by DiffusionNFT."""
+    return _training(str(TINY_SD3_NFT), NFT, runs, run)
 
 
 def text(runs: Runs, run: str) -> list[str]:

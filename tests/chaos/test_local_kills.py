@@ -18,7 +18,7 @@ KILLS = int(os.environ.get("CHAOS_KILLS", "110"))
 MAX_KILLS_PER_RUN = 20
 # Processes that are not forked take as long to start as a person's.
 FRESH_KILLS = 5
-SHARES = {"images": 0.25, "both_streams": 0.25, "text": 0.2, "ahead": 0.2, "supervised": 0.1}
+SHARES = {"images": 0.25, "both_streams": 0.25, "nft": 0.1, "text": 0.1, "ahead": 0.2, "supervised": 0.1}
 
 
 @pytest.mark.parametrize("kind", SHARES)

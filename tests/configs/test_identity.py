@@ -28,6 +28,7 @@ def identity(*overrides: str) -> dict[str, Any]:
         ("data.streaming=true", None),
         ("policy.revision=v1", "policy.revision None -> v1"),
         ("policy.attn_implementation=eager", "policy.attn_implementation None -> eager"),
+        ("policy.decoder_lora=null", None),
         ("policy.lora.use_dora=false", None),
         ("policy.lora.init_lora_weights=true", None),
         ("policy.lora.init_lora_weights=olora", "policy.lora.init_lora_weights None -> olora"),

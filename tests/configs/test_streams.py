@@ -89,7 +89,8 @@ class TestStreams:
     def test_the_order_of_the_parts_does_not_matter(self) -> None:
         turned = configured({**JOINT, "policy": {"train": ["decoder", "tokens"]}})
         assert turned.streams == ("tokens", "denoising")
-        assert turned.updates == configured(JOINT).updates
+        assert turned == configured(JOINT)
+        assert run_identity(turned)["policy"]["train"] == ["tokens", "decoder"]
 
     def test_each_component_has_an_update_of_its_own(self) -> None:
         own = {"update": {"learning_rate": 1e-4, "minibatch_size": 12, "denoising": {"clip_range": 2e-5}}}
@@ -199,6 +200,7 @@ class TestRefusals:
             ([{"update": {"loss": "grpo_guard"}}], "update.loss", "grpo_guard"),
             ([JOINT, {"update": {"loss": "flow_dppo"}}], "update.loss", "flow_dppo"),
             ([DECODER, {"update": {"entropy_coef": 0.1}}], "update.entropy_coef", 0.1),
+            ([{"policy": {"decoder_lora": {"rank": 8}}}], "policy.decoder_lora", {"rank": 8}),
             ([JOINT, {"update": {"denoising": {"entropy_quantile": 0.2}}}], "update.denoising.entropy_quantile", 0.2),
             ([PIPELINE, {"update": {"mask_truncated": True}}], "update.mask_truncated", True),
             ([JOINT, {"update": {"mask_truncated": True}}], "update.mask_truncated", True),
@@ -237,6 +239,7 @@ class TestRefusals:
             [PIPELINE, {"update": {"kl_estimator": "k3", "kl_coef": 0.04}}],
             [JOINT, {"rollout": {"sde_window_range": [0, 9], "sde_window_size": 9, "top_p": 0.9}}],
             [DECODER, {"rollout": {"temperature": 0.9}}],
+            [JOINT, {"policy": {"decoder_lora": {"rank": 8, "targets": "attn"}}}],
             [{"rollout": {"num_inference_steps": 1, "sde_window_size": 2}}],
         ],
     )
@@ -348,6 +351,16 @@ class TestDiffusionNft:
     @pytest.mark.parametrize("policy", [{}, TEXT])
     def test_tokens_have_no_such_algorithm(self, policy: dict[str, Any]) -> None:
         assert found(policy, {"update": {"algorithm": "nft"}}) == [("update.algorithm", "nft")]
+
+    def test_a_mistyped_algorithm_is_answered_with_those_that_there_are(self) -> None:
+        with pytest.raises(InputErrors) as refused:
+            configured(PIPELINE, NFT, {"update": {"algorithm": "nftt", "nft_beta": -1.0}})
+        algorithm, other = refused.value.errors
+        assert (algorithm.place, algorithm.value) == ("update.algorithm", "nftt")
+        assert algorithm.hint == "Did you mean nft? What this run trains has: grpo, nft."
+        # The other keys are read as those of the algorithm that was meant.
+        assert other.place == "update.nft_beta"
+        assert found(PIPELINE, NFT, {"update": {"algorithm": ["nft"]}}) == [("update.algorithm", ["nft"])]
 
     def test_it_is_named_in_the_identity_and_grpo_is_not(self) -> None:
         assert run_identity(configured(PIPELINE, NFT))["update"]["algorithm"] == "nft"

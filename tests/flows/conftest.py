@@ -33,6 +33,7 @@ R = TypeVar("R")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "configs" / "tiny.yaml"
+TINY_SD3_NFT = REPOSITORY / "configs" / "tiny_sd3_nft.yaml"
 TINY_TEXT = REPOSITORY / "configs" / "tiny_text.yaml"
 SMALL = {
     "run.iterations": 2,

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from grpo_core.policies.denoising.kernels import (
         NoiseSchedule,
         Transition,
-        step_entropy,
         step_kl,
         step_logprob,
         transition,
@@ -52,7 +51,6 @@ __all__ = [
     "WindowScheduler",
     "exchanged_scheduler",
     "image_of",
-    "step_entropy",
     "step_kl",
     "step_logprob",
     "stored_dtype",

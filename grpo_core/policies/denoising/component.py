@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from grpo_core.groups import GroupRequest
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.denoising.images import image_of
-from grpo_core.policies.denoising.kernels import Transition, step_entropy, step_kl, step_logprob
+from grpo_core.policies.denoising.kernels import Transition, step_kl, step_logprob
 from grpo_core.policies.denoising.sample_rows import DenoisedGroup, SampleRows, by_group
 from grpo_core.policies.denoising.scheduler import (
     NoisyScheduler,
@@ -163,12 +163,12 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         references = self._under(self.trained.reference(), calls) if kl else [[] for _ in calls]
         before = self._under(self.trained.old(), calls) if self.trained.has_old else [[] for _ in calls]
         scored = [
-            self._scored(call, self._transitions(call), reference, old, entropy)
+            self._scored(call, self._transitions(call), reference, old)
             for call, reference, old in zip(calls, references, before, strict=True)
         ]
         order = self._order(calls)
-        logprobs, entropies, kls, *gaussians = (torch.cat(values)[order] for values in zip(*scored, strict=True))
-        return ActionLogprobs(logprobs, entropies, kls, StepGaussians(*gaussians))
+        logprobs, kls, *gaussians = (torch.cat(values)[order] for values in zip(*scored, strict=True))
+        return ActionLogprobs(logprobs, None, kls, StepGaussians(*gaussians))
 
     def _scored(
         self,
@@ -176,13 +176,11 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         steps: Sequence[Transition],
         references: Sequence[Transition],
         old: Sequence[Transition],
-        entropy: Entropies,
     ) -> list[Tensor]:
         """Return the fields of ActionLogprobs, then of StepGaussians, [rows, steps]; zero where not asked."""
         reduction, zeros = self.settings.logprob_reduction, torch.zeros(len(call.rows), device=self._device)
         by_step = [
             [step_logprob(call.states[index + 1], step, reduction) for index, step in enumerate(steps)],
-            [step_entropy(step, reduction) for step in steps if entropy != "none"],
             [step_kl(step.mean, other, reduction) for step, other in zip(steps, references, strict=False)],
             [step_kl(step.mean, other, reduction) for step, other in zip(steps, old, strict=False)],
             [step.std.expand_as(zeros) for step in steps],

@@ -97,12 +97,6 @@ def step_logprob(
     return _reduced(density, reduction)
 
 
-def step_entropy(step: Transition, reduction: LogprobReduction) -> Float[Tensor, " rows"]:
-    """Return the entropy of a step's Gaussian in nats, which no weight can change, reduced like the log-prob."""
-    entropy = step.std.log() + (math.log(2 * math.pi) + 1) / 2
-    return _reduced(entropy.expand_as(step.mean.detach()), reduction)
-
-
 def step_kl(mean: Float[Tensor, "rows ..."], other: Transition, reduction: LogprobReduction) -> Float[Tensor, " rows"]:
     """Return KL(policy || other) of one step in nats, reduced over the values like the log-prob.
 

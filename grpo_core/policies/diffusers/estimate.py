@@ -75,12 +75,11 @@ def estimate(
             **common,
         ),
     ]
-    counted = (
-        f"transformer {counts.parameters / 1e9:.3g} B parameters in {blocks} blocks{counts.adapters}; "
-        f"{_states(saved, settings, largest)}"
-    )
+    states = _states(saved, settings, largest)
+    stored = f"{states / _MIB:.3g} MiB of states per image of {largest}" if states else "size of states not known"
+    counted = f"transformer {counts.parameters / 1e9:.3g} B parameters in {blocks} blocks{counts.adapters}; {stored}"
     memory = MemoryEstimate(tuple(part for part in parts if part.bytes))
-    return ModelEstimate(memory, counts.checkpoint, counted, patches)
+    return ModelEstimate(memory, counts.checkpoint, counted, patches, states)
 
 
 def _weights(model: str, saved: SavedPipeline, counts: TransformerEstimate) -> list[MemoryPart]:
@@ -111,9 +110,9 @@ def _vae_width(saved: SavedPipeline) -> int:
     return int(saved.vae.get("base_dim", 128))
 
 
-def _states(saved: SavedPipeline, settings: DiffusersSettings, size: ImageSize) -> str:
+def _states(saved: SavedPipeline, settings: DiffusersSettings, size: ImageSize) -> int:
+    """Return the bytes of an image's stored states; 0 where the configuration files do not say its latents' size."""
     scale, channels = saved.vae_scale, saved.latent_channels
     if scale is None or channels is None:
-        return "the size of its stored states is not known"
-    values = channels * (size.height // scale) * (size.width // scale)
-    return f"{denoising.state_bytes(settings, values) / _MIB:.3g} MiB of states per image of {size}"
+        return 0
+    return denoising.state_bytes(settings, channels * (size.height // scale) * (size.width // scale))

@@ -9,7 +9,7 @@ from grpo_core.modality import Modality
 from grpo_core.policies.diffusers.guidance import call_settings
 from grpo_core.policies.diffusers.saved_pipeline import read_saved_pipeline, refuse_size
 from grpo_core.policies.diffusers.settings import DiffusersSettings
-from grpo_core.policies.pipeline_files import refuse_missing_folder
+from grpo_core.policies.pipeline_files import refuse_missing_folder, refuse_missing_weights
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.streams import Stream
 
@@ -51,6 +51,7 @@ class DiffusersFamily:
         if saved is not None:
             refuse_size(saved, settings.size)
             call_settings(saved, settings)
+            refuse_missing_weights(model, saved.parts)
 
     def refuse_prompts(self, model: str, settings: DiffusersSettings, prompts: Sequence[str]) -> None:
         """Raise InputError if a prompt is longer than what the pipeline reads."""

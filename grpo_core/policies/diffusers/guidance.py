@@ -26,27 +26,29 @@ def call_settings(pipeline: SavedPipeline, settings: DiffusersSettings) -> dict[
         arguments["max_sequence_length"] = settings.max_sequence_length
     if pipeline.embeds_guidance:
         return {**arguments, "guidance_scale": scale}
-    if "true_cfg_scale" not in call:
-        negative = {} if settings.negative_prompt is None else {"negative_prompt": settings.negative_prompt}
-        return {**arguments, "guidance_scale": scale, **negative}
-    if scale <= 1:
-        # Without guidance a negative prompt would only be reported as unused.
-        return {**arguments, "true_cfg_scale": 1.0}
-    negative_prompt = EMPTY_NEGATIVE_PROMPT if settings.negative_prompt is None else settings.negative_prompt
-    return {**arguments, "true_cfg_scale": scale, "negative_prompt": negative_prompt}
+    name = "true_cfg_scale" if "true_cfg_scale" in call else "guidance_scale"
+    if scale <= pipeline.pipeline_class.no_guidance:
+        # A negative prompt would not be read.
+        return {**arguments, name: 1.0 if name == "true_cfg_scale" else scale}
+    negative = settings.negative_prompt
+    if negative is None and name == "true_cfg_scale":
+        negative = EMPTY_NEGATIVE_PROMPT
+    return {**arguments, name: scale, **({} if negative is None else {"negative_prompt": negative})}
 
 
 def passes_per_step(pipeline: SavedPipeline, settings: DiffusersSettings) -> int:
     """Return how often the denoising model computes a row in one step: twice with classifier-free guidance."""
-    return 1 if pipeline.embeds_guidance or settings.guidance_scale <= 1 else 2
+    none = pipeline.pipeline_class.no_guidance
+    return 1 if pipeline.embeds_guidance or settings.guidance_scale <= none else 2
 
 
 def _refuse_settings(pipeline: SavedPipeline, settings: DiffusersSettings) -> None:
     call, name = pipeline.pipeline_class.call, pipeline.pipeline_class.name
     # FLUX.1-schnell: its pipeline has both kinds of guidance, and the model takes no guidance as an input.
     needs_none = "guidance_scale" in call and call.get("true_cfg_scale") == 1.0 and not pipeline.embeds_guidance
-    if settings.guidance_scale > 1 and (pipeline.is_distilled or needs_none):
-        hint = "The model was distilled to need no classifier-free guidance; set it to 1."
+    none = pipeline.pipeline_class.no_guidance
+    if settings.guidance_scale > none and (pipeline.is_distilled or needs_none):
+        hint = f"The model was distilled to need no classifier-free guidance; set it to {none}."
         raise InputError("rollout.guidance_scale", settings.guidance_scale, hint)
     if settings.negative_prompt is not None and pipeline.embeds_guidance:
         hint = "The model was distilled from one with guidance and has no unconditional pass; leave it out."
@@ -55,3 +57,7 @@ def _refuse_settings(pipeline: SavedPipeline, settings: DiffusersSettings) -> No
         value = getattr(settings, setting)
         if value is not None and setting not in call:
             raise InputError(f"rollout.{setting}", value, f"The call of {name} does not take it; leave it out.")
+    length, longest = settings.max_sequence_length, pipeline.pipeline_class.longest_prompt
+    if length is not None and longest is not None and length > longest:
+        hint = f"{name} takes at most {longest}; set that or less, or leave it out for the pipeline's own."
+        raise InputError("rollout.max_sequence_length", length, hint)

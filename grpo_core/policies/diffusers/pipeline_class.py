@@ -28,6 +28,9 @@ class PipelineClass:
         call: default of each argument of its `__call__`; None also where it is no constant.
         parts: names of its parts.
         packs: whether two by two latents become one position of the transformer, outside of it.
+        no_guidance: highest scale that is no classifier-free guidance: 1 where predictions are interpolated, 0 where
+            their difference is added.
+        longest_prompt: largest `max_sequence_length` that its `check_inputs` lets pass; None: it compares with none.
         problem: why its denoising cannot be trained, as a sentence; None if it can.
     """
 
@@ -35,6 +38,8 @@ class PipelineClass:
     call: Mapping[str, object]
     parts: tuple[str, ...]
     packs: bool
+    no_guidance: int
+    longest_prompt: int | None
     problem: str | None
 
 
@@ -83,7 +88,26 @@ def _described(source: ast.ClassDef) -> PipelineClass:
     arguments = {} if call is None else _defaults(call)
     parts = () if init is None else tuple(each.arg for each in init.args.args[1:])
     problem = "It has no call of its own." if call is None else _problem(source.name, call, arguments, parts)
-    return PipelineClass(source.name, arguments, parts, "_pack_latents" in functions, problem)
+    bound = _bound(functions.get("do_classifier_free_guidance"), "self._guidance_scale")
+    return PipelineClass(
+        name=source.name,
+        call=arguments,
+        parts=parts,
+        packs="_pack_latents" in functions,
+        no_guidance=1 if bound is None else bound,
+        longest_prompt=_bound(functions.get("check_inputs"), "max_sequence_length"),
+        problem=problem,
+    )
+
+
+def _bound(function: ast.FunctionDef | None, value: str) -> int | None:
+    """Return n of a condition `value > n` in a function; None if it has none."""
+    compared = (each for each in (() if function is None else ast.walk(function)) if isinstance(each, ast.Compare))
+    for each in compared:
+        match each:
+            case ast.Compare(left, [ast.Gt()], [ast.Constant(int() | float() as bound)]) if ast.unparse(left) == value:
+                return int(bound)
+    return None
 
 
 def _defaults(function: ast.FunctionDef) -> dict[str, object]:

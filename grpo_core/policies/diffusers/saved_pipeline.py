@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,13 @@ from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize, nearest_multiple
 from grpo_core.policies.denoising.saved_scheduler import SCHEDULER, refuse_scheduler
 from grpo_core.policies.diffusers.pipeline_class import PipelineClass, find_pipeline_class
-from grpo_core.policies.pipeline_files import INDEX_FILE, find_pipeline_file, pipeline_parts, read_pipeline_file
+from grpo_core.policies.pipeline_files import (
+    INDEX_FILE,
+    find_pipeline_file,
+    pipeline_parts,
+    read_pipeline_file,
+    refuse_missing_parts,
+)
 
 _PLACE = "policy.model"
 
@@ -62,6 +69,19 @@ class SavedPipeline:
         return None if scale is None or not isinstance(patch, int) else scale * patch
 
     @property
+    def positions_per_side(self) -> int | None:
+        """Length of the transformer's table of positions along one side of an image; None for one without a table."""
+        found, name = self.transformer, self.parts["transformer"][1]
+        if "axes_lens" in found:
+            # The first axis is the prompt's.
+            return int(min(found["axes_lens"][1:]))
+        if name == "AuraFlowTransformer2DModel":
+            return isqrt(found["pos_embed_max_size"])
+        # Other classes have the setting, and rotary positions of any length.
+        table = name in ("SD3Transformer2DModel", "CogView3PlusTransformer2DModel")
+        return found.get("pos_embed_max_size") if table else None
+
+    @property
     def latent_channels(self) -> int | None:
         """Number of channels of a latent; None where the configuration does not say it."""
         found = self.vae.get("latent_channels", self.vae.get("z_dim"))
@@ -91,7 +111,7 @@ def _read(model: str, folder: Path) -> SavedPipeline:
     if parts.get("transformer", ("", ""))[0] != "diffusers":
         hint = f"Its {INDEX_FILE} has no transformer of diffusers, so there is nothing to train."
         raise InputError(_PLACE, model, hint)
-    _refuse_missing_parts(model, parts)
+    refuse_missing_parts(model, parts)
     return SavedPipeline(
         pipeline_class=described,
         parts=parts,
@@ -99,14 +119,6 @@ def _read(model: str, folder: Path) -> SavedPipeline:
         vae=read_pipeline_file(model, folder / "vae" / "config.json") if "vae" in parts else {},
         is_distilled=bool(index.get("is_distilled")),
     )
-
-
-def _refuse_missing_parts(model: str, parts: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse a folder without one of the parts that its index names; a hub's cache may get them later."""
-    folder = Path(model).expanduser()
-    for name in parts if folder.is_dir() else ():
-        if not (folder / name).is_dir():
-            raise InputError(_PLACE, model, f"Its {INDEX_FILE} names {name}, and it has no such folder; save it again.")
 
 
 def _usable_class(model: str, name: object) -> PipelineClass:
@@ -124,10 +136,13 @@ def _usable_class(model: str, name: object) -> PipelineClass:
 
 
 def refuse_size(pipeline: SavedPipeline, size: ImageSize) -> None:
-    """Raise InputError for an image size that is no multiple of the pipeline's unit; names the nearest one."""
-    unit = pipeline.pixel_unit
+    """Raise InputError for an image size that is no multiple of the pipeline's unit, or has more positions than it."""
+    unit, positions = pipeline.pixel_unit, pipeline.positions_per_side
     if unit is None:
         return
+    if positions is not None and max(size) > positions * unit:
+        hint = f"The transformer has positions for images of up to {positions * unit} pixels a side; give at most that."
+        raise InputError("rollout.width and height", str(size), hint)
     nearest = nearest_multiple(size, unit)
     if size != nearest:
         hint = f"This model generates images in units of {unit} pixels; the nearest size is {nearest}."

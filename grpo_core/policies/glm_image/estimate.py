@@ -92,14 +92,15 @@ def estimate(
     ]
     adapters = "".join(component.counts.adapters for component in components.values())
     latents = vae.latent_channels * max(size.pixels for size in sizes) // scale**2
-    states = f"; {state_bytes(settings, latents) / MIB:.3g} MiB of states per image" if "denoising" in choices else ""
+    states = state_bytes(settings, latents) if "denoising" in choices else 0
+    stored = f"; {states / MIB:.3g} MiB of states per image" if states else ""
     counted = (
         f"token model {counts['autoregressive weights'] / 1e9:.3g} B parameters, "
-        f"decoder {counts['decoder weights'] / 1e9:.3g} B{adapters}; images in units of {unit} pixels{states}"
+        f"decoder {counts['decoder weights'] / 1e9:.3g} B{adapters}; images in units of {unit} pixels{stored}"
     )
     memory = MemoryEstimate(tuple(part for part in parts if part.bytes))
     checkpoint = sum(component.counts.checkpoint for component in components.values())
-    return ModelEstimate(memory, checkpoint, counted, tokens_of)
+    return ModelEstimate(memory, checkpoint, counted, tokens_of, states)
 
 
 def _decoder(

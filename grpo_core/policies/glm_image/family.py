@@ -12,8 +12,11 @@ from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_u
 from grpo_core.policies.pipeline_files import (
     INDEX_FILE,
     find_pipeline_file,
+    pipeline_parts,
     read_pipeline_file,
     refuse_missing_folder,
+    refuse_missing_parts,
+    refuse_missing_weights,
 )
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.streams import Stream
@@ -54,7 +57,7 @@ class GlmImageFamily:
             raise InputError("policy.model", model, hint)
 
     def refuse_unusable(self, model: str, settings: GlmImageSettings) -> None:
-        """Raise InputError for a size or a scheduler that it cannot sample with; without local files all passes."""
+        """Raise InputError for a size, a scheduler or missing files that it cannot sample with; a hub name may pass."""
         file = find_pipeline_file(model, "scheduler/scheduler_config.json")
         if file is not None:
             scheduler = read_pipeline_file(model, file)
@@ -62,6 +65,11 @@ class GlmImageFamily:
         unit = read_pixel_unit(model)
         if unit is not None:
             token_grids(settings.size, unit)
+        index = find_pipeline_file(model, INDEX_FILE)
+        if index is not None:
+            parts = pipeline_parts(read_pipeline_file(model, index))
+            refuse_missing_parts(model, parts)
+            refuse_missing_weights(model, parts)
 
     def refuse_prompts(self, model: str, settings: GlmImageSettings, prompts: Sequence[str]) -> None:
         """Raise InputError if a prompt contains the model's reserved tags."""

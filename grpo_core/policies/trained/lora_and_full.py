@@ -16,7 +16,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.trained.choice import LoraSettings, TrainingChoice
 from grpo_core.policies.trained.merged import merged_adapters
 from grpo_core.policies.trained.model import TrainedModel, copied, differing_shapes, on_cpu
-from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE
+from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE, PLACE
 from grpo_core.policies.trained.whole import FULL_WEIGHTS
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class LoraModel(TrainedModel):
             config = _new_config(base, settings, default_targets)
         else:
             config = _stored_config(choice.adapter, settings)
-        adapted = _with_adapters(base, config, choice.seed)
+        adapted = _with_adapters(base, config, choice)
         saved = adapted.peft_config["default"]
         saved.base_model_name_or_path, saved.revision = choice.hub or (base_name, None)
         # The model card says nothing about this policy, and its template is compiled at every save.
@@ -186,7 +186,7 @@ class LoraModel(TrainedModel):
         state = load_file(folder / ADAPTER_FILE)
         if differing := differing_shapes(state, self._initial):
             hint = f"Its weights do not fit the model: {', '.join(differing[:3])}. Give an adapter of this model."
-            raise InputError("policy.adapter", folder.name, hint)
+            raise InputError(PLACE, str(folder), hint)
         self._initial = {name: value.to(self._initial[name].dtype) for name, value in state.items()}
         if not any(parameter.is_meta for parameter in self.model.parameters()):
             self.load(None)
@@ -295,7 +295,7 @@ def _stored_config(folder: Path, settings: LoraSettings) -> "LoraConfig":
     return config
 
 
-def _with_adapters(base: nn.Module, config: "LoraConfig", seed: int) -> "PeftModel":
+def _with_adapters(base: nn.Module, config: "LoraConfig", choice: TrainingChoice) -> "PeftModel":
     from peft import get_peft_model
 
     if any(parameter.is_meta for parameter in base.parameters()):
@@ -306,9 +306,12 @@ def _with_adapters(base: nn.Module, config: "LoraConfig", seed: int) -> "PeftMod
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         # peft looks among modules for its own pattern of experts, which are parameters.
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
-        torch.manual_seed(seed)
+        torch.manual_seed(choice.seed)
         try:
             return get_peft_model(base, config)
         except (ValueError, re.error) as error:
+            if choice.adapter is not None:
+                hint = f"It is no adapter of the part that policy.train names ({error}); give one of that part."
+                raise InputError(PLACE, str(choice.adapter), hint) from error
             hint = f"Give a regular expression over the model's layer names ({error})."
             raise InputError("policy.lora.targets", config.target_modules, hint) from error

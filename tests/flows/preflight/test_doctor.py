@@ -82,6 +82,14 @@ def test_policies_count_towards_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     assert "disk" not in examined(config, f"storage.root={tmp_path}", "run.iterations=50")[1]
 
 
+def test_states_count_towards_the_disk(tmp_path: Path) -> None:
+    """Three states of 3 x 8 x 8 values in 16 bits are 1,152 bytes an image, and 2^18 images 0.28 GiB."""
+    sampled = ["rollout.prompts_per_iteration=8", "rollout.group_size=8", "run.iterations=4096"]
+    config = read_config(REPOSITORY / "configs" / "tiny_sd3.yaml", [f"storage.root={tmp_path}", *sampled])
+    (disk,) = (each for each in examine(config).findings if each.subject == "disk")
+    assert "262144 images take at most 3 GiB, their denoising states 0.28 GiB" in disk.message
+
+
 def test_a_prompt_that_the_model_cannot_read(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "sort the letters of goga" * 999, "answer": "aggo", "word": "goga"}))

@@ -12,9 +12,10 @@ import fsspec
 import pytest
 from typer.testing import CliRunner
 
+from configs.loader import read_config
 from flows.command_line.main import application
 from flows.pipeline.requests import ReplayRequest
-from flows.replaying.plan import plan_replay, root_of
+from flows.replaying.plan import correction_problems, plan_replay, root_of
 from flows.replaying.replay import replay
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
@@ -116,6 +117,21 @@ class TestBadInput:
         error = problem(finished, *overrides, **options)
         assert error.place == place
         assert word in error.hint
+
+    @pytest.mark.parametrize(
+        ("overrides", "refused_at"),
+        [
+            (["update.denoising.mismatch.mode=none"], "update.denoising.mismatch.mode"),
+            (["update.denoising.mismatch={cap: 1.005}"], "update.denoising.mismatch.mode"),
+            (["update.vllm_importance_sampling_clip_max=2.0"], "update.mismatch.mode"),
+            (["update.denoising.mismatch.mode=mask", "update.denoising.mismatch.cap=1.005"], None),
+            (["update.denoising.learning_rate=1e-5"], None),
+        ],
+    )
+    def test_a_correction_that_is_set_is_never_replaced(self, overrides: list[str], refused_at: str | None) -> None:
+        config = read_config(REPOSITORY / "configs" / "tiny_both.yaml", overrides)
+        places = [error.place for error in correction_problems(overrides, config)]
+        assert places == ([refused_at] if refused_at else [])
 
     def test_another_training_run_is_not_overwritten(self, finished: Runs) -> None:
         shutil.copytree(finished.path(), finished.path(run="other"))

@@ -6,7 +6,9 @@ import math
 import polars as pl
 import pytest
 
-from tests.flows.conftest import Runs
+from configs.loader import read_config
+from flows.training.train import missing_prompts
+from tests.flows.conftest import REPOSITORY, Runs
 
 STAGES = ("collect rollouts", "score answer", "compute advantages", "update policy")
 SMALL = {"rollout__prompts_per_iteration": 4, "rollout__prompts_per_batch": 4, "update__minibatch_size": None}
@@ -69,6 +71,24 @@ def test_groups_without_spread_are_drawn_again_up_to_the_bound(empty: Runs) -> N
         assert rollouts["prompt_id"].n_unique() == rollouts["group_id"].n_unique()
         trained = advantages.filter(pl.col("advantage").is_not_null())
         assert trained["group_id"].n_unique() == groups
+
+
+@pytest.mark.parametrize(
+    ("tokens", "denoising", "missing"),
+    [
+        (8, 16, 0),
+        # Drafts that differ, whose renderings do not, and the reverse.
+        (8, 0, 8),
+        (5, 16, 3),
+        # One of a prompt's two groups of renderings is missing.
+        (8, 15, 1),
+        (11, 9, 4),
+    ],
+)
+def test_every_stream_gets_its_groups(tokens: int, denoising: int, missing: int) -> None:
+    drawn = ["rollout.prompts_per_iteration=8", "rollout.rendered_drafts=2"]
+    config = read_config(REPOSITORY / "configs" / "tiny_both.yaml", drawn)
+    assert missing_prompts(config, {"groups_kept": tokens, "denoising/groups_kept": denoising}) == missing
 
 
 def test_datasets_have_their_share_and_their_own_reward(empty: Runs) -> None:

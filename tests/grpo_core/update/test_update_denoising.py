@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_core.losses import LossSettings, TermInputs
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.parity import ParityError, ParityTolerance
 from grpo_core.policies.denoising.kernels import Transition, step_kl
@@ -50,6 +51,7 @@ def test_steps_with_a_high_advantage_become_likelier(loss: str) -> None:
     change = rows_by(made, rows) - rows.rollout_logprobs.mean(1)
     assert float((change * ADVANTAGES).sum()) > 0
     assert result.metrics()["sampling/sampling_logp_difference/max"] < 1e-6
+    assert "entropy" not in result.metrics()
     assert len(result.steps) == 4
     assert not made.trained.has_old
 
@@ -82,7 +84,12 @@ def test_the_exact_kl_holds_the_policy_at_its_reference_without_a_pass_of_its_ow
     assert distances[1] < 0.7 * distances[0]
 
 
-def test_the_drift_is_measured_from_the_weights_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_a_user(inputs: TermInputs, settings: LossSettings) -> Tensor:
+    return -inputs.advantages.unsqueeze(-1) * inputs.ratio
+
+
+@pytest.mark.parametrize("loss", ["grpo_guard", f"{__name__}:of_a_user"])
+def test_the_drift_is_measured_from_the_weights_before_the_update(monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
     made, unchanged = component("sd3"), component("sd3")
     rows = rows_of(made)
     seen: list[tuple[StepGaussians, Tensor]] = []
@@ -97,7 +104,7 @@ def test_the_drift_is_measured_from_the_weights_before_the_update(monkeypatch: p
         return scored
 
     monkeypatch.setattr(RandomComponent, "logprobs", watched)
-    train(made, rows, loss="grpo_guard", epochs=3, lr=1e-3)
+    train(made, rows, loss=loss, epochs=3, lr=1e-3)
     assert [bool(found.drift.any()) for found, _ in seen] == [False, False, True, True, True, True]
     for found, expected in seen[2:]:
         torch.testing.assert_close(found.drift.detach(), expected, rtol=1e-4, atol=1e-12)

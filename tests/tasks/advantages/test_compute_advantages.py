@@ -87,7 +87,7 @@ def test_each_stream_has_its_own_rewards(store: ArtifactStore) -> None:
 
 
 def test_a_group_without_spread_in_one_stream_can_have_it_in_the_other(store: ArtifactStore) -> None:
-    """Equal drafts whose first is rendered unequally; whether a group is kept is decided by the first stream."""
+    """Equal drafts whose first is rendered unequally."""
     scored = made_round(store, {"ssim": [1.0, 3.0, 2.0, 2.0]}, (2, 1, 1))
     reference = compute([scored], constant_groups="redraw")
     table = table_of(store, reference)

@@ -48,6 +48,16 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_each_part_has_the_adapters_of_its_own_settings(store: ArtifactStore) -> None:
+    both = {"train": ["tokens", "decoder"], "lora": {"rank": 4}, "decoder_lora": {"rank": 8, "targets": "attn"}}
+    policy = PolicySection.model_validate({"model": str(IMAGE_MODEL), **both})
+    with training_choices(policy, store, None) as choices:
+        settings = [choices[stream].lora for stream in ("tokens", "denoising")]
+    assert settings == [LoraSection(rank=4), LoraSection(rank=8, targets="attn")]
+    with training_choices(policy.model_copy(update={"decoder_lora": None}), store, None) as choices:
+        assert choices["tokens"].lora == choices["denoising"].lora == LoraSection(rank=4)
+
+
 def section(adapter: Path, **changes: Any) -> PolicySection:
     values = {"kind": "causal_lm", "model": str(MODEL), "dtype": "float32", "adapter": str(adapter), **changes}
     return PolicySection.model_validate(values)
@@ -202,6 +212,10 @@ def test_an_adapter_of_one_component_does_not_start_two(both: Path, store: Artif
             choice_of(image_section(tmp_path / folder, "tokens", "decoder"), store)
         assert caught.value.place == "policy.adapter"
     assert choice_of(image_section(tmp_path / "flat", "tokens"), store).adapter == tmp_path / "flat"
+    other = image_section(tmp_path / "flat", "decoder")
+    with training_choices(other, store, None) as choices, pytest.raises(InputError, match=r"policy\.train") as caught:
+        JOINT.spec().family.check_choices(str(IMAGE_MODEL), choices)
+    assert (caught.value.place, caught.value.value) == ("policy.adapter", str(tmp_path / "flat"))
 
 
 def test_both_adapters_are_part_of_what_training_starts_from(both: Path, store: ArtifactStore, tmp_path: Path) -> None:

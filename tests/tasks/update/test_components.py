@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from configs.sections import LoraSection, PlacementSection
 from configs.training import DenoisingUpdateSection, MismatchSection, ReferenceSection, UpdateSection
+from grpo_core.errors import InputError
 from grpo_core.parity import ParityError
 from grpo_core.policies.glm_image.decoder import GlmImageDecoder
 from grpo_core.streams import STREAMS, Stream
@@ -20,6 +21,7 @@ from tasks.models.files import EMA_FOLDER, REFERENCE_FOLDER, weights_digest
 from tasks.models.resident import ResidentPolicy
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.tombstones import STATES_REMOVED, replace_artifact
 from tasks.update.job import UpdateJob, carry_out
 from tasks.update.update_policy import update_policy_task
 from tests.tasks.update.update_jobs import (
@@ -237,6 +239,11 @@ def test_a_kill_between_the_components_leaves_no_version(
     with run_resources():
         outcome = alone(job, tmp_path / "undisturbed")
     assert (again.digest, again.checkpoint and again.checkpoint.digest) == (outcome.digest, outcome.checkpoint_digest)
+    # A version that is damaged after the states were pruned cannot be made again.
+    store.clear_place("policies/000001", reason="a bit fell")
+    replace_artifact(store, job.rollouts[0], None, pruned={"removed": STATES_REMOVED})
+    with pytest.raises(InputError, match=r"policies/000001: got 'damaged'. .*\(a bit fell\).*: the states of "):
+        make()
 
 
 def test_progress_covers_both_components(store: ArtifactStore, tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -294,14 +293,3 @@ def test_the_exact_kl_of_full_weights_can_be_trained_on() -> None:
     assert all(
         bool(each.grad.isfinite().all()) for each in made.trainable_parameters().values() if each.grad is not None
     )
-
-
-def test_the_entropy_is_that_of_the_gaussian(exact: tuple[RandomComponent, DenoisingBatch, Tensor]) -> None:
-    made, actions, _ = exact
-    expected = torch.stack([step.entropy().flatten(1).mean(1) for step in unrolled(made, actions)], 1)
-    torch.testing.assert_close(made.logprobs(actions).entropy, expected.detach(), rtol=1e-7, atol=0)
-    assert torch.equal(made.logprobs(actions, entropy="none").entropy, torch.zeros_like(expected))
-    made.settings, kept = replace(made.settings, logprob_reduction="sum"), made.settings
-    summed = made.logprobs(actions).entropy
-    made.settings = kept
-    torch.testing.assert_close(summed, expected.detach() * actions.states[0][0].numel(), rtol=1e-7, atol=0)

@@ -81,8 +81,9 @@ def test_states_are_what_a_rollout_stores(saved_folder: SavedFolder) -> None:
         (group,) = policy.sample([request(samples=1)])
         actions = group.streams["denoising"].actions
         assert isinstance(actions, DenoisingBatch)
-        mib = actions.states[0].nbytes / 1024**2
-        assert f"{mib:.3g} MiB of states per image of 32x32" in estimated(saved_folder(name), settings(name)).counted
+        stored, found = actions.states[0].nbytes, estimated(saved_folder(name), settings(name))
+        assert found.states == stored
+        assert f"{stored / 1024**2:.3g} MiB of states per image of 32x32" in found.counted
 
 
 def test_what_grows_with_what(saved_folder: SavedFolder) -> None:

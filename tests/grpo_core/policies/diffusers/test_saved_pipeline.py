@@ -26,7 +26,7 @@ def read(folder: Path) -> SavedPipeline:
 
 def changed(folder: Path, target: Path, file: str, **values: Any) -> Path:
     """Copy a pipeline and change a configuration file of the copy."""
-    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(folder, target)
     content = json.loads((target / file).read_text()) | values
     (target / file).write_text(json.dumps(content))
     return target
@@ -39,6 +39,14 @@ def test_sizes_are_multiples_of_a_position(saved_folder: SavedFolder, name: str,
     refuse_size(saved, ImageSize(8 * unit, 9 * unit))
     with pytest.raises(InputError, match=f"units of {unit} pixels; the nearest size is {8 * unit}x{9 * unit}"):
         refuse_size(saved, ImageSize(8 * unit + 1, 9 * unit))
+
+
+@pytest.mark.parametrize(("name", "side"), [("sd3", 192), ("z_image", 128)])
+def test_sizes_are_within_the_table_of_positions(saved_folder: SavedFolder, name: str, side: int) -> None:
+    saved = read(saved_folder(name))
+    refuse_size(saved, ImageSize(side, 32))
+    with pytest.raises(InputError, match=f"up to {side} pixels a side"):
+        refuse_size(saved, ImageSize(32, side + 4))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +83,32 @@ def test_a_part_without_its_folder_is_named(saved_folder: SavedFolder, tmp_path:
         FAMILY.refuse_unusable(str(folder), settings())
 
 
+@pytest.mark.parametrize(
+    ("part", "file"),
+    [
+        ("transformer", "diffusion_pytorch_model.safetensors"),
+        ("vae", "diffusion_pytorch_model.safetensors"),
+        ("text_encoder_3", "model.safetensors"),
+    ],
+)
+def test_a_network_without_its_weights_is_named(
+    saved_folder: SavedFolder, tmp_path: Path, part: str, file: str
+) -> None:
+    folder = changed(saved_folder("sd3"), tmp_path / "changed", "model_index.json")
+    FAMILY.refuse_unusable(str(folder), settings())
+    weights = folder / part / file
+    weights.rename(folder / part / "first.safetensors")
+    with pytest.raises(InputError, match=f"Its folder {part} has no {file};"):
+        FAMILY.refuse_unusable(str(folder), settings())
+    index = {"weight_map": {"a": "first.safetensors", "b": "second.safetensors", "c": "third.safetensors"}}
+    (folder / part / f"{file}.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=rf"Its folder {part} has no second\.safetensors and 1 more;"):
+        FAMILY.refuse_unusable(str(folder), settings())
+    for missing in ("second", "third"):
+        (folder / part / f"{missing}.safetensors").touch()
+    FAMILY.refuse_unusable(str(folder), settings())
+
+
 def test_a_model_that_is_not_here_is_not_judged(tmp_path: Path) -> None:
     assert read_saved_pipeline("somebody/never-downloaded") is None
     with pytest.raises(InputError, match="There is no such folder"):
@@ -87,15 +121,18 @@ def test_a_guidance_scale_means_what_the_pipeline_makes_of_it(saved_folder: Save
         return call_settings(saved, chosen), passes_per_step(saved, chosen)
 
     assert given("sd3") == ({"guidance_scale": 4.5}, 2)
-    assert given("sd3", guidance_scale=1.0, negative_prompt="blur") == (
-        {"guidance_scale": 1.0, "negative_prompt": "blur"},
-        1,
-    )
+    assert given("sd3", negative_prompt="blur") == ({"guidance_scale": 4.5, "negative_prompt": "blur"}, 2)
+    assert given("sd3", guidance_scale=1.0, negative_prompt="blur") == ({"guidance_scale": 1.0}, 1)
     assert given("flux") == ({"guidance_scale": 3.5}, 1)
     assert given("qwen_image") == ({"true_cfg_scale": 4.0, "negative_prompt": " "}, 2)
     assert given("qwen_image", negative_prompt="blur")[0]["negative_prompt"] == "blur"
     assert given("qwen_image", guidance_scale=1.0) == ({"true_cfg_scale": 1.0}, 1)
     assert given("z_image") == ({"guidance_scale": 4.0}, 2)
+    assert given("z_image", guidance_scale=0.5, negative_prompt="blur") == (
+        {"guidance_scale": 0.5, "negative_prompt": "blur"},
+        2,
+    )
+    assert given("z_image", guidance_scale=0.0) == ({"guidance_scale": 0.0}, 1)
 
 
 def test_guidance_that_a_model_was_distilled_to_do_without_is_refused(
@@ -108,7 +145,7 @@ def test_guidance_that_a_model_was_distilled_to_do_without_is_refused(
         FAMILY.refuse_unusable(str(schnell), settings("flux"))
     FAMILY.refuse_unusable(str(schnell), settings("flux", guidance_scale=1.0))
     turbo = changed(saved_folder("z_image"), tmp_path / "turbo", "model_index.json", is_distilled=True)
-    with pytest.raises(InputError, match=r"rollout\.guidance_scale.*set it to 1"):
+    with pytest.raises(InputError, match=r"rollout\.guidance_scale.*set it to 0"):
         FAMILY.refuse_unusable(str(turbo), settings("z_image"))
 
 
@@ -116,6 +153,19 @@ def test_a_setting_that_the_call_lacks_is_refused(saved_folder: SavedFolder, tmp
     ernie = changed(saved_folder("sd3"), tmp_path / "ernie", "model_index.json", _class_name="ErnieImagePipeline")
     with pytest.raises(InputError, match=r"rollout\.max_sequence_length.*ErnieImagePipeline does not take it"):
         FAMILY.refuse_unusable(str(ernie), settings())
+
+
+@pytest.mark.parametrize(("name", "longest"), [("sd3", 512), ("flux", 512), ("qwen_image", 1024), ("z_image", None)])
+def test_a_longer_prompt_than_the_pipeline_takes_is_refused(
+    saved_folder: SavedFolder, name: str, longest: int | None
+) -> None:
+    folder = str(saved_folder(name))
+    if longest is None:
+        FAMILY.refuse_unusable(folder, settings(name, max_sequence_length=9999))
+        return
+    FAMILY.refuse_unusable(folder, settings(name, max_sequence_length=longest))
+    with pytest.raises(InputError, match=rf"rollout\.max_sequence_length.*takes at most {longest}"):
+        FAMILY.refuse_unusable(folder, settings(name, max_sequence_length=longest + 1))
 
 
 def test_prompts_that_every_encoder_cuts_off_are_refused(saved_folder: SavedFolder) -> None:

@@ -44,3 +44,21 @@ def test_a_scheduler_that_cannot_be_scored_is_refused(tmp_path: Path, values: di
     with pytest.raises(InputError, match=message) as refused:
         FAMILY.refuse_unusable(changed(tmp_path / "changed", **values), SETTINGS)
     assert refused.value.place == "policy.model"
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("vision_language_encoder/model.safetensors", r"folder vision_language_encoder has no model\.safetensors"),
+        ("transformer/diffusion_pytorch_model.safetensors", "folder transformer has no diffusion_pytorch_model"),
+        ("text_encoder/*", "names text_encoder, and it has no such folder"),
+    ],
+)
+def test_missing_files_are_named(tmp_path: Path, missing: str, message: str) -> None:
+    folder = Path(shutil.copytree(MODELS / "tiny-glm-image", tmp_path / "model"))
+    for file in list(folder.glob(missing)):
+        file.unlink()
+    if missing.endswith("*"):
+        (folder / missing).parent.rmdir()
+    with pytest.raises(InputError, match=message):
+        FAMILY.refuse_unusable(str(folder), SETTINGS)

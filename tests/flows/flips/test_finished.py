@@ -1,0 +1,79 @@
+"""A finished run is read from its files alone, unless one of them is damaged or the start differs."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from configs.loader import read_config
+from configs.schema import RunConfig
+from flows.functions import read_finished, train
+from tests.flows.conftest import TINY, Runs, flip
+from tests.flows.flips.conftest import SETTINGS, Evaluated
+
+KINDS = (
+    "iteration_000001/rollouts/*.parquet",
+    "iteration_000001/rewards/*/*.parquet",
+    "iteration_000001/rewards/*.json",
+    "iteration_000001/advantages/*.parquet",
+    "iteration_000001/metrics.parquet",
+    "policies/000001/*.safetensors",
+    "evaluations/000000/rollouts/*.parquet",
+    "evaluations/000001/rewards/*/*.parquet",
+    "evaluations/target/advantages/*.parquet",
+    ".stages/update-policy-*.json",
+    "run.json",
+    "config.yaml",
+)
+
+
+@pytest.fixture
+def finished(evaluated: Evaluated, tmp_path: Path) -> Runs:
+    shutil.copytree(evaluated.runs.root, tmp_path / "runs")
+    return Runs(tmp_path / "runs")
+
+
+def config_of(runs: Runs, **changes: object) -> RunConfig:
+    return read_config(TINY, runs.overrides(run__name="run", **{**SETTINGS, **changes}))
+
+
+def test_it_ends_as_the_start_that_finished_it(evaluated: Evaluated, finished: Runs) -> None:
+    starts = finished.path("starts.jsonl").read_bytes()
+    finished.path("contact_sheet.png").unlink()
+    again = train(config_of(finished), progress=False)
+    places = {"folder", "contact_sheet"}
+    expected, found = (each.model_dump(exclude=places) for each in (evaluated.start.summary, again))
+    del expected["seconds"]["total"], found["seconds"]["total"]
+    assert found == expected
+    assert finished.path("contact_sheet.png").read_bytes() == evaluated.runs.path("contact_sheet.png").read_bytes()
+    assert finished.path("starts.jsonl").read_bytes() == starts
+
+
+def test_any_damage_is_left_to_a_start(finished: Runs) -> None:
+    chance, config = random.Random(29), config_of(finished)
+    for pattern in KINDS:
+        path = sorted(finished.path().glob(pattern))[0]
+        content = path.read_bytes()
+        flip(path, chance)
+        assert read_finished(config) is None, path
+        path.unlink()
+        assert read_finished(config) is None, path
+        path.write_bytes(content)
+    assert read_finished(config) is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run__iterations": 2},
+        {"update__learning_rate": 0.5},
+        {"evaluate__samples_per_prompt": 3},
+        {"evaluate__seed": 5},
+        {"run__keep_policies": {"last": 1}},
+        {"run__trackers": ["tensorboard"]},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_configuration_is_left_to_a_start(finished: Runs, change: dict[str, object]) -> None:
+    assert read_finished(config_of(finished, **change)) is None
