@@ -1,7 +1,7 @@
 """The loss of DiffusionNFT (Zheng et al., 2025, arXiv:2509.16117, equation 5, with its self-normalized x0 regression).
 
-An image is learned from by two implicit policies on either side of the old policy: the positive one, on
-the side of the trained policy, where its advantage is high, and the negative one, on the other side, where it is low.
+An image is learned from by two implicit policies on either side of the old policy: the positive one, on the side of the
+trained policy, where its advantage is high, and the negative one, on the other side, where it is low.
 """
 
 from dataclasses import dataclass, fields

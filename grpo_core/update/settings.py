@@ -81,9 +81,9 @@ class NftSettings(StepSettings):
             advantage_clip wholly positive.
         timesteps_per_image: noise levels that each image is trained at in an epoch, out of those that it was denoised
             over; None: all of them, as in the paper's code.
-        old_decay: largest decay of the old policy, which samples and between whose sides the implicit policies lie.
-            After update i it becomes decay * old + (1 - decay) * policy, with decay = min(old_decay_step * i,
-            old_decay), as in the paper's code; 0: it is the policy before the update.
+        old_decay: largest decay of the old policy, which samples. After update i it becomes decay * old + (1 - decay) *
+            policy, with decay = min(old_decay_step * i, old_decay), as in the paper's code; 0: it is the policy before
+            the update.
         old_decay_step: growth of the decay with each update.
         kl_coef: weight of the squared distance of the velocity from the reference's; 1e-4 in the paper.
 

@@ -13,7 +13,7 @@ from grpo_core.image_size import ImageSize
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.policies.trained import TrainingChoice, train_model
 from grpo_core.records import DenoisingBatch, TrainingRows
-from grpo_core.update import NftSettings, NftStepMetrics, UpdateResult, update_by_nft
+from grpo_core.update import NftSettings, NftStepMetrics, UpdateResult, UpdateSettings, update_by_nft
 from grpo_core.update.forward_process import ForwardProcess
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.2], dtype=torch.float64)
@@ -349,6 +349,14 @@ def test_more_levels_than_steps_are_refused() -> None:
 def test_no_rows_change_nothing() -> None:
     component = LinearComponent()
     assert trained(component, rows_of([1.0]).select([])).metrics() == {"optimizer_steps": 0.0}
+
+
+def test_the_decay_of_the_old_policy_grows_to_its_limit() -> None:
+    assert [NftSettings().old_policy_decay(update) for update in (1, 40, 499, 501)] == pytest.approx(
+        [0.001, 0.04, 0.499, 0.5]
+    )
+    assert NftSettings(old_decay=0.0).old_policy_decay(40) == 0
+    assert UpdateSettings().old_policy_decay(40) == 0
 
 
 @pytest.mark.parametrize("name", ["nft_beta", "advantage_clip", "timesteps_per_image"])
