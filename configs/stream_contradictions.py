@@ -53,6 +53,9 @@ def _noise(config: RunConfig) -> Iterator[InputError]:
     if "denoising" not in config.streams:
         yield from _unused_noise(rollout, "Only a trained decoder has noisy steps; add decoder to policy.train, or")
         return
+    if isinstance(config.updates["denoising"], NftUpdateSection):
+        # Every one of these settings is refused there.
+        return
     try:
         rollout.check_window()
     except InputError as error:

@@ -23,4 +23,5 @@ pruning      deletes what a run does not need
 
 checkout     the folder that this program runs from
 progress     log lines and progress totals of a stage
+garbage_collection   paused while libraries are imported and code is fingerprinted
 """

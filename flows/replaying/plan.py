@@ -38,6 +38,7 @@ _FIXED = {
     "policy.kind": "The stored rollouts are of the source's model; leave it out.",
     "policy.train": "The stored rollouts are of the source's streams; leave it out.",
     "policy.model": "The stored rollouts are of the source's model; leave it out.",
+    "update.algorithm": "The stored rollouts are of the source's algorithm; leave it out.",
 }
 
 

@@ -9,4 +9,5 @@ publication  the report of an iteration in Prefect's UI, made and stored beside 
 signs        what a run does about a sign of reward hacking
 pace         how fast a run trains, and which of its results come from another run
 summary      the summary at the end
+finished     a run that has nothing left to do, read from its files
 """

@@ -1,4 +1,4 @@
-"""A run that has nothing left to do: its summary is read from its files, without a flow run or a model.
+"""A run that has nothing left to do: its summary is read from its files, without a flow run, a server or a model.
 
 Everything that a start would use again is verified as the start would. Whatever is missing, damaged or made with other
 settings, code, prompts or libraries is left to the start, which names and replaces it.
@@ -16,6 +16,7 @@ from flows.pipeline.lineage import identify, read_valid_description, settle_code
 from flows.pipeline.run import Run, describe, heldout_digest
 from flows.pipeline.warm_start import settle_start
 from flows.preflight.inputs import read_prompt_files, trained_model
+from flows.pruning.keep import PolicyKeeper
 from flows.training.history import TrainingHistory, held_out_series, is_evaluated
 from flows.training.pace import find_reused
 from flows.training.summary import TrainSummary, summarize
@@ -53,6 +54,8 @@ def read_finished(config: RunConfig) -> TrainSummary | None:
         except (InputError, InputErrors, ValueError):
             # The start reports it, if it cannot be replaced.
             return None
+        # A start that was killed at its end may have left some.
+        PolicyKeeper(run).delete_unneeded(config.run.iterations, history.heldout)
         return summarize(run, policy, history, time.perf_counter() - started)
 
 

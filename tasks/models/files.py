@@ -1,9 +1,10 @@
 """Digests of a model's files: of a folder, or of a hub snapshot."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.whole import FULL_WEIGHTS
@@ -86,10 +87,12 @@ def local_source(model: str, revision: str | None) -> str:
         return f"{model}@{revision}"
 
 
-def add_file(digest: "hashlib._Hash", name: str, path: Path) -> None:
-    """Add a file's name and content to a digest."""
-    with path.open("rb") as stream:
-        digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+def add_file(digest: "hashlib._Hash", name: str, path: Path, known: str | None = None) -> None:
+    """Add a file's name and content to a digest; it is not read if its sha256 is known."""
+    if known is None:
+        with path.open("rb") as stream:
+            known = hashlib.file_digest(stream, "sha256").hexdigest()
+    digest.update(name.encode() + b"\0" + bytes.fromhex(known))
 
 
 WEIGHT_FILES = ("adapter_model*.safetensors", *FULL_WEIGHTS)
@@ -137,11 +140,15 @@ def stored_reference(
     return folder if folder.is_dir() else None
 
 
-def weights_digest(folder: Path) -> str:
-    """Compute a sha256 over the weight files of a policy's folder, or of the subfolders of its components."""
+def weights_digest(folder: Path, known: Mapping[Path, str] = MappingProxyType({})) -> str:
+    """Compute a sha256 over the weight files of a policy's folder, or of the subfolders of its components.
+
+    Args:
+        known: sha256 of files that are not read for it.
+    """
     digest = hashlib.sha256()
     for part in [path for stream in STREAMS if (path := folder / stream).is_dir()] or [folder]:
         for pattern in WEIGHT_FILES:
             for path in sorted(part.glob(pattern)):
-                add_file(digest, path.relative_to(folder).as_posix(), path)
+                add_file(digest, path.relative_to(folder).as_posix(), path, known.get(path))
     return digest.hexdigest()

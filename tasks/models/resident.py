@@ -12,7 +12,9 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from configs.sections import PlacementSection, PolicySection
+from configs.training import AnyUpdateSection
 from grpo_core.errors import InputError
+from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.protocol import Policy, PolicyComponent, PolicyFamily, policy_family
 from grpo_core.policies.trained import Reference
 from grpo_core.streams import Stream
@@ -69,6 +71,16 @@ class _Loaded:
     policy: Policy
     digest: str | None  # None while an update changes the weights
     reference_digest: str | None  # None: the initial model
+    optimizers: "_Optimizers | None" = None
+
+
+@dataclass
+class _Optimizers:
+    """The optimizers of a policy's components, as an update left them."""
+
+    checkpoint: str  # digest of what the update wrote
+    updates: Mapping[Stream, AnyUpdateSection]
+    by_stream: Mapping[Stream, PolicyOptimizer]
 
 
 _CHANGING = "a reference that is being refreshed"
@@ -100,10 +112,33 @@ class ResidentPolicy:
         self._loaded.policy.sample_with(settings)
         return self._loaded.policy
 
-    def begin_update(self) -> None:
-        """Mark the weights as those of no version, until `commit_weights`."""
-        if self._loaded is not None:
-            self._loaded.digest = None
+    def begin_update(
+        self, version: PolicyRef, updates: Mapping[Stream, AnyUpdateSection]
+    ) -> Mapping[Stream, PolicyOptimizer]:
+        """Mark the weights as those of no version, until `commit_weights`.
+
+        Returns:
+            The optimizers of the update that made this version, if it had the same settings and they are in memory.
+            They are returned once: an update that fails leaves their state changed.
+        """
+        if self._loaded is None:
+            return {}
+        kept, self._loaded.optimizers = self._loaded.optimizers, None
+        self._loaded.digest = None
+        # Version 0 begins with new optimizers, even if another run's checkpoint has its weights.
+        written = version.checkpoint.digest if version.checkpoint is not None and version.version else None
+        return kept.by_stream if kept is not None and (kept.checkpoint, kept.updates) == (written, updates) else {}
+
+    def keep_optimizers(
+        self, checkpoint: str, updates: Mapping[Stream, AnyUpdateSection], optimizers: Mapping[Stream, PolicyOptimizer]
+    ) -> None:
+        """Keep the optimizers of an update for the next one; a GPU's memory is needed for the rollouts in between.
+
+        Args:
+            checkpoint: digest of what the update wrote.
+        """
+        if self._loaded is not None and self._loaded.device.type == "cpu":
+            self._loaded.optimizers = _Optimizers(checkpoint, updates, optimizers)
 
     def begin_reference_refresh(self) -> None:
         """Mark the reference's weights as those of no version, until `commit_weights`."""

@@ -30,22 +30,29 @@ class ComponentUpdate:
     """The update of one component, from the previous version's files to those of the next one."""
 
     def __init__(
-        self, job: "UpdateJob", stream: Stream, component: PolicyComponent, previous: Path | None, staged: Path
+        self,
+        job: "UpdateJob",
+        stream: Stream,
+        component: PolicyComponent,
+        previous: Callable[[], Path | None],
+        kept: PolicyOptimizer | None,
+        staged: Path,
     ) -> None:
         """Combine the parts.
 
         Args:
-            previous: local folder of the previous version's checkpoint; None without one.
+            previous: returns the local folder of the previous version's checkpoint, verified; None without one.
+            kept: the component's optimizer as the previous update left it; None if its state has to be read.
             staged: folder of the next version.
         """
         self.job, self.stream, self.component, self.previous = job, stream, component, previous
         self.settings = job.updates[stream]
-        self.staged = staged
+        self.kept, self.staged = kept, staged
 
     def run(
         self, stored: StoredRows, process_group: ProcessGroup, on_progress: Callable[[int, int], None] | None
-    ) -> tuple[UpdateResult, int]:
-        """Train, write the component's files, and return what was measured and the optimizer steps so far."""
+    ) -> tuple[UpdateResult, PolicyOptimizer]:
+        """Train, write the component's files, and return what was measured and the optimizer."""
         job, trained = self.job, self.component.trained
         self._begin_copies()
         process_group.distribute(trained)
@@ -74,7 +81,7 @@ class ComponentUpdate:
             self.component.save_weights(folder)
             save_file(moments, folder / OPTIMIZER_FILE)
             _write_steps(folder, optimizer.steps, result, algorithm)
-        return result, optimizer.steps
+        return result, optimizer
 
     def _own(self, policy: Path) -> Path:
         """Return the component's folder in that of a policy."""
@@ -88,22 +95,28 @@ class ComponentUpdate:
 
     def _optimizer(self, process_group: ProcessGroup) -> PolicyOptimizer:
         parameters = self.component.trainable_parameters()
-        if self.previous is None or self.job.policy.version == 0:
-            # A run that starts from the weights of another begins with its own schedule and without moments.
+        if self.kept is not None:
+            assert all(self.kept.parameters[name] is each for name, each in parameters.items()), "weights stay in place"
+            return self.kept
+        # A run that starts from the weights of another begins with its own schedule and without moments.
+        previous = None if self.job.policy.version == 0 else self.previous()
+        if previous is None:
             return PolicyOptimizer(parameters, self.settings)
-        state = json.loads((self.previous / STATE_FILE).read_text())
+        state = json.loads((previous / STATE_FILE).read_text())
         optimizer = PolicyOptimizer(parameters, self.settings, steps=_steps_so_far(state, self.stream))
-        process_group.load_state(optimizer, load_file(self._own(self.previous) / OPTIMIZER_FILE))
+        process_group.load_state(optimizer, load_file(self._own(previous) / OPTIMIZER_FILE))
         return optimizer
 
     def _keep_reference(self) -> None:
         """Refresh the reference when due, and write it next to the weights unless it is the initial one."""
-        every, trained = self.settings.reference.refresh_every, self.component.trained
+        every, trained, version = self.settings.reference.refresh_every, self.component.trained, self.job.policy
         if every > 0 and self.job.version % every == 0:
             resource(ResidentPolicy).begin_reference_refresh()
             trained.refresh_reference(self.settings.reference.mix)
-        elif stored_reference(self.previous, self.job.policy, self.stream, self.job.updates) is None:
-            return
+        else:
+            previous = None if version.reference_digest is None else self.previous()
+            if stored_reference(previous, version, self.stream, self.job.updates) is None:
+                return
         trained.save_reference(self._made(self.staged / REFERENCE_FOLDER))
 
     def _begin_copies(self) -> None:
@@ -119,7 +132,8 @@ class ComponentUpdate:
 
     def _copy(self, name: str, digest: str | None) -> Path | None:
         """Return the component's folder of a copy that the previous version has; None where it has none."""
-        return None if self.previous is None or digest is None else self._own(self.previous / name)
+        previous = None if digest is None else self.previous()
+        return None if previous is None else self._own(previous / name)
 
     @property
     def _old_decay(self) -> float:

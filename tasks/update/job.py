@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from configs.sections import PlacementSection, StorageSection
 from configs.training import AnyUpdateSection
 from grpo_core.errors import InputError
+from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.streams import UNEQUAL_PASSES, Stream
 from grpo_core.update import ProcessGroup
 from tasks.execution.peak_memory import peak_memory, reset_peak_memory
@@ -84,6 +86,7 @@ class UpdateOutcome(BaseModel):
         ema_digest: of the moving average of the weights; None where none is kept.
         old_digest: of the weights that sample; None where the trained ones do.
         checkpoint_digest: of everything that the next update reads.
+        settled: sha256 of the files that are on the disk already.
         rows: how many samples it trained on.
         metrics: by name; those of a second component have the name of its stream in front.
         peak_memory: most bytes allocated on the GPU of the first process; None without a GPU.
@@ -96,6 +99,7 @@ class UpdateOutcome(BaseModel):
     ema_digest: str | None
     old_digest: str | None
     checkpoint_digest: str
+    settled: dict[str, str]
     rows: int
     metrics: dict[str, float]
     peak_memory: int | None = None
@@ -160,31 +164,44 @@ def carry_out(
         resident = resource(ResidentPolicy)
         settings = next(iter(stored.values())).settings
         learner = resident.at(job.policy, job.model, settings, job.placement)
-        resident.begin_update()
-        checkpoint = job.policy.checkpoint
-        previous = None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
-        steps: dict[Stream, int] = {}
+        kept = resident.begin_update(job.policy, job.updates)
+
+        @cache
+        def previous() -> Path | None:
+            checkpoint = job.policy.checkpoint
+            return None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
+
+        optimizers: dict[Stream, PolicyOptimizer] = {}
         metrics: dict[str, float] = {}
         for place, (stream, rows) in enumerate(stored.items()):
             report = _share_of_progress(place, len(stored), on_progress)
-            component = ComponentUpdate(job, stream, learner.components[stream], previous, staged)
-            result, steps[stream] = component.run(rows, process_group, report)
+            component = ComponentUpdate(job, stream, learner.components[stream], previous, kept.get(stream), staged)
+            result, optimizers[stream] = component.run(rows, process_group, report)
             prefix = f"{stream}/" if place else ""
             metrics |= {f"{prefix}{name}": value for name, value in (result.metrics() | rows.metrics()).items()}
     if process_group.rank:
         return None
+    settled = current_store().settle(staged)
+    known = {staged / name: sha256 for name, sha256 in settled.items()}
     digest, reference_digest, ema_digest, old_digest = (
-        weights_digest(folder) if folder.is_dir() else None
+        weights_digest(folder, known) if folder.is_dir() else None
         for folder in (staged, staged / REFERENCE_FOLDER, staged / EMA_FOLDER, staged / OLD_FOLDER)
     )
     assert digest is not None, "the folder is there"
-    _save_state(staged, steps, job.version, digest)
+    _save_state(staged, {stream: optimizer.steps for stream, optimizer in optimizers.items()}, job.version, digest)
+    moments = [known[component_folder(staged, stream, job.updates) / OPTIMIZER_FILE] for stream in job.updates]
+    checkpoint_digest = _checkpoint_digest(
+        f"{digest} {reference_digest} {ema_digest} {old_digest}", moments, (staged / STATE_FILE).read_text()
+    )
+    if process_group.count == 1:
+        resident.keep_optimizers(checkpoint_digest, job.updates, optimizers)
     return UpdateOutcome(
         digest=digest,
         reference_digest=reference_digest,
         ema_digest=ema_digest,
         old_digest=old_digest,
-        checkpoint_digest=_checkpoint_digest(staged, steps, reference_digest, ema_digest, old_digest),
+        checkpoint_digest=checkpoint_digest,
+        settled=settled,
         rows=len({sample_id for each in stored.values() for sample_id in each.rows.sample_ids}),
         metrics=metrics,
         peak_memory=peak_memory(),
@@ -224,17 +241,12 @@ def _save_state(folder: Path, steps: Mapping[Stream, int], version: int, digest:
     (folder / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True))
 
 
-def _checkpoint_digest(
-    folder: Path, streams: Collection[Stream], reference_digest: str | None, *optional: str | None
-) -> str:
-    """Return the sha256 of what the next update reads: weights, references, moments, step counts.
+def _checkpoint_digest(weights: str, moments: Sequence[str], state: str) -> str:
+    """Return the sha256 of what the next update reads.
 
     Args:
-        optional: digests of the weights that not every version has.
+        weights: digests of the weights, of the reference's, of their moving average, and of those that sample.
+        moments: sha256 of each optimizer's file.
+        state: the training state.
     """
-    kept = "".join(f" {each}" for each in optional if each is not None)
-    digest = hashlib.sha256(f"{weights_digest(folder)} {reference_digest}{kept}".encode())
-    for stream in streams:
-        digest.update((component_folder(folder, stream, streams) / OPTIMIZER_FILE).read_bytes())
-    digest.update((folder / STATE_FILE).read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256("\n".join([weights, *moments, state]).encode()).hexdigest()

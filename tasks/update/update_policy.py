@@ -118,6 +118,7 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
             seconds=time.perf_counter() - started,
             metrics=outcome.metrics,
             peak_memory=outcome.peak_memory,
+            settled=outcome.settled,
         )
     return PolicyRef(
         version=job.version,

@@ -65,7 +65,6 @@ def measure_file(what: str, schema: pa.Schema, groups: int, tokens: int, side: i
 
         def write() -> None:
             write_table(staged, schema, drawn)
-            hashes_of(staged)
             settle_folder(staged)
 
         def write_copy() -> None:

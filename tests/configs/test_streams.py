@@ -310,6 +310,7 @@ class TestDiffusionNft:
         ("change", "place", "value"),
         [
             ({"rollout": {"sde_window_size": 2}}, "rollout.sde_window_size", 2),
+            ({"rollout": {"sde_window_size": 2, "num_inference_steps": 4}}, "rollout.sde_window_size", 2),
             ({"rollout": {"shared_noise": True}}, "rollout.shared_noise", True),
             ({"rollout": {"sde_type": "cps"}}, "rollout.sde_type", "cps"),
             ({"rollout": {"sde_window_range": [0, 3]}}, "rollout.sde_window_range", (0, 3)),

@@ -3,7 +3,7 @@
 import itertools
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from grpo_core.groups import GroupRequest
 from grpo_core.image_size import ImageSize
-from grpo_core.policies.denoising.images import image_of
+from grpo_core.policies.denoising.images import image_of, slice_decoding
 from grpo_core.policies.denoising.kernels import Transition, step_kl, step_logprob
 from grpo_core.policies.denoising.sample_rows import DenoisedGroup, SampleRows, by_group
 from grpo_core.policies.denoising.scheduler import (
@@ -100,10 +100,13 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         images: list[Image.Image | BrokenImage] = []
         sampled: list[SampledActions] = []
         self.prepare_for_sampling()
-        for part in self._calls(rows.prompts, rows_per_call):
-            levels, steps = self._denoise(rows.select(part), size)
-            images += [image_of(each) for each in levels]
-            sampled += [] if steps is None else [steps]
+        # Images without noisy steps equal those of the exported pipeline, whose adapters are not merged.
+        noisy = rows.window_start is not None and self.settings.sde_window_size > 0
+        with self.trained.merged() if noisy and self.autocast is None else nullcontext():
+            for part in self._calls(rows.prompts, rows_per_call):
+                levels, steps = self._denoise(rows.select(part), size)
+                images += [image_of(each) for each in levels]
+                sampled += [] if steps is None else [steps]
         return list(by_group(requests, images, sampled))
 
     def _calls(self, prompts: Sequence[str], rows_per_call: int) -> Iterator[range]:
@@ -119,7 +122,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         """Run the pipeline once; return levels in [0, 1] and the noisy steps."""
         generators = [make_generator(seed) for seed in rows.noise_seeds]
         arguments = {**self._arguments(rows.prompts, rows.drafts, size), "generator": generators}
-        # Adapters are not merged: the update scores with unmerged ones, and their products round differently.
+        slice_decoding(self.pipeline, len(rows.prompts), size)
         with autocast(self._device, self.autocast):
             if rows.window_start is None:
                 return self.pipeline(**arguments, output_type="np").images, None

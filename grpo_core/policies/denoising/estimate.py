@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from grpo_core.image_size import ImageSize
+from grpo_core.policies.denoising.images import PIXELS_AT_ONCE
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.estimate import MemoryPart
 
@@ -79,15 +80,18 @@ def pass_parts(
 def decoding_part(
     size: ImageSize, *, width: int, positions: int, rows: int, passes: int, value_bytes: int, vae_width: int
 ) -> MemoryPart:
-    """Return the largest tensors while images are made: a block for all rows, or the autoencoder for one image.
+    """Return the largest tensors while images are made: a block for all rows, or the autoencoder's.
+
+    The autoencoder has about 4 tensors of [vae_width, height, width] for an image, or for all that it decodes at once.
 
     Args:
         rows: images that are denoised at once.
-        vae_width: channels of the autoencoder at full resolution.
+        passes: of the model at once for one row.
+        vae_width: channels of the autoencoder's block before the last, at full resolution.
     """
     denoising = _MADE_BY_BLOCK * rows * passes * positions * width * value_bytes
-    autoencoder = 4 * vae_width * size.pixels * value_bytes
-    what = f"{size}: a block for {rows} images, or the autoencoder for one"
+    autoencoder = 4 * vae_width * max(size.pixels, min(rows * size.pixels, PIXELS_AT_ONCE)) * value_bytes
+    what = f"{size}: a block for {rows} images, or the autoencoder"
     return MemoryPart("decoding", "decoding", max(denoising, autoencoder), what)
 
 

@@ -67,9 +67,6 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> An
         hint = f"Give a folder with complete files, or a hub name whose files are cached or reachable ({first_line})."
         raise InputError("policy.model", model, hint) from error
     pipeline.set_progress_bar_config(disable=True)
-    # Its tensors are the largest of all; with one image at a time their size does not depend on the batch.
-    if hasattr(getattr(pipeline, "vae", None), "enable_slicing"):
-        pipeline.vae.enable_slicing()
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_core.image_size import ImageSize
-from grpo_core.policies.denoising.estimate import count_blocks, hidden_width, pass_parts, state_bytes
+from grpo_core.policies.denoising import estimate as denoising
 from grpo_core.policies.estimate import (
     BYTES,
     OVERHEAD,
@@ -92,7 +92,7 @@ def estimate(
     ]
     adapters = "".join(component.counts.adapters for component in components.values())
     latents = vae.latent_channels * max(size.pixels for size in sizes) // scale**2
-    states = state_bytes(settings, latents) if "denoising" in choices else 0
+    states = denoising.state_bytes(settings, latents) if "denoising" in choices else 0
     stored = f"; {states / MIB:.3g} MiB of states per image" if states else ""
     counted = (
         f"token model {counts['autoregressive weights'] / 1e9:.3g} B parameters, "
@@ -114,12 +114,12 @@ def _decoder(
     choice, workload, width, blocks = (
         choices["denoising"],
         workloads["denoising"],
-        hidden_width(network.config),
-        count_blocks(network),
+        denoising.hidden_width(network.config),
+        denoising.count_blocks(network),
     )
     trained = train_decoder(network, choice, model, initial_state=dict)
     counts = TransformerEstimate(trained, choice, workload, SimpleNamespace(num_attention_heads=1, hidden_size=width))
-    backward = pass_parts(
+    backward = denoising.pass_parts(
         settings=settings,
         width=width,
         blocks=blocks,
@@ -147,15 +147,14 @@ def _training_parts(components: Mapping[Stream, _Component]) -> list[MemoryPart]
 
 
 def decoding_part(networks: Components, size: ImageSize, unit: int, rows: int, b: int) -> MemoryPart:
-    """Return the largest tensors of the image decoder.
-
-    A block of the diffusion transformer has about 16 tensors of [rows, patches, hidden], four patches per large token;
-    the passes of guidance run one after the other. The autoencoder, one image at a time, has about 4 tensors of
-    [channels, height, width] at full resolution and the width of its block before the last.
-    """
-    decoder, widths = networks.decoder.config, networks.vae.config.block_out_channels
-    patches = 4 * token_grids(size, unit).large.tokens
-    denoising = 16 * rows * patches * decoder.num_attention_heads * decoder.attention_head_dim * b
-    autoencoder = 4 * widths[min(1, len(widths) - 1)] * size.pixels * b
-    what = f"{size}: a decoder block for {rows} images, or the autoencoder for one"
-    return MemoryPart("decoding", "decoding", max(denoising, autoencoder), what)
+    """Return the largest tensors of the image decoder; it has four patches per large token."""
+    widths = networks.vae.config.block_out_channels
+    return denoising.decoding_part(
+        size,
+        width=denoising.hidden_width(networks.decoder.config),
+        positions=4 * token_grids(size, unit).large.tokens,
+        rows=rows,
+        passes=1,  # those of guidance run one after the other
+        value_bytes=b,
+        vae_width=widths[min(1, len(widths) - 1)],
+    )

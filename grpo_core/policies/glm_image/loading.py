@@ -228,8 +228,6 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
         hint = f'Its tokens have {unit} pixels; write "unit": {unit} into processor/processor_config.json.'
         raise InputError("policy.model", model, hint)
     pipeline.set_progress_bar_config(disable=True)
-    # Its tensors are the largest of all; with one image at a time their size does not depend on the batch.
-    pipeline.vae.enable_slicing()
     for part in (pipeline.vision_language_encoder, pipeline.text_encoder, pipeline.transformer, pipeline.vae):
         part.requires_grad_(False)
         part.eval()

@@ -1,5 +1,6 @@
 """Write artifacts: files are staged and moved to their place; the manifest, which makes them an artifact, is last."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,18 @@ class ArtifactWriter(RunFolder):
         seconds: float,
         metrics: dict[str, float],
         peak_memory: int | None = None,
+        settled: Mapping[str, str] | None = None,
     ) -> ArtifactRef:
         """Move staged files to their place and then write the manifest that makes them an artifact.
 
         An artifact in that place is moved away, never overwritten. If another writer of the stage was first and has the
         same result, its artifact is kept and returned.
+
+        Args:
+            staged: folder with the files.
+            folder: of the run, where they go.
+            digest, schema_version, rows, seconds, metrics, peak_memory: fields of the reference.
+            settled: what `settle` returned; None if nothing is settled.
 
         Raises:
             StorageError: a disk or a bucket refuses it.
@@ -129,10 +137,8 @@ class ArtifactWriter(RunFolder):
         }
         if peak_memory is not None:
             described["peak_memory"] = peak_memory
-        manifest = Manifest(described, hashes_of(staged))
+        manifest = Manifest(described, self.settle(staged, settled))
         assert manifest.content, "a metric that is not finite is refused before anything is moved"
-        if is_local(self.filesystem):
-            settle_folder(staged)
         with translate_remote_errors(self.filesystem, self.root), self.commit_lock():
             place = self.path(folder)
             standing = self.manifest_at(place)
@@ -148,6 +154,14 @@ class ArtifactWriter(RunFolder):
                     self.put_file(file, f"{place}/{name}", manifest.files[name])
             self.write_manifest(folder, manifest, staged.parent)
         return manifest.reference(f"{self.run}/{folder}")
+
+    def settle(self, staged: Path, settled: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the sha256 of every staged file by its name; below a local root they are on the disk then.
+
+        Args:
+            settled: what an earlier call returned; these files have not changed since, and are not read again.
+        """
+        return (settle_folder if is_local(self.filesystem) else hashes_of)(staged, settled or {})
 
     def put_file(self, file: Path, path: str, sha256: str) -> None:
         """Put a settled local file into its place, or into the place of an older one, in one step."""

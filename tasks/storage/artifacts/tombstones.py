@@ -19,7 +19,7 @@ from tasks.storage.artifacts.reference import (
 )
 from tasks.storage.artifacts.run_folder import PREVIOUS
 from tasks.storage.filesystem.failures import translate_remote_errors
-from tasks.storage.filesystem.files import files_below, hashes_of, is_local, settle_folder
+from tasks.storage.filesystem.files import files_below
 
 LINEAGE = "lineage"
 IMAGES_REMOVED, STATES_REMOVED = "images", "states"
@@ -50,9 +50,7 @@ def replace_artifact(
         ValueError: a file that the artifact never had.
         StorageError: a disk or a bucket refuses it.
     """
-    files, hashes = (files_below(staged), hashes_of(staged)) if staged is not None else ({}, {})
-    if staged is not None and is_local(store.filesystem):
-        settle_folder(staged)
+    files, hashes = (files_below(staged), store.settle(staged)) if staged is not None else ({}, {})
     place = store.path(reference.folder)
     with store.staging() as scratch, translate_remote_errors(store.filesystem, store.root), store.commit_lock():
         manifest = store.matching_manifest(place, reference)

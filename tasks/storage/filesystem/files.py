@@ -12,9 +12,10 @@ import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -47,22 +48,10 @@ def files_below(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
-def hashes_of(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every file below a local folder by its relative name."""
+def hashes_of(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Return the sha256 of every file below a local folder by its relative name; those that are known are not read."""
     local = LocalFileSystem()
-    return {name: sha256_of(local, str(path)) for name, path in files_below(folder).items()}
-
-
-def force_to_disk(paths: Sequence[Path]) -> None:
-    """Force the content of files and the entries of folders to the disk, all at once.
-
-    A file system's journal commits together what is forced together; one path after the other waits for as many
-    commits, of several milliseconds each while the disk is busy.
-    """
-    with ThreadPoolExecutor(min(len(paths), _AT_ONCE), thread_name_prefix="force to disk") as threads:
-        # Raises what any of them raised.
-        for _ in threads.map(fsync_path, paths):
-            pass
+    return {name: known.get(name) or sha256_of(local, str(path)) for name, path in files_below(folder).items()}
 
 
 def fsync_path(path: Path) -> None:
@@ -98,16 +87,28 @@ def require_writable(folder: Path, place: str) -> None:
         raise InputError(place, str(folder), f"Nothing can be written in {nearest}. Name a folder somewhere else.")
 
 
-def settle_folder(staged: Path) -> None:
-    """Force a staged folder to the disk and give its files the folder's permissions.
+def settle_folder(staged: Path, settled: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Force a staged folder to the disk, give its files the folder's permissions, and return the sha256 of each.
 
     safetensors makes files that only the owner may read, and a run is shared.
+
+    Args:
+        settled: what an earlier call returned; these files have not changed since.
     """
     rights, paths = staged.stat().st_mode & 0o666, sorted(staged.rglob("*"))
-    for path in paths:
+    new = [path for path in paths if path.relative_to(staged).as_posix() not in settled]
+    for path in new:
         if path.is_file():
             path.chmod(rights)
-    force_to_disk([*paths, staged])
+    # All at once: a file system's journal commits together what is forced together, and one path after the other waits
+    # for as many commits, of several milliseconds each while the disk is busy. Files are hashed while the disk works.
+    with ThreadPoolExecutor(min(len(new) + 1, _AT_ONCE), thread_name_prefix="force to disk") as threads:
+        forced = threads.map(fsync_path, [*new, staged])
+        hashes = hashes_of(staged, settled)
+        # Raises what any of them raised.
+        for _ in forced:
+            pass
+    return hashes
 
 
 def move_folder(staged: Path, target: Path) -> None:

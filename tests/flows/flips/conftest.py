@@ -1,4 +1,4 @@
-"""A finished run with an evaluation and a rescoring, to be damaged."""
+"""A finished run of both parts of an image model with an evaluation and a rescoring, to be damaged."""
 
 import shutil
 from dataclasses import dataclass
@@ -14,6 +14,12 @@ from tests.flows.rescoring.test_rescore import JPEG, scored_again
 
 SETTINGS: dict[str, object] = {
     "run__iterations": 1,
+    "policy__train": ["tokens", "decoder"],
+    "rollout__renderings": 2,
+    "rollout__num_inference_steps": 3,
+    "rollout__sde_window_size": 1,
+    "rollout__sde_window_range": [0, 2],
+    "update__denoising": {"minibatch_size": 2},
     "evaluate__prompts": "data/prompts/shapes_heldout.jsonl",
     "evaluate__targets": "data/targets",
     "evaluate__target_column": "target",

@@ -163,7 +163,7 @@ def test_cached_copies_of_a_bucket(evaluated: Evaluated, tmp_path: Path, chance:
     """A damaged copy is removed, and read from the bucket again."""
     cache, source = (
         ReadCache(tmp_path / "cache", 2**30),
-        evaluated.runs.path("policies/000001/adapter_model.safetensors"),
+        evaluated.runs.path("policies/000001/tokens/adapter_model.safetensors"),
     )
     sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
     for _ in range(FLIPS):

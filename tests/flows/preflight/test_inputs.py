@@ -297,11 +297,13 @@ PIPELINE_FILES = {
 
 
 def pipeline_run(folder: Path, file: str = "", **changes: object) -> str:
-    """Write the configuration of a run, and the files of its pipeline without weights, one of them changed."""
+    """Write the configuration of a run, and the files of its pipeline with empty weights, one of them changed."""
     for name, content in PIPELINE_FILES.items():
         path = folder / "model" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({**content, **(changes if name == file else {})}))
+    for part in ("transformer", "vae"):
+        (folder / "model" / part / "diffusion_pytorch_model.safetensors").touch()
     (folder / "prompts.txt").write_text("a red circle\n")
     config = {
         "run": {"name": "x", "iterations": 1},

@@ -103,6 +103,7 @@ class TestBadInput:
             (("storage.root=elsewhere",), {}, "--set", "--root"),
             (("run.iterations=3",), {}, "--set", "--iterations"),
             (("policy.model=other",), {}, "--set", "source's model"),
+            (("update.algorithm=nft",), {}, "--set", "source's algorithm"),
             (("update.mismatch.mode=none",), {}, "update.mismatch.mode", "truncate"),
             (("update.learning_rat=1",), {}, "update.learning_rat", "learning_rate"),
             (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "`grpo replay run --advantages NAME`"),

@@ -98,7 +98,7 @@ def test_no_server_is_left_by_a_training(tmp_path: Path, way: str) -> None:
         assert run.poll() is None, log.read_text()
         time.sleep(0.1)
     children = psutil.Process(run.pid).children(recursive=True)
-    assert [child for child in children if "prefect.server.api.server:create_app" in " ".join(child.cmdline())]
+    assert [child for child in children if "prefect.server.api.server import create_app" in " ".join(child.cmdline())]
     if way == "killed":
         run.send_signal(signal.SIGKILL)
     else:

@@ -241,6 +241,7 @@ def commit(store: ArtifactStore, job: UpdateJob, staged: Path, outcome: UpdateOu
         rows=outcome.rows,
         seconds=0.0,
         metrics=outcome.metrics,
+        settled=outcome.settled,
     )
     return PolicyRef(
         version=job.version,

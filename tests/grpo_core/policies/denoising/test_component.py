@@ -11,7 +11,7 @@ from torch.distributions import Normal, kl_divergence
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.groups import GroupRequest
 from grpo_core.image_size import ImageSize
-from grpo_core.policies.denoising import NoisyScheduler, exchanged_scheduler, image_of
+from grpo_core.policies.denoising import NoisyScheduler, exchanged_scheduler, image_of, images
 from grpo_core.policies.trained import TrainingChoice, train_model
 from grpo_core.records import BrokenImage, DenoisingBatch, TokenBatch
 from grpo_core.seeds import make_generator
@@ -115,6 +115,25 @@ def test_rows_of_one_prompt_share_a_call_where_the_pipeline_needs_it(monkeypatch
     rows = DenoisingBatch.join([each for each in batches if isinstance(each, DenoisingBatch)])
     made.logprobs(rows.select([4, 0, 3, 1]))
     assert calls == [["b", "b"], ["a", "a"]]
+
+
+def test_small_images_are_decoded_at_once_and_large_ones_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, decoded = component("sd3"), list[int]()
+    decode = made.pipeline.vae._decode
+
+    def counted(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+        decoded.append(len(latents))
+        return decode(latents, *args, **kwargs)
+
+    monkeypatch.setattr(made.pipeline.vae, "_decode", counted)
+    found = []
+    for limit in (3 * SIZE.pixels, 3 * SIZE.pixels - 1):
+        monkeypatch.setattr(images, "PIXELS_AT_ONCE", limit)
+        (group,) = made.sample([request(samples=3)], None, size=SIZE, rows_per_call=3)
+        found.append(pixels(group.images))
+    assert decoded == [3, 1, 1, 1]
+    # A level that is rounded the other way is one of 255.
+    np.testing.assert_allclose(found[0].astype(int), found[1], atol=1)
 
 
 def test_a_broken_image_is_reported_and_can_be_viewed() -> None:
