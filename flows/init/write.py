@@ -99,7 +99,8 @@ def _files(request: InitRequest, folder: Path) -> Mapping[Path, str]:
 
 
 def _config(request: InitRequest, folder: Path) -> str:
-    tiny, adapted = request.model is None, templates.MODALITIES[request.kind] == "image"
+    shipped, adapted = CHECKOUT / templates.TINY[request.kind], templates.MODALITIES[request.kind] == "image"
+    tiny = request.model is None or Path(request.model).expanduser().resolve() == shipped
     name, function = folder.resolve().name, request.reward if ":" in request.reward else None
     if request.reward == OWN:
         function = f"{request.folder.rstrip('/')}/{REWARD}:reward"

@@ -130,7 +130,6 @@ class StepSums:
     def __init__(self, trained: Bool[Tensor, "rows time"]) -> None:
         """Start at zero."""
         self._sums = dict.fromkeys(self.FIELDS, 0.0)
-        self._with_entropy = False
         self._rows = trained.any(-1).cpu()
         # By row: the minimum over processes then comes from a sum in which each row is counted once.
         self._clipped = torch.zeros(2, len(trained), dtype=torch.float64)
@@ -153,7 +152,6 @@ class StepSums:
         def over_tokens(values: Float[Tensor, "batch time"]) -> float:
             return float(torch.where(mask, values.detach(), 0.0).double().sum())
 
-        self._with_entropy = entropy is not None
         clipped = count_clipped(terms, mask, settings)
         tokens = float(mask.sum())
         weights = terms.mismatch_weights
@@ -174,7 +172,9 @@ class StepSums:
         for index, flags in enumerate((terms.clipped_low, terms.clipped_high)):
             self._clipped[index, rows] = clipped_share_of_rows(flags, mask).nan_to_num().double().cpu()
 
-    def metrics(self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool) -> RatioStepMetrics:
+    def metrics(
+        self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool, with_entropy: bool
+    ) -> RatioStepMetrics:
         """Return the means over the tokens of all processes."""
         local = torch.tensor(list(self._sums.values()), dtype=torch.float64)
         sums = dict(zip(self._sums, process_group.add(local).tolist(), strict=True))
@@ -186,7 +186,7 @@ class StepSums:
             grad_norm=made.grad_norm,
             learning_rate=made.learning_rate,
             kl=sums["kl"] / tokens if with_reference else None,
-            entropy=sums["entropy"] / tokens if self._with_entropy else None,
+            entropy=sums["entropy"] / tokens if with_entropy else None,
             clip_low=sums["low"] / counted,
             clip_high=sums["high"] / counted,
             clip_low_min=float(low.min()) if len(low) else 0.0,

@@ -86,7 +86,9 @@ def update_policy(
         made = optimizer_step(optimizer, names, passes.broken, settings.max_grad_norm, process_group)
         if settings.ema is not None:
             component.trained.update_average(1 - settings.ema)
-        return passes.sums.metrics(process_group, made, with_reference=settings.with_reference)
+        return passes.sums.metrics(
+            process_group, made, with_reference=settings.with_reference, with_entropy=not passes.of_gaussians
+        )
 
     with no_gradient_of_a_refused_update(optimizer):
         minibatch, passes = gradient(replace(rows, old_logprobs=None), first)

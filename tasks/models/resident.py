@@ -12,9 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from configs.sections import PlacementSection, PolicySection
-from configs.training import AnyUpdateSection
 from grpo_core.errors import InputError
-from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.protocol import Policy, PolicyComponent, PolicyFamily, policy_family
 from grpo_core.policies.trained import Reference
 from grpo_core.streams import Stream
@@ -76,11 +74,14 @@ class _Loaded:
 
 @dataclass
 class _Optimizers:
-    """The optimizers of a policy's components, as an update left them."""
+    """The optimizers of a policy's components, as an update left them.
+
+    Their types are not named here: rollouts use this module too, and do not depend on the code of an update.
+    """
 
     checkpoint: str  # digest of what the update wrote
-    updates: Mapping[Stream, AnyUpdateSection]
-    by_stream: Mapping[Stream, PolicyOptimizer]
+    updates: Mapping[Stream, Any]
+    by_stream: Mapping[Stream, Any]
 
 
 _CHANGING = "a reference that is being refreshed"
@@ -112,10 +113,12 @@ class ResidentPolicy:
         self._loaded.policy.sample_with(settings)
         return self._loaded.policy
 
-    def begin_update(
-        self, version: PolicyRef, updates: Mapping[Stream, AnyUpdateSection]
-    ) -> Mapping[Stream, PolicyOptimizer]:
+    def begin_update(self, version: PolicyRef, updates: Mapping[Stream, Any]) -> Mapping[Stream, Any]:
         """Mark the weights as those of no version, until `commit_weights`.
+
+        Args:
+            version: that the update starts from.
+            updates: its settings by stream.
 
         Returns:
             The optimizers of the update that made this version, if it had the same settings and they are in memory.
@@ -129,13 +132,13 @@ class ResidentPolicy:
         written = version.checkpoint.digest if version.checkpoint is not None and version.version else None
         return kept.by_stream if kept is not None and (kept.checkpoint, kept.updates) == (written, updates) else {}
 
-    def keep_optimizers(
-        self, checkpoint: str, updates: Mapping[Stream, AnyUpdateSection], optimizers: Mapping[Stream, PolicyOptimizer]
-    ) -> None:
+    def keep_optimizers(self, checkpoint: str, updates: Mapping[Stream, Any], optimizers: Mapping[Stream, Any]) -> None:
         """Keep the optimizers of an update for the next one; a GPU's memory is needed for the rollouts in between.
 
         Args:
             checkpoint: digest of what the update wrote.
+            updates: its settings by stream.
+            optimizers: by stream.
         """
         if self._loaded is not None and self._loaded.device.type == "cpu":
             self._loaded.optimizers = _Optimizers(checkpoint, updates, optimizers)

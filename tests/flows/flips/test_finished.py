@@ -14,7 +14,7 @@ from tests.flows.flips.conftest import SETTINGS, Evaluated
 KINDS = (
     "iteration_000001/rewards/*/*.parquet",
     "iteration_000001/metrics.parquet",
-    "policies/000001/*.safetensors",
+    "policies/000001/*/*.safetensors",
     "evaluations/000000/rollouts/*.parquet",
     "evaluations/target/advantages/*.parquet",
     ".stages/update-policy-*.json",

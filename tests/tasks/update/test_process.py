@@ -54,6 +54,11 @@ def ending_processes() -> Iterator[None]:
         yield
 
 
+def of_both(update: UpdateSection) -> dict[Stream, UpdateSection]:
+    """The update of each part; no weight changes the entropy of denoising steps."""
+    return {"tokens": update, "denoising": update.model_copy(update={"entropy_coef": 0.0})}
+
+
 REFRESHED = UPDATE.model_copy(update={"reference": ReferenceSection(refresh_every=1, mix=0.6), "ema": 0.9})
 RECOMPUTED = {"gradient_checkpointing": True}
 # A head that is tied to the embedding and one that is not; all weights and adapters; references of every kind.
@@ -63,8 +68,8 @@ UPDATES = {
     "texts, refreshed reference": (TEXTS, REFRESHED),
     "texts, adapters": (changed(TEXTS, lora=LoraSection(rank=4, alpha=8.0), **RECOMPUTED), REFRESHED),
     "images, all weights": (changed(IMAGES, lora=None, **RECOMPUTED), UPDATE),
-    "both parts": (changed(JOINT, **RECOMPUTED), UPDATE),
-    "both parts, all weights": (changed(JOINT, lora=None), UPDATE.model_copy(update={"ema": 0.9})),
+    "both parts": (changed(JOINT, **RECOMPUTED), of_both(UPDATE)),
+    "both parts, all weights": (changed(JOINT, lora=None), of_both(UPDATE.model_copy(update={"ema": 0.9}))),
 }
 
 
