@@ -44,9 +44,9 @@ def main() -> None:
 
 def measure(name: str, commit: str | None) -> None:
     """Measure what a module does, store it and print its table."""
-    console, begun = Console(), time.perf_counter()
+    console, begun = Console(width=_WIDTH), time.perf_counter()
     module = import_module(f"tests.bench.{name}")
-    title = module.__doc__.splitlines()[0].rstrip(".")
+    title = str(module.__doc__).splitlines()[0].rstrip(".")
     rows = []
     for row in module.measure():
         rows.append(row)

@@ -58,7 +58,7 @@ class Measured:
         wall: seconds from the start of the command to its end.
     """
 
-    summary: Mapping[str, object]
+    summary: Mapping[str, Any]
     wall: float
 
 

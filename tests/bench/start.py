@@ -114,5 +114,6 @@ class _Shell:
 
     def _start(self, home: str, *command: str) -> "subprocess.Popen[str]":
         variables = environment(PREFECT_HOME=str(self.folder / home), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, cwd=CHECKOUT, env=variables, text=True, **pipes)
+        return subprocess.Popen(
+            command, cwd=CHECKOUT, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )

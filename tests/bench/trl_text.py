@@ -43,7 +43,7 @@ def build_trainer(config: TextRunConfig, folder: str | Path, steps: int) -> Any:
         {"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.columns["answer"]}
         for prompt in read_prompts(config.data.prompts).prompts
     ]
-    microbatches = config.rows_per_iteration // update.micro_batch_size
+    microbatches = config.rows_of("tokens") // update.micro_batch_size
     settings = GRPOConfig(
         output_dir=str(folder),
         seed=config.run.seed,

@@ -130,7 +130,8 @@ def _our_update(folder: str, group: int) -> Callable[[], None]:
     policy = CausalLMPolicy.load(
         folder, settings, {"tokens": TrainingChoice(lora=None)}, dtype=torch.float32, device=cpu
     )
-    ids = _completions(policy.trained.model.config.vocab_size, group)
+    model: Any = policy.trained.model
+    ids = _completions(model.config.vocab_size, group)
     tokens = TokenBatch((PROMPT,) * group, ids, torch.ones_like(ids, dtype=torch.bool), 1.0)
     policy.prepare_for_update()
     with torch.no_grad():
@@ -146,7 +147,11 @@ def _our_update(folder: str, group: int) -> Callable[[], None]:
     )
     optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(LEARNING_RATE))
     update = UpdateSettings(minibatch_size=group, micro_batch_size=group)
-    return lambda: update_policy(policy, optimizer, rows, update, seed=0)
+
+    def step() -> None:
+        update_policy(policy, optimizer, rows, update, seed=0)
+
+    return step
 
 
 @cache
