@@ -126,7 +126,7 @@ def _check_tokens(config: RunConfig, place: str, update: UpdateSection) -> Itera
 def _check_denoising(config: RunConfig, place: str, update: UpdateSection) -> Iterator[InputError]:
     rollout = config.rollout
     if isinstance(rollout, DenoisingSettings) and rollout.sde_window_size == 0:
-        hint = "Without noisy steps there are no importance ratios; give at least 1, or set update.algorithm to nft."
+        hint = f"Without noisy steps there are no importance ratios; give at least 1, or set {place}.algorithm to nft."
         yield InputError("rollout.sde_window_size", 0, hint)
     same = "All steps of the window have the same noise level, and their entropy has no gradient; leave it out."
     if update.entropy_coef > 0:

@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_core.errors import NonFiniteError
 from grpo_core.groups import ComparedLogprobs, GroupRequest, RolloutGroup
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.protocol import Policy, PolicyComponent
-from grpo_core.records import Actions, DenoisingBatch, TokenBatch, TrainingRows, pad_to_longest
+from grpo_core.records import Actions, BrokenImage, DenoisingBatch, TokenBatch, TrainingRows, pad_to_longest
 from grpo_core.streams import Stream
 
 
@@ -46,12 +47,18 @@ def collect_rollouts(
         with_reference: record the log-probs of policy and reference too, for a KL inside the reward.
 
     Raises:
-        NonFiniteError: a log-prob, or the latents of an image, are not finite; the samples are named.
+        NonFiniteError: a log-prob, or the latents of an image, are not finite, or every image of all groups has pixels
+            that are not numbers; the samples are named.
     """
+    whole = not requests
     for batch in sampled_at_once(requests, prompts_per_batch):
         assert len({len(request.sample_ids) for request in batch}) == 1, "equally many samples"
         for group in policy.sample(batch):
+            whole = whole or not all(isinstance(output, BrokenImage) for output in group.outputs)
             yield _with_reference(policy, group, rows_per_pass) if with_reference else group
+    if not whole:
+        hint = "The weights that make the images are damaged, or their arithmetic overflows: use float32 or bfloat16."
+        raise NonFiniteError("pixel", [name for request in requests for name in request.sample_ids], hint)
 
 
 def join_groups(

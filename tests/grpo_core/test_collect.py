@@ -1,15 +1,17 @@
 """Rollouts: each group with its own tokens, log-probs and images, whatever is sampled beside it."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from grpo_core.collect import collect_rollouts
 from grpo_core.errors import NonFiniteError
 from grpo_core.groups import GroupRequest, RolloutGroup
-from grpo_core.records import TokenBatch
+from grpo_core.records import BrokenImage, TokenBatch
 from tests.grpo_core.toy_policy import TablePolicy
 
 
@@ -90,6 +92,26 @@ def test_samples_that_are_not_finite_are_named_before_any_of_their_batch_is_give
     with pytest.raises(NonFiniteError, match="rollout log-prob is not finite for 3 sample") as caught:
         next(collect_rollouts(policy, REQUESTS, prompts_per_batch=5))
     assert caught.value.sample_ids == ("s10", "s11", "s12")
+
+
+class BrokenRenderer(TablePolicy):
+    """Pixels of the images of these noise seeds are not numbers."""
+
+    def __init__(self, broken: set[int]) -> None:
+        super().__init__(3)
+        self.broken = broken
+
+    def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image]:
+        images = super().render(tokens, noise_seeds=noise_seeds)
+        pairs = zip(images, noise_seeds, strict=True)
+        return [BrokenImage(image, "NaN") if seed in self.broken else image for image, seed in pairs]  # type: ignore[misc]
+
+
+def test_broken_images_are_an_error_where_no_image_is_whole() -> None:
+    assert len(list(collect_rollouts(BrokenRenderer({0, 10, 20}), REQUESTS, prompts_per_batch=2))) == len(REQUESTS)
+    with pytest.raises(NonFiniteError, match="pixel") as caught:
+        list(collect_rollouts(BrokenRenderer({0, 10}), [REQUESTS[0], REQUESTS[1], REQUESTS[4]], prompts_per_batch=2))
+    assert caught.value.sample_ids == ("s0", "s1", "s2", "s10", "s11", "s12", "s0", "s1", "s2")
 
 
 def test_the_reference_is_asked_where_the_reward_needs_it() -> None:

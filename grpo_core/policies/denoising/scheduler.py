@@ -128,7 +128,7 @@ class NoisyScheduler(WindowScheduler):
                 f"Step {index + 1} of {self.num_inference_steps} gave them. The weights are damaged, or the arithmetic "
                 "overflows: use float32 or bfloat16."
             )
-            raise NonFiniteError("latents", broken, hint)
+            raise NonFiniteError("latent", broken, hint)
 
 
 class PartialScheduler(WindowScheduler):
