@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ ROW_GROUP_BYTES = 16 * 2**20
 """Size in memory from which waiting rows are written as a row group; who reads one image reads its whole group."""
 
 _ASCENDING = ("support_ids",)
+_ELEMENT = ".list.element"
 
 
 class TableWriter:
@@ -70,19 +71,32 @@ def encoding_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     """Open a Parquet file whose lists of numbers, most of them different, are stored without a dictionary.
 
     Each of their bytes is compressed apart from the others (BYTE_STREAM_SPLIT): 3.3 bytes for a log-prob instead of
-    5.8. Ascending ids are stored as differences: 0.6 bytes instead of 1.9 under nucleus sampling. Latents are not
-    compressed: zstd would save 8 % of 16-bit ones and take most of the time.
+    5.8. Ascending ids are stored as differences: 0.6 bytes instead of 1.9 under nucleus sampling. PNGs and latents are
+    not compressed: zstd would save nothing and 8 %, and take longer than all else.
     """
-    lists = {each.name: each.type.value_type for each in schema if pa.types.is_list(each.type)}
-    numbers = [name for name, kind in lists.items() if kind in (pa.int32(), pa.float32())]
+    kinds = dict(_leaves(schema))
+    lists = {path: kind for path, kind in kinds.items() if path.endswith(_ELEMENT)}
+    ascending = [f"{name}{_ELEMENT}" for name in _ASCENDING]
+    numbers = [path for path, kind in lists.items() if kind in (pa.int32(), pa.float32())]
     return pq.ParquetWriter(
         path,
         schema,
-        compression="none" if pa.binary() in lists.values() else "zstd",
-        use_dictionary=[name for name in schema.names if name not in lists],
-        use_byte_stream_split=[f"{name}.list.element" for name in numbers if name not in _ASCENDING],
-        column_encoding={f"{name}.list.element": "DELTA_BINARY_PACKED" for name in numbers if name in _ASCENDING},
+        compression={path: "none" if kind == pa.binary() else "zstd" for path, kind in kinds.items()},
+        use_dictionary=[path for path, kind in kinds.items() if path not in lists and kind != pa.binary()],
+        use_byte_stream_split=[path for path in numbers if path not in ascending],
+        column_encoding={path: "DELTA_BINARY_PACKED" for path in numbers if path in ascending},
     )
+
+
+def _leaves(schema: pa.Schema) -> Iterator[tuple[str, pa.DataType]]:
+    """Yield path and type of each column that Parquet stores: elements of lists, and fields of structs, by themselves."""
+    for field in schema:
+        if pa.types.is_list(field.type):
+            yield f"{field.name}{_ELEMENT}", field.type.value_type
+        elif pa.types.is_struct(field.type):
+            yield from ((f"{field.name}.{inner.name}", inner.type) for inner in field.type)
+        else:
+            yield field.name, field.type
 
 
 def write_row_group(writer: pq.ParquetWriter, table: pa.Table) -> None:

@@ -1,6 +1,5 @@
 """Latents in files: what was sampled comes back to the bit, in pieces, and what is missing or cut is named."""
 
-import itertools
 from pathlib import Path
 
 import polars as pl
@@ -97,11 +96,11 @@ def test_they_are_stored_as_they_are_in_rows_that_stream(tmp_path: Path, monkeyp
     path = tmp_path / "states" / "part-00000.parquet"
     metadata = pq.read_metadata(path)
     assert metadata.num_row_groups == 4
-    for group, column in itertools.product(range(4), range(metadata.num_columns)):
-        assert metadata.row_group(group).column(column).compression == "UNCOMPRESSED"
-    values = metadata.row_group(0).column(1)
-    assert values.path_in_schema == "states.list.element"
-    assert not [each for each in values.encodings if "DICTIONARY" in each]
+    for group in range(4):
+        values = metadata.row_group(group).column(1)
+        assert values.path_in_schema == "states.list.element"
+        assert values.compression == "UNCOMPRESSED"
+        assert not [each for each in values.encodings if "DICTIONARY" in each]
     assert path.stat().st_size / 4 == pytest.approx(1.5 * 2**20, rel=2e-3)
 
 
