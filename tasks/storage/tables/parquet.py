@@ -89,7 +89,7 @@ def encoding_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 
 
 def _leaves(schema: pa.Schema) -> Iterator[tuple[str, pa.DataType]]:
-    """Yield path and type of each column that Parquet stores: elements of lists, and fields of structs, by themselves."""
+    """Yield path and type of each column of the file: list elements and the fields of structs have their own."""
     for field in schema:
         if pa.types.is_list(field.type):
             yield f"{field.name}{_ELEMENT}", field.type.value_type
