@@ -19,7 +19,6 @@ from tasks.prompts.curriculum import (
     difficulty_weight,
     draw_prompts,
     read_statistics,
-    sampled_sets,
     scheduled_sets,
 )
 from tasks.prompts.read import Prompt
@@ -65,22 +64,6 @@ class TestScheduledSets:
         wanted = scheduled_sets([1.0, 2.0, 4.0], first=3, count=30)
         assert scheduled_sets([0.1, 0.2, 0.4], first=3, count=30) == wanted
         assert scheduled_sets([1e-7, 2e-7, 4e-7], first=3, count=30) == wanted
-
-
-class TestSampledSets:
-    @given(WEIGHTS, st.integers(1, 50), st.integers(0, 2**63 - 1))
-    def test_shares_within_one(self, weights: list[int], count: int, seed: int) -> None:
-        places = sampled_sets(written(weights, 10), count=count, seed=seed)
-        assert len(places) == count
-        times = Counter(chosen for chosen, _ in places)
-        for index, weight in enumerate(weights):
-            assert abs(times[index] - Fraction(count * weight, sum(weights))) < 1
-            assert [before for chosen, before in places if chosen == index] == list(range(times[index]))
-
-    def test_a_single_place_goes_to_each_set_by_its_weight(self) -> None:
-        times = Counter(sampled_sets([1.0, 3.0], count=1, seed=seed)[0][0] for seed in range(3000))
-        # 750 are expected, with a standard deviation of 23.7; 4.5 of them either side.
-        assert times[0] == pytest.approx(750, abs=107)
 
 
 UNIFORM = CurriculumSection()
@@ -239,6 +222,13 @@ class TestLaterRounds:
         again = drawn(sets, 3, 6, sampling_round=2, curriculum=curriculum, avoided=avoided)
         assert set(names(again[:3])).isdisjoint(names(first))
         assert set(names(again[3:])) <= set(names(first))
+
+
+    def test_a_single_prompt_is_of_each_set_by_its_weight(self) -> None:
+        sets = [prompt_set(1, "a", 1.0), prompt_set(1, "b", 3.0)]
+        times = Counter(drawn(sets, count=1, seed=seed, sampling_round=2)[0].dataset for seed in range(3000))
+        # 750 are expected, with a standard deviation of 23.7; 4.5 of them either side.
+        assert times["a"] == pytest.approx(750, abs=107)
 
 
 @pytest.mark.parametrize("curriculum", [UNIFORM, DIFFICULTY])
