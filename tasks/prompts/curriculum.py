@@ -131,7 +131,7 @@ def draw_prompts(
     if iteration < 1 or sampling_round < 1 or count < 1:
         got = f"iteration={iteration}, sampling_round={sampling_round}, count={count}"
         raise ValueError(f"draw_prompts: got {got}. All start at 1.")
-    # A later round begins somewhere in the stream of sets, so that a single prompt is of each set as often as its share.
+    # A later round begins anywhere in the stream of sets: of many single prompts each set has its share.
     later = derive_seed(seed, "redraw", iteration, sampling_round) % _STARTS
     first = (iteration - 1) * count if sampling_round == 1 else later
     places = scheduled_sets([each.weight for each in sets], first=first, count=count)

@@ -1,8 +1,5 @@
 """Refuse to make an artifact again that is in quarantine and whose source `grpo prune` has removed."""
 
-import contextlib
-import json
-
 from grpo_core.errors import InputError
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -25,24 +22,15 @@ def refuse_lost(store: ArtifactStore, rollouts: ArtifactRef, folder: str, needed
     pruned = store.pruned_reason(rollouts)
     if pruned is None or needed not in removed_by(pruned):
         return
-    quarantined = _quarantined(store, folder)
-    if quarantined is None:
+    names = {folder, store.manifest_path(folder)}
+    found = [each for each in RunReader(store).moved_files(QUARANTINE) if not names.isdisjoint(each.paths)]
+    if not found:
         return
-    place, reason = quarantined
+    last = found[-1]
     hint = (
-        f"It is in {store.path(place)} ({reason}) and cannot be computed again: the {needed} of {rollouts.uri} "
-        f"were removed by `{pruned.get('by', 'grpo prune')}` on {pruned.get('on', 'an earlier day')}. Put "
-        f"{store.path(folder)} and {store.manifest_path(store.path(folder))} back from a copy and start again, or "
+        f"It is in {store.path(last.place)} ({last.reason}) and cannot be computed again: the {needed} of "
+        f"{rollouts.uri} were removed by `{pruned.get('by', 'grpo prune')}` on {pruned.get('on', 'an earlier day')}. "
+        f"Put {store.path(folder)} and {store.manifest_path(store.path(folder))} back from a copy and start again, or "
         "start under another --run name, which starts from the beginning. Other iterations are untouched."
     )
     raise InputError(f"{store.run}/{folder}", "damaged", hint)
-
-
-def _quarantined(store: ArtifactStore, folder: str) -> tuple[str, str] | None:
-    """Return where the artifact was last quarantined, and why; None if it never was."""
-    for name in sorted(RunReader(store).names(QUARANTINE), reverse=True):
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            reason = json.loads(store.read_file(f"{QUARANTINE}/{name}/reason.json") or b"{}")
-            if folder in reason["paths"] or store.manifest_path(folder) in reason["paths"]:
-                return f"{QUARANTINE}/{name}", str(reason["reason"])
-    return None

@@ -1,5 +1,6 @@
 """Read and verify a run's folder without changing it; damage is reported and left where it is."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, STATES, is_later_round, parse_iteration
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, read_manifest
+from tasks.storage.artifacts.run_folder import REASON_FILE
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import is_local
 from tasks.storage.tables.schemas import READABLE_VERSIONS
@@ -21,6 +23,15 @@ class Damage:
 
     place: str
     reason: str
+
+
+@dataclass(frozen=True)
+class MovedFiles:
+    """What a start of the run moved to a folder of `quarantine/` or `previous/`; paths are within the run."""
+
+    place: str
+    reason: str
+    paths: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,29 @@ class RunReader:
             self.report_damage(name, f"it cannot be read ({error})")
             return None
         return content
+
+    def read_json(self, name: str) -> Mapping[str, Any]:
+        """Read an object of JSON; empty, and reported, where it is missing or damaged."""
+        content = self.read_bytes(name)
+        if content is None:
+            self.report_damage(name, "it is missing")
+            return {}
+        try:
+            values = json.loads(content)
+        except ValueError:
+            self.report_damage(name, "it is not JSON")
+            return {}
+        return values if isinstance(values, Mapping) else {}
+
+    def moved_files(self, folder: str) -> list[MovedFiles]:
+        """Return what was moved to `quarantine/` or `previous/`, in the order of its folders' names."""
+        found = []
+        for name in self.names(folder):
+            note = self.read_json(f"{folder}/{name}/{REASON_FILE}")
+            paths = note.get("paths")
+            moved = tuple(str(path) for path in paths) if isinstance(paths, list) else ()
+            found.append(MovedFiles(f"{folder}/{name}", str(note.get("reason", "no reason is written")), moved))
+        return found
 
     def report_damage(self, place: str, reason: str) -> None:
         """Add a damage to the list."""

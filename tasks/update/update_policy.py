@@ -11,7 +11,7 @@ from grpo_core.policies.protocol import family_module
 from grpo_core.streams import Stream
 from grpo_core.update import SINGLE_PROCESS
 from tasks.execution.caching import stage_task
-from tasks.execution.out_of_memory import halve_on_out_of_memory
+from tasks.execution.memory import halve_on_out_of_memory
 from tasks.execution.resources import resource
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
