@@ -23,7 +23,7 @@ from tasks.rewards.process_pool import score_in_processes
 from tasks.rewards.rows import ScoredRow, batches_of, score_rows
 from tasks.rewards.stored import in_scope, joined_folder, provenance_json, samples_to_score, scores_key
 from tasks.runs.layout import SCORES_FILE, STATES
-from tasks.runs.lost import refuse_lost
+from tasks.runs.reader import refuse_lost
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.artifacts.tombstones import IMAGES_REMOVED

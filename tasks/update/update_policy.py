@@ -16,7 +16,7 @@ from tasks.execution.resources import resource
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
 from tasks.runs.layout import policy_folder
-from tasks.runs.lost import refuse_lost
+from tasks.runs.reader import refuse_lost
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.artifacts.tombstones import STATES_REMOVED
