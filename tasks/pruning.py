@@ -7,7 +7,7 @@ rollouts without the states of their denoising steps, which are files of their o
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, StaleReferenceError
 from tasks.storage.artifacts.run_folder import INCOMING, PREVIOUS, QUARANTINE, REASON_FILE
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, lineage_of
-from tasks.storage.artifacts.tombstones import AND, is_half_pruned, removed_by, replace_artifact
+from tasks.storage.artifacts.tombstones import AND, IMAGES_REMOVED, is_half_pruned, removed_by, replace_artifact
 from tasks.storage.filesystem.files import is_local, locked_file
 from tasks.storage.tables.parquet import DIGESTS, encoding_writer, write_row_group
 
@@ -115,30 +115,10 @@ def _has_images(column: pq.ColumnChunkMetaData) -> bool:
     return column.statistics is None or column.statistics.null_count < column.num_values
 
 
-def delete_images(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[str, Any]) -> None:
-    """Replace rollouts by the same rollouts without images.
-
-    Raises:
-        StaleReferenceError: its files do not match the manifest.
-        StorageError: a disk or a bucket refuses it.
-    """
-    _replace_files(store, rollouts, list(rollouts.manifest.files), strip_images, pruned)
-
-
 def states_bytes(store: ArtifactStore, rollouts: Prunable) -> int:
     """Return the stored size of the states of denoising steps; 0 where there are none."""
     places = [store.path(f"{rollouts.folder}/{name}") for name in {*rollouts.manifest.files} - {*_tables(rollouts)}]
     return sum(int(store.filesystem.size(place) or 0) for place in places if store.filesystem.exists(place))
-
-
-def delete_states(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[str, Any]) -> None:
-    """Replace rollouts by the same rollouts without the states of their denoising steps.
-
-    Raises:
-        StaleReferenceError: its files do not match the manifest.
-        StorageError: a disk or a bucket refuses it.
-    """
-    _replace_files(store, rollouts, _tables(rollouts), shutil.copyfile, pruned)
 
 
 def has_states(rollouts: Prunable) -> bool:
@@ -150,21 +130,26 @@ def _tables(rollouts: Prunable) -> list[str]:
     return [name for name in rollouts.manifest.files if not name.startswith(f"{STATES}/")]
 
 
-def _replace_files(
-    store: ArtifactStore,
-    rollouts: Prunable,
-    names: Sequence[str],
-    rewrite: Callable[[Path, Path], object],
-    pruned: Mapping[str, Any],
-) -> None:
-    """Keep these files of rollouts, each as `rewrite` makes it anew from the file that is there."""
+def delete_part(store: ArtifactStore, rollouts: Prunable, part: str, pruned: Mapping[str, Any]) -> None:
+    """Replace rollouts by the same rollouts without their images, or without the states of their denoising steps.
+
+    Args:
+        part: IMAGES_REMOVED or STATES_REMOVED.
+        pruned: the tombstone's entries.
+
+    Raises:
+        StaleReferenceError: its files do not match the manifest.
+        StorageError: a disk or a bucket refuses it.
+    """
     # Reading a damaged artifact would quarantine it; the next start does that and makes it again.
     if store.find(rollouts.folder) is None:
         raise StaleReferenceError(f"{rollouts.reference.uri}: one of its files is changed or missing")
+    of_images = part == IMAGES_REMOVED
+    rewrite: Callable[[Path, Path], object] = strip_images if of_images else shutil.copyfile
     with tempfile.TemporaryDirectory(prefix="grpo-") as fetched, store.staging() as staged:
-        needless = STATES if names == _tables(rollouts) else None
+        needless = None if of_images else STATES
         folder = store.local_files(rollouts.reference, Path(fetched) / "rollouts", without=needless)
-        for name in names:
+        for name in rollouts.manifest.files if of_images else _tables(rollouts):
             target = staged / name
             target.parent.mkdir(parents=True, exist_ok=True)
             rewrite(folder / name, target)

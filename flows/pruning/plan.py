@@ -14,9 +14,8 @@ from tasks.pruning import (
     Prunable,
     abandoned_writes,
     bytes_below,
-    delete_images,
     delete_moved,
-    delete_states,
+    delete_part,
     find_prunable,
     has_states,
     image_bytes,
@@ -93,29 +92,23 @@ class RunPlan:
 
     def decide_images(self, kind: str, prunable: Prunable, reasons: Sequence[str]) -> None:
         """Delete the images of rollouts unless there are reasons to keep them."""
-        delete = partial(self._delete, prunable.folder, IMAGES_REMOVED, self.request.image_rule, delete_images)
+        delete = partial(self._delete, prunable.folder, IMAGES_REMOVED, self.request.image_rule)
         # An interrupted deletion can only be finished, since some images are gone.
         reasons = [] if IMAGES_REMOVED in prunable.removed else reasons
         self.decide(kind, stage_folder(prunable.folder), reasons, partial(image_bytes, self.store, prunable), delete)
 
     def decide_states(self, prunable: Prunable, reasons: Sequence[str]) -> None:
         """Delete the states of rollouts unless there are reasons to keep them."""
-        delete = partial(self._delete, prunable.folder, STATES_REMOVED, self.request.states_rule, delete_states)
+        delete = partial(self._delete, prunable.folder, STATES_REMOVED, self.request.states_rule)
         reasons = [] if STATES_REMOVED in prunable.removed else reasons
         self.decide(STEPS, stage_folder(prunable.folder), reasons, partial(states_bytes, self.store, prunable), delete)
 
-    def _delete(
-        self,
-        folder: str,
-        removed: str,
-        rule: str,
-        delete: Callable[[ArtifactStore, Prunable, Mapping[str, Any]], None],
-    ) -> None:
+    def _delete(self, folder: str, removed: str, rule: str) -> None:
         # Found again: images and states of the same rollouts may both be due.
         prunable = find_prunable(self.store, folder)
         if prunable is None:
             raise StaleReferenceError(f"{self.store.run}/{folder}: it has no manifest")
-        delete(self.store, prunable, self.tombstone(prunable, removed, f"grpo prune {rule}"))
+        delete_part(self.store, prunable, removed, self.tombstone(prunable, removed, f"grpo prune {rule}"))
 
     def tombstone(self, prunable: Prunable, removed: str, by: str) -> Mapping[str, Any]:
         """Describe a deletion for the manifest; one that was interrupted keeps its own description."""

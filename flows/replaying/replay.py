@@ -16,7 +16,7 @@ from flows.training.history import TrainingHistory, evaluate, is_evaluated
 from flows.training.summary import TrainSummary, publish_summary, summarize
 from grpo_core.errors import InputError
 from grpo_core.streams import Stream
-from tasks.advantages.copy import copy_advantages_task
+from tasks.advantages.compute_advantages import copy_advantages_task
 from tasks.progress import log
 from tasks.runs.layout import RECOMPUTED, iteration_folder
 from tasks.runs.records import StoredIteration

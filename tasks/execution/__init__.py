@@ -9,6 +9,6 @@ child_process   children that keep their model, and are killed at a timeout
 child_main      the child's side of that
 work_pool       a stage sent to a work pool of the Prefect server, and watched until it ends
 errors          errors of stages: which are retryable, and all of them as JSON
-out_of_memory   batches halved when a device's memory is too small
+memory          what a stage took on its device, and batches halved where that was too much
 resources       what a process keeps between stages, owned by the run, and the signals that stop them
 """

@@ -12,16 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import FrameType
-from typing import Protocol, TypeVar, runtime_checkable
-
-
-@runtime_checkable
-class Closable(Protocol):
-    """A resource that must be closed when its run ends."""
-
-    def close(self) -> None:
-        """Release the resource."""
-
+from typing import TypeVar
 
 R = TypeVar("R")
 _AFTER_IMPORT = 0.05
@@ -43,8 +34,8 @@ class _Resources:
 
     def close(self) -> None:
         for each in list(self._objects.values()):
-            if isinstance(each, Closable):
-                each.close()
+            if (close := getattr(each, "close", None)) is not None:
+                close()
 
 
 _CURRENT: ContextVar[_Resources | None] = ContextVar("run_resources", default=None)

@@ -1,6 +1,5 @@
 """Select the prompts of an iteration: equally often or by measured difficulty, from several sets by their weights."""
 
-import itertools
 import math
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +18,9 @@ from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.advantages import leading_stream, read_advantages
+
+# Far fewer would show in the shares, and more would only take longer to reach.
+_STARTS = 10_000
 
 PromptKey = tuple[str, str]
 """Name of the prompt set and prompt_id: two sets may contain the same prompt."""
@@ -129,11 +131,10 @@ def draw_prompts(
     if iteration < 1 or sampling_round < 1 or count < 1:
         got = f"iteration={iteration}, sampling_round={sampling_round}, count={count}"
         raise ValueError(f"draw_prompts: got {got}. All start at 1.")
-    shares = [each.weight for each in sets]
-    if sampling_round == 1:
-        places = scheduled_sets(shares, first=(iteration - 1) * count, count=count)
-    else:
-        places = sampled_sets(shares, count=count, seed=derive_seed(seed, "redraw", iteration, sampling_round))
+    # A later round begins anywhere in the stream of sets: of many single prompts each set has its share.
+    later = derive_seed(seed, "redraw", iteration, sampling_round) % _STARTS
+    first = (iteration - 1) * count if sampling_round == 1 else later
+    places = scheduled_sets([each.weight for each in sets], first=first, count=count)
     if sampling_round == 1 and curriculum.kind == "uniform":
         return _in_passes(sets, places, seed)
     indices = []
@@ -214,28 +215,6 @@ def scheduled_sets(weights: Sequence[float], *, first: int, count: int) -> tuple
             places.append((chosen, rounds * shares[chosen] + served[chosen]))
         served[chosen] += 1
     return tuple(places)
-
-
-def sampled_sets(weights: Sequence[float], *, count: int, seed: int) -> tuple[tuple[int, int], ...]:
-    """Sample independent places: each set gets its share to within one, and exactly on average.
-
-    Systematic sampling: equally spaced points with one random offset fall into the sets' intervals.
-
-    Args:
-        weights: one per set, above 0; read as exact decimal numbers.
-
-    Returns:
-        As for :func:`scheduled_sets`, with no set served before.
-    """
-    shares = _integer_shares(weights)
-    offset = Fraction(int(np.random.PCG64(np.random.SeedSequence(seed)).random_raw()), 2**64)
-    points = [(offset + point) / count * sum(shares) for point in range(count)]
-    starts = [sum(shares[:index]) for index in range(len(shares) + 1)]
-    return tuple(
-        (index, place)
-        for index, (low, high) in enumerate(itertools.pairwise(starts))
-        for place in range(sum(low <= point < high for point in points))
-    )
 
 
 def _integer_shares(weights: Sequence[float]) -> list[int]:

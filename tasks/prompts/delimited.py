@@ -13,20 +13,6 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+")
 
 
-def read_csv(text: str, place: str) -> Iterator[PromptRow]:
-    """Yield comma-separated records as text; an empty field is None.
-
-    Raises:
-        InputError: a record of another length than the header, an unclosed quote, or a column name that appears twice.
-    """
-    return _read_table(text, place, delimiter=",", quoted=True)
-
-
-def read_tsv(text: str, place: str) -> Iterator[PromptRow]:
-    """Yield tab-separated records as :func:`read_csv` does, with quoted fields or without."""
-    return _read_table(text, place, delimiter="\t", quoted=_is_quoted_tsv(text))
-
-
 def _is_quoted_tsv(text: str) -> bool:
     """Return whether a TSV file quotes its fields as CSV does, or writes every character literally.
 
@@ -41,7 +27,13 @@ def _is_quoted_tsv(text: str) -> bool:
     return any(match.start() < header or not match[1] or re.search(r'["\t\r\n]', match[1]) for match in fields)
 
 
-def _read_table(text: str, place: str, *, delimiter: str, quoted: bool) -> Iterator[PromptRow]:
+def read_delimited(text: str, place: str, *, delimiter: str) -> Iterator[PromptRow]:
+    """Yield comma-separated or tab-separated records as text; an empty field is None.
+
+    Raises:
+        InputError: a record of another length than the header, an unclosed quote, or a column name that appears twice.
+    """
+    quoted = delimiter == "," or _is_quoted_tsv(text)
     records = _records(text, place, delimiter, quoted)
     _, header = next(records, (0, []))
     names = [name.strip() for name in header]

@@ -38,8 +38,7 @@ class InputFile:
         Raises:
             InputError: no such file, a folder or device, damaged, or no right to read it.
         """
-        self.require()
-        with _reported(self.uri, self.place, self.filesystem, self.path):
+        with self._readable():
             content = bytes(self.filesystem.cat_file(self.path))
             return gzip.decompress(content) if self.path.lower().endswith(".gz") else content
 
@@ -49,13 +48,13 @@ class InputFile:
         Raises:
             InputError: as :meth:`read`.
         """
-        self.require()
-        with _reported(self.uri, self.place, self.filesystem, self.path):
+        with self._readable():
             stream: IO[bytes] = self.filesystem.open(self.path, "rb")
             return stream
 
-    def require(self) -> None:
-        """Raise InputError if there is a folder or device instead of a file."""
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Refuse a folder or device in the place of a file, and turn the errors of the file system into InputError."""
         with _reported(self.uri, self.place, self.filesystem, self.path):
             if self.filesystem.isdir(self.path):
                 names = nearest_names("", _file_names(self.filesystem, self.path))
@@ -64,6 +63,7 @@ class InputFile:
             if self.filesystem.exists(self.path) and not self.filesystem.isfile(self.path):
                 # A link may lead to a pipe that blocks forever, or to an endless device.
                 raise InputError(self.place, self.uri, "This is a pipe, a socket or a device. Name a file.")
+            yield
 
 
 def find_files(uri: str, *, place: str, endings: Collection[str]) -> tuple[InputFile, ...]:

@@ -4,15 +4,16 @@ import datetime
 import decimal
 import math
 import posixpath
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_core.errors import InputError
-from tasks.prompts.delimited import read_csv, read_tsv, refuse_duplicate_columns
+from tasks.prompts.delimited import read_delimited, refuse_duplicate_columns
 from tasks.prompts.files import InputFile, file_ending
 from tasks.prompts.text import PromptRow, decode_text, read_json, read_one_txt, read_txt, refuse_failed_download
 
@@ -63,10 +64,8 @@ def open_table(file: InputFile, *, in_folder: bool) -> PromptTable:
             rows = list(read_one_txt(text, place, posixpath.basename(file.path)))
         case ".txt":
             rows = list(read_txt(text, place))
-        case ".csv":
-            rows = list(read_csv(text, place))
-        case ".tsv":
-            rows = list(read_tsv(text, place))
+        case ".csv" | ".tsv":
+            rows = list(read_delimited(text, place, delimiter="," if ending == ".csv" else "\t"))
         case _:
             rows = list(read_json(text, place))
     return _table_of(rows, place)
@@ -86,14 +85,10 @@ def _open_parquet(file: InputFile, place: str) -> PromptTable:
     refuse_duplicate_columns(schema.names, place)
 
     def read(columns: Collection[str]) -> Iterator[PromptRow]:
-        wanted, number = [name for name in schema.names if name in columns], 0
+        wanted = [name for name in schema.names if name in columns]
         with _parquet(file, place) as parquet:
-            for batch in parquet.iter_batches(columns=wanted):
-                for record in batch.to_pylist():
-                    number += 1
-                    where = f"{place}, row {number}"
-                    values = {name: plain_value(record[name], f"{where}, column {name}") for name in wanted}
-                    yield PromptRow(where, values)
+            records = (record for batch in parquet.iter_batches(columns=wanted) for record in batch.to_pylist())
+            yield from plain_rows(records, wanted, place)
 
     binary = frozenset(field.name for field in schema if has_bytes(field.type))
     return PromptTable(place, tuple(schema.names), binary, read)
@@ -127,7 +122,14 @@ def has_bytes(kind: pa.DataType) -> bool:
     return any(has_bytes(kind.field(index).type) for index in range(kind.num_fields))
 
 
-def plain_value(value: object, place: str) -> object:
+def plain_rows(records: Iterable[Mapping[str, Any]], columns: Sequence[str], place: str) -> Iterator[PromptRow]:
+    """Yield these columns of the records as plain JSON values; InputError names the row and the column of any other."""
+    for number, record in enumerate(records, start=1):
+        where = f"{place}, row {number}"
+        yield PromptRow(where, {name: _plain_value(record[name], f"{where}, column {name}") for name in columns})
+
+
+def _plain_value(value: object, place: str) -> object:
     """Convert a Parquet value to a JSON value; times become ISO 8601 text, decimals become floats."""
     match value:
         case None | bool() | int() | str():
@@ -139,9 +141,9 @@ def plain_value(value: object, place: str) -> object:
         case datetime.date() | datetime.time():
             return value.isoformat()
         case list():
-            return [plain_value(item, place) for item in value]
+            return [_plain_value(item, place) for item in value]
         case dict():
-            return {name: plain_value(item, place) for name, item in value.items()}
+            return {name: _plain_value(item, place) for name, item in value.items()}
         case _:
             hint = "Write it as text, or leave the column out of those that the configuration lists as `columns`."
             raise InputError(place, f"a value of type {type(value).__name__}", hint)

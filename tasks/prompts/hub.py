@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_core.errors import InputError
 from tasks.prompts.files import file_ending, nearest_names
-from tasks.prompts.formats import ENDINGS, PromptTable, has_bytes, plain_value
+from tasks.prompts.formats import ENDINGS, PromptTable, has_bytes, plain_rows
 from tasks.prompts.text import PromptRow
 
 SPLIT = "train"
@@ -83,9 +83,7 @@ def open_dataset(source: str, choice: DatasetChoice, limit: int | None) -> tuple
         wanted = [name for name in features if name in columns and name not in binary]
         with _one_message(source):
             rows: Iterator[Mapping[str, Any]] = iter(found.select_columns(wanted))
-            for number, row in enumerate(islice(rows, limit) if choice.streaming else rows, start=1):
-                where = f"{place}, row {number}"
-                yield PromptRow(where, {name: plain_value(row[name], f"{where}, column {name}") for name in wanted})
+            yield from plain_rows(islice(rows, limit) if choice.streaming else rows, wanted, place)
 
     return PromptTable(place, tuple(features), binary, read), commit
 

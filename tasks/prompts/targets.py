@@ -2,7 +2,8 @@
 
 import hashlib
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from PIL import ExifTags, Image
@@ -86,11 +87,9 @@ def load_target(reference: TargetReference) -> Image.Image:
     if digest != reference.sha256:
         hint = f"It was {reference.sha256} when the prompts were read. Put that file back, or start the run again."
         raise InputError(f"{place}: {reference.uri}", f"sha256 {digest}", hint)
-    image = _open(content, reference.uri, place)
-    try:
+    with _complete_image(reference.uri, place):
+        image = open_image(content, f"{place}: {reference.uri}")
         image.load()
-    except (OSError, ValueError, SyntaxError) as error:
-        raise _not_an_image(reference.uri, place, error) from error
     return to_rgb(image, f"{place}: {reference.uri}")
 
 
@@ -144,36 +143,32 @@ def _images_by_index(folder: str, count: int) -> tuple[str, ...]:
 
 def _refer(uri: str, place: str, size: tuple[int, int] | None) -> TargetReference:
     content = read_input_file(uri, place=place)
-    image = _open(content, uri, place)
-    try:
+    with _complete_image(uri, place):
+        image = open_image(content, f"{place}: {uri}")
         # Pillow verifies a PNG's checksums without decoding it; other formats have none.
         if image.format == "PNG":
             image.verify()
         else:
             image.load()
-    except (OSError, ValueError, SyntaxError) as error:
-        raise _not_an_image(uri, place, error) from error
-    if size is not None:
-        # Pillow cannot read from an image after verifying it.
-        require_aspect(_shown_size(_open(content, uri, place)), size, f"{place}: {uri}")
+        if size is not None:
+            # Pillow cannot read from an image after verifying it.
+            require_aspect(_shown_size(open_image(content, f"{place}: {uri}")), size, f"{place}: {uri}")
     return TargetReference(uri, hashlib.sha256(content).hexdigest())
 
 
-def _open(content: bytes, uri: str, place: str) -> Image.Image:
-    """Open the image and check its size, before any pixel is decoded."""
+@contextmanager
+def _complete_image(uri: str, place: str) -> Iterator[None]:
+    """Turn the errors of decoding an image into InputError."""
     try:
-        return open_image(content, f"{place}: {uri}")
+        yield
     except InputError:
         raise
     except (OSError, ValueError, SyntaxError) as error:
-        raise _not_an_image(uri, place, error) from error
+        hint = f"It is not a complete image ({type(error).__name__}). Give PNG, JPEG, WebP or BMP."
+        raise InputError(place, uri, hint) from error
 
 
 def _shown_size(image: Image.Image) -> tuple[int, int]:
     """Return the upright width and height after the EXIF orientation, without decoding."""
     turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
     return (image.height, image.width) if turned else image.size
-
-
-def _not_an_image(uri: str, place: str, error: Exception) -> InputError:
-    return InputError(place, uri, f"It is not a complete image ({type(error).__name__}). Give PNG, JPEG, WebP or BMP.")

@@ -23,7 +23,7 @@ from tasks.rewards.process_pool import score_in_processes
 from tasks.rewards.rows import ScoredRow, batches_of, score_rows
 from tasks.rewards.stored import in_scope, joined_folder, provenance_json, samples_to_score, scores_key
 from tasks.runs.layout import SCORES_FILE, STATES
-from tasks.runs.lost import refuse_lost
+from tasks.runs.reader import refuse_lost
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.artifacts.tombstones import IMAGES_REMOVED
@@ -78,17 +78,24 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
         table = pl.concat([pl.read_parquet(folder / SCORES_FILE) for folder in folders])
         failures = table.filter(pl.col("failure").is_not_null()).select("sample_id", "failure").rows()
         _require_enough(section, [f"{name}: {why}" for name, why in failures], len(in_scope(section, _samples(source))))
-        digest = write_table(staged / SCORES_FILE, REWARDS, table.to_dict(as_series=False))
-        return store.commit(
-            staged,
-            f"{arguments['folder']}/{section.label}",
-            digest=digest,
-            schema_version=SCHEMA_VERSION,
-            rows=table.height,
-            # Shards are scored in parallel.
-            seconds=max(part.seconds for part in parts) + time.perf_counter() - started,
-            metrics=_statistics(section.label, table),
-        )
+        # Shards are scored in parallel.
+        slowest = max(part.seconds for part in parts)
+        return _commit(store, staged, arguments["folder"], section.label, table, started - slowest)
+
+
+def _commit(
+    store: ArtifactStore, staged: Path, folder: str, label: str, table: pl.DataFrame, started: float
+) -> ArtifactRef:
+    digest = write_table(staged / SCORES_FILE, REWARDS, table.to_dict(as_series=False))
+    return store.commit(
+        staged,
+        f"{folder}/{label}",
+        digest=digest,
+        schema_version=SCHEMA_VERSION,
+        rows=table.height,
+        seconds=time.perf_counter() - started,
+        metrics=_statistics(label, table),
+    )
 
 
 def _require_enough(section: RewardSection, failed: Sequence[str], meant: int) -> None:
@@ -137,16 +144,7 @@ def score_reward_task(
         scored = meant.join(pl.concat([known, made]).unique("sample_id", keep="last"), **_ONE_EACH)
         table = samples.select("sample_id", "iteration", reward=pl.lit(section.label)).join(scored, **_ONE_EACH)
         table = table.with_columns(pl.col("seconds").fill_null(0.0))
-        digest = write_table(staged / SCORES_FILE, REWARDS, table.to_dict(as_series=False))
-        return store.commit(
-            staged,
-            f"{folder}/{section.label}",
-            digest=digest,
-            schema_version=SCHEMA_VERSION,
-            rows=table.height,
-            seconds=time.perf_counter() - started,
-            metrics=_statistics(section.label, table),
-        )
+        return _commit(store, staged, folder, section.label, table, started)
 
 
 def _known_scores(store: ArtifactStore, earlier: Sequence[ArtifactRef], provenance: str, fetched: Path) -> pl.DataFrame:

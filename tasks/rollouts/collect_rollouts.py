@@ -13,21 +13,20 @@ from grpo_core.collect import collect_rollouts, sampled_at_once
 from grpo_core.policies.protocol import family_module
 from grpo_core.streams import Stream
 from tasks.execution.caching import stage_task
-from tasks.execution.out_of_memory import halve_on_out_of_memory
-from tasks.execution.peak_memory import peak_memory, reset_peak_memory
+from tasks.execution.memory import halve_on_out_of_memory, peak_memory, reset_peak_memory
 from tasks.execution.resources import resource
 from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
+from tasks.rollouts.denoising import state_rows
 from tasks.rollouts.plan import RolloutPlan
 from tasks.rollouts.rows import rollout_columns
-from tasks.rollouts.states import StatesWriter
 from tasks.rollouts.tokens import token_metrics
 from tasks.runs.layout import ROLLOUTS, STATES
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
+from tasks.storage.tables import schemas
 from tasks.storage.tables.parquet import TableWriter, joint_digest, part_digests
-from tasks.storage.tables.schemas import SCHEMA_VERSION, rollout_schema
 
 STAGE = "collect rollouts"
 _FILE = "part-00000.parquet"
@@ -87,7 +86,7 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
             staged,
             f"{plan.folder}/{ROLLOUTS}",
             digest=_digest(staged),
-            schema_version=SCHEMA_VERSION,
+            schema_version=schemas.SCHEMA_VERSION,
             rows=sum(part.rows for part in parts),
             # Shards are sampled in parallel.
             seconds=max(part.seconds for part in parts) + time.perf_counter() - started,
@@ -140,14 +139,15 @@ def collect_rollouts_task(
         sampler = resource(ResidentPolicy).at(policy, model, rollout, placement)
         requests = [plan.request(group) for group in plan.groups]
         groups = collect_rollouts(sampler, requests, prompts_per_batch=prompts_per_batch, with_reference=with_reference)
-        schema = rollout_schema(model.family.modality, _recorded(plan, model))
+        schema = schemas.rollout_schema(model.family.modality, _recorded(plan, model))
         with store.staging() as staged:
             table = TableWriter(staged / _FILE, schema)
-            states = StatesWriter(staged / STATES / _FILE) if plan.window_start is not None else None
+            states = TableWriter(staged / STATES / _FILE, schemas.STATES) if plan.window_start is not None else None
             for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
                 table.write(rollout_columns(group, planned, plan, policy, rollout))
                 if states is not None:
-                    states.write(group)
+                    for row in state_rows(group):
+                        states.write(row)
                 report_progress(done * plan.group_size)
             table.close()
             if states is not None:
@@ -156,7 +156,7 @@ def collect_rollouts_task(
                 staged,
                 f"{plan.folder}/{ROLLOUTS}",
                 digest=_digest(staged),
-                schema_version=SCHEMA_VERSION,
+                schema_version=schemas.SCHEMA_VERSION,
                 rows=table.rows,
                 seconds=time.perf_counter() - started,
                 metrics=token_metrics(_tables(staged)),

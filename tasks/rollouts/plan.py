@@ -110,23 +110,21 @@ class RolloutPlan(BaseModel):
 
 def _groups(prompts: Mapping[str, DrawnPrompt]) -> tuple[GroupPlan, ...]:
     """Plan a group per prompt, by its group id, in the order of RolloutPlan."""
-    groups = [_group(group_id, prompt) for group_id, prompt in prompts.items()]
+    groups = [
+        GroupPlan(
+            group_id=group_id,
+            prompt_id=drawn.prompt.prompt_id,
+            dataset=drawn.dataset,
+            prompt=drawn.prompt.text,
+            columns=dict(drawn.prompt.columns),
+            target_uri=drawn.target.uri if drawn.target else None,
+            target_sha256=drawn.target.sha256 if drawn.target else None,
+            size=drawn.size,
+        )
+        for group_id, drawn in prompts.items()
+    ]
     # Memory that runs out then does so in the first batch.
     return tuple(sorted(groups, key=lambda group: (-group.size.pixels, group.size) if group.size else (0,)))
-
-
-def _group(group_id: str, source: DrawnPrompt) -> GroupPlan:
-    prompt, target = source.prompt, source.target
-    return GroupPlan(
-        group_id=group_id,
-        prompt_id=prompt.prompt_id,
-        dataset=source.dataset,
-        prompt=prompt.text,
-        columns=dict(prompt.columns),
-        target_uri=target.uri if target else None,
-        target_sha256=target.sha256 if target else None,
-        size=source.size,
-    )
 
 
 def plan_round(
@@ -148,7 +146,7 @@ def plan_round(
         window_start: index of the first noisy denoising step; None without noisy steps.
     """
     first = sampling_round == 1
-    name = f"i{iteration:06d}"
+    name = f"i{iteration:06d}" if first else f"i{iteration:06d}.d{sampling_round:02d}"
     return RolloutPlan(
         folder=round_folder(iteration, sampling_round),
         title=f"iteration {iteration}" if first else f"iteration {iteration}, round {sampling_round}",
@@ -158,12 +156,7 @@ def plan_round(
         shared_noise=shared_noise,
         renderings=tuple(renderings) if set(renderings) != {1} else (),
         window_start=window_start,
-        groups=_groups(
-            {
-                f"{name}.p{place:04d}" if first else f"{name}.d{sampling_round:02d}.p{place:04d}": prompt
-                for place, prompt in enumerate(prompts)
-            }
-        ),
+        groups=_groups({f"{name}.p{place:04d}": prompt for place, prompt in enumerate(prompts)}),
     )
 
 

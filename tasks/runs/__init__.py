@@ -2,7 +2,7 @@
 
 layout         paths and names of folders and files
 records        a sampling round, a stored iteration, a stored evaluation
-reader         lists, finds and verifies artifacts; reports damage and changes nothing
+reader         lists, finds and verifies artifacts, and reports damage; changes nothing
 starts         when, where and with which code the run was started
 lookup         finds a run by name or path; its description, run.json and config.yaml
 stored         configuration, iterations, evaluations and policies for flows that use them again

@@ -1,7 +1,6 @@
 """Read a run folder into frozen records, whether the run is finished, stopped half-way, or still running."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from tasks.runs.layout import (
 )
 from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256
 from tasks.runs.reader import RunReader, StoredArtifact
-from tasks.runs.run_view import EvaluationView, IterationView, MovedFiles, RunView, Stages
+from tasks.runs.run_view import EvaluationView, IterationView, RunView, Stages
 from tasks.runs.starts import read_starts
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
@@ -88,7 +87,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
         baselines=_read_baselines(reader),
         policy_version=version,
         policy_digest=digest,
-        moved=(*_read_moved(reader, QUARANTINE), *_read_moved(reader, PREVIOUS)),
+        moved=(*reader.moved_files(QUARANTINE), *reader.moved_files(PREVIOUS)),
         damages=tuple(reader.damages),
         unverified=reader.unverified,
     )
@@ -157,7 +156,7 @@ def _last_policy(reader: RunReader, policies: Mapping[int, StoredArtifact]) -> t
     """Return the version and digest of the last valid policy; None without one."""
     for version in sorted(policies, reverse=True):
         if STATE_FILE in policies[version].manifest.files and reader.verify(policies[version], [STATE_FILE]):
-            return version, _read_json(reader, f"{policy_folder(version)}/{STATE_FILE}").get("policy_digest")
+            return version, reader.read_json(f"{policy_folder(version)}/{STATE_FILE}").get("policy_digest")
     return None
 
 
@@ -236,27 +235,3 @@ def _read_config(reader: RunReader, sha256: str | None) -> tuple[str | None, Map
     if sha256 not in (None, hashlib.sha256(content).hexdigest()):
         reader.report_damage(CONFIG_FILE, "it is not what the run wrote")
     return text, values
-
-
-def _read_json(reader: RunReader, name: str) -> Mapping[str, Any]:
-    content = reader.read_bytes(name)
-    if content is None:
-        reader.report_damage(name, "it is missing")
-        return {}
-    try:
-        values = json.loads(content)
-    except ValueError:
-        reader.report_damage(name, "it is not JSON")
-        return {}
-    return values if isinstance(values, Mapping) else {}
-
-
-def _read_moved(reader: RunReader, folder: str) -> tuple[MovedFiles, ...]:
-    found = []
-    for name in reader.names(folder):
-        note = _read_json(reader, f"{folder}/{name}/reason.json")
-        paths = note.get("paths")
-        reason = str(note.get("reason", "no reason is written"))
-        moved = tuple(str(path) for path in paths) if isinstance(paths, list) else ()
-        found.append(MovedFiles(f"{folder}/{name}", reason, moved))
-    return tuple(found)

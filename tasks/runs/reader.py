@@ -1,13 +1,17 @@
 """Read and verify a run's folder without changing it; damage is reported and left where it is."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_core.errors import InputError
 from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, STATES, is_later_round, parse_iteration
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, read_manifest
+from tasks.storage.artifacts.run_folder import QUARANTINE, REASON_FILE
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.tombstones import removed_by
 from tasks.storage.filesystem.files import is_local
 from tasks.storage.tables.schemas import READABLE_VERSIONS
 
@@ -21,6 +25,15 @@ class Damage:
 
     place: str
     reason: str
+
+
+@dataclass(frozen=True)
+class MovedFiles:
+    """What a start of the run moved to a folder of `quarantine/` or `previous/`; paths are within the run."""
+
+    place: str
+    reason: str
+    paths: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,29 @@ class RunReader:
             self.report_damage(name, f"it cannot be read ({error})")
             return None
         return content
+
+    def read_json(self, name: str) -> Mapping[str, Any]:
+        """Read an object of JSON; empty, and reported, where it is missing or damaged."""
+        content = self.read_bytes(name)
+        if content is None:
+            self.report_damage(name, "it is missing")
+            return {}
+        try:
+            values = json.loads(content)
+        except ValueError:
+            self.report_damage(name, "it is not JSON")
+            return {}
+        return values if isinstance(values, Mapping) else {}
+
+    def moved_files(self, folder: str) -> list[MovedFiles]:
+        """Return what was moved to `quarantine/` or `previous/`, in the order of its folders' names."""
+        found = []
+        for name in self.names(folder):
+            note = self.read_json(f"{folder}/{name}/{REASON_FILE}")
+            paths = note.get("paths")
+            moved = tuple(str(path) for path in paths) if isinstance(paths, list) else ()
+            found.append(MovedFiles(f"{folder}/{name}", str(note.get("reason", "no reason is written")), moved))
+        return found
 
     def report_damage(self, place: str, reason: str) -> None:
         """Add a damage to the list."""
@@ -183,3 +219,31 @@ class RunReader:
 def _shown(names: Iterable[str]) -> list[str]:
     """Return the names of an artifact's files except those of states, which only an update reads."""
     return [name for name in names if not name.startswith(f"{STATES}/")]
+
+
+def refuse_lost(store: ArtifactStore, rollouts: ArtifactRef, folder: str, needed: str) -> None:
+    """Refuse to make the artifact of a folder again if it is in quarantine and what it is made of was pruned.
+
+    Args:
+        rollouts: what the artifact is made of.
+        folder: the artifact's folder in the run.
+        needed: which part of the rollouts it is made of, IMAGES_REMOVED or STATES_REMOVED.
+
+    Raises:
+        InputError: the artifact is in quarantine and that part was pruned; the command line exits with code 2.
+    """
+    pruned = store.pruned_reason(rollouts)
+    if pruned is None or needed not in removed_by(pruned):
+        return
+    names = {folder, store.manifest_path(folder)}
+    found = [each for each in RunReader(store).moved_files(QUARANTINE) if not names.isdisjoint(each.paths)]
+    if not found:
+        return
+    last = found[-1]
+    hint = (
+        f"It is in {store.path(last.place)} ({last.reason}) and cannot be computed again: the {needed} of "
+        f"{rollouts.uri} were removed by `{pruned.get('by', 'grpo prune')}` on {pruned.get('on', 'an earlier day')}. "
+        f"Put {store.path(folder)} and {store.manifest_path(store.path(folder))} back from a copy and start again, or "
+        "start under another --run name, which starts from the beginning. Other iterations are untouched."
+    )
+    raise InputError(f"{store.run}/{folder}", "damaged", hint)

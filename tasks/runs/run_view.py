@@ -1,4 +1,4 @@
-"""Frozen records of a run for reports: its iterations, its evaluations and moved files; the summary of a run."""
+"""Frozen records of a run for reports: its iterations and its evaluations; the summary of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from grpo_core.streams import Stream
 from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, STAGES
-from tasks.runs.reader import Damage
+from tasks.runs.reader import Damage, MovedFiles
 from tasks.runs.starts import RunStart
 from tasks.storage.artifacts.reference import ArtifactRef
 
@@ -76,15 +76,6 @@ class EvaluationView:
     def reward(self) -> float | None:
         """Mean held-out reward; None where no sample has one."""
         return self.metrics.get("reward")
-
-
-@dataclass(frozen=True)
-class MovedFiles:
-    """What a start of the run moved to a folder of `quarantine/` or `previous/`; paths are within the run."""
-
-    place: str
-    reason: str
-    paths: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from grpo_core.errors import InputError
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.streams import UNEQUAL_PASSES, Stream
 from grpo_core.update import ProcessGroup
-from tasks.execution.peak_memory import peak_memory, reset_peak_memory
+from tasks.execution.memory import peak_memory, reset_peak_memory
 from tasks.execution.resources import resource
 from tasks.models.files import EMA_FOLDER, OLD_FOLDER, REFERENCE_FOLDER, component_folder, weights_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy

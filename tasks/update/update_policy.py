@@ -11,12 +11,12 @@ from grpo_core.policies.protocol import family_module
 from grpo_core.streams import Stream
 from grpo_core.update import SINGLE_PROCESS
 from tasks.execution.caching import stage_task
-from tasks.execution.out_of_memory import halve_on_out_of_memory
+from tasks.execution.memory import halve_on_out_of_memory
 from tasks.execution.resources import resource
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
 from tasks.runs.layout import policy_folder
-from tasks.runs.lost import refuse_lost
+from tasks.runs.reader import refuse_lost
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.artifacts.tombstones import STATES_REMOVED

@@ -20,9 +20,8 @@ from grpo_core.rewards.registry import build_reward
 from tasks.pruning import (
     Prunable,
     abandoned_writes,
-    delete_images,
     delete_moved,
-    delete_states,
+    delete_part,
     find_prunable,
     has_states,
     image_bytes,
@@ -32,6 +31,7 @@ from tasks.pruning import (
 )
 from tasks.rewards.rows import batches_of, score_rows
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, STATES_REMOVED
 from tasks.storage.filesystem.files import dump_checked
 from tasks.storage.tables import parquet
 from tasks.storage.tables.parquet import TableWriter, part_digests, write_table
@@ -105,10 +105,9 @@ class TestImages:
         valid = commit(store)
         expected, size = image_bytes(store, valid), total(store)
         assert expected > GROUPS * SIBLINGS * 20_000
-        delete_images(store, valid, PRUNED)
+        delete_part(store, valid, IMAGES_REMOVED, PRUNED)
         assert size - total(store) == pytest.approx(expected, rel=0.02)
-        pruned = find_prunable(store, FOLDER)
-        assert pruned is not None
+        pruned = find(store)
         assert (pruned.is_complete, pruned.half_pruned, image_bytes(store, pruned)) == (False, False, 0)
         assert pruned.reference.digest == valid.reference.digest
         assert store.restore_artifact(valid.reference) == valid.reference
@@ -123,15 +122,26 @@ class TestImages:
             score_rows(build_reward("jpeg", {}), section, batch)
 
 
-def commit(store: ArtifactStore) -> Prunable:
+def commit(store: ArtifactStore, *, with_states: bool = False) -> Prunable:
+    """Rollouts with a table of images, and perhaps a file of latents."""
     with store.staging() as staged:
         digest = write_rollouts(staged / "part-00000.parquet")
-        store.commit(
-            staged, FOLDER, digest=digest, schema_version=SCHEMA_VERSION, rows=6, seconds=1.0, metrics={"num_tokens": 1}
-        )
+        if with_states:
+            states: dict[str, list[object]] = {
+                "sample_id": ["0-0"],
+                "states": [[os.urandom(50_000)]],
+                "dtype": ["float16"],
+                "shape": [[25_000]],
+            }
+            write_table(staged / "states" / "part-00000.parquet", STATES, states)
+        store.commit(staged, FOLDER, digest=digest, schema_version=SCHEMA_VERSION, rows=6, seconds=1.0, metrics={})
+    assert find(store).is_complete
+    return find(store)
+
+
+def find(store: ArtifactStore) -> Prunable:
     found = find_prunable(store, FOLDER)
     assert found is not None
-    assert found.is_complete
     return found
 
 
@@ -196,34 +206,15 @@ class TestLeftovers:
 
 
 class TestStates:
-    """Rollouts with a table of images and a file of latents."""
-
-    def committed(self, store: ArtifactStore) -> Prunable:
-        with store.staging() as staged:
-            digest = write_rollouts(staged / "part-00000.parquet")
-            states: dict[str, list[object]] = {
-                "sample_id": ["0-0"],
-                "states": [[os.urandom(50_000)]],
-                "dtype": ["float16"],
-                "shape": [[25_000]],
-            }
-            write_table(staged / "states" / "part-00000.parquet", STATES, states)
-            store.commit(staged, FOLDER, digest=digest, schema_version=SCHEMA_VERSION, rows=6, seconds=1.0, metrics={})
-        return self.found(store)
-
-    def found(self, store: ArtifactStore) -> Prunable:
-        found = find_prunable(store, FOLDER)
-        assert found is not None
-        return found
-
     def test_the_table_stays_as_it_was(self, store: ArtifactStore, tmp_path: Path) -> None:
-        before = self.committed(store)
+        before = commit(store, with_states=True)
         table = store.filesystem.cat_file(store.path(f"{FOLDER}/part-00000.parquet"))
         size = store.filesystem.size(store.path(f"{FOLDER}/states/part-00000.parquet"))
         assert size > 50_000
         assert (has_states(before), states_bytes(store, before)) == (True, size)
-        delete_states(store, before, before.described("states", "grpo prune", datetime(2026, 1, 1, tzinfo=UTC)))
-        after = self.found(store)
+        pruned = before.described("states", "grpo prune", datetime(2026, 1, 1, tzinfo=UTC))
+        delete_part(store, before, STATES_REMOVED, pruned)
+        after = find(store)
         assert (has_states(after), states_bytes(store, after), after.removed) == (False, 0, ("states",))
         assert store.filesystem.cat_file(store.path(f"{FOLDER}/part-00000.parquet")) == table
         assert store.restore_artifact(before.reference) == before.reference
@@ -231,13 +222,12 @@ class TestStates:
 
     @pytest.mark.parametrize("order", [("images", "states"), ("states", "images")])
     def test_both_one_after_the_other(self, store: ArtifactStore, order: tuple[str, str]) -> None:
-        functions = {"images": delete_images, "states": delete_states}
-        first = self.committed(store).reference
+        first = commit(store, with_states=True).reference
         for day, removed in enumerate(order, start=1):
-            current = self.found(store)
+            current = find(store)
             pruned = current.described(removed, f"grpo prune --{removed}", datetime(2026, 1, day, tzinfo=UTC))
-            functions[removed](store, current, pruned)
-        found = self.found(store)
+            delete_part(store, current, removed, pruned)
+        found = find(store)
         assert found.removed == order
         assert found.manifest.pruned == {
             "removed": " and ".join(order),
@@ -250,7 +240,7 @@ class TestStates:
     def test_a_deletion_that_was_cut_short_is_finished(
         self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        before = self.committed(store)
+        before = commit(store, with_states=True)
         pruned = before.described("states", "grpo prune", datetime(2026, 1, 1, tzinfo=UTC))
         remove = type(store.filesystem).rm_file
 
@@ -262,11 +252,11 @@ class TestStates:
         with monkeypatch.context() as patched:
             patched.setattr(type(store.filesystem), "rm_file", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                delete_states(store, before, pruned)
-        half = self.found(store)
+                delete_part(store, before, STATES_REMOVED, pruned)
+        half = find(store)
         assert (half.half_pruned, half.removed) == (True, ("states",))
         assert half.described("states", "another", datetime(2027, 1, 1, tzinfo=UTC)) == pruned
-        delete_states(store, half, pruned)
-        done = self.found(store)
+        delete_part(store, half, STATES_REMOVED, pruned)
+        done = find(store)
         assert not done.half_pruned
         assert not store.filesystem.exists(store.path(f"{FOLDER}/states/part-00000.parquet"))

@@ -1,5 +1,6 @@
 """The stages as plain functions over one run's folder: done twice they write the same bytes, and they refuse damage."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,14 +8,35 @@ from typing import Any
 
 import polars as pl
 import pytest
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
 
+from configs.scoring import RewardSection
 from configs.sections import PolicySection
-from configs.training import ParitySection
+from configs.training import MismatchSection, ParitySection, ReferenceSection
 from grpo_core.parity import ParityTolerance
+from grpo_core.rewards.image_statistics.statistics import JpegReward
+from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.reference import PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.reports.made_runs import flip_last_byte
-from tests.tasks.stage_calls import base, collect, compare, content, plan, score, scores_of, update
+from tests.tasks.stage_calls import (
+    MIX,
+    ROLLOUT,
+    UPDATE,
+    base,
+    collect,
+    compare,
+    compare_rounds,
+    content,
+    plan,
+    score,
+    scores_of,
+    scoring,
+    table_of,
+    update,
+)
 
 
 def test_one_iteration_done_twice_writes_the_same(store: ArtifactStore) -> None:
@@ -55,19 +77,6 @@ def test_rows_name_their_seeds_and_settings(store: ArtifactStore) -> None:
         assert json.loads(row["columns"]) in ({"note": 0}, {"note": 1})
 
 
-def test_advantages_are_the_definition_over_the_stored_rewards(store: ArtifactStore) -> None:
-    rollouts = collect(base(), plan())
-    scored = score(rollouts)
-    scores = scores_of(store, scored)
-    table = pl.read_parquet(store.local_files(compare(scored)) / "advantages.parquet")
-    assert table["reward"].to_list() == scores["value"].to_list()
-    for (_,), group in table.group_by("group_id"):
-        a, b = group["reward"].to_list()
-        mean, std = (a + b) / 2, abs(a - b) / 2**0.5
-        expected = [0.0, 0.0] if a == b else [(value - mean) / (std + 1e-4) for value in (a, b)]
-        assert group["advantage"].to_list() == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize("damage", [flip_last_byte, Path.unlink])
 def test_damaged_input_is_refused_by_name_and_quarantined(store: ArtifactStore, damage: Callable[[Path], None]) -> None:
     rollouts = collect(base(), plan())
@@ -104,3 +113,168 @@ def test_the_parity_tolerance_follows_the_precision_unless_configured(
     assert ParitySection().tolerance("tokens", in_fp32=section.in_fp32) == ParityTolerance(largest, mean)
     configured = ParitySection(max_difference=0.5)
     assert configured.tolerance("tokens", in_fp32=section.in_fp32) == ParityTolerance(0.5, mean)
+
+
+def test_an_image_with_broken_pixels_gets_the_lowest_score(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By every reward that applies to it; the first prompt has a target to compare with, the second none."""
+    whole = table_of(store, collect(base(), plan()))
+    content = whole["image"][0]["bytes"]
+    (tmp_path / "target.png").write_bytes(content)
+    target = TargetReference(str(tmp_path / "target.png"), hashlib.sha256(content).hexdigest())
+    real = AutoencoderKL.decode
+
+    def without_a_corner(self: AutoencoderKL, *arguments: Any, **options: Any) -> tuple[Tensor]:
+        (pixels,) = real(self, *arguments, **options)
+        pixels[1, :, :16, :8] = torch.nan
+        return (pixels,)
+
+    monkeypatch.setattr(AutoencoderKL, "decode", without_a_corner)
+    rollouts = collect(base(), plan(targets=(target, None)))
+    rows = table_of(store, rollouts)
+    reason = "12.5% of the pixels are not numbers"
+    assert rows["defect"].to_list() == [None, reason] * 2
+    assert whole["defect"].to_list() == [None] * 4
+    assert rows["image"].to_list()[::2] == whole["image"].to_list()[::2]
+    mix = (*MIX, RewardSection(reward="ssim"))
+    judged = score(rollouts, mix=mix)
+    jpeg, ssim = (scores_of(store, judged, label) for label in ("jpeg", "ssim"))
+    for scores, applies in ((jpeg, (0, 1, 2, 3)), (ssim, (0, 1))):
+        for row, scored in enumerate(scores.iter_rows(named=True)):
+            assert scored["failure"] is None
+            if row not in applies:
+                assert (scored["value"], scored["raw"]) == (None, None)
+            elif row % 2:
+                assert (scored["value"], scored["raw"]) == (0.0, None)
+            else:
+                assert scored["value"] > 0
+    assert judged.rewards["jpeg"].metrics["rewards/jpeg/null"] == 0.0
+    assert judged.rewards["ssim"].metrics["rewards/ssim/null"] == 2.0
+    advantages = table_of(store, compare_rounds((judged,), mix=mix))["advantage"].to_list()
+    assert min(advantages[::2]) > 0 > max(advantages[1::2])
+
+
+def test_samples_without_a_reward_are_left_out_and_none_at_all_is_refused(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts = collect(base(), plan())
+    by_name = {"i000001.p0000.s00": 1.0, "i000001.p0000.s01": 0.0}
+    monkeypatch.setattr(JpegReward, "score", scoring(by_name.get))
+    advantages = compare(score(rollouts))
+    table = pl.read_parquet(store.local_files(advantages) / "advantages.parquet")
+    assert [value is None for value in table["advantage"]] == [False, False, True, True]
+    assert advantages.metrics["advantage/mean"] == pytest.approx(table["advantage"].mean())
+    assert advantages.metrics["advantage/std"] == pytest.approx(table["advantage"].std())
+    policy = update(base(), rollouts, advantages)
+    assert policy.checkpoint is not None
+    assert policy.checkpoint.rows == 2
+    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: None))
+    nothing = compare(score(rollouts))
+    assert not [name for name in nothing.metrics if name.startswith("advantage/")]
+    with pytest.raises(ValueError, match="every reward of every sample is null"):
+        update(base(), rollouts, nothing)
+    assert store.find("policies/000001") == policy.checkpoint
+
+
+def test_a_cut_distribution_is_stored_and_scored_over_the_same_ids(store: ArtifactStore) -> None:
+    cut = ROLLOUT.model_copy(update={"top_k": 3, "top_p": 0.9})
+    rollouts = collect(base(), plan(), cut)
+    for row in table_of(store, rollouts).iter_rows(named=True):
+        assert len(row["support_ids"]) == sum(row["support_counts"])
+        assert max(row["support_counts"]) <= 3
+        start = 0
+        for token, count in zip(row["token_ids"], row["support_counts"], strict=True):
+            assert token in row["support_ids"][start : start + count]
+            start += count
+    policy = update(base(), rollouts, compare(score(rollouts)))
+    assert policy.checkpoint is not None
+    assert policy.checkpoint.metrics["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_a_kl_in_the_reward_needs_reference_logprobs_with_the_rollouts(store: ArtifactStore) -> None:
+    without = collect(base(), plan())
+    with pytest.raises(ValueError, match=r"advantages\.kl_coef needs the reference's log-probs"):
+        compare(score(without), kl_coef=0.5)
+    first = update(base(), without, compare(score(without)))
+    rollouts = collect(first, plan(2), with_reference=True)
+    scored = score(rollouts)
+    table = table_of(store, compare(scored, kl_coef=0.5))
+    drawn = table_of(store, rollouts)
+    scores = scores_of(store, scored)["value"].to_list()
+    for row, penalty, reward, value in zip(
+        drawn.iter_rows(named=True), table["kl_penalty"], table["reward"], scores, strict=True
+    ):
+        assert row["scored_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-4)
+        by_hand = sum(a - b for a, b in zip(row["scored_logprobs"], row["ref_logprobs"], strict=True))
+        assert penalty == pytest.approx(by_hand, abs=1e-4)
+        assert penalty != 0
+        assert reward == pytest.approx(value - 0.5 * penalty, abs=1e-6)
+
+
+def test_a_policy_is_its_own_reference_exactly(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first update the KL is zero to the bit, or groups without spread would train on its rounding."""
+    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: 0.5))
+    rollouts = collect(base(), plan(), with_reference=True)
+    advantages = compare(score(rollouts), kl_coef=0.5, constant_groups="drop")
+    assert table_of(store, advantages)["kl_penalty"].to_list() == [0.0] * 4
+    assert advantages.metrics["groups_dropped"] == 2.0
+
+
+def test_a_later_round_joins_the_groups_of_the_first(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_name = {"i000001.p0000.s00": 1.0, "i000001.d02.p0001.s01": 1.0}
+    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: by_name.get(name, 0.0)))
+    first, second = collect(base(), plan()), collect(base(), plan(sampling_round=2))
+    rounds = (score(first), score(second, "iteration_000001/round_02"))
+    dropped = compare_rounds(rounds, "iteration_000001/round_02", constant_groups="redraw")
+    assert (dropped.metrics["groups_kept"], dropped.metrics["groups_dropped"]) == (2.0, 2.0)
+    table = table_of(store, dropped)
+    assert table.filter(pl.col("advantage").is_null())["group_id"].unique().sort().to_list() == [
+        "i000001.d02.p0000",
+        "i000001.p0001",
+    ]
+    policy = update(base(), (first, second), dropped)
+    assert policy.checkpoint is not None
+    assert policy.checkpoint.rows == 4
+
+
+def test_where_every_group_is_dropped_the_weights_do_not_change(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: 0.5))
+    rollouts = collect(base(), plan())
+    policy = update(base(), rollouts, compare(score(rollouts), constant_groups="drop"))
+    assert policy.checkpoint is not None
+    assert (policy.version, policy.checkpoint.metrics["optimizer_steps"]) == (1, 0.0)
+    following = collect(policy, plan(2))
+    assert update(policy, following, compare(score(following))).version == 2
+
+
+def test_rows_of_an_earlier_version_train_within_the_staleness(store: ArtifactStore) -> None:
+    rollouts = collect(base(), plan())
+    advantages = compare(score(rollouts))
+    first = update(base(), rollouts, advantages)
+    corrected = UPDATE.model_copy(update={"mismatch": MismatchSection(mode="truncate")})
+    second = update(first, rollouts, advantages, corrected, max_staleness=1)
+    assert second.checkpoint is not None
+    assert second.checkpoint.metrics["staleness/max"] == 1.0
+    third = update(second, rollouts, advantages, corrected, max_staleness=2)
+    with pytest.raises(ValueError, match="all 4 rows are further than 1 versions from version 3"):
+        update(third, rollouts, advantages, corrected, max_staleness=1)
+
+
+def test_a_refreshed_reference_is_kept_and_comes_back(store: ArtifactStore) -> None:
+    section = UPDATE.model_copy(update={"kl_coef": 0.1, "reference": ReferenceSection(refresh_every=2, mix=1.0)})
+    policy, versions = base(), []
+    for iteration in (1, 2, 3):
+        rollouts = collect(policy, plan(iteration))
+        policy = update(policy, rollouts, compare(score(rollouts)), section)
+        versions.append(policy)
+    assert [version.reference_digest is None for version in versions] == [True, False, False]
+    assert versions[1].reference_digest == versions[1].digest
+    assert versions[2].reference_digest == versions[1].digest
+    # Its weights were swapped for those of version 1 in between.
+    collect(versions[0], plan(1))
+    again = collect(versions[1], plan(3), with_reference=True)
+    for row in table_of(store, again).iter_rows(named=True):
+        assert row["ref_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-4)

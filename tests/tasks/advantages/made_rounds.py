@@ -45,7 +45,7 @@ def made_round(
         "draft": [draft for draft, _ in places],
         "rendering": [index for _, index in places],
     }
-    rollouts = _write(store, f"{folder}/rollouts", rollout_schema("image", streams), columns)
+    rollouts = commit_rows(store, f"{folder}/rollouts", rollout_schema("image", streams), columns)
     return SamplingRound(rollouts, {label: made_scores(store, label, names, each) for label, each in scores.items()})
 
 
@@ -59,24 +59,25 @@ def made_texts(store: ArtifactStore, scores: Mapping[str, Sequence[float | None]
         "dataset": ["default"] * len(names),
         "columns": ["{}"] * len(names),
     }
-    rollouts = _write(store, "iteration_000001/rollouts", TEXT_ROLLOUTS, columns)
+    rollouts = commit_rows(store, "iteration_000001/rollouts", TEXT_ROLLOUTS, columns)
     return SamplingRound(rollouts, {label: made_scores(store, label, names, each) for label, each in scores.items()})
 
 
 def made_scores(store: ArtifactStore, label: str, names: Sequence[str], values: Sequence[float | None]) -> ArtifactRef:
     """Write the scores of one reward."""
     columns = {"sample_id": names, "reward": [label] * len(names), "value": values}
-    return _write(store, f"iteration_000001/rewards/{label}", REWARDS, columns, "scores.parquet")
+    return commit_rows(store, f"iteration_000001/rewards/{label}", REWARDS, columns, "scores.parquet")
 
 
-def _write(
+def commit_rows(
     store: ArtifactStore,
     folder: str,
     schema: pa.Schema,
     columns: Mapping[str, Sequence[object]],
     name: str = "part-00000.parquet",
 ) -> ArtifactRef:
-    rows = len(columns["sample_id"])
+    """Write an artifact of one table; what is not among the columns is null."""
+    rows = len(next(iter(columns.values())))
     with store.staging() as staged:
         filled = {each: columns.get(each, [None] * rows) for each in schema.names}
         digest = write_table(staged / name, schema, filled)

@@ -197,16 +197,6 @@ def test_what_does_not_leaves_the_key(stage: str, change: dict[str, object]) -> 
     assert key(stage, **change) == key(stage)
 
 
-def test_keys_are_the_stage_and_a_sha256() -> None:
-    assert {name: key(name).rsplit("-", 1)[0] for name in TASKS} == {
-        "rollouts": "collect-rollouts",
-        "rewards": "score-reward",
-        "advantages": "compute-advantages",
-        "update": "update-policy",
-    }
-    assert all(len(key(name).rsplit("-", 1)[1]) == 64 for name in TASKS)
-
-
 def test_adapters_of_a_policy_that_has_none_yet_leave_the_key() -> None:
     base = PolicyRef(version=0, digest="m")
     other = model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(rank=2)))

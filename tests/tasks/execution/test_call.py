@@ -11,7 +11,6 @@ from configs.training import AdvantagesSection
 from grpo_core.errors import InputError
 from tasks.execution.call import (
     StageCall,
-    StageOutcome,
     arguments_of,
     call_file,
     call_of,
@@ -114,15 +113,6 @@ def test_other_code_is_refused(store: ArtifactStore) -> None:
     call = call_of(stage_named(name), arguments, store).model_copy(update={"code": "another"})
     with pytest.raises(InputError, match=r"worker: .* runs other code or other versions"):
         carry_out(call).reference()
-
-
-def test_errors_come_back(store: ArtifactStore) -> None:
-    name, arguments = CALLS[2]
-    missing = carry_out(call_of(stage_named(name), arguments, store))
-    assert missing.error is not None
-    assert missing.error.retryable is None
-    with pytest.raises(Exception, match=r"rollouts\.manifest\.json is missing"):
-        StageOutcome.model_validate_json(missing.model_dump_json()).reference()
 
 
 def test_another_model_under_the_same_name_is_refused(store: ArtifactStore) -> None:

@@ -48,35 +48,26 @@ def answered(status: int) -> httpx.HTTPStatusError:
         (LostStageError("killed"), Retryable.LOST),
         (StageTimeoutError("late"), Retryable.TIMEOUT),
         (RemoteStageError("ConnectionError: there", "", Retryable.STORAGE), Retryable.STORAGE),
+        (InputError("a", 1, "hint"), None),
+        (InputErrors([InputError("a", 1, "hint")]), None),
+        (NonFiniteError("loss", ["s0"], "hint"), None),
+        (FailedSamplesError("ocr", ["s0: no answer"], 4, 0.1), None),
+        (StorageError("storage.root", "/full", "the disk is full"), None),
+        (StaleReferenceError("gone"), None),
+        (FileNotFoundError(errno.ENOENT, "no"), None),
+        (PermissionError(errno.EACCES, "no"), None),
+        (OSError(errno.ENOSPC, "full"), None),
+        (ClientError({"Error": {"Code": "AccessDenied"}}, "PutObject"), None),
+        (answered(401), None),
+        (answered(422), None),
+        (RuntimeError("a bug"), None),
+        (RemoteStageError("KeyError: a bug there", "", None), None),
+        (StageCancelledError("cancelled"), None),
+        (RetriesExhaustedError("ConnectionResetError: peer"), None),
     ],
 )
-def test_may_pass(error: Exception, kind: Retryable) -> None:
+def test_which_errors_may_pass(error: Exception, kind: Retryable | None) -> None:
     assert retryable_kind(error) is kind
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        InputError("a", 1, "hint"),
-        InputErrors([InputError("a", 1, "hint")]),
-        NonFiniteError("loss", ["s0"], "hint"),
-        FailedSamplesError("ocr", ["s0: no answer"], 4, 0.1),
-        StorageError("storage.root", "/full", "the disk is full"),
-        StaleReferenceError("gone"),
-        FileNotFoundError(errno.ENOENT, "no"),
-        PermissionError(errno.EACCES, "no"),
-        OSError(errno.ENOSPC, "full"),
-        ClientError({"Error": {"Code": "AccessDenied"}}, "PutObject"),
-        answered(401),
-        answered(422),
-        RuntimeError("a bug"),
-        RemoteStageError("KeyError: a bug there", "", None),
-        StageCancelledError("cancelled"),
-        RetriesExhaustedError("ConnectionResetError: peer"),
-    ],
-)
-def test_would_be_raised_again(error: Exception) -> None:
-    assert retryable_kind(error) is None
 
 
 REPORT = ParityReport(0.5, 0.1, 0.6, 1.6, 40, 4, 1, ("s1", "s2"))

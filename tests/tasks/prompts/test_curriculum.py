@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,15 +18,14 @@ from tasks.prompts.curriculum import (
     difficulty_weight,
     draw_prompts,
     read_statistics,
-    sampled_sets,
     scheduled_sets,
 )
 from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.parquet import write_table
-from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
+from tasks.storage.tables.schemas import ADVANTAGES
+from tests.tasks.advantages.made_rounds import commit_rows
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -65,22 +63,6 @@ class TestScheduledSets:
         wanted = scheduled_sets([1.0, 2.0, 4.0], first=3, count=30)
         assert scheduled_sets([0.1, 0.2, 0.4], first=3, count=30) == wanted
         assert scheduled_sets([1e-7, 2e-7, 4e-7], first=3, count=30) == wanted
-
-
-class TestSampledSets:
-    @given(WEIGHTS, st.integers(1, 50), st.integers(0, 2**63 - 1))
-    def test_shares_within_one(self, weights: list[int], count: int, seed: int) -> None:
-        places = sampled_sets(written(weights, 10), count=count, seed=seed)
-        assert len(places) == count
-        times = Counter(chosen for chosen, _ in places)
-        for index, weight in enumerate(weights):
-            assert abs(times[index] - Fraction(count * weight, sum(weights))) < 1
-            assert [before for chosen, before in places if chosen == index] == list(range(times[index]))
-
-    def test_a_single_place_goes_to_each_set_by_its_weight(self) -> None:
-        times = Counter(sampled_sets([1.0, 3.0], count=1, seed=seed)[0][0] for seed in range(3000))
-        # 750 are expected, with a standard deviation of 23.7; 4.5 of them either side.
-        assert times[0] == pytest.approx(750, abs=107)
 
 
 UNIFORM = CurriculumSection()
@@ -240,6 +222,12 @@ class TestLaterRounds:
         assert set(names(again[:3])).isdisjoint(names(first))
         assert set(names(again[3:])) <= set(names(first))
 
+    def test_a_single_prompt_is_of_each_set_by_its_weight(self) -> None:
+        sets = [prompt_set(1, "a", 1.0), prompt_set(1, "b", 3.0)]
+        times = Counter(drawn(sets, count=1, seed=seed, sampling_round=2)[0].dataset for seed in range(3000))
+        # 750 are expected, with a standard deviation of 23.7; 4.5 of them either side.
+        assert times["a"] == pytest.approx(750, abs=107)
+
 
 @pytest.mark.parametrize("curriculum", [UNIFORM, DIFFICULTY])
 def test_sets_iterations_rounds_and_seeds_have_orders_of_their_own(curriculum: CurriculumSection) -> None:
@@ -270,24 +258,18 @@ def keep(
 ) -> ArtifactRef:
     """Write a row per group and stream, with the group's mean in the first stream, and 9 more in later ones."""
     rows = [group for group in groups for _ in streams]
-    columns: dict[str, Sequence[object]] = {name: [None] * len(rows) for name in ADVANTAGES.names}
-    for index, name in enumerate(("dataset", "prompt_id", "group_id", "group_mean")):
-        columns[name] = [row[index] for row in rows]
+    names = ("dataset", "prompt_id", "group_id")
+    columns: dict[str, Sequence[object]] = {name: [row[index] for row in rows] for index, name in enumerate(names)}
     columns["stream"] = list(streams) * len(groups)
     columns["group_mean"] = [
         None if mean is None else mean + (9 if stream != streams[0] else 0)
         for (*_, mean), stream in zip(rows, columns["stream"], strict=True)
     ]
-    with store.staging() as staged:
-        digest = write_table(staged / "advantages.parquet", ADVANTAGES, columns)
-        return store.commit(
-            staged, folder, digest=digest, schema_version=SCHEMA_VERSION, rows=len(rows), seconds=0.0, metrics={}
-        )
+    return commit_rows(store, folder, ADVANTAGES, columns)
 
 
 class TestReadStatistics:
-    def test_means_of_groups_over_iterations(self, tmp_path: Path) -> None:
-        store = ArtifactStore(str(tmp_path), "run")
+    def test_means_of_groups_over_iterations(self, store: ArtifactStore) -> None:
         first = keep(
             store,
             "iteration_000001/advantages",
@@ -304,15 +286,13 @@ class TestReadStatistics:
         assert read_statistics(store, [second])[("a", "p")] == 1.0
         assert read_statistics(store, []) == {}
 
-    def test_the_first_stream_says_how_difficult_a_prompt_is(self, tmp_path: Path) -> None:
-        store = ArtifactStore(str(tmp_path), "run")
+    def test_the_first_stream_says_how_difficult_a_prompt_is(self, store: ArtifactStore) -> None:
         both = keep(store, "iteration_000001/advantages", [("a", "p", "g0", 0.5)], ("tokens", "denoising"))
         assert read_statistics(store, [both]) == {("a", "p"): 0.5}
         alone = keep(store, "iteration_000002/advantages", [("a", "p", "g1", 0.25)], ("denoising",))
         assert read_statistics(store, [alone]) == {("a", "p"): 0.25}
 
-    def test_groups_without_a_reward_say_nothing(self, tmp_path: Path) -> None:
-        store = ArtifactStore(str(tmp_path), "run")
+    def test_groups_without_a_reward_say_nothing(self, store: ArtifactStore) -> None:
         table = keep(
             store,
             "iteration_000001/advantages",
@@ -320,8 +300,7 @@ class TestReadStatistics:
         )
         assert read_statistics(store, [table]) == {("a", "q"): 1.0}
 
-    def test_order_of_the_tables_does_not_show_in_the_last_bit(self, tmp_path: Path) -> None:
-        store = ArtifactStore(str(tmp_path), "run")
+    def test_order_of_the_tables_does_not_show_in_the_last_bit(self, store: ArtifactStore) -> None:
         means = [0.1, 0.7, 1e-9, -0.3, 1e3, 0.2]
         tables = [
             keep(store, f"iteration_{n:06d}/advantages", [("a", "p", f"g{n}", mean)]) for n, mean in enumerate(means)

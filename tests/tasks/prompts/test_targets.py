@@ -89,19 +89,19 @@ class TestByColumn:
         assert shades(pair_targets(prompts("inner/a.png"), folder=None, column="target", base=str(tmp_path))) == [20]
 
     @pytest.mark.parametrize(
-        "name",
-        ["../a.png", "x/../../a.png", "..", "/etc/a.png", "s3://bucket/a.png", "memory://a.png", "~/a.png", "a::b.png"],
+        ("name", "word"),
+        [
+            *((name, "leads out of the folder") for name in ("../a.png", "x/../../a.png", "..", "/etc/a.png")),
+            *((name, "leads out of the folder") for name in ("~/a.png", "s3://a/a.png", "memory://a.png", "a::b.png")),
+            *((name, "Write the file name of an image") for name in (7, "", "  ", ["a.png"])),
+            *((name, "Targets are .png") for name in ("a.gif", "a")),
+        ],
     )
-    def test_a_name_that_leads_out_of_the_folder(self, tmp_path: Path, name: str) -> None:
+    def test_a_name_that_is_refused(self, tmp_path: Path, name: object, word: str) -> None:
         (tmp_path / "a.png").write_bytes(image())
         error = refusal(prompts(None, name), folder=str(tmp_path / "inner"), column="target")
-        assert "leads out of the folder" in error.hint
-        assert "prompt id2 (row 2)" in error.place
-
-    @pytest.mark.parametrize("name", [7, "", "  ", ["a.png"], "a.gif", "a"])
-    def test_a_name_that_is_none(self, name: object) -> None:
-        error = refusal(prompts("a.png", name), column="target")
         assert (error.value, "prompt id2 (row 2)" in error.place) == (name, True)
+        assert word in error.hint
 
     def test_a_missing_file_names_prompt_row_and_neighbours(self, tmp_path: Path) -> None:
         (tmp_path / "circle.png").write_bytes(image())
@@ -133,10 +133,24 @@ def header_only_png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
 
 
+NOISE = io.BytesIO()
+Image.effect_noise((64, 64), 50).save(NOISE, "JPEG")
+EARLY_END = NOISE.getvalue()[:600]
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         "content",
-        [b"", b"a red circle", image()[:40], image(kind="GIF"), b"P6 1 1 255 abc", image()[:60] + b"\xff" * 9],
+        [
+            b"",
+            b"a red circle",
+            image()[:40],
+            image(kind="GIF"),
+            b"P6 1 1 255 abc",
+            image()[:60] + b"\xff" * 9,
+            EARLY_END,
+        ],
+        ids=["empty", "text", "a cut PNG", "GIF", "PPM", "a damaged PNG", "a cut JPEG"],
     )
     def test_what_is_no_image(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "0.png").write_bytes(content)
@@ -167,8 +181,7 @@ class TestRefused:
 
     def test_a_truncated_image(self, tmp_path: Path) -> None:
         path = tmp_path / "0.jpg"
-        Image.effect_noise((64, 64), 50).save(path)
-        path.write_bytes(path.read_bytes()[:600])
+        path.write_bytes(EARLY_END)
         reference = TargetReference(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
         with pytest.raises(InputError, match="not a complete image"):
             load_target(reference)
@@ -182,15 +195,6 @@ class TestPixels:
         exif[0x0112] = 6
         loaded = load_target(saved(image, tmp_path / "0.png", exif=exif))
         assert np.asarray(loaded).tolist() == [[[255, 0, 0]], [[0, 0, 255]]]
-
-
-def test_a_jpeg_that_ends_early_is_refused_when_it_is_paired(tmp_path: Path) -> None:
-    levels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    Image.fromarray(levels).save(tmp_path / "0.jpg", "JPEG")
-    whole = (tmp_path / "0.jpg").read_bytes()
-    (tmp_path / "0.jpg").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match="It is not a complete image"):
-        pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="")
 
 
 @pytest.mark.parametrize("orientation", [1, 6])

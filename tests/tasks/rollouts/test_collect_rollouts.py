@@ -1,6 +1,7 @@
 """Rollouts with both streams: what the policy recorded is what is stored, and what an update reads."""
 
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ from grpo_core.policies.protocol import policy_family
 from grpo_core.records import DenoisingBatch, TokenBatch
 from grpo_core.streams import Stream
 from tasks.execution.stages import stage_named
-from tasks.rollouts.rows import rollout_columns
-from tasks.rollouts.states import StatesWriter
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.parquet import write_table
-from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
+from tasks.storage.tables.parquet import TableWriter
+from tasks.storage.tables.schemas import ADVANTAGES, STATES
 from tasks.update.rows import StoredRows, read_training_rows
+from tests.tasks.advantages.made_rounds import commit_rows
 from tests.tasks.reports.made_runs import flip_last_byte
 from tests.tasks.rollouts.both_streams import PLACEMENT, ROLLOUT, WINDOW, collect, plan, policy, sampled, spec
 from tests.tasks.stage_calls import table_of
@@ -28,22 +28,13 @@ from tests.tasks.stage_calls import table_of
 
 def advantages_of(store: ArtifactStore, values: dict[tuple[str, Stream], float | None]) -> ArtifactRef:
     """A table with these advantages, by sample and stream."""
-    columns: dict[str, list[Any]] = {name: [None] * len(values) for name in ADVANTAGES.names}
-    columns["sample_id"] = [sample for sample, _ in values]
-    columns["stream"] = [stream for _, stream in values]
-    columns["reward"] = [0.5] * len(values)
-    columns["advantage"] = list(values.values())
-    with store.staging() as staged:
-        digest = write_table(staged / "advantages.parquet", ADVANTAGES, columns)
-        return store.commit(
-            staged,
-            "iteration_000001/advantages",
-            digest=digest,
-            schema_version=SCHEMA_VERSION,
-            rows=len(values),
-            seconds=0.0,
-            metrics={},
-        )
+    columns = {
+        "sample_id": [sample for sample, _ in values],
+        "stream": [stream for _, stream in values],
+        "reward": [0.5] * len(values),
+        "advantage": list(values.values()),
+    }
+    return commit_rows(store, "iteration_000001/advantages", ADVANTAGES, columns)
 
 
 def read(
@@ -116,8 +107,10 @@ def test_what_was_recorded_is_what_is_trained_on(store: ArtifactStore, tmp_path:
 
 
 def test_renderings_of_a_draft_differ_by_their_steps_alone(store: ArtifactStore) -> None:
-    rollouts = collect(plan(prompts=1))
+    planned = plan(prompts=1)
+    rollouts = collect(planned)
     table = table_of(store, rollouts)
+    assert table["step_seed"].to_list() == list(planned.request(planned.groups[0]).step_seeds)
     assert table["draft"].to_list() == [0, 0, 1, 2]
     assert table["rendering"].to_list() == [0, 1, 0, 0]
     tokens, steps = table["token_ids"].to_list(), table["denoising_logprobs"].to_list()
@@ -191,11 +184,15 @@ def test_a_stage_that_ends_between_table_and_states_leaves_nothing(
     whole = collect(plan(prompts=1))
     shutil.rmtree(store.path("iteration_000001"))
 
-    def kill(self: StatesWriter) -> None:
-        raise Killed
+    close = TableWriter.close
+
+    def kill(self: TableWriter) -> str:
+        if self.schema is STATES:
+            raise Killed
+        return close(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(StatesWriter, "close", kill)
+        patched.setattr(TableWriter, "close", kill)
         with pytest.raises(Killed):
             collect(plan(prompts=1))
     assert store.find("iteration_000001/rollouts") is None
@@ -205,24 +202,13 @@ def test_a_stage_that_ends_between_table_and_states_leaves_nothing(
 
 def test_a_digest_covers_every_state(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = collect(plan(prompts=1))
-    write = StatesWriter.write
+    write = TableWriter.write
 
-    def changed(self: StatesWriter, group: RolloutGroup) -> None:
-        steps = group.streams["denoising"].actions
-        assert isinstance(steps, DenoisingBatch)
-        steps.states[-1][-1].view(-1)[-1] += 1
-        write(self, group)
+    def changed(self: TableWriter, columns: Mapping[str, Sequence[Any]]) -> None:
+        if self.schema is STATES and columns["sample_id"] == ["i000001.p0000.s02.r00"]:
+            *others, last = columns["states"][0]
+            columns = {**columns, "states": [[*others, last[:-1] + bytes([last[-1] ^ 1])]]}
+        write(self, columns)
 
-    monkeypatch.setattr(StatesWriter, "write", changed)
+    monkeypatch.setattr(TableWriter, "write", changed)
     assert collect(plan(prompts=1)).digest != whole.digest
-
-
-def test_every_column_of_the_schema_comes_from_the_group(store: ArtifactStore) -> None:
-    planned = plan(prompts=1)
-    (group,) = sampled(planned)
-    columns = rollout_columns(group, planned.groups[0], planned, policy(), ROLLOUT)
-    table = table_of(store, collect(planned))
-    assert set(table.columns) <= set(columns)
-    assert {len(columns[name]) for name in table.columns} == {4}
-    assert table["step_seed"].to_list() == list(group.request.step_seeds)
-    assert table["window_start"].to_list() == [0] * 4

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_core.groups import GroupRequest
-from tasks.rollouts.states import StatesWriter, map_states
+from tasks.rollouts.denoising import map_states, state_rows
 from tasks.storage.tables import parquet
-from tasks.storage.tables.parquet import write_table
+from tasks.storage.tables.parquet import TableWriter, write_table
 from tasks.storage.tables.schemas import STATES
 from tests.tasks.rollouts.both_streams import WINDOW, made_group, random_states
 
@@ -27,9 +27,10 @@ def request(names: tuple[str, ...]) -> GroupRequest:
 
 
 def write(folder: Path, groups: list[dict[str, Tensor]], part: int = 0) -> Path:
-    writer = StatesWriter(folder / "states" / f"part-{part:05d}.parquet")
+    writer = TableWriter(folder / "states" / f"part-{part:05d}.parquet", STATES)
     for states in groups:
-        writer.write(made_group(request(tuple(states)), states))
+        for row in state_rows(made_group(request(tuple(states)), states)):
+            writer.write(row)
     writer.close()
     return folder
 
@@ -107,10 +108,11 @@ def test_they_are_stored_as_they_are_in_rows_that_stream(tmp_path: Path, monkeyp
 def test_writing_holds_a_row_group_however_many_there_are(tmp_path: Path) -> None:
     states = {f"s{place}": random_states(place, (16, 64, 64), torch.float16) for place in range(4)}
     group, before = made_group(request(tuple(states)), states), pa.total_allocated_bytes()
-    writer = StatesWriter(path := tmp_path / "states.parquet")
+    writer = TableWriter(path := tmp_path / "states.parquet", STATES)
     held = []
     for _ in range(40):
-        writer.write(group)
+        for row in state_rows(group):
+            writer.write(row)
         held.append(pa.total_allocated_bytes() - before)
     writer.close()
     assert path.stat().st_size > 60 * 2**20

@@ -14,7 +14,7 @@ from grpo_core.groups import GroupRequest, RolloutGroup
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.token_model import GlmImageTokens
 from grpo_core.records import Entropies, TokenBatch
-from tasks.execution.out_of_memory import halve_on_out_of_memory
+from tasks.execution.memory import halve_on_out_of_memory
 from tasks.execution.resources import resource, run_resources
 from tasks.models.resident import ResidentPolicy
 from tasks.progress import listen
