@@ -169,7 +169,7 @@ def refusal(address: str, content: Any, status: int, word: str, headers: Mapping
         (body("jpeg", make_texts("a")), 422, "these samples are texts"),
         (body("answer", make_batch([flat(1)])), 422, "these samples are images"),
         (body("likeness", make_batch([noise(0, 40, 40)], [noise(0, 40, 60)])), 422, "aspect"),
-        (body("likeness", make_batch([noise(0, 8, 8)])), 422, "11 pixels"),
+        (body("likeness", make_batch([noise(0, 8, 8)], [noise(1, 8, 8)])), 422, "11 pixels"),
         (body("answer", make_texts("a", columns={"answer": [3]})), 422, "column answer"),
         (with_image(b"GIF89a"), 422, "sample s, image: "),
         (with_image(b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + b"\0\1\0\0" * 2), 422, "PNG"),

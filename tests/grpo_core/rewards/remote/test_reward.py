@@ -81,12 +81,12 @@ def test_targets_are_sent_only_on_request(server: Stub, with_targets: bool) -> N
         (
             described(min_side=33),
             make_batch([flat(0, 33, 33), flat(0, 40, 32)]),
-            r"rewards\.remote, sample s1: got 'image of 40x32'\. .* 33 pixels",
+            r"rewards\.remote, sample s1: got 'image of 40x32 pixels'\. .* 33 pixels",
         ),
         (
             described(max_aspect=2.5),
             make_batch([flat(0, 25, 10), flat(0, 10, 26)]),
-            r"sample s1: got 'image of 10x26'\. .* 2\.5 times",
+            r"sample s1: got 'image of 10x26 pixels'\. .* 2\.5 times",
         ),
     ],
 )
