@@ -163,7 +163,6 @@ def refusal(address: str, content: Any, status: int, word: str, headers: Mapping
     ("content", "status", "word"),
     [
         (b"", 422, "JSON"),
-        (b'{"protocol": 2, "reward": "jpeg", "samples": []}', 422, "protocol"),
         (b'{"protocol": 1, "reward": "jpeg", "samples": []}', 422, "samples"),
         (body("jpg", make_batch([flat(1)])), 404, "answer, jpeg, likeness"),
         (body("jpeg", make_texts("a")), 422, "these samples are texts"),

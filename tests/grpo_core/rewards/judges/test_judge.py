@@ -12,9 +12,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.judges.judge import RESPONSE_FORMAT, JudgeReward, fence, read_score
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score, provenance_of
 from tests.grpo_core.rewards.conftest import make_batch, make_texts, noise
-from tests.grpo_core.rewards.remote.conftest import QUICK, Asked, Reply, Stub, closed_url, stub
-
-__all__ = ["closed_url", "stub"]
+from tests.grpo_core.rewards.stub import QUICK, Asked, Reply, Stub
 
 
 def said(content: str | None, ended: str = "stop") -> Reply:

@@ -15,7 +15,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.remote import http
 from grpo_core.rewards.remote.http import ServiceFailure, ask_side_by_side
 from grpo_core.rewards.remote.reward import RemoteReward
-from tests.grpo_core.rewards.remote.conftest import QUICK, Reply, Stub
+from tests.grpo_core.rewards.stub import QUICK, Reply, Stub
 
 
 def service(url: str, **more: Any) -> RemoteReward:
