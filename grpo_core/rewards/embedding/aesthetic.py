@@ -17,8 +17,7 @@ from grpo_core.rewards.embedding.clip import ClipReward
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION, load_clip
 from grpo_core.rewards.model_reward import Sha256, Weights, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, clamp_unit
-from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
-from grpo_core.rewards.weights.tensors import load_state_dict
+from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource, load_state_dict
 
 FULL_SCALE = 10.0
 _PLACE = "rewards.aesthetic.head"

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from grpo_core.rewards.embedding.clip import ClipArchitecture, ClipReward
 from grpo_core.rewards.model_reward import exact_inference, load_once
-from grpo_core.rewards.weights.files import WeightFile
-from grpo_core.rewards.weights.tensors import load_state_dict, load_weights
+from grpo_core.rewards.weights.files import WeightFile, load_state_dict, load_weights
 
 CACHED_EMBEDDINGS = 4096
 """How many embeddings a model keeps, for images that several rewards look at and for the prompts of a group."""

@@ -33,9 +33,8 @@ from grpo_core.rewards.embedding.clip_model import build_network
 from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, Positive, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.tensors import to_tensor
-from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
+from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource, load_state_dict, load_weights
 from grpo_core.rewards.weights.models import ModelSource
-from grpo_core.rewards.weights.tensors import load_state_dict, load_weights
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of OpenAI's CLIP, which both models were prepared with."""

@@ -12,9 +12,8 @@ import torch
 
 from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
-from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
+from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource, load_state_dict, load_weights
 from grpo_core.rewards.weights.source import HubName
-from grpo_core.rewards.weights.tensors import load_state_dict, load_weights
 from tests.grpo_core.rewards.conftest import COMMIT, put_into
 from tests.grpo_core.rewards.stub import Asked, Reply, Stub
 
