@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.command_line.options import Json, handle_errors
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 
 if TYPE_CHECKING:
     from grpo_core.rewards.weights.fetch import Download
@@ -126,12 +126,5 @@ def serve_rewards(
 
         sections = read_rewards_file(file, "FILE").rewards
         rewards = {section.label: build_reward(section.reward, section.settings) for section in sections}
-        problems = [
-            InputError(f"rewards.{label}", dict(reward.settings()), problem)
-            for label, reward in rewards.items()
-            for problem in reward.preflight()
-        ]
-        if problems:
-            raise InputErrors(problems)
         configure_torch(PlacementSection())
         serve(rewards, host, port, token_env)

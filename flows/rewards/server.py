@@ -18,7 +18,6 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from grpo_core.errors import InputError, InputErrors
-from grpo_core.rewards.images import fits_reward, shown_bounds, shown_size
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.http import LOOPBACK, read_token
 from grpo_core.rewards.reward import Reward, ScoringBatch, provenance_of, score_samples
@@ -228,10 +227,6 @@ def _refuse_unfit(reward: Reward, batch: ScoringBatch) -> None:
         raise HTTPException(422, f"this reward scores {' and '.join(reward.media)}s, and these samples are {kind}s")
     if reward.needs_group and not batch.group_ids:
         raise HTTPException(422, "this reward compares siblings, and these samples come without group_id")
-    for sample_id, image in zip(batch.sample_ids, batch.images, strict=False):
-        if not fits_reward(image.size, reward.min_side, reward.max_aspect):
-            needs = shown_bounds(reward.min_side, reward.max_aspect)
-            raise HTTPException(422, f"sample {sample_id} has {shown_size(image)} pixels; this reward needs {needs}")
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:

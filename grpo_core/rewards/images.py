@@ -123,6 +123,13 @@ def fits_reward(size: tuple[int, int], min_side: int, max_aspect: float) -> bool
     return min(size) >= min_side and max(size) <= max_aspect * min(size)
 
 
+def require_fit(image: Image.Image, place: str, reward: str, min_side: int, max_aspect: float) -> None:
+    """Refuse an image that the reward of this name, with these bounds, cannot score."""
+    if not fits_reward(image.size, min_side, max_aspect):
+        hint = f"{reward} needs {shown_bounds(min_side, max_aspect)}: generate other sizes, or drop the reward."
+        raise InputError(place, f"image of {shown_size(image)} pixels", hint)
+
+
 def shown_bounds(min_side: int, max_aspect: float) -> str:
     """Describe a reward's bounds for a message."""
     side = f"at least {min_side} pixels per side"

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field
 
 from grpo_core.errors import InputError
 from grpo_core.modality import Modality
-from grpo_core.rewards.images import fits_reward, shown_bounds, shown_size, to_rgb
+from grpo_core.rewards.images import require_fit, to_rgb
 
 STRICT = ConfigDict(strict=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 """For the settings of a reward, a pydantic dataclass: no value is converted, no secret is shown."""
@@ -80,9 +80,7 @@ class ScoringBatch:
         for sample_id, image in zip(self.sample_ids, self.images, strict=True):
             place = f"rewards.{reward}, sample {sample_id}"
             rgb = to_rgb(image, place)
-            if not fits_reward(rgb.size, min_side, max_aspect):
-                hint = f"{reward} needs {shown_bounds(min_side, max_aspect)}: generate other sizes, or drop the reward."
-                raise InputError(place, f"image of {shown_size(rgb)} pixels", hint)
+            require_fit(rgb, place, reward, min_side, max_aspect)
             yield rgb
 
 

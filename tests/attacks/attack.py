@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import ScoringBatch
-from tests.grpo_core.rewards.remote.conftest import Reply, serve
+from tests.grpo_core.rewards.stub import Reply, serve
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from grpo_core.rewards.embedding.clip import ClipReward
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION, load_clip
 from grpo_core.rewards.model_reward import Sha256, Weights, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, clamp_unit
-from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
-from grpo_core.rewards.weights.tensors import load_state_dict
+from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource, load_state_dict
 
 FULL_SCALE = 10.0
 _PLACE = "rewards.aesthetic.head"
@@ -52,9 +51,13 @@ class AestheticReward(ClipReward):
     name: ClassVar[str] = "aesthetic"
     free_settings: ClassVar[frozenset[str]] = ClipReward.free_settings | {"head", "head_sha256"}
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._head()
+
     def weight_sources(self) -> Mapping[str, Weights]:
         """Return CLIP's and the head's."""
-        return {"clip": self.clip(), "head": self._head()}
+        return {**super().weight_sources(), "head": self._head()}
 
     def preflight(self) -> Sequence[str]:
         """List missing or wrong weights, a head for another network, a missing device."""
@@ -62,7 +65,7 @@ class AestheticReward(ClipReward):
         if self.head is None or self.head.startswith("hf://") or self._head().find_problem() is not None:
             return problems
         try:
-            load_head(self._head().resolve(), self.clip().architecture().width)
+            load_head(self._head().resolve(), self.architecture().width)
         except InputError as error:
             # The check of CLIP has reported an unknown network already.
             return [*problems, str(error)] if error.place == _PLACE else problems
@@ -70,9 +73,8 @@ class AestheticReward(ClipReward):
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the weights."""
-        clip = self.clip()
-        head = load_head(self._head().resolve(), clip.architecture().width)
-        model = load_clip(clip, self.device)
+        head = load_head(self._head().resolve(), self.architecture().width)
+        model = load_clip(self)
         ratings = [aesthetic_rating(head, model.image_embedding(image)) for image in batch.rgb_images(self.name)]
         return [Score.of(clamp_unit(rating / FULL_SCALE), rating, NO_DIRECTION) for rating in ratings]
 

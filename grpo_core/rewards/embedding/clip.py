@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -19,9 +19,9 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass as settings_dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.model_reward import ModelReward, Sha256
+from grpo_core.rewards.model_reward import ModelReward, Sha256, Weights
 from grpo_core.rewards.reward import STRICT, ScoringBatch, Text
-from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
+from grpo_core.rewards.weights.files import PublishedWeights, WeightSource
 
 DEFAULT_MODEL = "ViT-L-14-quickgelu"
 DEFAULT_RELEASE = "openai"
@@ -77,76 +77,6 @@ class ClipArchitecture:
         return int(self.network["text_cfg"].get("context_length", 77))
 
 
-@dataclass(frozen=True)
-class ClipSource:
-    """The settings of a reward that name a CLIP network and its weights, as in :class:`ClipReward`.
-
-    Raises:
-        InputError: a tag that open_clip does not know; malformed weights.
-    """
-
-    reward: str
-    model: str
-    pretrained: str | None
-    weights: str | None
-    weights_sha256: str | None
-
-    def __post_init__(self) -> None:
-        if not is_config_file(self.model):
-            _require_tag(self._place("model"), self.model)
-        self._source(_OPENAI_WEIGHTS)
-
-    def find_problem(self) -> InputError | None:
-        """Return what prevents loading the model; None where nothing does."""
-        try:
-            return self.weights_source().find_problem()
-        except InputError as error:
-            return error
-
-    def architecture(self) -> ClipArchitecture:
-        """Return the network; raises as :func:`find_architecture`."""
-        return find_architecture(self._place("model"), self.model, self.pretrained)
-
-    def weights_source(self) -> WeightSource:
-        """Return where the weights are; raises as :meth:`architecture`."""
-        return self._source(self._published(self.architecture()))
-
-    def weight_file(self) -> WeightFile:
-        """Return the weights; raises as :meth:`WeightSource.resolve`."""
-        return self.weights_source().resolve()
-
-    def digest(self) -> str:
-        """Return the sha256 of the weights; raises as :meth:`weight_file`."""
-        return self.weight_file().sha256
-
-    def settings(self) -> Mapping[str, object]:
-        """Return network and release; a configuration file by its content. Raises as :meth:`architecture`."""
-        if not is_config_file(self.model):
-            # Without open_clip, whose import takes longer than everything else that a configuration needs.
-            return {"model": self.model, "pretrained": self.pretrained or DEFAULT_RELEASE}
-        return {"model": self.architecture().name, "pretrained": None}
-
-    def _place(self, setting: str) -> str:
-        return f"rewards.{self.reward}.{setting}"
-
-    def _source(self, published: PublishedWeights) -> WeightSource:
-        return WeightSource(self._place("weights"), self.weights, self.weights_sha256, published)
-
-    def _published(self, architecture: ClipArchitecture) -> PublishedWeights:
-        if is_config_file(self.model):
-            return _BESIDE_CONFIG
-        if (self.model, architecture.release) == (DEFAULT_MODEL, DEFAULT_RELEASE):
-            return _OPENAI_WEIGHTS
-        import open_clip
-
-        known = open_clip.get_pretrained_cfg(self.model, architecture.release)
-        repo = str(known.get("hf_hub", "")).strip("/")
-        if not repo:
-            return PublishedWeights(WEIGHTS_FILE, "open_clip", "https://github.com/mlfoundations/open_clip", digest="")
-        hub = f"hf://{repo}/{WEIGHTS_FILE}"
-        return PublishedWeights(WEIGHTS_FILE, repo.split("/")[0], f"https://huggingface.co/{repo}", hub, digest="")
-
-
 @settings_dataclass(frozen=True, config=STRICT)
 class ClipReward(ModelReward):
     """A reward that looks at CLIP's embeddings.
@@ -169,13 +99,60 @@ class ClipReward(ModelReward):
         """Includes the library that prepares images and tokenizes texts."""
         return f"1+open-clip-{metadata.version('open-clip-torch')}"
 
+    def __post_init__(self) -> None:
+        if not is_config_file(self.model):
+            _require_tag(self._place("model"), self.model)
+        # For its checks: to know where others are published takes open_clip's import.
+        self._weights(_OPENAI_WEIGHTS)
+
     def settings(self) -> Mapping[str, object]:
         """Return what determines the scores; a network by its content."""
-        return {**super().settings(), **self.clip().settings()}
+        return {**super().settings(), **self.network_settings()}
 
-    def clip(self) -> ClipSource:
-        """Return the network and its weights."""
-        return ClipSource(self.name, self.model, self.pretrained, self.weights, self.weights_sha256)
+    def network_settings(self) -> Mapping[str, object]:
+        """Return network and release; a configuration file by its content. Raises as :meth:`architecture`."""
+        if not is_config_file(self.model):
+            # Without open_clip, whose import takes longer than everything else that a configuration needs.
+            return {"model": self.model, "pretrained": self.pretrained or DEFAULT_RELEASE}
+        return {"model": self.architecture().name, "pretrained": None}
+
+    def weight_sources(self) -> Mapping[str, Weights]:
+        """Return CLIP's."""
+        return {"clip": self.clip_weights()}
+
+    def preflight(self) -> Sequence[str]:
+        """List an unknown network, missing or wrong weights, a missing device."""
+        try:
+            self.architecture()
+        except InputError as error:
+            return [str(error), *super().preflight()]
+        return super().preflight()
+
+    def architecture(self) -> ClipArchitecture:
+        """Return the network; raises as :func:`find_architecture`."""
+        return find_architecture(self._place("model"), self.model, self.pretrained)
+
+    def clip_weights(self) -> WeightSource:
+        """Return where CLIP's weights are."""
+        release = self.pretrained or DEFAULT_RELEASE
+        if is_config_file(self.model):
+            return self._weights(_BESIDE_CONFIG)
+        if (self.model, release) == (DEFAULT_MODEL, DEFAULT_RELEASE):
+            return self._weights(_OPENAI_WEIGHTS)
+        import open_clip
+
+        repo = str(open_clip.get_pretrained_cfg(self.model, release).get("hf_hub", "")).strip("/")
+        if not repo:
+            url = "https://github.com/mlfoundations/open_clip"
+            return self._weights(PublishedWeights(WEIGHTS_FILE, "open_clip", url, digest=""))
+        url, hub = f"https://huggingface.co/{repo}", f"hf://{repo}/{WEIGHTS_FILE}"
+        return self._weights(PublishedWeights(WEIGHTS_FILE, repo.split("/")[0], url, hub, digest=""))
+
+    def _weights(self, published: PublishedWeights) -> WeightSource:
+        return WeightSource(self._place("weights"), self.weights, self.weights_sha256, published)
+
+    def _place(self, setting: str) -> str:
+        return f"rewards.{self.name}.{setting}"
 
 
 def check_prompts(

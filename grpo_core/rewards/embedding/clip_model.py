@@ -14,10 +14,9 @@ from jaxtyping import Float32
 from PIL import Image
 from torch import Tensor, nn
 
-from grpo_core.rewards.embedding.clip import ClipArchitecture, ClipSource
+from grpo_core.rewards.embedding.clip import ClipArchitecture, ClipReward
 from grpo_core.rewards.model_reward import exact_inference, load_once
-from grpo_core.rewards.weights.files import WeightFile
-from grpo_core.rewards.weights.tensors import load_state_dict, load_weights
+from grpo_core.rewards.weights.files import WeightFile, load_state_dict, load_weights
 
 CACHED_EMBEDDINGS = 4096
 """How many embeddings a model keeps, for images that several rewards look at and for the prompts of a group."""
@@ -90,13 +89,14 @@ class ClipModel:
             return self._embeddings[key]
 
 
-def load_clip(source: ClipSource, device: str) -> ClipModel:
-    """Load the model, frozen, in fp32; a process has one for each network, digest and device.
+def load_clip(reward: ClipReward) -> ClipModel:
+    """Load a reward's model, frozen, in fp32; a process has one for each network, digest and device.
 
     Raises:
         InputError: the weights are missing, cannot be read, or are of another network.
     """
-    return _load_clip(source.architecture(), source.weight_file(), "cuda:0" if device == "cuda" else device)
+    device = "cuda:0" if reward.device == "cuda" else reward.device
+    return _load_clip(reward.architecture(), reward.clip_weights().resolve(), device)
 
 
 @load_once

@@ -4,12 +4,12 @@ Hessel, Holtzman, Forbes, Le Bras and Choi, 2021, "CLIPScore: A Reference-free E
 (arXiv:2104.08718), section 3: w max(cos, 0), there with w = 2.5 and ViT-B/32.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from grpo_core.rewards.embedding.clip import ClipReward, ClipSource, LongPrompts, check_prompts
+from grpo_core.rewards.embedding.clip import ClipReward, LongPrompts, check_prompts
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION, load_clip
 from grpo_core.rewards.model_reward import exact_inference
 from grpo_core.rewards.reward import STRICT, Positive, Score, ScoringBatch, clamp_unit
@@ -32,13 +32,9 @@ class ClipScoreReward(ClipReward):
 
     name: ClassVar[str] = "clip_score"
 
-    def weight_sources(self) -> Mapping[str, ClipSource]:
-        """Return CLIP's."""
-        return {"clip": self.clip()}
-
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the weights."""
-        model = load_clip(self.clip(), self.device)
+        model = load_clip(self)
         check_prompts(self.name, batch, model.count_tokens, model.architecture.context_length, self.long_prompts)
         scores = []
         for image, prompt in zip(batch.rgb_images(self.name), batch.prompts, strict=True):

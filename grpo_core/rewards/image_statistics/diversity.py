@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.embedding.clip import ClipReward, ClipSource
+from grpo_core.rewards.embedding.clip import ClipReward
 from grpo_core.rewards.embedding.clip_model import ClipModel, load_clip
 from grpo_core.rewards.images import fit_to
 from grpo_core.rewards.model_reward import Weights, exact_inference
@@ -76,7 +76,6 @@ class DiversityReward(ClipReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.clip()
         if self.measure == "pixels" and self.weights is not None:
             hint = "The measure pixels needs no weights: set measure to lpips or clip, or leave them out."
             raise InputError(f"{_PLACE}.weights", self.weights, hint)
@@ -93,7 +92,7 @@ class DiversityReward(ClipReward):
 
     def settings(self) -> Mapping[str, object]:
         """Return the measure and its network."""
-        network: Mapping[str, object] = self.clip().settings() if self.measure == "clip" else {}
+        network: Mapping[str, object] = self.network_settings() if self.measure == "clip" else {}
         return {"measure": self.measure, **network, **({"net": self.net} if self.measure == "lpips" else {})}
 
     def weight_sources(self) -> Mapping[str, Weights]:
@@ -101,7 +100,7 @@ class DiversityReward(ClipReward):
         if self.measure == "pixels":
             return {}
         if self.measure == "clip":
-            return {"clip": self.clip()}
+            return super().weight_sources()
         return {"trunk": self._trunk(), "heads": PackagedFile(heads_file(self.net))}
 
     def preflight(self) -> Sequence[str]:
@@ -133,17 +132,11 @@ class DiversityReward(ClipReward):
         if self.measure == "pixels":
             return pixel_distance()
         if self.measure == "clip":
-            return clip_distance(load_clip(self.clip(), self.device))
+            return clip_distance(load_clip(self))
         return lpips_distance(load_network(self.net, self._trunk().resolve(), self.device), self.device)
 
     def _trunk(self) -> WeightSource:
         return WeightSource(f"{_PLACE}.weights", self.weights, self.weights_sha256, TRUNKS[self.net])
-
-    def clip(self) -> ClipSource:
-        """Return the network of ``clip`` and its weights."""
-        # Weights of another measure's network are not CLIP's.
-        weights = self.weights if self.measure == "clip" else None
-        return ClipSource(self.name, self.model, self.pretrained, weights, self.weights_sha256)
 
 
 def pixel_distance() -> Distance[np.ndarray]:

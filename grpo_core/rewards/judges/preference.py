@@ -8,14 +8,13 @@ Both are a CLIP ViT-H/14 fine-tuned on people's choices between two images; the 
 image, PickScore's times CLIP's learned scale (near 100). Differences count, not levels: two images with the same
 prompt compare, two prompts do not.
 
-The constructors of the imscore package download the base CLIP before they load the model, and accept weights with
-missing tensors. Here its classes get their parts, and compute the scores.
+Images are prepared, and scores computed, as the imscore package does (0.0.11).
 """
 
 import abc
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass as plain_dataclass
+from typing import ClassVar
 
 from jaxtyping import Float32
 from pydantic.dataclasses import dataclass
@@ -33,9 +32,8 @@ from grpo_core.rewards.embedding.clip_model import build_network
 from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, Positive, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.tensors import to_tensor
-from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
+from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource, load_state_dict, load_weights
 from grpo_core.rewards.weights.models import ModelSource
-from grpo_core.rewards.weights.tensors import load_state_dict, load_weights
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of OpenAI's CLIP, which both models were prepared with."""
@@ -53,23 +51,26 @@ HPSV2 = PublishedWeights(
 )
 
 
+@plain_dataclass(frozen=True)
 class PreferenceScorer:
-    """A model of the package on a device, with its tokenizer.
+    """A model with its tokenizer.
 
     Attributes:
+        measure: of one image [1, 3, height, width], in [0, 1] on the CPU, and its prompt: a tensor of one number.
         count_tokens: of a prompt, including the start and end marks.
         context_length: how many tokens of a prompt it reads, including these marks.
+        device: where the model is.
     """
 
-    def __init__(self, scorer: nn.Module, count_tokens: Callable[[str], int], context_length: int, device: str) -> None:
-        self._scorer, self._device = scorer.to(device), device
-        self.count_tokens, self.context_length = count_tokens, context_length
+    measure: Callable[[Tensor, str], Tensor]
+    count_tokens: Callable[[str], int]
+    context_length: int
+    device: str
 
     def score(self, pixels: Float32[Tensor, "1 3 height width"], prompt: str) -> float:
         """Return the model's measure of one image (in [0, 1]) with its prompt."""
-        with exact_inference(self._device):
-            found: Tensor = self._scorer.score(pixels.to(self._device), [prompt])  # type: ignore[operator]
-        return found.item()
+        with exact_inference(self.device):
+            return self.measure(pixels.to(self.device), prompt).item()
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -84,8 +85,7 @@ class PreferenceReward(ModelReward):
     full_scale: Positive = 1.0
     long_prompts: LongPrompts = "cut"
 
-    version: ClassVar[str] = "1+imscore-0.0.11"
-    """The package's release is pinned by the project, and belongs to the scores."""
+    version: ClassVar[str] = "1"
 
     @abc.abstractmethod
     def load(self) -> PreferenceScorer:
@@ -95,26 +95,14 @@ class PreferenceReward(ModelReward):
             InputError: the weights are missing or of another model.
         """
 
-    def preflight(self) -> Sequence[str]:
-        """List a missing package, missing or wrong weights, a missing device."""
-        return [*super().preflight(), *(str(missing) for missing in self._find_missing_package())]
-
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the weights."""
-        for missing in self._find_missing_package():
-            raise missing
         scorer = self.load()
         check_prompts(self.name, batch, scorer.count_tokens, scorer.context_length, self.long_prompts)
         # One at a time: a matrix product's last bits depend on the batch that it runs in, and a score must not.
         pairs = zip(batch.rgb_images(self.name), batch.prompts, strict=True)
         raws = [scorer.score(to_tensor(image), prompt) for image, prompt in pairs]
         return [Score.of(clamp_unit(raw / self.full_scale), raw) for raw in raws]
-
-    def _find_missing_package(self) -> list[InputError]:
-        if importlib.util.find_spec("imscore") is not None:
-            return []
-        hint = "It needs imscore, the extra preference (pip install imscore==0.0.11); or use another reward."
-        return [InputError("rewards", self.name, hint)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -155,40 +143,28 @@ def load_pickscore(source: ModelSource, digest: str, device: str) -> PreferenceS
     Raises:
         InputError: the folder has other content than a CLIPModel and its tokenizer.
     """
-    from imscore.pickscore.model import PickScorer
     from torchvision import transforms
     from transformers import CLIPModel
 
-    model = source.load(CLIPModel)
-    tokenizer = source.load_tokenizer()
+    model, tokenizer = source.load(CLIPModel).to(device), source.load_tokenizer()
     side: int = model.config.vision_config.image_size  # type: ignore[union-attr, assignment]
-    scorer = without_constructor(
-        PickScorer,
-        model=_Features(model),
-        processor=tokenizer,
-        resize=transforms.Resize(side, interpolation=transforms.InterpolationMode.BICUBIC),
-        crop=transforms.CenterCrop(side),
-        normalize=transforms.Normalize(mean=MEAN, std=STD),
-    )
     length: int = model.config.text_config.max_position_embeddings  # type: ignore[union-attr, assignment]
-    return PreferenceScorer(scorer, lambda prompt: len(tokenizer(prompt).input_ids), length, device)
+    prepare = transforms.Compose(
+        [
+            transforms.Resize(side, interpolation=transforms.InterpolationMode.BICUBIC),
+            transforms.CenterCrop(side),
+            transforms.Normalize(mean=MEAN, std=STD),
+        ]
+    )
 
+    def measure(pixels: Tensor, prompt: str) -> Tensor:
+        tokens = tokenizer(text=[prompt], truncation=True, max_length=length, return_tensors="pt").to(device)
+        image = model.get_image_features(pixel_values=prepare(pixels)).pooler_output  # type: ignore[operator]
+        text = model.get_text_features(**tokens).pooler_output  # type: ignore[operator]
+        cosine: Tensor = (text / text.norm(dim=-1, keepdim=True)) @ (image / image.norm(dim=-1, keepdim=True)).T
+        return model.logit_scale.exp() * cosine  # type: ignore[operator]
 
-class _Features(nn.Module):
-    """A CLIPModel whose features are tensors, as the package expects; transformers wraps them since its version 5."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._model: Any = model
-        self.logit_scale = model.logit_scale
-
-    def get_image_features(self, **inputs: Tensor) -> Tensor:
-        features: Tensor = self._model.get_image_features(**inputs).pooler_output
-        return features
-
-    def get_text_features(self, **inputs: Tensor) -> Tensor:
-        features: Tensor = self._model.get_text_features(**inputs).pooler_output
-        return features
+    return PreferenceScorer(measure, lambda prompt: len(tokenizer(prompt).input_ids), length, device)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -196,7 +172,7 @@ class HpsV2Reward(PreferenceReward):
     """Value clip(score / full_scale, 0, 1); raw the score, a cosine, about 0.2 to 0.35.
 
     Attributes:
-        weights: HPSv2's state dict: its path, or ``hf://owner/repo/file``; as its makers publish it, or imscore.
+        weights: HPSv2's state dict: its path, or ``hf://owner/repo/file``; as its makers publish it, or for imscore.
         weights_sha256: digest that the file must have, complete or its first 8 digits or more.
         model: the CLIP that it was fine-tuned from: ``ViT-H-14``, or the path of an open_clip_config.json.
     """
@@ -226,7 +202,7 @@ class HpsV2Reward(PreferenceReward):
         return {"model": self._source()}
 
     def preflight(self) -> Sequence[str]:
-        """List a missing package, missing or wrong weights, an unknown network, a missing device."""
+        """List missing or wrong weights, a missing device, an unknown network."""
         problems = list(super().preflight())
         try:
             self._architecture()
@@ -251,13 +227,12 @@ def load_hpsv2(architecture: ClipArchitecture, weights: WeightFile, device: str)
     """Build HPSv2 from the CLIP that it was fine-tuned from.
 
     Args:
-        weights: with open_clip's names, as its authors publish them, or these after ``model.``, as the package does.
+        weights: with open_clip's names, as its authors publish them, or these after ``model.``, as imscore has them.
 
     Raises:
         InputError: the file cannot be read, or is of another network.
     """
     import open_clip
-    from imscore.hps.model import HPSv2, ResizeMaxSize
     from torchvision import transforms
 
     network = build_network(architecture)
@@ -265,38 +240,27 @@ def load_hpsv2(architecture: ClipArchitecture, weights: WeightFile, device: str)
         name.removeprefix("module.").removeprefix("model."): tensor for name, tensor in load_state_dict(weights).items()
     }
     load_weights(weights, network, tensors, f"HPSv2 on open_clip's {architecture.name}")
-    # Without it open_clip answers with a tuple, which the package does not expect.
-    network.output_dict = True  # type: ignore[assignment]
+    network.to(device)
     length, side = architecture.context_length, int(architecture.network["vision_cfg"]["image_size"])
-    tokenizer = open_clip.SimpleTokenizer(context_length=length)
-    scorer = without_constructor(
-        HPSv2,
-        model=network,
-        tokenizer=tokenizer,
-        resize=_Square(ResizeMaxSize(side), side),
-        normalize=transforms.Normalize(mean=MEAN, std=STD),
-    )
-    return PreferenceScorer(scorer, lambda prompt: len(tokenizer.encode(prompt)) + 2, length, device)
+    tokenizer, normalize = open_clip.SimpleTokenizer(context_length=length), transforms.Normalize(mean=MEAN, std=STD)
+
+    def measure(pixels: Tensor, prompt: str) -> Tensor:
+        image = network.encode_image(normalize(fit_square(pixels, side)), normalize=True)  # type: ignore[operator]
+        text = network.encode_text(tokenizer([prompt]).to(device), normalize=True)  # type: ignore[operator]
+        cosine: Tensor = image @ text.T
+        return cosine
+
+    return PreferenceScorer(measure, lambda prompt: len(tokenizer.encode(prompt)) + 2, length, device)
 
 
-class _Square(nn.Module):
-    """The package's resizing, which forgets to pad an image whose long side has the right length already."""
+def fit_square(pixels: Float32[Tensor, "1 3 height width"], side: int) -> Float32[Tensor, "1 3 side side"]:
+    """Scale an image until its long side has this length, and pad the other with black on both sides."""
+    from torchvision.transforms import InterpolationMode, functional
 
-    def __init__(self, resize: nn.Module, side: int) -> None:
-        super().__init__()
-        self._resize, self._side = resize, side
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        resized: Tensor = self._resize(pixels)
-        height, width = self._side - resized.shape[-2], self._side - resized.shape[-1]
-        margins = (width // 2, width - width // 2, height // 2, height - height // 2)
-        return nn.functional.pad(resized, margins)
-
-
-def without_constructor(kind: type[nn.Module], **parts: object) -> nn.Module:
-    """Make an instance of the package's class with these attributes, without running its constructor."""
-    scorer: nn.Module = object.__new__(kind)
-    nn.Module.__init__(scorer)
-    for name, part in parts.items():
-        setattr(scorer, name, part)
-    return scorer.requires_grad_(False).eval()
+    height, width = pixels.shape[-2:]
+    scale = side / max(height, width)
+    if scale != 1.0:
+        height, width = round(height * scale), round(width * scale)
+        pixels = functional.resize(pixels, [height, width], InterpolationMode.BICUBIC)
+    down, across = side - height, side - width
+    return nn.functional.pad(pixels, (across // 2, across - across // 2, down // 2, down - down // 2))

@@ -117,21 +117,14 @@ class ServiceReward(Reward):
         """Return the same with a single attempt of a few seconds, for the preflight."""
         return dataclasses.replace(self, attempts=1, timeout_s=PREFLIGHT_TIMEOUT_S)
 
-    def get(self, path: str) -> object:
-        """Return the JSON answer to a GET of this path; raises as :meth:`post`."""
-        return self._request("GET", path, None)
-
-    def post(self, path: str, body: bytes) -> object:
-        """Return the JSON answer to a POST of this JSON.
+    def request(self, path: str, body: bytes | None = None) -> object:
+        """Return the JSON answer to a POST of this JSON, or to a GET where there is none.
 
         Raises:
             ServiceFailure: no connection, no answer in time, status 429 or 5xx, in every attempt.
             ServiceRefusal: another status than 200.
             InputError: an answer that is not JSON.
         """
-        return self._request("POST", path, body)
-
-    def _request(self, method: str, path: str, body: bytes | None) -> object:
         import tenacity
 
         retrying = tenacity.Retrying(
@@ -141,7 +134,7 @@ class ServiceReward(Reward):
             reraise=True,
         )
         try:
-            return retrying(lambda: run_awaitable(self._attempt(method, self.address + path, body)))
+            return retrying(lambda: run_awaitable(self._attempt(self.address + path, body)))
         except ServiceFailure as failure:
             tries = "1 attempt" if self.attempts == 1 else f"{self.attempts} attempts"
             raise ServiceFailure(f"{failure.reason}, after {tries}") from failure
@@ -152,10 +145,10 @@ class ServiceReward(Reward):
         own = min(self.backoff_s * 2.0 ** (state.attempt_number - 1), MAX_PAUSE_S) * _JITTER.uniform(0.5, 1.0)
         return max(own, min(requested or 0.0, MAX_RETRY_AFTER_S))
 
-    async def _attempt(self, method: str, url: str, body: bytes | None) -> object:
+    async def _attempt(self, url: str, body: bytes | None) -> object:
         import httpx
 
-        token = self._token()
+        token, method = self._token(), "GET" if body is None else "POST"
         # httpx's time limit restarts with every byte.
         client = httpx.AsyncClient(
             timeout=None,

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.modality import Modality
-from grpo_core.rewards.images import fits_reward, shown_bounds, shown_size
+from grpo_core.rewards.images import require_fit
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.http import ServiceFailure, ServiceReward, ask_side_by_side
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, Text
@@ -102,7 +102,7 @@ class RemoteReward(ServiceReward):
     def _ask(self, batch: ScoringBatch, described: wire.RewardDescription) -> list[Score]:
         body = wire.write_request(self.reward, batch, self.with_targets)
         try:
-            answer = wire.ScoreAnswer.model_validate(self.post(wire.SCORE_PATH, body))
+            answer = wire.ScoreAnswer.model_validate(self.request(wire.SCORE_PATH, body))
             if answer.reward != self.reward:
                 raise ValueError(f"scores of the reward {answer.reward!r}")
             self._check_version(answer.version, described.version)
@@ -130,9 +130,7 @@ class RemoteReward(ServiceReward):
             raise InputError("rewards.remote.reward", self.reward, hint)
         bounds = described.min_side, math.inf if described.max_aspect is None else described.max_aspect
         for sample_id, image in zip(batch.sample_ids, batch.images, strict=False):
-            if not fits_reward(image.size, *bounds):
-                hint = f"The reward {self.reward} needs {shown_bounds(*bounds)}."
-                raise InputError(f"rewards.remote, sample {sample_id}", f"image of {shown_size(image)}", hint)
+            require_fit(image, f"rewards.remote, sample {sample_id}", self.reward, *bounds)
 
     def _check_version(self, found: str, described: str | None = None) -> None:
         expected = self.reward_version or described
@@ -147,7 +145,7 @@ class RemoteReward(ServiceReward):
 def _describe(reward: RemoteReward) -> wire.RewardDescription:
     """Ask the server about the reward, once per process; failures are retried."""
     try:
-        description = wire.Description.model_validate(reward.get(wire.DESCRIBE_PATH))
+        description = wire.Description.model_validate(reward.request(wire.DESCRIBE_PATH))
     except InputError:
         raise
     except ValueError as error:

@@ -6,7 +6,6 @@ docs/remote_rewards.md describes it for those who write a scorer.
 import base64
 import io
 import json
-import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from grpo_core.errors import InputError
 from grpo_core.modality import Modality
 from grpo_core.rewards.images import open_image, shown_size, to_rgb
-from grpo_core.rewards.reward import Score, ScoringBatch, not_finite
+from grpo_core.rewards.reward import Score, ScoringBatch
 
 PROTOCOL = 1
 DESCRIBE_PATH = "/v1/describe"
@@ -186,7 +185,7 @@ def read_batch(request: ScoreRequest) -> ScoringBatch:
 
 
 def read_scores(answer: ScoreAnswer, sample_ids: Sequence[str]) -> list[Score]:
-    """Read the scores of an answer; a number that is not finite is a failure.
+    """Read the scores of an answer.
 
     Raises:
         ValueError: other samples than those requested.
@@ -202,9 +201,6 @@ def read_scores(answer: ScoreAnswer, sample_ids: Sequence[str]) -> list[Score]:
 def _read_score(given: WireScore) -> Score:
     if given.failure is not None:
         return Score.failed(given.failure)
-    broken = [x for x in (given.value, given.raw) if x is not None and not math.isfinite(x)]
-    if broken:
-        return Score.failed(not_finite(broken[0]))
     raw = given.value if given.raw is None or given.value is None else given.raw
     return Score(given.value, raw)
 

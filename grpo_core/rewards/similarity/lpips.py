@@ -21,8 +21,7 @@ from grpo_core.rewards.reward import STRICT, clamp_unit
 from grpo_core.rewards.similarity.measures import Images
 from grpo_core.rewards.similarity.pixels import PairReward
 from grpo_core.rewards.tensors import check_pair
-from grpo_core.rewards.weights.files import PackagedFile, PublishedWeights, WeightFile, WeightSource
-from grpo_core.rewards.weights.tensors import load_state_dict
+from grpo_core.rewards.weights.files import PackagedFile, PublishedWeights, WeightFile, WeightSource, load_state_dict
 
 Trunk = Literal["alex", "vgg", "squeeze"]
 

@@ -34,9 +34,9 @@ class PairReward(Reward):
     def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the raw quantities [N] of images and targets, each [N, 3, H, W] fp32 in [0, 1]."""
 
-    @abc.abstractmethod
     def to_value(self, raw: float) -> float:
-        """Return the value in [0, 1] of a raw quantity."""
+        """Return the value in [0, 1] of a raw quantity; by default that, clamped."""
+        return clamp_unit(raw)
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; a raw quantity that is not finite is a failure."""
@@ -125,10 +125,6 @@ class R2Reward(PairReward):
 
         return coefficient_of_determination(images, targets)
 
-    def to_value(self, raw: float) -> float:
-        """Return the coefficient, at least 0."""
-        return clamp_unit(raw)
-
 
 @dataclass(frozen=True, config=STRICT)
 class SsimReward(PairReward):
@@ -143,7 +139,3 @@ class SsimReward(PairReward):
         from grpo_core.rewards.similarity.measures import structural_similarity
 
         return structural_similarity(images, targets)
-
-    def to_value(self, raw: float) -> float:
-        """Return the similarity, at least 0."""
-        return clamp_unit(raw)

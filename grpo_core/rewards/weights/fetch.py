@@ -8,7 +8,6 @@ from pathlib import Path
 
 from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
-from grpo_core.rewards.embedding.clip import ClipSource
 from grpo_core.rewards.model_reward import ModelReward
 from grpo_core.rewards.reward import Reward
 from grpo_core.rewards.weights.files import WeightSource
@@ -74,9 +73,7 @@ class Download:
         """
         if self.url is not None and not self.present:
             self._download(self.url, Path(self.weights.source or "").expanduser(), advance)
-        found = self.weights.find(download=True)
-        assert found is not None, "downloaded"
-        return found
+        return self.weights.path()
 
     def _download(self, url: str, target: Path, advance: Advance) -> None:
         part = target.with_name(f"{target.name}.part")
@@ -114,24 +111,23 @@ def downloads_of(reward: Reward, folder: Path) -> list[Download]:
     """
     if not isinstance(reward, ModelReward):
         return []
-    sources = [
-        each.weights_source() if isinstance(each, ClipSource) else each for each in reward.weight_sources().values()
-    ]
+    sources = reward.weight_sources().values()
     return [_download_of(reward.name, each, folder) for each in sources if isinstance(each, WeightSource | ModelSource)]
 
 
 def _download_of(reward: str, weights: WeightSource | ModelSource, folder: Path) -> Download:
     weights = weights.as_published(folder)
-    if isinstance(weights, ModelSource) or weights.published.hub is not None or weights.on_hub:
-        licence = "" if isinstance(weights, ModelSource) else weights.published.licence
+    if isinstance(weights, ModelSource):
         if not weights.on_hub:
-            weights.find(download=False)
-        return Download(reward, weights, None, licence, weights.sha256)
-    published = weights.published
-    if weights.is_here() or Path(weights.source or "").name != published.file or not published.sha256_start:
+            weights.find_here()
+        return Download(reward, weights, None, "", weights.sha256)
+    published, source = weights.published, weights.source or ""
+    elsewhere = published.hub is None and published.sha256_start and Path(source).name == published.file
+    if not weights.on_hub and (weights.is_here() or not elsewhere):
         # Right or wrong, the file is the user's.
-        weights.find(download=False)
-    return Download(reward, weights, published.url, published.licence, weights.sha256 or published.sha256_start)
+        weights.find_here()
+    url = published.url if published.hub is None and not weights.on_hub else None
+    return Download(reward, weights, url, published.licence, weights.sha256 or published.sha256_start)
 
 
 def _continue_download(url: str, part: Path, advance: Advance) -> None:

@@ -46,16 +46,6 @@ class ModelSource(Source):
         if self.source is not None and not self.source.strip():
             raise self._error(f"Set a folder, or a name on the Hub such as {self.published}.")
 
-    def folder(self) -> Path:
-        """Return the model's folder on this machine; a model on the Hub is downloaded unless the cache has it.
-
-        Raises:
-            InputError: the model is missing, incomplete, cannot be downloaded, or has another digest.
-        """
-        found = self.find(download=True)
-        assert found is not None, "downloaded"
-        return Path(found)
-
     def digest(self) -> str:
         """Return one sha256 over the names and bytes of the model's files: weights, configuration, tokenizer.
 
@@ -63,9 +53,9 @@ class ModelSource(Source):
         model card, or pickled weights next to .safetensors ones.
 
         Raises:
-            InputError: as :meth:`folder`; a file cannot be read.
+            InputError: as :meth:`path`; a file cannot be read.
         """
-        return self._folder_sha256(self.folder())
+        return self._folder_sha256(Path(self.path()))
 
     def as_published(self, folder: Path) -> "ModelSource":
         """Return the same with the published model where none is set; the Hub's cache is its folder.
@@ -81,9 +71,9 @@ class ModelSource(Source):
         """Load the model in fp32 on the CPU, frozen and in evaluation mode; .safetensors, or weights without code.
 
         Raises:
-                InputError: as :meth:`folder`; the files are broken, contain code, or are of another kind of model.
+            InputError: as :meth:`path`; the files are broken, contain code, or are of another kind of model.
         """
-        folder, kind = self.folder(), model_class.__name__
+        folder, kind = Path(self.path()), model_class.__name__
         try:
             model, report = model_class.from_pretrained(
                 folder,
@@ -108,11 +98,11 @@ class ModelSource(Source):
         """Load the model's tokenizer.
 
         Raises:
-            InputError: as :meth:`folder`; the tokenizer is missing or broken.
+            InputError: as :meth:`path`; the tokenizer is missing or broken.
         """
         from transformers import AutoTokenizer
 
-        folder = self.folder()
+        folder = Path(self.path())
         if not any((folder / name).is_file() for name in _TOKENIZERS):
             raise self._error("The folder has no tokenizer. Copy tokenizer.json of the model's base model into it.")
         try:

@@ -61,34 +61,39 @@ class Source(abc.ABC):
         What is on the Hub and not in the local cache is no problem unless the Hub is offline.
         """
         try:
-            self.find(download=False)
+            self.find_here()
         except InputError as error:
             return error
         return None
 
-    def find(self, *, download: bool) -> str | None:
-        """Return the checked file or folder; None where it is on the Hub only and `download` is False.
+    def path(self) -> str:
+        """Return the checked file or folder; what is on the Hub only is downloaded.
+
+        Raises:
+            InputError: missing or wrong weights, or a failure of the Hub.
+        """
+        found = self.find_here()
+        if found is None:
+            found = self._ask_hub(self._download)
+            self._check(found)
+        return found
+
+    def find_here(self) -> str | None:
+        """Return the checked file or folder; None where it is on the Hub only.
 
         The local cache comes before the Hub, so that weights do not change during a run when their branch moves on.
 
         Raises:
-            InputError: missing or wrong weights, or a failure of the Hub.
+            InputError: missing or wrong weights, or weights on the Hub only, which is offline.
         """
         if self.source is None:
             raise self._not_set()
         located = self._locate(self.source)
         found = self._cached(located) if isinstance(located, HubName) else located
         if found is None:
-            import huggingface_hub
-
-            assert isinstance(located, HubName)
-            if huggingface_hub.is_offline_mode():
-                raise self._error(_OFFLINE)
-            if not download:
-                return None
-            name = located
-            found = self._ask_hub(lambda: self._download(name))
-        self._check(found)
+            self._require_online()
+        else:
+            self._check(found)
         return found
 
     @property
@@ -98,34 +103,26 @@ class Source(abc.ABC):
 
     def is_here(self) -> bool:
         """Return whether something is there: in the local cache for a name on the Hub."""
-        if self.source is None:
-            return False
-        located = self._locate(self.source)
-        return (
-            self._cached(located) is not None if isinstance(located, HubName) else Path(located).expanduser().exists()
-        )
+        located = None if self.source is None else self._locate(self.source)
+        if isinstance(located, HubName):
+            return self._cached(located) is not None
+        return located is not None and Path(located).expanduser().exists()
 
     def hub_bytes(self) -> int | None:
-        """Ask the Hub for the size of what :meth:`find` would download; None where it does not say.
+        """Ask the Hub for the size of what :meth:`path` would download; None where it does not say.
 
         Raises:
             InputError: a failure of the Hub, or it is offline.
         """
-        import huggingface_hub
-
-        assert self.source is not None
-        located = self._locate(self.source)
-        assert isinstance(located, HubName)
-        if huggingface_hub.is_offline_mode():
-            raise self._error(_OFFLINE)
-        return self._ask_hub(lambda: self._hub_bytes(located))
+        self._require_online()
+        return self._ask_hub(self._hub_bytes)
 
     @abc.abstractmethod
     def digest(self) -> str:
         """Return the sha256 of the weights; they are downloaded unless the local cache has them.
 
         Raises:
-            InputError: as :meth:`find`.
+            InputError: as :meth:`path`.
         """
 
     @abc.abstractmethod
@@ -155,12 +152,20 @@ class Source(abc.ABC):
     def _error(self, hint: str) -> InputError:
         return InputError(self.place, self.source, hint)
 
-    def _ask_hub(self, request: Callable[[], R]) -> R:
-        """Send a request, and turn every failure of the Hub into one message."""
+    def _require_online(self) -> None:
+        import huggingface_hub
+
+        if huggingface_hub.is_offline_mode():
+            raise self._error(_OFFLINE)
+
+    def _ask_hub(self, request: Callable[[HubName], R]) -> R:
+        """Send a request for the source, and turn every failure of the Hub into one message."""
         from huggingface_hub import errors
 
+        located = self._locate(self.source or "")
+        assert isinstance(located, HubName)
         try:
-            return request()
+            return request(located)
         # HTTPError is the base of all that the Hub's HTTP client raises, a broken connection among it.
         except (errors.HTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:  # type: ignore[attr-defined]
             raise self._error(_hub_hint(error)) from error

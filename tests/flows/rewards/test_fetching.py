@@ -1,6 +1,7 @@
 """`grpo rewards fetch`: asks, downloads each file once, and says which setting names it."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,22 @@ from typer.testing import CliRunner
 from flows.command_line.main import application
 from grpo_core.rewards.similarity import lpips
 from grpo_core.rewards.weights.files import PublishedWeights
-from tests.grpo_core.rewards.weights.test_fetch import CONTENT, NAME, Makers, address
+from tests.grpo_core.rewards.stub import Stub, serve
+from tests.grpo_core.rewards.weights.test_fetch import CONTENT, NAME, as_the_makers
 
-__all__ = ["address"]
+
+@pytest.fixture
+def makers() -> Iterator[Stub]:
+    with serve() as stub:
+        stub.respond = as_the_makers
+        yield stub
 
 
 def test_it_asks_first_and_fetches_what_a_file_names(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    makers: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(lpips.TRUNKS, "alex", PublishedWeights(NAME, "the makers", f"{address}/{NAME}", licence="BSD"))  # type: ignore[arg-type]
+    published = PublishedWeights(NAME, "the makers", f"{makers.url}/{NAME}", licence="BSD")
+    monkeypatch.setitem(lpips.TRUNKS, "alex", published)  # type: ignore[arg-type]
     settings = {"weights": str(tmp_path / "here" / NAME)}
     rewards = [{"reward": "lpips", "settings": settings}, {"reward": "ssim"}, {"reward": "lpips", "name": "again"}]
     rewards[-1]["settings"] = settings
@@ -34,5 +42,5 @@ def test_it_asks_first_and_fetches_what_a_file_names(
     listed = json.loads(done.stdout.splitlines()[-1])["fetched"]
     assert listed == [{"reward": "lpips", "setting": "weights", "path": settings["weights"]}]
     assert Path(settings["weights"]).read_bytes() == CONTENT
-    assert Makers.requested.count("GET") == 1
+    assert [each.method for each in makers.requested].count("GET") == 1
     assert CliRunner().invoke(application, ["rewards", "fetch", "nothing"]).exit_code == 2

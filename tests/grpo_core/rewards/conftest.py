@@ -1,7 +1,8 @@
 """Samples, weights and small networks that the reward tests share."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizerFast
 
 from grpo_core.rewards.embedding.aesthetic import LAYERS
 from grpo_core.rewards.reward import ScoringBatch
+from tests.grpo_core.rewards.stub import Stub, serve
 
 NETWORK: dict[str, Any] = {
     "embed_dim": 12,
@@ -165,6 +167,19 @@ def save_changed(source: Path, target: Path, changes: Mapping[str, Change | torc
             tensors[name] = change if isinstance(change, torch.Tensor) else change(tensors[name])
     safetensors.torch.save_file(tensors, target, metadata={"format": "pt"})
     return target
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with serve() as service:
+        yield service
+
+
+@pytest.fixture
+def closed_url() -> str:
+    """An address without a server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        return f"http://127.0.0.1:{server.server_address[1]}"
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def batch_of(reward: Reward) -> ScoringBatch:
 def forget(reward: Reward) -> None:
     """Empty what a model remembers of the images."""
     if isinstance(reward, ClipReward):
-        load_clip(reward.clip(), "cpu")._embeddings.clear()
+        load_clip(reward)._embeddings.clear()
 
 
 @pytest.mark.parametrize("name", [*OF_IMAGES, *OF_TEXTS])

@@ -62,7 +62,7 @@ def test_value_is_clamped_and_raw_is_not(
 def test_clip_score_computes_no_image_again(
     reward: AestheticReward, clip_config: Path, clip_weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_clip(reward.clip(), "cpu")
+    model = load_clip(reward)
     model._embeddings.clear()
     seen: list[torch.Tensor] = []
     compute = model._network.encode_image

@@ -10,19 +10,24 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.embedding import clip_model
-from grpo_core.rewards.embedding.clip import ClipSource, find_architecture
+from grpo_core.rewards.embedding.clip import find_architecture
 from grpo_core.rewards.embedding.clip_model import ClipModel, load_clip
+from grpo_core.rewards.embedding.clip_score import ClipScoreReward
 from tests.grpo_core.rewards.conftest import MEAN, NETWORK, STD, flat, noise, save_changed
 
 
+def reward(config: Path, weights: Path) -> ClipScoreReward:
+    return ClipScoreReward(model=str(config), weights=str(weights))
+
+
 def load(config: Path, weights: Path) -> ClipModel:
-    return load_clip(ClipSource("clip_score", str(config), None, str(weights), None), "cpu")
+    return load_clip(reward(config, weights))
 
 
 def fresh(config: Path, weights: Path) -> ClipModel:
     """A model that no other test has asked, so that its embeddings are counted from none."""
-    source = ClipSource("clip_score", str(config), None, str(weights), None)
-    return clip_model._load_clip.__wrapped__(source.architecture(), source.weight_file(), "cpu")
+    settings = reward(config, weights)
+    return clip_model._load_clip.__wrapped__(settings.architecture(), settings.clip_weights().resolve(), "cpu")
 
 
 def cosine_with(vector: torch.Tensor, other: torch.Tensor) -> float:

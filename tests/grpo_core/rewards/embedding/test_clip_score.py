@@ -102,5 +102,5 @@ def test_preflight_reports_everything_at_once(clip_config: Path) -> None:
             "weights_sha256: got '00000000'",
         ),
     ):
-        (message,) = ClipScoreReward(**settings).preflight()
+        message = ClipScoreReward(**settings).preflight()[0]
         assert message.startswith(f"rewards.clip_score.{start}")

@@ -9,13 +9,10 @@ import pytest
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.judges.judge import JudgeReward
-from grpo_core.rewards.judges.verdict import RESPONSE_FORMAT, fence, fill_rubric, read_score, rubric_fields
+from grpo_core.rewards.judges.judge import RESPONSE_FORMAT, JudgeReward, fence, read_score
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score, provenance_of
 from tests.grpo_core.rewards.conftest import make_batch, make_texts, noise
-from tests.grpo_core.rewards.remote.conftest import QUICK, Asked, Reply, Stub, closed_url, stub
-
-__all__ = ["closed_url", "stub"]
+from tests.grpo_core.rewards.stub import QUICK, Asked, Reply, Stub
 
 
 def said(content: str | None, ended: str = "stop") -> Reply:
@@ -45,13 +42,13 @@ def test_the_judge_sees_the_image_and_the_rubric(stub: Stub) -> None:
 
 def test_texts_and_columns(stub: Stub) -> None:
     stub.script(said('{"score": 3}'))
-    reward = judge(stub, rubric="{prompt}: {style}, {count}?", high=4)
+    reward = judge(stub, rubric="{prompt}: {style}, {{why}} {count}? {prompt}", high=4)
     assert reward.needs_column == "style"
     batch = make_texts("one", "two", columns={"style": ["plain", None], "count": [3, 4]})
     assert reward.score(batch) == [Score(0.75, 3.0), NOT_APPLICABLE]
     (requested,) = stub.requested
     content = requested.body["messages"][0]["content"]
-    assert content.startswith("p: plain, 3?")
+    assert content.startswith("p: plain, {why} 3? p\n")
     assert fence("one") in content
     with pytest.raises(InputError, match=r"rewards\.judge\.rubric: got '\{style\}'"):
         reward.score(make_texts("one", columns={"count": [1]}))
@@ -205,10 +202,3 @@ def test_preflight(stub: Stub, closed_url: str) -> None:
 )
 def test_score_of_an_answer(answer: str, score: float | None) -> None:
     assert read_score(answer) == score
-
-
-def test_rubric_is_filled_in() -> None:
-    rubric = 'Is "{prompt}" {style}? Say {{why}}. {prompt}'
-    assert rubric_fields(rubric) == ("prompt", "style")
-    filled = fill_rubric(rubric, {"prompt": "a {style} {cat}", "style": 3})
-    assert filled == 'Is "a {style} {cat}" 3? Say {why}. a {style} {cat}'

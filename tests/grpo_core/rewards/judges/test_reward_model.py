@@ -10,7 +10,7 @@ from trl.data_utils import apply_chat_template
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.judges.reward_model import RewardModelReward, _sigmoid, load_scorer
-from grpo_core.rewards.reward import ScoringBatch, provenance_of
+from grpo_core.rewards.reward import ScoringBatch
 from grpo_core.rewards.weights.models import ModelSource
 from tests.grpo_core.rewards.conftest import make_texts
 
@@ -112,12 +112,6 @@ def test_loads_once_and_again_when_the_files_change(tmp_path: Path) -> None:
     assert [score.raw for score in after] == pytest.approx([2 * (score.raw or 0.0) for score in before], abs=1e-6)
 
 
-def test_provenance_names_the_model_by_its_digest(folder: Path, tmp_path: Path) -> None:
-    provenance = provenance_of(RewardModelReward(model=str(folder)))
-    assert provenance["weights"] == {"model": ModelSource("model", str(folder)).digest()}
-    assert str(tmp_path) not in str(provenance)
-
-
 def test_a_model_without_a_head_or_with_two_labels_is_refused(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     headless, two = tmp_path / "headless", tmp_path / "two"
@@ -135,18 +129,3 @@ def test_a_template_that_refuses(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "{{ raise_exception('a system message is due') }}")
     with pytest.raises(InputError, match="a system message is due"):
         RewardModelReward(model=str(folder)).score(batch(PAIRS))
-
-
-@pytest.mark.parametrize(
-    ("settings", "start"),
-    [
-        ({"model": None}, "model: got None"),
-        ({"model": "./none"}, "model: got './none'"),
-        ({"model_sha256": "0" * 8}, "model_sha256: got '00000000'"),
-        ({"device": "cuda:99"}, "device: got 'cuda:99'"),
-    ],
-)
-def test_preflight(folder: Path, settings: dict[str, str], start: str) -> None:
-    assert RewardModelReward(model=str(folder)).preflight() == []
-    (problem,) = RewardModelReward(**{"model": str(folder), **settings}).preflight()
-    assert problem.startswith(f"rewards.reward_model.{start}")

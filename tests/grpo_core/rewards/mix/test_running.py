@@ -49,14 +49,6 @@ def test_any_split_has_the_moments_of_the_whole(rows: list[tuple[float, float]],
         assert std == pytest.approx(known.std(ddof=1) if count > 1 else 0.0, rel=1e-12, abs=1e-12 * size)
 
 
-@given(ROWS, ROWS)
-def test_merging_is_symmetric(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> None:
-    there, back = of(one).merged(of(other)), of(other).merged(of(one))
-    assert there.counts == back.counts
-    assert there.means == pytest.approx(back.means, rel=1e-12, abs=1e-9)
-    assert there.squares == pytest.approx(back.squares, rel=1e-12, abs=1e-9)
-
-
 def test_a_small_spread_on_a_large_mean_survives_many_calls() -> None:
     """The sum of squares less the square of the sum would have lost it: 1e14 in fp64 keeps two digits behind it."""
     values = 1e7 + torch.linspace(0.0, 0.01, 1001, dtype=torch.float64)

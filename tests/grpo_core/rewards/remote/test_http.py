@@ -15,7 +15,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.remote import http
 from grpo_core.rewards.remote.http import ServiceFailure, ask_side_by_side
 from grpo_core.rewards.remote.reward import RemoteReward
-from tests.grpo_core.rewards.remote.conftest import QUICK, Reply, Stub
+from tests.grpo_core.rewards.stub import QUICK, Reply, Stub
 
 
 def service(url: str, **more: Any) -> RemoteReward:
@@ -25,7 +25,7 @@ def service(url: str, **more: Any) -> RemoteReward:
 @pytest.mark.parametrize("trouble", [Reply(drop=True), Reply({}, 500), Reply({}, 503), Reply({}, 429)])
 def test_errors_that_may_pass_are_retried(stub: Stub, trouble: Reply) -> None:
     stub.script(trouble, trouble, Reply({"well": 1}))
-    assert service(stub.url).post("/x", b'{"a": 2}') == {"well": 1}
+    assert service(stub.url).request("/x", b'{"a": 2}') == {"well": 1}
     assert [requested.body for requested in stub.requested] == [{"a": 2}] * 3
 
 
@@ -42,7 +42,7 @@ def test_after_the_last_attempt_it_fails_without_an_address(
 ) -> None:
     stub.script(trouble or Reply())
     with pytest.raises(ServiceFailure) as failure:
-        service(stub.url if trouble else closed_url).get("/x")
+        service(stub.url if trouble else closed_url).request("/x")
     assert reason in str(failure.value)
     assert "127.0.0.1" not in str(failure.value)
     assert len(stub.requested) == (3 if trouble else 0)
@@ -63,7 +63,7 @@ def test_after_the_last_attempt_it_fails_without_an_address(
 def test_a_refusal_is_an_error_at_once(stub: Stub, status: int, body: Any, word: str) -> None:
     stub.script(Reply(body, status, headers={"Location": "/elsewhere"}))
     with pytest.raises(InputError) as error:
-        service(stub.url).post("/x", b"{}")
+        service(stub.url).request("/x", b"{}")
     assert (error.value.place, error.value.value) == (f"{stub.url}/x", f"status {status}")
     assert word in error.value.hint
     assert len(stub.requested) == 1
@@ -78,7 +78,7 @@ def test_an_answer_that_is_no_json_or_endless(
     monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1000)
     stub.script(Reply(answer))
     with pytest.raises(InputError) as error:
-        service(stub.url).get("/x")
+        service(stub.url).request("/x")
     assert error.value.value == value
 
 
@@ -87,7 +87,7 @@ def test_retry_after_is_read(stub: Stub, dated: bool) -> None:
     value = email.utils.formatdate(time.time() + 1000, usegmt=True) if dated else "1000"
     stub.script(Reply({}, 429, {"Retry-After": value}))
     with pytest.raises(ServiceFailure) as failure:
-        service(stub.url, timeout_s=5.0, attempts=1).get("/x")
+        service(stub.url, timeout_s=5.0, attempts=1).request("/x")
     cause = failure.value.__cause__
     assert isinstance(cause, ServiceFailure)
     assert cause.retry_after_s == pytest.approx(1000, abs=100)
@@ -116,24 +116,24 @@ def test_token_goes_into_the_header_only(stub: Stub, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SCORER_TOKEN", " s3cret\n")
     stub.script(Reply({}))
     bearing = service(stub.url, token_env="SCORER_TOKEN")
-    bearing.get("/x")
+    bearing.request("/x")
     assert stub.requested[0].headers["Authorization"] == "Bearer s3cret"
     assert "s3cret" not in repr(bearing)
-    service(stub.url).get("/x")
+    service(stub.url).request("/x")
     assert "Authorization" not in stub.requested[1].headers
     monkeypatch.setenv("SCORER_TOKEN", "two words")
     with pytest.raises(InputError, match="is not a token"):
-        bearing.get("/x")
+        bearing.request("/x")
     monkeypatch.delenv("SCORER_TOKEN")
     with pytest.raises(InputError, match=r"token_env: got 'SCORER_TOKEN'\. This environment variable is not set"):
-        bearing.get("/x")
+        bearing.request("/x")
 
 
 def test_no_proxy_is_used_for_the_loopback(stub: Stub, closed_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", closed_url)
     monkeypatch.delenv("NO_PROXY", raising=False)
     stub.script(Reply({"well": 1}))
-    assert service(stub.url).get("/x") == {"well": 1}
+    assert service(stub.url).request("/x") == {"well": 1}
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -195,4 +195,4 @@ def test_a_slow_service_runs_out_of_time(content: bytes, pause_s: float) -> None
         dripping(content, pause_s) as url,
         pytest.raises(ServiceFailure, match=r"did not answer within 0\.3 s, after 2 attempts"),
     ):
-        service(url, timeout_s=0.3, attempts=2, backoff_s=0.001).get("/x")
+        service(url, timeout_s=0.3, attempts=2, backoff_s=0.001).request("/x")

@@ -164,16 +164,11 @@ def test_scores_are_read() -> None:
             {"sample_id": "a", "value": 0.1, "raw": -3.5},
             {"sample_id": "b", "value": None, "raw": None, "failure": None},
             {"sample_id": "c", "value": None, "failure": "its service is down"},
-            {"sample_id": "d", "value": math.nan, "raw": 1.0},
-            {"sample_id": "e", "value": 1.0, "raw": -math.inf},
-            {"sample_id": "f", "value": 7, "later": "field"},
+            {"sample_id": "d", "value": 7, "later": "field"},
         ),
-        list("abcdef"),
+        list("abcd"),
     )
-    assert got[:3] == [Score(0.1, -3.5), NOT_APPLICABLE, Score.failed("its service is down")]
-    assert "nan" in str(got[3].failure)
-    assert "-inf" in str(got[4].failure)
-    assert got[5] == Score(7.0, 7.0)
+    assert got == [Score(0.1, -3.5), NOT_APPLICABLE, Score.failed("its service is down"), Score(7.0, 7.0)]
 
 
 @pytest.mark.parametrize(

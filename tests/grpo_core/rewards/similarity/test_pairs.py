@@ -15,7 +15,7 @@ from skimage.metrics import structural_similarity as skimage_ssim
 from torch import Tensor
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.reward import NOT_APPLICABLE, Score, clamp_unit
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score
 from grpo_core.rewards.similarity.measures import structural_similarity
 from grpo_core.rewards.similarity.pixels import (
     MseReward,
@@ -46,9 +46,6 @@ class MeasuredReward(PairReward):
 
     def measure(self, images: Tensor, targets: Tensor) -> Tensor:
         return self.function(images, targets)
-
-    def to_value(self, raw: float) -> float:
-        return clamp_unit(raw)
 
 
 def test_samples_without_target_have_no_score_and_targets_take_the_images_size() -> None:

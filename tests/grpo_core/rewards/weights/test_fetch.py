@@ -1,9 +1,6 @@
 """Downloads from a server on this machine: interrupted and continued, checked, and refused in one message."""
 
 import hashlib
-import http.server
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from grpo_core.rewards.similarity import lpips
 from grpo_core.rewards.weights.fetch import Download, downloads_of
 from grpo_core.rewards.weights.files import PublishedWeights
 from tests.grpo_core.rewards.conftest import put_into
+from tests.grpo_core.rewards.stub import Asked, Reply, Stub
 from tests.grpo_core.rewards.weights.test_files import CONTENT as ON_HUB
 from tests.grpo_core.rewards.weights.test_files import hub
 
@@ -23,43 +21,21 @@ CONTENT = bytes(range(256)) * 8
 NAME = f"net-{hashlib.sha256(CONTENT).hexdigest()[:8]}.pth"
 
 
-class Makers(http.server.BaseHTTPRequestHandler):
-    """Serves one file: below `half` it hangs up in the middle, below `whole` it always sends everything."""
-
-    requested: list[str]
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        asked = self.headers.get("Range", "")
-        type(self).requested.append(f"{self.command} {asked}".strip())
-        begin = int(asked.removeprefix("bytes=").removesuffix("-") or 0) if "/whole" not in self.path else 0
-        if "/none" in self.path or begin >= len(CONTENT):
-            self.send_response(416 if begin else 404)
-            self.end_headers()
-            return
-        content = CONTENT[begin:] if "/other" not in self.path else b"other"
-        self.send_response(206 if begin else 200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content[:1000] if "/half" in self.path and not begin else content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+def as_the_makers(requested: Asked) -> Reply:
+    """Send one file: below `half` only its beginning, below `whole` always everything."""
+    given = requested.headers.get("Range", "").removeprefix("bytes=").removesuffix("-")
+    begin = int(given or 0) if "/whole" not in requested.path else 0
+    if "/none" in requested.path or begin >= len(CONTENT):
+        return Reply(b"", 416 if begin else 404)
+    content = CONTENT[begin:] if "/other" not in requested.path else b"other"
+    sent = content[:1000] if "/half" in requested.path and not begin else content
+    return Reply(sent, 206 if begin else 200, {"Content-Length": str(len(content))})
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    Makers.requested = []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Makers)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def makers(stub: Stub) -> Stub:
+    stub.respond = as_the_makers
+    return stub
 
 
 def trunk(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
@@ -70,9 +46,9 @@ def trunk(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
 
 @pytest.mark.parametrize("again", ["half", "whole"])
 def test_an_interrupted_download_continues(
-    again: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    again: str, makers: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = trunk(f"{address}/half/{NAME}", tmp_path / "new", monkeypatch)
+    first = trunk(f"{makers.url}/half/{NAME}", tmp_path / "new", monkeypatch)
     assert (first.present, first.size(), first.setting, first.licence) == (False, len(CONTENT), "weights", "BSD")
     with pytest.raises(InputError, match="it continues"):
         first.run()
@@ -80,30 +56,30 @@ def test_an_interrupted_download_continues(
     begun = part.stat().st_size
     assert 0 < begun <= 1000
     advanced: list[int] = []
-    second = trunk(f"{address}/{again}/{NAME}", tmp_path / "new", monkeypatch)
+    second = trunk(f"{makers.url}/{again}/{NAME}", tmp_path / "new", monkeypatch)
     assert Path(second.run(advanced.append)).read_bytes() == CONTENT
     assert sum(advanced) == len(CONTENT)
-    assert Makers.requested[-1] == f"GET bytes={begun}-"
+    assert (makers.requested[-1].method, makers.requested[-1].headers["Range"]) == ("GET", f"bytes={begun}-")
     assert (second.present, part.exists()) == (True, False)
-    requests = len(Makers.requested)
+    requests = len(makers.requested)
     second.run()
-    assert len(Makers.requested) == requests
+    assert len(makers.requested) == requests
 
 
-def test_a_complete_part_is_only_checked(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_part_is_only_checked(makers: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"{NAME}.part").write_bytes(CONTENT)
-    assert Path(trunk(f"{address}/{NAME}", tmp_path, monkeypatch).run()).read_bytes() == CONTENT
+    assert Path(trunk(f"{makers.url}/{NAME}", tmp_path, monkeypatch).run()).read_bytes() == CONTENT
 
 
-def test_other_content_is_deleted(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_content_is_deleted(makers: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=hashlib.sha256(b"other").hexdigest()):
-        trunk(f"{address}/other/{NAME}", tmp_path, monkeypatch).run()
+        trunk(f"{makers.url}/other/{NAME}", tmp_path, monkeypatch).run()
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["{address}/none", "http://127.0.0.1:9"])
-def test_no_answer_is_one_message(place: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    download = trunk(f"{place.format(address=address)}/{NAME}", tmp_path, monkeypatch)
+@pytest.mark.parametrize("place", ["{url}/none", "http://127.0.0.1:9"])
+def test_no_answer_is_one_message(place: str, makers: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    download = trunk(f"{place.format(url=makers.url)}/{NAME}", tmp_path, monkeypatch)
     for ask in (download.size, download.run):
         with pytest.raises(InputError, match=r"rewards.lpips.weights: got .* Check the network"):
             ask()
@@ -126,7 +102,7 @@ def test_settings_decide_what_is_fetched(cache: Path, tmp_path: Path) -> None:
         downloads_of(build_reward("reward_model"), tmp_path)
 
 
-def test_the_hub_is_asked_for_the_size_and_keeps_the_file(hub: list[str], tmp_path: Path, cache: Path) -> None:
+def test_the_hub_is_asked_for_the_size_and_keeps_the_file(hub: Stub, tmp_path: Path, cache: Path) -> None:
     (download,) = downloads_of(build_reward("lpips", {"weights": "hf://makers/net/net-7be5be79.pth"}), tmp_path)
     assert (download.size(), download.present) == (len(ON_HUB), False)
     assert Path(download.run()).read_bytes() == ON_HUB

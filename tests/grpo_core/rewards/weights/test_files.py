@@ -1,7 +1,5 @@
 import contextlib
 import hashlib
-import http.server
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,10 +12,10 @@ import torch
 
 from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
-from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
+from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource, load_state_dict, load_weights
 from grpo_core.rewards.weights.source import HubName
-from grpo_core.rewards.weights.tensors import load_state_dict, load_weights
 from tests.grpo_core.rewards.conftest import COMMIT, put_into
+from tests.grpo_core.rewards.stub import Asked, Reply, Stub
 
 PLACE = "rewards.lpips.weights"
 NET = PublishedWeights("net-7be5be79.pth", "the makers", "https://example.org/net", "hf://makers/net/net-7be5be79.pth")
@@ -25,64 +23,33 @@ CONTENT = b"weights of the makers"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
-class FakeHub(http.server.BaseHTTPRequestHandler):
-    """Answers like the Hub for one file of one open repository, and records the requests."""
-
-    requested: list[str]
-
-    def do_HEAD(self) -> None:
-        self.answer(b"")
-
-    def do_GET(self) -> None:
-        self.answer(CONTENT)
-
-    def answer(self, body: bytes) -> None:
-        type(self).requested.append(f"{self.command} {self.path}")
-        if self.path.startswith("/gone/"):
-            self.close_connection = True
-            return
-        refusals: Mapping[str, tuple[int, str]] = {
-            "/closed/net/": (403, "GatedRepo"),
-            "/nobody/net/": (404, "RepoNotFound"),
-            "/makers/net/resolve/no-branch": (404, "RevisionNotFound"),
-            "/makers/net/resolve/main/no-file": (404, "EntryNotFound"),
-            "/broken/net/": (500, ""),
-        }
-        for start, (status, code) in refusals.items():
-            if self.path.startswith(start):
-                self.send_response(status)
-                self.send_header("X-Error-Code", code)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-        self.send_response(200)
-        for name, value in (("ETag", f'"{DIGEST}"'), ("X-Repo-Commit", COMMIT), ("Content-Length", str(len(CONTENT)))):
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+def as_the_hub(requested: Asked) -> Reply:
+    """Answer like the Hub for one file of one open repository."""
+    refusals: Mapping[str, tuple[int, str]] = {
+        "/closed/net/": (403, "GatedRepo"),
+        "/nobody/net/": (404, "RepoNotFound"),
+        "/makers/net/resolve/no-branch": (404, "RevisionNotFound"),
+        "/makers/net/resolve/main/no-file": (404, "EntryNotFound"),
+        "/broken/net/": (500, ""),
+    }
+    for start, (status, code) in refusals.items():
+        if requested.path.startswith(start):
+            return Reply(b"", status, {"X-Error-Code": code})
+    drop = requested.path.startswith("/gone/")
+    return Reply(CONTENT, headers={"ETag": f'"{DIGEST}"', "X-Repo-Commit": COMMIT}, drop=drop)
 
 
 @pytest.fixture
-def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Serve a Hub on this machine and yield the list of its requests."""
-    FakeHub.requested = []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+def hub(stub: Stub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
+    """A Hub on this machine."""
+    stub.respond = as_the_hub
+    template = stub.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", stub.url)
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     huggingface_hub.close_session()
-    yield FakeHub.requested
+    yield stub
     huggingface_hub.close_session()
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 @pytest.mark.parametrize(
@@ -132,17 +99,17 @@ def test_digests_are_checked_by_setting_and_by_published_name(cache: Path, tmp_p
         assert file_sha256(str(wrong if published is stated else right)) in problem.hint
 
 
-def test_first_use_downloads_once_and_preflight_never(hub: list[str], cache: Path) -> None:
+def test_first_use_downloads_once_and_preflight_never(hub: Stub, cache: Path) -> None:
     source = "hf://makers/net/net.pth"
     assert WeightSource(PLACE, source, DIGEST, NET).find_problem() is None
-    assert hub == []
+    assert hub.requested == []
     found = WeightSource(PLACE, source, DIGEST, NET).resolve()
     assert found.sha256 == DIGEST
     assert Path(found.path).read_bytes() == CONTENT
-    assert [line for line in hub if line.startswith("GET /makers")] == ["GET /makers/net/resolve/main/net.pth"]
-    requested = len(hub)
+    assert [str(each) for each in hub.requested if each.method == "GET"] == ["GET /makers/net/resolve/main/net.pth"]
+    requested = len(hub.requested)
     assert WeightSource(PLACE, source, DIGEST, NET).resolve() == found
-    assert len(hub) == requested
+    assert len(hub.requested) == requested
     with pytest.raises(InputError, match=rf"weights_sha256: got '0{{64}}'.*{DIGEST}"):
         WeightSource(PLACE, source, "0" * 64, NET).resolve()
 
@@ -159,7 +126,7 @@ def test_first_use_downloads_once_and_preflight_never(hub: list[str], cache: Pat
     ],
 )
 def test_each_refusal_of_the_hub_is_one_message(
-    hub: list[str], monkeypatch: pytest.MonkeyPatch, source: str, hint: str
+    hub: Stub, monkeypatch: pytest.MonkeyPatch, source: str, hint: str
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with pytest.raises(InputError, match=hint) as caught:
@@ -167,9 +134,9 @@ def test_each_refusal_of_the_hub_is_one_message(
     assert (caught.value.place, caught.value.value) == (PLACE, source)
 
 
-def test_a_hub_that_cannot_be_reached_or_hangs_up_over_a_file(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached_or_hangs_up_over_a_file(hub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(FakeHub, "do_GET", lambda handler: setattr(handler, "close_connection", True))
+    hub.respond = lambda requested: Reply(drop=True) if requested.method == "GET" else as_the_hub(requested)
     reachable = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
     for template in (reachable, "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"):
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

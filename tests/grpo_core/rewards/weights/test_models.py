@@ -68,7 +68,7 @@ def test_missing_models_are_refused(cache: Path, tmp_path: Path) -> None:
     )
     for source, word in cases:
         with pytest.raises(InputError, match=word) as caught:
-            ModelSource(PLACE, source).folder()
+            ModelSource(PLACE, source).path()
         assert (caught.value.place, caught.value.value) == (PLACE, source)
 
 
@@ -78,15 +78,15 @@ def test_incomplete_models_are_refused(cache: Path, folder: Path) -> None:
     parts = {part: f"model-0000{part}-of-00002.safetensors" for part in "12"}
     index.write_text(json.dumps({"weight_map": parts}))
     with pytest.raises(InputError, match="model-00002-of-00002"):
-        ModelSource(PLACE, str(folder)).folder()
+        ModelSource(PLACE, str(folder)).path()
     index.unlink()
     (folder / parts["1"]).unlink()
     with pytest.raises(InputError, match=r"model\.safetensors"):
-        ModelSource(PLACE, str(folder)).folder()
+        ModelSource(PLACE, str(folder)).path()
     # An interrupted download.
     put_into(cache, "makers/net", contents(folder))
     with pytest.raises(InputError, match="not in the local cache"):
-        ModelSource(PLACE, "makers/net").folder()
+        ModelSource(PLACE, "makers/net").path()
 
 
 def test_online_a_model_of_the_hub_is_no_problem(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_online_a_model_of_the_hub_is_no_problem(cache: Path, monkeypatch: pytes
 def test_digest_is_of_the_content_in_any_place(cache: Path, folder: Path) -> None:
     digest = ModelSource(PLACE, str(folder)).digest()
     snapshot = put_into(cache, "makers/net", contents(folder))
-    assert ModelSource(PLACE, "makers/net").folder() == snapshot
+    assert Path(ModelSource(PLACE, "makers/net").path()) == snapshot
     assert ModelSource(PLACE, "makers/net").digest() == ModelSource(PLACE, f"makers/net@{COMMIT}").digest() == digest
     for unrelated in ("README.md", "pytorch_model.bin", ".gitattributes"):
         (folder / unrelated).write_bytes(b"...")
@@ -111,7 +111,7 @@ def test_a_configured_digest_is_checked(folder: Path) -> None:
     digest = ModelSource(PLACE, str(folder)).digest()
     assert ModelSource(PLACE, str(folder), digest[:8].upper()).find_problem() is None
     with pytest.raises(InputError, match=rf"model_sha256: got '0{{8}}'.*{digest}"):
-        ModelSource(PLACE, str(folder), "0" * 8).folder()
+        ModelSource(PLACE, str(folder), "0" * 8).path()
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -140,7 +140,7 @@ def test_download_takes_pickles_only_where_there_is_nothing_else(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert ModelSource(PLACE, "makers/net").folder() == ModelSource(PLACE, "makers/net").folder()
+    assert ModelSource(PLACE, "makers/net").path() == ModelSource(PLACE, "makers/net").path()
     assert requested == [["config.json", "pytorch_model.bin" if pickled else "model.safetensors"]]
 
 

@@ -1,4 +1,4 @@
-"""A service on the loopback that answers what a test scripts."""
+"""A service on the loopback that answers what a test scripts: a scorer, a judge, the Hub, makers of weights."""
 
 import contextlib
 import json
@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-import pytest
 
 QUICK: dict[str, Any] = {"timeout_s": 5.0, "attempts": 2, "backoff_s": 0.001}
 
@@ -21,6 +19,9 @@ class Asked:
     path: str
     headers: dict[str, str]
     body: Any
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
 
 
 @dataclass
@@ -67,9 +68,10 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(content)), "Connection": "close", **reply.headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
-    do_POST = do_GET
+    do_HEAD = do_POST = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
         """Keep the tests' output clean."""
@@ -88,16 +90,3 @@ def serve() -> Iterator[Stub]:
         finally:
             server.shutdown()
             thread.join()
-
-
-@pytest.fixture
-def stub() -> Iterator[Stub]:
-    with serve() as service:
-        yield service
-
-
-@pytest.fixture
-def closed_url() -> str:
-    """An address without a server."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        return f"http://127.0.0.1:{server.server_address[1]}"
