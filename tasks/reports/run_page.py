@@ -7,11 +7,12 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tasks.metrics.names import split_stream
+from tasks.reports.groups import MEDIUM, SMALL, Group, Groups, read_groups
 from tasks.reports.hacking import Verdict
 from tasks.reports.images import TargetReader
 from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title, with_streams
 from tasks.reports.pages import render
-from tasks.reports.samples import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
+from tasks.reports.samples import TRAITS, varying
 from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView
