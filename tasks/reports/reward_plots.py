@@ -10,8 +10,6 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
 
 from tasks.reports.plots import (
     COLOURS,
@@ -62,14 +60,11 @@ def _panels(analysis: Statistics, fill: Callable[[Axes, Statistics], str | None]
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for panel, reward in zip(panels, rewards, strict=False):
         quiet(panel, grid="y")
-        panel.set_title(plot_label(reward["label"]), fontsize=10, color=INK, loc="left")
+        panel.locator_params(axis="y", nbins=4)
         note = fill(panel, reward)
+        panel.set_title(f"{plot_label(reward['label'])}\n{note or 'no values'}", fontsize=9, color=INK, loc="left")
         if note is None:
-            panel.text(0.5, 0.5, "no values", transform=panel.transAxes, ha="center", va="center", color=SOFT)
             panel.set(xticks=[], yticks=[])
-            continue
-        panel.yaxis.set_major_locator(MaxNLocator(nbins=4))
-        panel.text(0.03, 0.98, note, transform=panel.transAxes, va="top", fontsize=8, color=SOFT)
     for panel in panels[len(rewards) :]:
         panel.set_visible(False)
     return figure
@@ -90,10 +85,9 @@ def _histogram(panel: Axes, reward: Statistics, scores: pl.DataFrame) -> str | N
         return None
     (counts, edges), mean, saturation = histogram, reward["spread"]["mean"], reward["saturation"]
     panel.stairs(counts, edges, fill=True, color=COLOURS[0], alpha=0.85)
-    panel.axvline(mean, ymax=0.86, color=COLOURS[1], linewidth=1.4, linestyle="--")
+    panel.axvline(mean, color=COLOURS[1], linewidth=1.4, linestyle="--")
     panel.set_xlim(edges[0], edges[-1])
-    panel.set_ylim(0, max(counts) * 1.28)
-    panel.xaxis.set_major_locator(MaxNLocator(nbins=5))
+    panel.locator_params(axis="x", nbins=5)
     note = f"mean {mean:.3g}"
     if (edges[0], edges[-1]) == (0.0, 1.0):
         note += f"   at 0: {percent(saturation['at_floor'])}   at 1: {percent(saturation['at_ceiling'])}"
@@ -117,9 +111,6 @@ def _trend(panel: Axes, reward: Statistics) -> str | None:
     iterations, means = zip(*points, strict=True)
     marker = "o" if len(points) <= MAX_MARKERS else ""
     panel.plot(iterations, means, color=COLOURS[0], linewidth=1.8, marker=marker, markersize=3.5)
-    low, high = min(means), max(means)
-    room = (high - low) or abs(high) * 0.1 or 1.0
-    panel.set_ylim(low - 0.08 * room, high + 0.3 * room)
     panel.xaxis.set_major_locator(integer_ticks(5))
     return change(means[0], means[-1])
 
@@ -130,17 +121,13 @@ def plot_agreement(analysis: Statistics) -> Figure | None:
     if count < 2:
         return None
     side = 1.3 + 0.62 * count
-    figure = new_figure(2 * side + 3.6, side + 2.25)
+    figure = new_figure(2 * side + 2.4, side + 2.25)
     overall, within = figure.subplots(1, 2, sharey=True)
     _matrix(overall, analysis, "over all samples", lambda pair: pair["ranks"]["overall"])
     title = "within groups, mean: what a policy learns from"
     _matrix(within, analysis, title, lambda pair: pair["ranks"]["within_groups"])
-    within.tick_params(left=False)
-    bar = figure.colorbar(within.images[0], ax=[overall, within], shrink=0.7, aspect=30, pad=0.01)
-    bar.set_label("Spearman's rank correlation", fontsize=9, color=SOFT)
-    bar.ax.tick_params(labelsize=8, colors=SOFT)
-    bar.outline.set_visible(False)
-    _headline(figure, "Agreement between rewards", "1: the same order; 0: unrelated; -1: the reverse; –: not defined")
+    meaning = "Spearman's rank correlation; 1: the same order; 0: unrelated; -1: the reverse; –: not defined"
+    _headline(figure, "Agreement between rewards", meaning)
     return figure
 
 
@@ -157,8 +144,6 @@ def _matrix(panel: Axes, analysis: Statistics, title: str, measure: Callable[[St
         rho = float(matrix[row, column])
         text = "" if row == column else "–" if math.isnan(rho) else correlation(rho)
         colour = "white" if abs(rho) > 0.6 else INK
-        if row == column:
-            panel.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, color="white"))
         panel.text(column, row, text, ha="center", va="center", fontsize=8.5, color=colour)
     names = [plot_label(label, 24) for label in labels]
     panel.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor", fontsize=9)
@@ -184,12 +169,8 @@ def plot_cost(analysis: Statistics) -> Figure | None:
     axes.scatter([cost["p95"] for _, cost in costs], rows, marker="|", s=130, color=COLOURS[1], linewidth=1.6, zorder=3)
     if min(means) > 0 and max(means) > LOG_SCALE_RATIO * min(means):
         axes.set_xscale("log")
-    for row, (_, cost) in zip(rows, costs, strict=True):
-        end = (max(cost["mean"], cost["median"], cost["p95"]), row)
-        text = f"{cost['mean']:.3g} s"
-        axes.annotate(text, end, (7, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
-    axes.set_yticks(rows, [plot_label(label) for label, _ in costs], fontsize=9, color=INK)
-    axes.margins(x=0.12)
+    names = [f"{plot_label(label)}  {cost['mean']:.3g} s" for label, cost in costs]
+    axes.set_yticks(rows, names, fontsize=9, color=INK)
     axes.set_xlabel("seconds per sample", fontsize=9, color=SOFT)
     _headline(figure, "Cost of each reward", "bar and number: mean; dark mark: median; orange mark: 95th percentile")
     return figure

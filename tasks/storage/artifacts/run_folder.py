@@ -65,11 +65,11 @@ class RunFolder:
 
     def require_writable(self) -> None:
         """Raise InputError unless files of the run can be written, listed, read and removed; in seconds."""
-        probe = self.path(f"{INCOMING}/probe-{uuid.uuid4().hex[:8]}")
+        name = f"{INCOMING}/probe-{uuid.uuid4().hex[:8]}"
+        probe = self.path(name)
         try:
             if is_local(self.filesystem):
-                with self.staging() as staged:
-                    write_file_atomically(self.filesystem, probe, b"probe", scratch=staged)
+                self.write_file(name, b"probe")
                 self.filesystem.rm_file(probe)
                 return
             filesystem = probe_filesystem(self._given_root)
