@@ -108,7 +108,7 @@ class Comparison:
 
 
 def compare_runs(
-    readers: Mapping[str, RunReader], fetched: Path, targets: TargetReader, versions: Mapping[str, int] | None = None
+    readers: Mapping[str, RunReader], fetched: Path, targets: TargetReader, versions: Mapping[str, int]
 ) -> Comparison:
     """Compare runs with the first.
 
@@ -123,9 +123,8 @@ def compare_runs(
     """
     places = {label: fetched / str(number) for number, label in enumerate(readers)}
     runs = [describe_run(label, reader, read_run(reader), places[label]) for label, reader in readers.items()]
-    wanted = versions or {}
-    candidates = {run.label: list(_evaluations(run, wanted.get(run.label), places[run.label])) for run in runs}
-    chosen = _choose_evaluations([candidates[run.label] for run in runs])
+    candidates = [list(_evaluations(run, versions.get(run.label), places[run.label])) for run in runs]
+    chosen = _choose_evaluations(candidates)
     compared = {run.label: each for run, each in zip(runs, chosen, strict=True) if each is not None}
     curves, omissions = compared_curves(runs)
     pairings, reasons = _pair(runs, compared)
