@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from grpo_core.errors import InputError, InputErrors
 from tasks.reports.compare_page import render_compare_page
 from tasks.reports.comparison import Comparison, compare_runs
+from tasks.reports.groups import MEDIUM
 from tasks.reports.images import TargetReader
 from tasks.reports.pages import require_page_path, write_page
-from tasks.reports.samples import MEDIUM
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunSummary, summary_of

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import InputError
+from tasks.reports.groups import LARGE, Groups, read_groups
 from tasks.reports.hacking import Verdict, hacking_verdict
 from tasks.reports.images import TargetReader
 from tasks.reports.pages import require_page_path, write_page
 from tasks.reports.run_page import Heldout, read_appearances, read_heldout, render_run_page
-from tasks.reports.samples import LARGE, Groups, read_groups
 from tasks.reports.text import baseline_rows, change
 from tasks.runs.layout import ROLLOUTS
 from tasks.runs.lookup import find_run, spans

@@ -32,8 +32,8 @@ from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, use_store
-from tasks.storage.prefect_results import registered_records, use_records
-from tasks.storage.run_lock import RunLock, current_lock, use_lock
+from tasks.storage.prefect_results import CURRENT_RECORDS, registered_records
+from tasks.storage.run_lock import CURRENT_LOCK, RunLock
 from tasks.update.update_policy import update_policy_task
 
 P = ParamSpec("P")
@@ -102,7 +102,7 @@ def score_concurrently(
     Raises:
         LockLostError: another process writes the run.
     """
-    current_lock().require_held()
+    CURRENT_LOCK.get().require_held()
     futures = {}
     for section in rewards:
         known = (earlier or {}).get(section.label, ())
@@ -125,7 +125,7 @@ def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Callabl
     Raises:
         LockLostError: another process writes the run.
     """
-    current_lock().require_held()
+    CURRENT_LOCK.get().require_held()
     task = configured(stage, f"{title}: {stage.name}", placement)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -139,8 +139,8 @@ def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Callabl
 async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     """Have the stages of this context write to a run's folder; the memory that they keep is released at the end."""
     use_store(store)
-    use_lock(lock)
-    use_records(await registered_records())
+    CURRENT_LOCK.set(lock)
+    CURRENT_RECORDS.set(await registered_records())
     # Without a client for the whole run each task opens its own, and a TLS context takes longer than the task.
     client = SyncClientContext.get_or_create()
     with not_waiting_for_ended_server(), run_resources(), client, stages_cancelled_on_signal(), shown_in_ui(store.run):

@@ -14,10 +14,11 @@ from rich.text import Text
 
 from flows.inspection.inspect_run import Inspection, heading
 from flows.terminal.tables import key_values, plain, relative, table_of
+from tasks.reports.groups import Group
 from tasks.reports.images import PRUNED
 from tasks.reports.metric_titles import metric_rows, metric_title
 from tasks.reports.run_page import plotted_metrics, progress, stage_shares
-from tasks.reports.samples import Group, Row
+from tasks.reports.samples import Row
 from tasks.reports.text import ASCII_BLOCKS, SPARK_WIDTH, UNICODE_BLOCKS, change, number, one_line, signed, sparkline
 from tasks.runs.run_view import RunView
 

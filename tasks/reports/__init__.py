@@ -1,6 +1,7 @@
 """Reports of a run, made from its artifacts alone: pages, plots, tables and the report of each iteration.
 
-samples           stored tables of samples joined, and each group best sample first
+samples           stored tables of samples joined
+groups            each group best sample first, with outputs and what was recorded of its actions
 images            stored images by sample id, targets, images as data links
 text              excerpts, Markdown, numbers and sparklines
 metric_titles     the table of metrics (metrics.csv): title, meaning, where each is shown

@@ -1,5 +1,6 @@
 """What runs have in common and what not: their settings, the curves that can be laid over one another, their mixes."""
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,8 +98,13 @@ def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, tuple[str | Non
 
     Besides the configuration these are the model, the prompts, the code of each stage, and library versions.
     """
-    rows = _differences([{**run.view.config, **_described(run)} for run in runs], "")
-    return {path: values for path, values in rows if path not in _UNCOMPARED}
+    settings = [dict(_flat({**run.view.config, **_described(run)}, "")) for run in runs]
+    values = {path: [each.get(path) for each in settings] for path in itertools.chain(*settings)}
+    return {
+        path: tuple(None if value is None else _written(value) for value in found)
+        for path, found in values.items()
+        if path not in _UNCOMPARED and any(value != found[0] for value in found)
+    }
 
 
 def _described(run: ComparedRun) -> dict[str, Any]:
@@ -112,27 +118,19 @@ def _described(run: ComparedRun) -> dict[str, Any]:
     }
 
 
-def _differences(values: Sequence[object], path: str) -> Iterator[tuple[str, tuple[str | None, ...]]]:
-    """Yield the paths below which the values differ; null and what is missing are the same."""
-    named = [_by_name(value) for value in values]
-    mappings = [value for value in named if isinstance(value, Mapping)]
-    if len(mappings) == len(named):
-        for key in dict.fromkeys(key for value in mappings for key in value):
-            yield from _differences([value.get(key) for value in mappings], f"{path}.{key}" if path else str(key))
-    elif any(value != named[0] for value in named):
-        yield path, tuple(None if value is None else _written(value) for value in named)
-
-
-def _by_name(value: object) -> object:
-    """Let rewards, data sets and the like go by their name and not by their place."""
+def _flat(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yield the path of each value, and the value; null is the same as what is missing."""
     if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
-        return {str(each.get("name") or each.get("reward") or place): each for place, each in enumerate(value)}
-    return value
+        # Rewards, data sets and the like go by their name and not by their place.
+        value = {str(each.get("name") or each.get("reward") or place): each for place, each in enumerate(value)}
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _flat(each, f"{path}.{key}" if path else str(key))
+    elif value is not None:
+        yield path, value
 
 
 def _written(value: object) -> str:
-    if isinstance(value, Mapping):
-        value = {key: each for key, each in value.items() if each is not None}
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -1,7 +1,8 @@
 """Runs compared: their held-out samples paired by prompt and sampling seed, and what cannot be compared and why."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from grpo_core.errors import InputError
@@ -12,10 +13,11 @@ from tasks.reports.compared_runs import (
     differing_settings,
     provenances,
 )
+from tasks.reports.groups import MEDIUM, Group, read_stages, show_groups
 from tasks.reports.images import TargetReader
 from tasks.reports.pairing import PairedDifference, Scores, paired_difference
 from tasks.reports.run_page import Curve
-from tasks.reports.samples import MEDIUM, Group, Row, Samples, read_stages, show_groups
+from tasks.reports.samples import Row, Samples
 from tasks.reports.text import counted
 from tasks.runs.layout import EVALUATIONS, GUARDRAILS, OTHER_EVALUATIONS, REWARDS, ROLLOUTS, stage_folder
 from tasks.runs.lookup import spans
@@ -34,13 +36,11 @@ class HeldoutSamples:
 
     Attributes:
         version: policy version.
-        of: name of the prompts; None for the run's own.
         table: the samples.
         labels: name of each score by what determines its values.
     """
 
     version: int
-    of: str | None
     table: Samples
     labels: Mapping[str, str]
 
@@ -101,14 +101,14 @@ class Comparison:
     curves: Sequence[Curve]
     versions: Mapping[str, int | None]
     pairings: Sequence[Pairing]
-    measure: str | None = None
-    prompts: Sequence[Mapping[str, Group]] = ()
-    total: int = 0
-    omissions: Sequence[str] = field(default_factory=list)
+    measure: str | None
+    prompts: Sequence[Mapping[str, Group]]
+    total: int
+    omissions: Sequence[str]
 
 
 def compare_runs(
-    readers: Mapping[str, RunReader], fetched: Path, targets: TargetReader, versions: Mapping[str, int] | None = None
+    readers: Mapping[str, RunReader], fetched: Path, targets: TargetReader, versions: Mapping[str, int]
 ) -> Comparison:
     """Compare runs with the first.
 
@@ -123,15 +123,12 @@ def compare_runs(
     """
     places = {label: fetched / str(number) for number, label in enumerate(readers)}
     runs = [describe_run(label, reader, read_run(reader), places[label]) for label, reader in readers.items()]
-    wanted = versions or {}
-    candidates = {run.label: list(_evaluations(run, wanted.get(run.label), places[run.label])) for run in runs}
-    chosen = _choose_evaluations([candidates[run.label] for run in runs])
+    candidates = [list(_evaluations(run, versions.get(run.label), places[run.label])) for run in runs]
+    chosen = _choose_evaluations(candidates)
     compared = {run.label: each for run, each in zip(runs, chosen, strict=True) if each is not None}
     curves, omissions = compared_curves(runs)
     pairings, reasons = _pair(runs, compared)
-    measure, key = _shown_measure(compared, pairings)
-    common = _common_prompts(compared, pairings)
-    prompts = _side_by_side(compared, pairings, key, common, targets) if key is not None else []
+    measure, prompts, total = _side_by_side(compared, pairings, targets)
     return Comparison(
         runs=runs,
         settings=differing_settings(runs),
@@ -140,7 +137,7 @@ def compare_runs(
         pairings=pairings,
         measure=measure,
         prompts=prompts,
-        total=len(common),
+        total=total,
         omissions=[*reasons, *omissions],
     )
 
@@ -180,7 +177,7 @@ def _read_evaluation(run: ComparedRun, name: str | None, view: EvaluationView, f
             # A reward may be in a mix several times, for other prompts each time.
             several = list(origins.values()).count(origin) > 1
             labels[f"{origin} {label}" if several else origin] = label
-    return HeldoutSamples(view.version, name, table, labels)
+    return HeldoutSamples(view.version, table, labels)
 
 
 def _guardrails(reader: RunReader, evaluation: str) -> Iterator[ArtifactRef]:
@@ -193,27 +190,29 @@ def _guardrails(reader: RunReader, evaluation: str) -> Iterator[ArtifactRef]:
 def _choose_evaluations(candidates: Sequence[Sequence[HeldoutSamples]]) -> list[HeldoutSamples | None]:
     """Choose the evaluations that share the most prompts and seeds with one of the first run; its own where equal."""
     first, *others = candidates
-    best: tuple[tuple[int, int], list[HeldoutSamples | None]] = ((-1, -1), [None] * len(candidates))
-    for base in first:
-        chosen: list[HeldoutSamples | None] = [base]
-        shared = (0, 0)
-        for each in others:
-            found = max(each, key=lambda other: _shared(base, other), default=None)
-            chosen.append(found)
-            if found is not None:
-                shared = (shared[0] + _shared(base, found)[0], shared[1] + _shared(base, found)[1])
-        if shared > best[0]:
-            best = shared, chosen
-    if best[0] < (0, 0):
-        return [None, *(each[0] if each else None for each in others)]
-    return best[1]
+    if not first:
+        return [None, *(next(iter(each), None) for each in others)]
+
+    def shared(chosen: Sequence[HeldoutSamples | None]) -> tuple[int, int]:
+        counts = [_shared(chosen[0], each) for each in chosen[1:] if chosen[0] and each]
+        return sum(prompts for prompts, _ in counts), sum(seeds for _, seeds in counts)
+
+    choices: list[list[HeldoutSamples | None]] = [
+        [base, *(max(each, key=partial(_shared, base), default=None) for each in others)] for base in first
+    ]
+    return max(choices, key=shared)
 
 
 def _shared(first: HeldoutSamples, second: HeldoutSamples) -> tuple[int, int]:
     """Count the prompts and the sampling seeds that two evaluations share."""
+    common = _common_seeds(first, second)
+    return len(common), sum(len(one & other) for one, other in common)
+
+
+def _common_seeds(first: HeldoutSamples, second: HeldoutSamples) -> list[tuple[set[int], set[int]]]:
+    """Return the seeds on both sides of each prompt that two evaluations share."""
     one, other = first.prompts, second.prompts
-    common = [prompt for prompt in one if prompt in other]
-    return len(common), sum(len(one[prompt] & other[prompt]) for prompt in common)
+    return [(seeds, other[prompt]) for prompt, seeds in one.items() if prompt in other]
 
 
 def _pair(runs: Sequence[ComparedRun], compared: Mapping[str, HeldoutSamples]) -> tuple[list[Pairing], list[str]]:
@@ -227,37 +226,17 @@ def _pair(runs: Sequence[ComparedRun], compared: Mapping[str, HeldoutSamples]) -
         side = compared.get(run.label)
         if side is None:
             reasons.append(f"{run.label} has no stored evaluation, so it is not paired; {_evaluate(run.label)}")
-            continue
-        one, other = base.prompts, side.prompts
-        common = [prompt for prompt in one if prompt in other]
-        if run.view.noun != first.view.noun:
-            reasons.append(
-                f"{run.label} samples {run.view.noun}s and {first.label} {first.view.noun}s: nothing is paired"
-            )
-            continue
-        if not common:
+        elif run.view.noun != first.view.noun:
+            nouns = f"{run.label} samples {run.view.noun}s and {first.label} {first.view.noun}s"
+            reasons.append(f"{nouns}: nothing is paired")
+        elif not _common_seeds(base, side):
             reasons.append(
                 f"{run.label} has no held-out prompt in common with {first.label}, so nothing is paired; "
                 f"`grpo evaluate {run.label} --prompts FILE` with the prompts of {first.label} makes them comparable"
             )
-            continue
-        left_out = (len(one) - len(common), len(other) - len(common))
-        if any(left_out):
-            text = f"{counted(left_out[0], 'prompt')} of {first.label} and {left_out[1]} of {run.label}"
-            reasons.append(f"{run.label}: {counted(len(common), 'held-out prompt')} in common; left out are {text}")
-        same_seeds = all(one[prompt] == other[prompt] for prompt in common)
-        if not same_seeds:
-            reasons.append(
-                f"{run.label}: some held-out samples have other seeds than those of {first.label} (evaluate.seed, "
-                "samples_per_prompt, or the order of the prompts); without a common seed a prompt's means are compared"
-            )
-        found = [(label, paired_difference(base.scores(key), side.scores(key))) for key, label in _common(base, side)]
-        # A single reward of weight 1 is the combined reward.
-        distinct = {
-            tuple(each.by_prompt.values()): (label, each) for label, each in reversed(found) if each is not None
-        }
-        differences = dict(reversed(distinct.values()))
-        pairings.append(Pairing(run.label, len(common), same_seeds, differences))
+        else:
+            pairings.append(_paired(run.label, base, side))
+            reasons += _incomplete(first.label, base, pairings[-1], side)
     return pairings, reasons
 
 
@@ -265,51 +244,55 @@ def _evaluate(label: str) -> str:
     return f"`grpo evaluate {label} --prompts FILE` makes one"
 
 
-def _common(first: HeldoutSamples, second: HeldoutSamples) -> list[tuple[str, str]]:
-    return [(key, label) for key, label in first.labels.items() if key in second.labels]
+def _paired(label: str, first: HeldoutSamples, second: HeldoutSamples) -> Pairing:
+    known = [(key, name) for key, name in first.labels.items() if key in second.labels]
+    found = [(name, paired_difference(first.scores(key), second.scores(key))) for key, name in known]
+    # A single reward of weight 1 is the combined reward.
+    distinct = {tuple(each.by_prompt.values()): (name, each) for name, each in reversed(found) if each is not None}
+    common = _common_seeds(first, second)
+    same_seeds = all(one == other for one, other in common)
+    return Pairing(label, len(common), same_seeds, dict(reversed(distinct.values())))
 
 
-def _shown_measure(
-    compared: Mapping[str, HeldoutSamples], pairings: Sequence[Pairing]
-) -> tuple[str | None, str | None]:
-    """Return name and key of the first score that all paired runs have; the combined reward comes first."""
-    if not pairings:
-        return None, None
-    base, *others = [compared[label] for label in compared if label in _paired(compared, pairings)]
-    for key, label in base.labels.items():
-        if all(key in each.labels for each in others):
-            return label, key
-    return None, None
-
-
-def _paired(compared: Mapping[str, HeldoutSamples], pairings: Sequence[Pairing]) -> list[str]:
-    return [next(iter(compared)), *(each.label for each in pairings)]
-
-
-def _common_prompts(compared: Mapping[str, HeldoutSamples], pairings: Sequence[Pairing]) -> list[str]:
-    if not pairings:
-        return []
-    first, *others = [compared[label].prompts for label in _paired(compared, pairings)]
-    return [prompt for prompt in first if all(prompt in each for each in others)]
+def _incomplete(base: str, first: HeldoutSamples, pairing: Pairing, second: HeldoutSamples) -> Iterator[str]:
+    """Say which prompts and seeds two paired runs do not share."""
+    left_out = (len(first.prompts) - pairing.prompts, len(second.prompts) - pairing.prompts)
+    if any(left_out):
+        text = f"{counted(left_out[0], 'prompt')} of {base} and {left_out[1]} of {pairing.label}"
+        yield f"{pairing.label}: {counted(pairing.prompts, 'held-out prompt')} in common; left out are {text}"
+    if not pairing.same_seeds:
+        yield (
+            f"{pairing.label}: some held-out samples have other seeds than those of {base} (evaluate.seed, "
+            "samples_per_prompt, or the order of the prompts); without a common seed a prompt's means are compared"
+        )
 
 
 def _side_by_side(
-    compared: Mapping[str, HeldoutSamples],
-    pairings: Sequence[Pairing],
-    key: str,
-    common: Sequence[str],
-    targets: TargetReader,
-) -> list[dict[str, Group]]:
-    """Read the samples of the prompts that differ most in the score of this key, with that score as their reward."""
-    labels = _paired(compared, pairings)
-    name = compared[labels[0]].labels[key]
+    compared: Mapping[str, HeldoutSamples], pairings: Sequence[Pairing], targets: TargetReader
+) -> tuple[str | None, list[dict[str, Group]], int]:
+    """Read the samples of the prompts that differ most in the first score that all paired runs have.
+
+    Returns:
+        The score's name, None without one; groups by run of each prompt, with that score as the samples' reward; and
+        the number of prompts that all paired runs have.
+    """
+    if not pairings:
+        return None, [], 0
+    paired = {label: compared[label] for label in (next(iter(compared)), *(each.label for each in pairings))}
+    base, *others = paired.values()
+    prompts, *rest = (each.prompts for each in paired.values())
+    common = [prompt for prompt in prompts if all(prompt in each for each in rest)]
+    # The combined reward comes first.
+    key = next((key for key in base.labels if all(key in each.labels for each in others)), None)
+    if key is None:
+        return None, [], len(common)
+    measure = base.labels[key]
     moved = {
-        prompt: max(abs(each.differences[name].by_prompt.get(prompt, 0.0)) for each in pairings) for prompt in common
+        prompt: max(abs(each.differences[measure].by_prompt.get(prompt, 0.0)) for each in pairings) for prompt in common
     }
     chosen = sorted(common, key=lambda prompt: -moved[prompt])[:MAX_PROMPTS]
     shown: dict[str, dict[str, Group]] = {prompt: {} for prompt in chosen}
-    for label in labels:
-        side = compared[label]
+    for label, side in paired.items():
         own = side.labels[key]
         by_prompt: dict[str, list[Row]] = {prompt: [] for prompt in chosen}
         for row in sorted(side.table.rows, key=lambda row: row["sample_id"]):
@@ -320,4 +303,4 @@ def _side_by_side(
             for row in group.samples:
                 row["reward"] = row["reward"] if own == "reward" else row["breakdown"][own]
             shown[prompt][label] = group
-    return list(shown.values())
+    return measure, list(shown.values()), len(common)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.hacking import MIN_DIFFERENCES, HackingRule, hacking_signs
@@ -30,7 +30,8 @@ class Verdict:
 
 def hacking_verdict(run: RunView) -> Verdict:
     """Apply the run's own rule to its guardrails and to the rewards of weight 0, which are measured only."""
-    watch = _section(run.config, "watch")
+    section = run.config.get("watch")
+    watch = section if isinstance(section, Mapping) else {}
     try:
         rule = HackingRule(**{each.name: watch[each.name] for each in fields(HackingRule) if each.name in watch})
     except InputError as error:
@@ -50,22 +51,14 @@ def hacking_verdict(run: RunView) -> Verdict:
     signs = hacking_signs([int(version) for version in versions], [rewards[each] for each in versions], levels, rule)
     if signs:
         found = ", ".join(sign.guardrail for sign in signs)
-        stopped = (
-            ("the run was stopped for it (watch.on_sign)",)
-            if watch.get("on_sign") == "stop" and not run.finished
-            else ()
-        )
-        return Verdict("signs", f"signs in {found}", (*map(str, signs), *stopped))
+        stopped = watch.get("on_sign") == "stop" and not run.finished
+        note = ("the run was stopped for it (watch.on_sign)",) if stopped else ()
+        return Verdict("signs", f"signs in {found}", (*map(str, signs), *note))
     return Verdict("none", f"no sign in {', '.join(measures)}", tuple(_trends(rewards, measures)))
 
 
 def _unknown(reason: str) -> Verdict:
     return Verdict("unknown", "cannot be told", (reason,))
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, Mapping) else {}
 
 
 def _measured_only(run: RunView) -> dict[str, Points]:

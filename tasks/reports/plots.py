@@ -18,13 +18,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from tasks.reports.statistics import BINS
 from tasks.reports.text import counted
 
 DOTS_PER_INCH = 110
 COLOURS = ("#2563eb", "#c2410c", "#0f766e", "#7c3aed", "#a16207", "#be185d", "#4d7c0f", "#0e7490", "#6b7280", "#111827")
 INK, SOFT, LINE = "#16191d", "#5b6470", "#dfe3e8"
 MAX_MARKERS = 60
-"""A line of more points than this has a marker at its last point only."""
+"""A line of more points than this has no marker at each of them."""
 
 _THEME = {INK: "--ink", SOFT: "--soft", LINE: "--line", **{COLOURS[index]: f"--s{index}" for index in range(6)}}
 """Variables of the pages' style sheet by the colour that represents them in a figure."""
@@ -33,9 +34,6 @@ DASHES = ("solid", "dashed", "dotted")
 """Of the first six series, the next six, and those after them."""
 
 _TOOLTIP = "tooltip:"
-
-BINS = 40
-"""Of a distribution over rewards."""
 
 FAINTEST = 0.18
 

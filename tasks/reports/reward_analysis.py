@@ -9,6 +9,7 @@ import polars as pl
 
 from configs.scoring import RewardSection
 from grpo_core.rewards.registry import build_reward
+from tasks.reports.samples import verified
 from tasks.reports.statistics import (
     GROUP,
     SAMPLE,
@@ -22,7 +23,7 @@ from tasks.reports.statistics import (
     with_groups,
 )
 from tasks.rewards.rows import batches_of, score_rows
-from tasks.runs.layout import SCORES_FILE, STATES
+from tasks.runs.layout import SCORES_FILE
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -43,12 +44,12 @@ def read_scores(store: ArtifactStore, rounds: Mapping[int, Sequence[SamplingRoun
     """
     frames = []
     with tempfile.TemporaryDirectory() as fetched:
+        fetch = verified(store, Path(fetched))
         for iteration, parts in rounds.items():
             for part in parts:
-                samples = _samples(store, part, Path(fetched))
+                samples = _samples(fetch(part.rollouts))
                 for label, reference in part.rewards.items():
-                    folder = store.local_files(reference, Path(fetched) / reference.folder)
-                    scores = pl.read_parquet(folder / SCORES_FILE, columns=["sample_id", *NUMBERS, "failure"])
+                    scores = pl.read_parquet(fetch(reference) / SCORES_FILE, columns=["sample_id", *NUMBERS, "failure"])
                     frames.append(_joined(samples, scores, label, iteration))
     return pl.concat(frames).with_columns(run=pl.lit(store.run))
 
@@ -62,11 +63,11 @@ def score_again(
     """
     frames = []
     with tempfile.TemporaryDirectory() as fetched:
-        table = _samples(store, part, Path(fetched))
+        source = verified(store, Path(fetched))(part.rollouts)
+        table = _samples(source)
         groups = table.group_by("group_id", maintain_order=True).len().with_columns(sum=pl.col("len").cum_sum())
         chosen = groups.filter(pl.col("sum") - pl.col("len") < samples)["group_id"].to_list()
         wanted = table.filter(pl.col("group_id").is_in(chosen))
-        source = store.local_files(part.rollouts, Path(fetched) / part.rollouts.folder, without=STATES)
         for section in sections:
             reward = build_reward(section.reward, section.settings)
             names = frozenset(wanted["sample_id"])
@@ -81,9 +82,8 @@ def score_again(
     return pl.concat(frames).with_columns(run=pl.lit(store.run))
 
 
-def _samples(store: ArtifactStore, part: SamplingRound, fetched: Path) -> pl.DataFrame:
-    folder = store.local_files(part.rollouts, fetched / part.rollouts.folder, without=STATES)
-    return pl.read_parquet(sorted(folder.glob("*.parquet")), columns=["sample_id", "group_id", "dataset"])
+def _samples(rollouts: Path) -> pl.DataFrame:
+    return pl.read_parquet(sorted(rollouts.glob("*.parquet")), columns=["sample_id", "group_id", "dataset"])
 
 
 def _joined(samples: pl.DataFrame, scores: pl.DataFrame, label: str, iteration: int) -> pl.DataFrame:

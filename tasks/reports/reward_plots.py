@@ -10,26 +10,29 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
-from scipy.optimize import isotonic_regression
 
-from tasks.reports.plots import COLOURS, DOTS_PER_INCH, INK, SOFT, colour_of, integer_ticks, new_figure, quiet
+from tasks.reports.plots import (
+    COLOURS,
+    DOTS_PER_INCH,
+    INK,
+    MAX_MARKERS,
+    SOFT,
+    colour_of,
+    integer_ticks,
+    new_figure,
+    quiet,
+)
 from tasks.reports.statistics import Statistics, histogram_of, settled
-from tasks.reports.text import correlation, percent
+from tasks.reports.text import change, correlation, percent
 
 FONT = "DejaVu Sans"
 """Ships with matplotlib."""
 
 MAX_LETTERS = 30
-MAX_MARKERS = 40
-"""A line of more points than this has no markers."""
-
 PANELS_PER_ROW = 4
 
 LOG_SCALE_RATIO = 50
 """Ratio of the highest to the lowest cost, beyond which the axis is logarithmic."""
-
 
 Series = Sequence[float | None]
 
@@ -48,8 +51,8 @@ def plot_rewards(analysis: Statistics, scores: pl.DataFrame) -> dict[str, bytes]
     return {name: _png_of(figure) for name, figure in figures.items() if figure is not None}
 
 
-def _panels(analysis: Statistics, fill: Callable[[Axes, Statistics], bool]) -> Figure:
-    """Plot one panel per reward with its name above; `fill` returns False for a panel without values."""
+def _panels(analysis: Statistics, fill: Callable[[Axes, Statistics], str | None]) -> Figure:
+    """Plot one panel per reward with its name above; `fill` returns the panel's note, or None without values."""
     rewards = analysis["rewards"]
     columns = min(PANELS_PER_ROW, len(rewards))
     rows = math.ceil(len(rewards) / columns)
@@ -57,9 +60,10 @@ def _panels(analysis: Statistics, fill: Callable[[Axes, Statistics], bool]) -> F
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for panel, reward in zip(panels, rewards, strict=False):
         quiet(panel, grid="y")
-        panel.set_title(plot_label(reward["label"]), fontsize=10, color=INK, loc="left")
-        if not fill(panel, reward):
-            panel.text(0.5, 0.5, "no values", transform=panel.transAxes, ha="center", va="center", color=SOFT)
+        panel.locator_params(axis="y", nbins=4)
+        note = fill(panel, reward)
+        panel.set_title(f"{plot_label(reward['label'])}\n{note or 'no values'}", fontsize=9, color=INK, loc="left")
+        if note is None:
             panel.set(xticks=[], yticks=[])
     for panel in panels[len(rewards) :]:
         panel.set_visible(False)
@@ -75,22 +79,19 @@ def plot_histograms(analysis: Statistics, scores: pl.DataFrame) -> Figure:
     return figure
 
 
-def _histogram(panel: Axes, reward: Statistics, scores: pl.DataFrame) -> bool:
+def _histogram(panel: Axes, reward: Statistics, scores: pl.DataFrame) -> str | None:
     histogram = histogram_of(settled(scores.filter(pl.col("label") == reward["label"]), ["value"])["value"])
     if histogram is None:
-        return False
+        return None
     (counts, edges), mean, saturation = histogram, reward["spread"]["mean"], reward["saturation"]
     panel.stairs(counts, edges, fill=True, color=COLOURS[0], alpha=0.85)
-    panel.axvline(mean, ymax=0.86, color=COLOURS[1], linewidth=1.4, linestyle="--")
+    panel.axvline(mean, color=COLOURS[1], linewidth=1.4, linestyle="--")
     panel.set_xlim(edges[0], edges[-1])
-    panel.set_ylim(0, max(counts) * 1.28)
-    panel.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    panel.xaxis.set_major_locator(MaxNLocator(nbins=5))
+    panel.locator_params(axis="x", nbins=5)
     note = f"mean {mean:.3g}"
     if (edges[0], edges[-1]) == (0.0, 1.0):
         note += f"   at 0: {percent(saturation['at_floor'])}   at 1: {percent(saturation['at_ceiling'])}"
-    panel.text(0.03, 0.98, note, transform=panel.transAxes, va="top", fontsize=8, color=SOFT)
-    return True
+    return note
 
 
 def plot_trend(analysis: Statistics) -> Figure | None:
@@ -103,21 +104,15 @@ def plot_trend(analysis: Statistics) -> Figure | None:
     return figure
 
 
-def _trend(panel: Axes, reward: Statistics) -> bool:
+def _trend(panel: Axes, reward: Statistics) -> str | None:
     points = [(point["iteration"], point["mean"]) for point in reward["trend"] if point["mean"] is not None]
     if not points:
-        return False
+        return None
     iterations, means = zip(*points, strict=True)
     marker = "o" if len(points) <= MAX_MARKERS else ""
     panel.plot(iterations, means, color=COLOURS[0], linewidth=1.8, marker=marker, markersize=3.5)
-    low, high = min(means), max(means)
-    room = (high - low) or abs(high) * 0.1 or 1.0
-    panel.set_ylim(low - 0.08 * room, high + 0.3 * room)
-    panel.yaxis.set_major_locator(MaxNLocator(nbins=4))
     panel.xaxis.set_major_locator(integer_ticks(5))
-    note = f"{means[0]:.3f} → {means[-1]:.3f}  ({means[-1] - means[0]:+.3f})"
-    panel.text(0.03, 0.98, note, transform=panel.transAxes, va="top", fontsize=8, color=SOFT)
-    return True
+    return change(means[0], means[-1])
 
 
 def plot_agreement(analysis: Statistics) -> Figure | None:
@@ -126,17 +121,13 @@ def plot_agreement(analysis: Statistics) -> Figure | None:
     if count < 2:
         return None
     side = 1.3 + 0.62 * count
-    figure = new_figure(2 * side + 3.6, side + 2.25)
+    figure = new_figure(2 * side + 2.4, side + 2.25)
     overall, within = figure.subplots(1, 2, sharey=True)
     _matrix(overall, analysis, "over all samples", lambda pair: pair["ranks"]["overall"])
     title = "within groups, mean: what a policy learns from"
     _matrix(within, analysis, title, lambda pair: pair["ranks"]["within_groups"])
-    within.tick_params(left=False)
-    bar = figure.colorbar(within.images[0], ax=[overall, within], shrink=0.7, aspect=30, pad=0.01)
-    bar.set_label("Spearman's rank correlation", fontsize=9, color=SOFT)
-    bar.ax.tick_params(labelsize=8, colors=SOFT)
-    bar.outline.set_visible(False)
-    _headline(figure, "Agreement between rewards", "1: the same order; 0: unrelated; -1: the reverse; –: not defined")
+    meaning = "Spearman's rank correlation; 1: the same order; 0: unrelated; -1: the reverse; –: not defined"
+    _headline(figure, "Agreement between rewards", meaning)
     return figure
 
 
@@ -153,8 +144,6 @@ def _matrix(panel: Axes, analysis: Statistics, title: str, measure: Callable[[St
         rho = float(matrix[row, column])
         text = "" if row == column else "–" if math.isnan(rho) else correlation(rho)
         colour = "white" if abs(rho) > 0.6 else INK
-        if row == column:
-            panel.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, color="white"))
         panel.text(column, row, text, ha="center", va="center", fontsize=8.5, color=colour)
     names = [plot_label(label, 24) for label in labels]
     panel.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor", fontsize=9)
@@ -180,12 +169,8 @@ def plot_cost(analysis: Statistics) -> Figure | None:
     axes.scatter([cost["p95"] for _, cost in costs], rows, marker="|", s=130, color=COLOURS[1], linewidth=1.6, zorder=3)
     if min(means) > 0 and max(means) > LOG_SCALE_RATIO * min(means):
         axes.set_xscale("log")
-    for row, (_, cost) in zip(rows, costs, strict=True):
-        end = (max(cost["mean"], cost["median"], cost["p95"]), row)
-        text = f"{cost['mean']:.3g} s"
-        axes.annotate(text, end, (7, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
-    axes.set_yticks(rows, [plot_label(label) for label, _ in costs], fontsize=9, color=INK)
-    axes.margins(x=0.12)
+    names = [f"{plot_label(label)}  {cost['mean']:.3g} s" for label, cost in costs]
+    axes.set_yticks(rows, names, fontsize=9, color=INK)
     axes.set_xlabel("seconds per sample", fontsize=9, color=SOFT)
     _headline(figure, "Cost of each reward", "bar and number: mean; dark mark: median; orange mark: 95th percentile")
     return figure
@@ -204,9 +189,8 @@ def plot_watch(versions: Sequence[int], rewards: Series, guardrails: Mapping[str
     figure = new_figure(10.5, UPPER + lower + 0.9)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[UPPER, lower])
     below.axhline(1.0, color=SOFT, linewidth=1, linestyle="--")
-    _plot_lines(above, versions, {"reward": rewards}, [INK], "{}  {:.3f}", width=2.4, margin=0.15, inches=UPPER)
-    colours = [colour_of(index) for index in range(len(plotted))]
-    _plot_lines(below, versions, plotted, colours, "{}  ×{:.2f}", width=1.8, margin=0.06, inches=lower - 0.4)
+    _plot_lines(above, versions, {"reward": rewards}, [INK], "{:.3f}  {}")
+    _plot_lines(below, versions, plotted, [colour_of(index) for index in range(len(plotted))], "×{:.2f}  {}")
     above.set_ylabel("held-out reward", fontsize=9, color=SOFT)
     below.set_ylabel("guardrail / its first value", fontsize=9, color=SOFT)
     below.set_xlabel("policy version", fontsize=9, color=SOFT)
@@ -228,56 +212,21 @@ def normalised(series: Series) -> list[float | None] | None:
 
 
 def _plot_lines(
-    axes: Axes,
-    versions: Sequence[int],
-    lines: Mapping[str, Series],
-    colours: Sequence[str],
-    form: str,
-    *,
-    width: float,
-    margin: float,
-    inches: float,
+    axes: Axes, versions: Sequence[int], lines: Mapping[str, Series], colours: Sequence[str], form: str
 ) -> None:
-    """Plot the values that there are, with each line's name and last value to the right of the axes.
-
-    The names stand as close to the height of their line's end as the others allow; the axes are about so many inches
-    high, and a share of them, the margin, stays free above and below.
-    """
+    """Plot the values that there are, with each line's last value and name in a legend to the right of the axes."""
     quiet(axes, grid="y")
-    ends = []
+    axes.margins(x=0.02, y=0.1)
     for (name, series), colour in zip(lines.items(), colours, strict=True):
         points = [(version, value) for version, value in zip(versions, series, strict=True) if value is not None]
         if points:
+            label = form.format(points[-1][1], plot_label(name))
             marker = "o" if len(points) <= MAX_MARKERS else ""
-            axes.plot(*zip(*points, strict=True), color=colour, linewidth=width, marker=marker, markersize=3.5)
-            ends.append((points[-1][1], form.format(plot_label(name), points[-1][1]), colour))
-    axes.margins(x=0.02, y=margin)
-    low, high = axes.get_ylim()
-    ends.sort(key=lambda end: end[0])
-    shares = [(value - low) / (high - low) for value, _, _ in ends]
-    arrow = {"arrowstyle": "-", "linewidth": 0.7, "alpha": 0.6, "relpos": (0, 0.5), "shrinkA": 2, "shrinkB": 0}
-    for share, height, (_, name, colour) in zip(shares, spread_apart(shares, gap=0.17 / inches), ends, strict=True):
-        axes.annotate(
-            name,
-            xy=(1.0, share),
-            xytext=(1.05, height),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            va="center",
-            fontsize=9,
-            color=colour,
-            arrowprops={**arrow, "color": colour},
-            annotation_clip=False,
-        )
-
-
-def spread_apart(positions: Sequence[float], gap: float) -> list[float]:
-    """Move ascending positions as little as needed to be at least `gap` apart.
-
-    Those that collide share the room around their mean: isotonic regression of the positions minus their gaps.
-    """
-    gaps = gap * np.arange(len(positions))
-    return list(isotonic_regression(positions - gaps).x + gaps) if positions else []
+            axes.plot(
+                *zip(*points, strict=True), color=colour, linewidth=1.8, marker=marker, markersize=3.5, label=label
+            )
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9, labelcolor="linecolor")
 
 
 def _png_of(figure: Figure) -> bytes:

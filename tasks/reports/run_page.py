@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 from tasks.metrics.names import split_stream
+from tasks.reports.groups import MEDIUM, SMALL, Group, Groups, read_groups
 from tasks.reports.hacking import Verdict
 from tasks.reports.images import TargetReader
 from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title, with_streams
 from tasks.reports.pages import render
-from tasks.reports.samples import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
+from tasks.reports.samples import TRAITS, varying
 from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView
@@ -76,7 +78,8 @@ def read_heldout(
         # Only the ends are certain to be valid.
         if ends or found.shown:
             versions.append(run.evaluated[index].version)
-            sides.append({group.samples[0]["group_id"]: _by_sample_id(group) for group in found.shown})
+            groups = [replace(each, samples=sorted(each.samples, key=itemgetter("sample_id"))) for each in found.shown]
+            sides.append({group.samples[0]["group_id"]: group for group in groups})
             total = max(total, found.total)
     prompts = [[side[name] for side in sides] for name in sides[0] if all(name in side for side in sides)]
     seeds = [[[row["seed"] for row in group.samples] for group in groups] for groups in prompts]
@@ -101,10 +104,6 @@ def read_appearances(reader: RunReader, run: RunView, groups: Groups, fetched: P
         for prompt, known in rewards.items():
             found.setdefault(prompt, []).append((view.iteration, fmean(known)))
     return found
-
-
-def _by_sample_id(group: Group) -> Group:
-    return replace(group, samples=sorted(group.samples, key=lambda row: row["sample_id"]))
 
 
 def render_run_page(

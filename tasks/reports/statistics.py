@@ -132,9 +132,4 @@ def histogram_of(values: pl.Series) -> tuple[npt.NDArray[np.int64], npt.NDArray[
     known = values.drop_nulls().to_numpy()
     if not known.size:
         return None
-    low, high = (0.0, 1.0) if known.min() >= 0 and known.max() <= 1 else (float(known.min()), float(known.max()))
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    # numpy.histogram rounds its edges, and 0.3 would not be in the bin that begins there.
-    bins = np.floor((known - low) / (high - low) * BINS).astype(int).clip(0, BINS - 1)
-    return np.bincount(bins, minlength=BINS), np.linspace(low, high, BINS + 1)
+    return np.histogram(known, BINS, (0.0, 1.0) if known.min() >= 0 and known.max() <= 1 else None)

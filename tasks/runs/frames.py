@@ -10,13 +10,14 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.images import decode_stored
+from grpo_core.streams import STREAMS
 from tasks.prompts.files import nearest_names
 from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, evaluation_folder, iteration_folder
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.advantages import STREAM, one_per_sample, read_advantages
+from tasks.storage.tables.advantages import STREAM, read_advantages
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -208,10 +209,11 @@ def _artifacts(reader: RunReader, folder: str, stage: str) -> Iterator[str]:
 
 
 def _rated(advantages: pl.DataFrame, keys: list[str]) -> Iterator[pl.DataFrame]:
-    """Yield reward and advantage of each sample, and of several streams the advantages by stream."""
+    """Yield reward and advantage of each sample by its first stream, and of several streams the advantages of each."""
     if advantages.is_empty():
         return
-    yield pl.DataFrame(one_per_sample(advantages.to_arrow())).drop(STREAM)
+    place = pl.col(STREAM).replace_strict({stream: number for number, stream in enumerate(STREAMS)})
+    yield advantages.filter(place == place.min().over(keys)).drop(STREAM)
     if advantages[STREAM].n_unique() > 1:
         named = advantages.with_columns(pl.format("advantages/{}", STREAM).alias(STREAM))
         yield named.pivot(STREAM, index=keys, values="advantage", maintain_order=True)

@@ -170,14 +170,5 @@ async def registered_records() -> StageRecords:
     return records
 
 
-_CURRENT: ContextVar[StageRecords] = ContextVar("stage_records")
-
-
-def use_records(records: StageRecords) -> None:
-    """Make this the storage of the results of stages in the current context."""
-    _CURRENT.set(records)
-
-
-def current_records() -> StageRecords:
-    """Return the storage of the current context."""
-    return _CURRENT.get()
+CURRENT_RECORDS: ContextVar[StageRecords] = ContextVar("stage_records")
+"""The storage of the results of stages in the current context."""

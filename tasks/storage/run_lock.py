@@ -167,14 +167,5 @@ def _is_at(descriptor: int, path: Path) -> bool:
     return os.path.samestat(there, os.fstat(descriptor))
 
 
-_CURRENT: ContextVar[RunLock] = ContextVar("run_lock")
-
-
-def use_lock(lock: RunLock) -> None:
-    """Make this the lock that stages of the current context need."""
-    _CURRENT.set(lock)
-
-
-def current_lock() -> RunLock:
-    """Return the lock of the current context."""
-    return _CURRENT.get()
+CURRENT_LOCK: ContextVar[RunLock] = ContextVar("run_lock")
+"""The lock that stages of the current context need."""

@@ -38,14 +38,11 @@ class ArtifactWriter(RunFolder):
     """
 
     def __init__(self, root: str, run: str, cache: ReadCache | None = None) -> None:
-        """Point at a run; nothing is written yet.
+        """Point at a run as :class:`RunFolder` does.
 
         Args:
             root: a folder or any fsspec URL.
             cache: copies of files that are read from a remote root; None for the one in the user's cache folder.
-
-        Raises:
-            InputError: credentials in a URL, one of an unknown kind, or of one whose package is not installed.
         """
         super().__init__(root, run)
         protocol = self.filesystem.protocol

@@ -65,11 +65,11 @@ class RunFolder:
 
     def require_writable(self) -> None:
         """Raise InputError unless files of the run can be written, listed, read and removed; in seconds."""
-        probe = self.path(f"{INCOMING}/probe-{uuid.uuid4().hex[:8]}")
+        name = f"{INCOMING}/probe-{uuid.uuid4().hex[:8]}"
+        probe = self.path(name)
         try:
             if is_local(self.filesystem):
-                with self.staging() as staged:
-                    write_file_atomically(self.filesystem, probe, b"probe", scratch=staged)
+                self.write_file(name, b"probe")
                 self.filesystem.rm_file(probe)
                 return
             filesystem = probe_filesystem(self._given_root)
@@ -141,17 +141,12 @@ class RunFolder:
                 stack.enter_context(locked_file(incoming / _COMMIT_LOCK))
             elif not self._depth:
                 self._lease = wait_for_lease(self.filesystem, self.path(f".{_COMMIT_LOCK}"), this_process())
-                stack.callback(self._release)
+                stack.callback(self._lease.release)
             self._depth += 1
             try:
                 yield
             finally:
                 self._depth -= 1
-
-    def _release(self) -> None:
-        lease, self._lease = self._lease, None
-        assert lease is not None, "a lease is released once"
-        lease.release()
 
     def require_commit_lock(self) -> None:
         """Refuse to finish a commit in a bucket whose lock another process has taken over meanwhile.

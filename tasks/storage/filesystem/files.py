@@ -23,7 +23,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from grpo_core.errors import InputError
 
-_CHUNK = 1 << 20
 _AT_ONCE = 16
 _LOCK, _CHECKSUM = "lock", "checksum"
 
@@ -35,11 +34,8 @@ def is_local(filesystem: AbstractFileSystem) -> bool:
 
 def sha256_of(filesystem: AbstractFileSystem, path: str) -> str:
     """Return the hex digest of a file."""
-    digest = hashlib.sha256()
     with filesystem.open(path, "rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def files_below(folder: Path) -> dict[str, Path]:

@@ -19,11 +19,10 @@ import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import psutil
 from fsspec import AbstractFileSystem
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from tasks.storage.filesystem.failures import is_conflict
 
@@ -97,10 +96,11 @@ def this_process() -> Holder:
 
 
 def read_holder(content: bytes) -> Holder | None:
-    """Read the holder from a lock's content; None if it is empty or damaged."""
+    """Read the holder from the content of a locked file or of a lease; None if there is none, or it is damaged."""
     try:
-        return Holder.model_validate_json(content)
-    except ValidationError:
+        described = json.loads(content)
+        return Holder.model_validate(described.get("holder", described))
+    except (ValueError, AttributeError):
         return None
 
 
@@ -147,7 +147,7 @@ class _Objects:
         return content
 
     def holder(self, number: int) -> Holder | None:
-        return _holder(self.read(number))
+        return read_holder(self.read(number))
 
     def create(self, number: int, content: bytes) -> bool:
         """Write an object that does not exist; False if it does."""
@@ -260,11 +260,11 @@ def take_lease(
     for lower in objects.numbers():
         if lower <= number:
             objects.remove(lower)
-    return Lease(objects, number + 1, holder, None if content == _RELEASED else _holder(content))
+    return Lease(objects, number + 1, holder, None if content == _RELEASED else read_holder(content))
 
 
 def _is_stale(objects: _Objects, number: int, content: bytes, on_wait: Callable[[str], None]) -> bool:
-    holder = _holder(content)
+    holder = read_holder(content)
     if holder is not None and holder.is_gone:
         return True
     on_wait(f"held by {holder_name(holder)}; waiting up to {LEASE_SECONDS:.0f} s to see whether it is alive")
@@ -284,11 +284,3 @@ def _now() -> float:
 
 def _held(holder: Holder, count: int) -> bytes:
     return json.dumps({"holder": holder.model_dump(), "count": count}, indent=1).encode()
-
-
-def _holder(content: bytes) -> Holder | None:
-    try:
-        described: Any = json.loads(content)
-    except ValueError:
-        return None
-    return read_holder(json.dumps(described.get("holder") if isinstance(described, dict) else None).encode())

@@ -38,20 +38,3 @@ def leading_stream(table: pa.Table) -> pa.Table:
     found = set(table[STREAM].to_pylist())
     first = next((stream for stream in STREAMS if stream in found), STREAMS[0])
     return table.filter(pc.equal(table[STREAM], first))
-
-
-def one_per_sample(table: pa.Table) -> pa.Table:
-    """Return one row per sample: that of its first stream in the order of STREAMS.
-
-    Args:
-        table: with the columns stream, sample_id and, if samples of several iterations are in it, iteration.
-    """
-    names = [name for name in ("sample_id", "iteration") if name in table.column_names]
-    samples = list(zip(*(table[name].to_pylist() for name in names), strict=True))
-    places = [STREAMS.index(stream) for stream in table[STREAM].to_pylist()]
-    firsts: dict[tuple[object, ...], int] = {}
-    for sample, place in zip(samples, places, strict=True):
-        firsts[sample] = min(place, firsts.get(sample, place))
-    return table.filter(
-        pa.array([place == firsts[sample] for sample, place in zip(samples, places, strict=True)], pa.bool_())
-    )

@@ -171,20 +171,11 @@ class RunMaker:
             "length": 2,
             "max_length": 2 if self.texts else 3,
             "finished": not self.texts or sibling != 1,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
             "height": self.side,
             "width": self.side,
-            "num_inference_steps": 1,
-            "guidance_scale": 1.0,
             "seed": seed + group * GROUP_SIZE + sibling,
-            "noise_seed": 0,
             "policy_version": self.policy[0],
             "policy_digest": self.policy[1],
-            "max_completion_length": 2,
-            "stop": "[]",
             "completion": self.written.get((group, sibling), completion(group, sibling)),
             "image": {"bytes": png(colour(group, sibling), self.side), "path": f"{sibling}.png"},
         }
@@ -295,7 +286,7 @@ class RunMaker:
         place, shift = f"iteration_{number:06d}", (number - 1) / 10
         prefixes = [f"i{number:06d}" + (f".d{draw:02d}" if draw > 1 else "") for draw in range(1, rounds + 1)]
         for draw, prefix in enumerate(prefixes, start=1):
-            self.draw(place, draw, prefix, prefixes[:draw], shift)
+            self.draw(place, draw, prefix, prefixes[:draw], shift=shift)
         self.update(number)
         metrics = {"num_tokens": 16.0 * (number - 1 + rounds)}
         for label in self.labels:
@@ -305,18 +296,17 @@ class RunMaker:
         metrics |= scored.metrics
         self.metrics(number, metrics | {"kl": 0.01 * number, "entropy": 2.0, "grad_norm": 1.0})
 
-    def draw(self, place: str, draw: int, prefix: str, prefixes: list[str], shift: float = 0.0) -> None:
+    def draw(
+        self, place: str, draw: int, prefix: str, prefixes: list[str], *, shift: float = 0.0, seed: int = 0
+    ) -> None:
         """Write the first three stages of a sampling round."""
         folder = place if draw == 1 else f"{place}/round_{draw:02d}"
-        self.rollouts(folder, prefix)
+        self.rollouts(folder, prefix, seed)
         self.rewards(folder, prefix, shift)
         self.advantages(folder, *prefixes, shift=shift)
 
     def evaluation(self, version: int, *, shift: float, seed: int = 0) -> None:
-        place = f"evaluations/{version:06d}"
-        self.rollouts(place, "heldout", seed)
-        self.rewards(place, "heldout", shift)
-        self.advantages(place, "heldout", shift=shift)
+        self.draw(f"evaluations/{version:06d}", 1, "heldout", ["heldout"], shift=shift, seed=seed)
 
 
 def whole_run(root: Path, name: str = "made", **options: Any) -> RunMaker:

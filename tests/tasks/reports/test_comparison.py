@@ -31,7 +31,7 @@ def made(root: Path, name: str, shift: float, *, seed: int = 0, weight: float = 
 
 def compared(*makers: RunMaker) -> Comparison:
     readers = {maker.store.run: RunReader(maker.store) for maker in makers}
-    return compare_runs(readers, makers[0].folder.parent, TargetReader(64))
+    return compare_runs(readers, makers[0].folder.parent, TargetReader(64), {})
 
 
 def test_the_same_prompts_and_seeds_are_paired_with_the_first_run(tmp_path: Path) -> None:

@@ -1,12 +1,8 @@
 import io
-import itertools
 
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from matplotlib.text import Annotation
 from PIL import Image
 
 from tasks.reports.reward_analysis import analyse
@@ -19,7 +15,6 @@ from tasks.reports.reward_plots import (
     plot_rewards,
     plot_trend,
     plot_watch,
-    spread_apart,
 )
 from tests.tasks.reports.made_frames import made_scores
 
@@ -36,11 +31,10 @@ def plotted(scores: pl.DataFrame) -> dict[str, bytes]:
     return plot_rewards(analyse(scores), scores)
 
 
-def test_the_same_scores_give_the_same_bytes() -> None:
-    first, second = plotted(scored()), plotted(scored())
-    assert list(first) == ["histograms.png", "agreement.png", "trend.png", "cost.png"]
-    assert first == second
-    for content in first.values():
+def test_plots_say_nothing_of_what_made_them() -> None:
+    plots = plotted(scored())
+    assert list(plots) == ["histograms.png", "agreement.png", "trend.png", "cost.png"]
+    for content in plots.values():
         with Image.open(io.BytesIO(content)) as image:
             assert not image.text  # type: ignore[attr-defined]
 
@@ -53,10 +47,9 @@ def test_what_has_nothing_to_show_is_left_out() -> None:
 def test_histograms_show_the_counts_and_the_mean() -> None:
     x, _, null = plot_histograms(analyse(scored()), scored()).axes[:3]
     edges = x.patches[0].get_data()  # type: ignore[attr-defined]
-    assert edges.values.sum() == 4
-    assert edges.edges[np.flatnonzero(edges.values)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert edges.values.tolist() == np.histogram([0.1, 0.4, 0.2, 0.3], 40, (0, 1))[0].tolist()
     assert x.lines[0].get_xdata()[0] == pytest.approx(0.25)  # type: ignore[index]
-    assert [text.get_text() for text in null.texts] == ["no values"]
+    assert null.get_title("left") == "null\nno values"
 
 
 def test_agreement_is_symmetric_and_names_what_is_not_defined() -> None:
@@ -75,7 +68,7 @@ def test_trend_and_cost_show_their_values() -> None:
     assert cost is not None
     assert list(trend.axes[0].lines[0].get_ydata()) == pytest.approx([0.25, 0.25])  # type: ignore[arg-type]
     assert [bar.get_width() for bar in cost.axes[0].patches] == [0.25] * 3  # type: ignore[attr-defined]
-    assert [text.get_text() for text in cost.axes[0].texts if isinstance(text, Annotation)] == ["0.25 s"] * 3
+    assert {text.get_text().split("  ")[1] for text in cost.axes[0].get_yticklabels()} == {"0.25 s"}
 
 
 def test_labels_are_text_and_nothing_else() -> None:
@@ -105,17 +98,3 @@ def test_the_image_depends_on_what_was_measured() -> None:
 def test_a_single_version_without_guardrails(rewards: list[float | None]) -> None:
     with Image.open(io.BytesIO(plot_watch([3], rewards, {}))) as image:
         assert image.width > 600
-
-
-def test_labels_that_collide_share_the_room() -> None:
-    assert spread_apart([0.5, 0.5, 0.9], gap=0.1) == pytest.approx([0.45, 0.55, 0.9])
-    assert spread_apart([0.1, 0.9], gap=0.1) == pytest.approx([0.1, 0.9])
-    assert spread_apart([], gap=0.1) == []
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.01, 0.2))
-def test_labels_keep_their_order_and_their_distance(positions: list[float], gap: float) -> None:
-    placed = spread_apart(sorted(positions), gap)
-    assert all(later - previous >= gap - 1e-9 for previous, later in itertools.pairwise(placed))
-    # The least squares keep the mean.
-    assert sum(placed) == pytest.approx(sum(positions))

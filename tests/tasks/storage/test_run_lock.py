@@ -19,7 +19,7 @@ from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem import lease
 from tasks.storage.filesystem.lease import Lease, read_holder, take_lease, this_process
-from tasks.storage.run_lock import LOCK, LockLostError
+from tasks.storage.run_lock import LOCK, LockLostError, is_locked
 from tests.tasks.storage import lock_holders
 from tests.tasks.storage.lock_holders import held, held_elsewhere, refusal
 from tests.tasks.storage.made_artifacts import ON_EACH_KIND_OF_ROOT, another
@@ -39,7 +39,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestBothKinds:
     @ON_EACH_KIND_OF_ROOT
     def test_a_second_writer_is_refused_and_the_first_continues(self, store: ArtifactStore) -> None:
+        assert not is_locked(store)
         with held_elsewhere(store) as other:
+            assert is_locked(store)
             message = refusal(store)
             for word in (f"process {other.pid}", " on ", ", since ", "UTC (-c "):
                 assert word in message
@@ -53,6 +55,7 @@ class TestBothKinds:
     ) -> None:
         with held_elsewhere(store) as other:
             other.kill()
+            assert not is_locked(store)
             with held(store) as lock:
                 lock.require_held()
                 assert [f"process {other.pid}" in line and "taken over" in line for line in logged] == [True]

@@ -159,7 +159,9 @@ class TestDamage:
 
 
 class TestWithout:
-    def test_files_of_a_folder_are_neither_copied_nor_verified(self, store: ArtifactStore, tmp_path: Path) -> None:
+    def test_only_the_files_of_that_folder_are_neither_copied_nor_verified(
+        self, store: ArtifactStore, tmp_path: Path
+    ) -> None:
         reference = commit(store)
         whole = contents(store)
         flip(store, f"{FOLDER}/nested/part-00001.bin")
@@ -169,8 +171,6 @@ class TestWithout:
         assert contents(store).keys() == whole.keys()
         with pytest.raises(StaleReferenceError, match=r"nested/part-00001\.bin has sha256"):
             another(store).local_files(reference, tmp_path / "all")
-
-    def test_the_others_are(self, store: ArtifactStore, tmp_path: Path) -> None:
         reference = commit(store)
         flip(store, PART)
         with pytest.raises(StaleReferenceError, match=r"part-00000\.parquet has sha256"):

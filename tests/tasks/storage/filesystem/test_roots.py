@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -62,20 +61,8 @@ def test_without_its_package_the_extra_is_named() -> None:
     assert "s3fs" in ended.stdout
 
 
-@pytest.mark.parametrize(
-    ("changes", "place"),
-    [
-        ({"root": "s3://key:secret@bucket/runs"}, "storage.root"),
-        ({"root": "{}-absent/runs"}, "storage.root"),
-        ({"cache_dir": "/dev/null"}, "storage.cache_dir"),
-    ],
-)
-def test_a_wrong_root_is_reported_before_the_run_starts(
-    bucket: str, tmp_path: Path, changes: dict[str, str], place: str
-) -> None:
-    config = read_config(REPOSITORY / "configs/tiny.yaml", [f"storage.root={bucket}/runs", "run.name=run"])
-    changed = {name: value.format(bucket) for name, value in changes.items()}
-    section = config.storage.model_copy(update=changed)
+def test_a_folder_for_copies_that_cannot_be_written_is_reported_before_the_run_starts(bucket: str) -> None:
+    overrides = [f"storage.root={bucket}/runs", "storage.cache_dir=/dev/null", "run.name=run"]
     with pytest.raises(InputErrors) as caught:
-        check_inputs(config.model_copy(update={"storage": section}))
-    assert [error.place for error in caught.value.errors] == [place]
+        check_inputs(read_config(REPOSITORY / "configs/tiny.yaml", overrides))
+    assert [error.place for error in caught.value.errors] == ["storage.cache_dir"]

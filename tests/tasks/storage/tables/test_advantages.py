@@ -1,4 +1,4 @@
-"""Stored advantages with and without the column `stream`, and one row per sample of them."""
+"""Stored advantages with and without the column `stream`."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.storage.tables.advantages import leading_stream, one_per_sample, read_advantages
+from tasks.storage.tables.advantages import leading_stream, read_advantages
 
 UNEVEN = pa.table(
     {
@@ -36,15 +36,6 @@ def test_tables_without_streams_are_of_tokens(tables: list[Path]) -> None:
     assert read_advantages(tables[:1])["stream"].to_pylist() == ["tokens"]
     assert read_advantages(tables[1:]).equals(UNEVEN)
     assert read_advantages(tables).num_rows == 5
-
-
-def test_a_sample_has_the_row_of_its_first_stream() -> None:
-    assert rows(one_per_sample(UNEVEN)) == [("b", "tokens", 2.0), ("a", "tokens", 3.0), ("c", "denoising", 4.0)]
-
-
-def test_equal_names_in_several_iterations_are_several_samples() -> None:
-    table = pa.table({"sample_id": ["a", "a"], "iteration": [1, 2], "stream": ["tokens", "denoising"]})
-    assert one_per_sample(table).num_rows == 2
 
 
 def test_statistics_are_of_the_first_stream() -> None:

@@ -34,10 +34,8 @@ class TestDigest:
     def digest(self, folder: Path, **changes: Any) -> str:
         return write_table(folder / "table.parquet", schemas.REWARDS, self.scores(**changes))
 
-    def test_measured_seconds_are_not_among_the_values(self, tmp_path: Path) -> None:
+    def test_every_value_but_measured_seconds_is_in_it(self, tmp_path: Path) -> None:
         assert self.digest(tmp_path, seconds=1.0) == self.digest(tmp_path, seconds=2.0)
-
-    def test_every_other_value_is(self, tmp_path: Path) -> None:
         digests = [self.digest(tmp_path, value=value) for value in (0.5, 0.5000000000000001, 0.0, None)]
         digests += [self.digest(tmp_path, value=None, failure=reason) for reason in ("timed out", "")]
         assert len(set(digests)) == 6
@@ -140,7 +138,7 @@ DIGESTS: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("name", DIGESTS)
+@pytest.mark.parametrize("name", SCHEMAS)
 def test_a_change_of_columns_needs_another_schema_version(name: str, tmp_path: Path) -> None:
     schema = SCHEMAS[name]
     pq.write_table(schema.empty_table(), tmp_path / "table.parquet")
@@ -149,10 +147,6 @@ def test_a_change_of_columns_needs_another_schema_version(name: str, tmp_path: P
     digest = hashlib.sha256(repr(columns).encode()).hexdigest()
     assert (schemas.SCHEMA_VERSION, digest[:16]) == (VERSION, DIGESTS[name]), columns
     assert written.metadata[b"grpo.schema_version"] == str(VERSION).encode()
-
-
-def test_every_table_has_a_digest() -> None:
-    assert SCHEMAS.keys() == DIGESTS.keys()
 
 
 def test_lists_without_entries_come_back_as_rows_without_columns() -> None:
