@@ -56,13 +56,13 @@ def estimate(
     }
     components: dict[Stream, tuple[TrainingEstimate, list[MemoryPart]]] = {}
     if choice := choices.get("tokens"):
-        trained = train_token_model(networks.autoregressive, choice, model, initial_state=dict)
+        trained = train_token_model(networks.autoregressive, choice, base_name=model, initial_state=dict)
         training = TrainingEstimate(trained, choice, workloads["tokens"])
         components["tokens"] = training, backward_parts(training, text, length, tokens, codes, norms=4)
     if choice := choices.get("denoising"):
         blocks = count_blocks(networks.decoder)
         largest = max(sizes, key=lambda size: token_grids(size, unit).large.tokens)
-        trained = train_decoder(networks.decoder, choice, model, initial_state=dict)
+        trained = train_decoder(networks.decoder, choice, base_name=model, initial_state=dict)
         training = TrainingEstimate(trained, choice, workloads["denoising"])
         passes = _passes(networks, largest, unit, 2 if settings.guidance_scale > 1 else 1, training.b)
         rows, checkpointed = training.workload.micro_batch_size, choice.gradient_checkpointing

@@ -35,7 +35,7 @@ def trained_model(configs: ComponentConfigs, choice: TrainingChoice, dtype: str 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         base = GlmImageForConditionalGeneration(configs.autoregressive).to(getattr(torch, dtype))
-    trained = train_token_model(base, choice, "tiny", initial_state=dict)
+    trained = train_token_model(base, choice, base_name="tiny", initial_state=dict)
     trained.prepare_for_update()
     return trained
 
