@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -328,6 +328,6 @@ class TrainingRows:
         """Return the rows with these indices, in this order."""
         index = torch.as_tensor(rows, dtype=torch.long)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: value[index] for name, value in values.items() if isinstance(value, Tensor)}
+        tensors: dict[str, Any] = {name: each[index] for name, each in values.items() if isinstance(each, Tensor)}
         sample_ids = tuple(self.sample_ids[row] for row in rows)
         return replace(self, sample_ids=sample_ids, actions=self.actions.select(rows), **tensors)
