@@ -1,8 +1,8 @@
 """The data that passes between the stages, as frozen records of tensors with one row per sample."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -327,19 +327,7 @@ class TrainingRows:
     def select(self, rows: Sequence[int]) -> "TrainingRows":
         """Return the rows with these indices, in this order."""
         index = torch.as_tensor(rows, dtype=torch.long)
-
-        def chosen(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[index]
-
-        return TrainingRows(
-            sample_ids=tuple(self.sample_ids[row] for row in rows),
-            actions=self.actions.select(rows),
-            rollout_logprobs=self.rollout_logprobs[index],
-            advantages=self.advantages[index],
-            finished=self.finished[index],
-            on_policy=self.on_policy[index],
-            max_length=self.max_length,
-            old_logprobs=chosen(self.old_logprobs),
-            old_entropy=chosen(self.old_entropy),
-            ref_logprobs=chosen(self.ref_logprobs),
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors: dict[str, Any] = {name: each[index] for name, each in values.items() if isinstance(each, Tensor)}
+        sample_ids = tuple(self.sample_ids[row] for row in rows)
+        return replace(self, sample_ids=sample_ids, actions=self.actions.select(rows), **tensors)

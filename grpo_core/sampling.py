@@ -57,7 +57,7 @@ def _first_above(
 
 def truncate(logprobs: Float[Tensor, "rows vocab"], truncation: Truncation) -> Float[Tensor, "rows vocab"]:
     """Return normalised log-probs over the ids that stay, -inf at the others; at least one stays."""
-    if not truncation.active:
+    if not truncation.truncates:
         return logprobs
     kept = logprobs
     if truncation.top_k:

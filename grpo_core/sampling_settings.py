@@ -5,11 +5,11 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize
+from grpo_core.settings import check_fields
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Truncation:
     """Which ids of a distribution can be sampled; the cuts apply in this order, each to the ids that are left.
 
@@ -24,48 +24,28 @@ class Truncation:
         InputError: a value outside its range.
     """
 
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_k: NonNegativeInt = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def __post_init__(self) -> None:
-        if self.top_k < 0:
-            raise InputError("rollout.top_k", self.top_k, "Give a number of ids, or 0 for all of them.")
-        if not 0 < self.top_p <= 1:
-            raise InputError("rollout.top_p", self.top_p, "Give a probability above 0; 1 keeps every id.")
-        if not 0 <= self.min_p < 1:
-            raise InputError("rollout.min_p", self.min_p, "Give a fraction from 0 to below 1; 0 keeps every id.")
+        check_fields(self, "rollout", Truncation)
 
     @property
-    def active(self) -> bool:
+    def truncates(self) -> bool:
         """Whether anything is cut."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenSamplingSettings:
+class TokenSamplingSettings(Truncation):
     """How tokens are sampled, whatever they are rendered to.
 
     Attributes:
         temperature: of the token distribution.
-        top_k: only the k likeliest ids can be sampled; 0: off.
-        top_p: only the likeliest ids that together have this probability can be sampled; 1: off.
-        min_p: only ids at least this times as probable as the likeliest can be sampled; 0: off.
     """
 
     temperature: PositiveFloat = 1.0
-    top_k: NonNegativeInt = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-
-    @property
-    def truncation(self) -> Truncation:
-        """Which ids can be sampled.
-
-        Raises:
-            InputError: a value outside its range.
-        """
-        return Truncation(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
 
 @dataclass(frozen=True)

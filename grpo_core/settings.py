@@ -19,20 +19,24 @@ STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=Fals
 """Unknown keys and wrong types are refused; numbers are never read from strings; NaN and infinity are refused."""
 
 
-def check_fields(settings: "DataclassInstance", place: str) -> None:
+def check_fields(
+    settings: "DataclassInstance", place: str, declared_by: "type[DataclassInstance] | None" = None
+) -> None:
     """Refuse the first field whose value its annotation does not allow.
 
     Args:
         settings: a dataclass; the annotations of its fields may carry pydantic's constraints.
+        declared_by: a base of its class, whose fields alone are checked; None: all fields.
 
     Raises:
         InputError: `place` is ``<place>.<field>``.
     """
     if isinstance(settings, BaseModel):
         return  # a section of a configuration: pydantic has checked it
-    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    checked = declared_by or type(settings)
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(checked)}
     try:
-        _model(type(settings)).model_validate(values)
+        _model(checked).model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in (place, *first["loc"]))

@@ -117,7 +117,7 @@ class TestModels:
         error = refusal(lambda: load_pipeline(str(image_model), dtype=torch.float32, device=CPU))
         assert error.place == "policy.model"
         with pytest.raises(OSError, match="safetensors"):
-            read_initial_state(str(image_model), torch.float32)
+            read_initial_state(str(image_model), "tokens", torch.float32)
 
 
 def test_an_extension_type_of_a_table_runs_nothing(tmp_path: Path, exploded: Path) -> None:

@@ -62,7 +62,7 @@ def build_policy(
         choice,
         base_name=str(MODEL),
         own_frozen=FROZEN_PARTS,
-        initial_state=lambda: read_initial_state(str(MODEL), torch.float32),
+        initial_state=lambda: read_initial_state(str(MODEL), "tokens", torch.float32),
     )
     prefetching = GlmImageSettings(
         height=height,

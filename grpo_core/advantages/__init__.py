@@ -11,19 +11,12 @@ from typing import TYPE_CHECKING
 from grpo_core.lazy import import_on_use
 
 if TYPE_CHECKING:
-    from grpo_core.advantages.compared import ComparedSamples, compared_samples
-    from grpo_core.advantages.compute import GroupAdvantages, compute_advantages, kl_penalty, reward_metrics
-    from grpo_core.advantages.settings import AdvantageSettings, refuse_terms
-
-__all__ = [
-    "AdvantageSettings",
-    "ComparedSamples",
-    "GroupAdvantages",
-    "compared_samples",
-    "compute_advantages",
-    "kl_penalty",
-    "refuse_terms",
-    "reward_metrics",
-]
+    from grpo_core.advantages.compared import compared_samples as compared_samples
+    from grpo_core.advantages.compute import GroupAdvantages as GroupAdvantages
+    from grpo_core.advantages.compute import compute_advantages as compute_advantages
+    from grpo_core.advantages.compute import kl_penalty as kl_penalty
+    from grpo_core.advantages.compute import reward_metrics as reward_metrics
+    from grpo_core.advantages.settings import AdvantageSettings as AdvantageSettings
+    from grpo_core.advantages.settings import refuse_terms as refuse_terms
 
 __getattr__ = import_on_use(__name__, __file__)

@@ -8,8 +8,8 @@ Kernels' workspaces and the allocator's fragmentation are in ERROR_MARGIN, not i
 Symbols: b bytes per value, h hidden, m intermediate, d heads x head_dim, L ids per row, T of them sampled.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal
 
@@ -24,7 +24,6 @@ GIB = 1024**3
 ERROR_MARGIN = 0.15
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP32 = 4
-OVERHEAD = "device overhead"
 
 Phase = Literal["always", "sampling", "decoding", "update", "backward", "optimizer step"]
 
@@ -161,53 +160,21 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def sampling_parts(config: Any, workload: Workload, length: int, vocabulary: int, ids: int) -> list[MemoryPart]:
-    """Return the key-value cache, and one step's logits with the sampling distribution in fp32 and fp64.
+class TrainingEstimate:
+    """What training adds to a model: adapters or a reference, gradients, moments, averages, and a policy version."""
 
-    Args:
-        config: of the transformer that samples tokens, trained or not.
-        length: ids of a row.
-        vocabulary: width of the output head.
-        ids: how many of them can be sampled.
-    """
-    sequences, b = workload.prompts_per_batch * workload.group_size, BYTES[workload.dtype]
-    heads, head_dim = _key_value_heads(config)
-    each = 2 * config.num_hidden_layers * heads * head_dim * b
-    distribution = sequences * (vocabulary * b + (FP32 + 4 * 8) * ids)
-    formula = f"{sequences} rows x {length} ids x {each} bytes"
-    return [
-        MemoryPart("key-value cache", "sampling", sequences * length * each, formula),
-        MemoryPart("sampling distribution", "sampling", distribution, "one step's logits, fp64 sums"),
-    ]
-
-
-def _key_value_heads(config: Any) -> tuple[int, int]:
-    """Return the number of heads that have keys and values, and their width."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-class TransformerEstimate:
-    """What training adds to a transformer."""
-
-    def __init__(
-        self, trained: TrainedModel, choice: TrainingChoice, workload: Workload, config: Any, *, norms: int = 2
-    ) -> None:
-        """Count parameters and read widths.
+    def __init__(self, trained: TrainedModel, choice: TrainingChoice, workload: Workload) -> None:
+        """Count parameters.
 
         Args:
             trained: the model on the meta device, with the choice applied.
-            choice: which parameters are trained.
         """
-        self.choice, self.workload, self.config, self.norms = choice, workload, config, norms
-        self.b = BYTES[workload.dtype]
-        self.trained = sum(parameter.numel() for parameter in trained.trainable_parameters().values())
+        self.choice, self.workload, self.b = choice, workload, BYTES[workload.dtype]
         adapters = choice.lora is not None
+        self.trained = sum(parameter.numel() for parameter in trained.trainable_parameters().values())
         self.parameters = count_parameters(trained.model) - (self.trained if adapters else 0)
         # peft keeps adapters in fp32 for a model of any dtype.
         self.trained_bytes = FP32 if adapters else self.b
-        self.heads = config.num_attention_heads
-        _, self.head_dim = _key_value_heads(config)
 
     @property
     def checkpoint(self) -> int:
@@ -220,8 +187,8 @@ class TransformerEstimate:
         """The number of adapter parameters as text; empty without adapters."""
         return f", adapters {self.trained / 1e6:.3g} M" if self.choice.lora else ""
 
-    def training_parts(self) -> list[MemoryPart]:
-        """Return what training adds, and a fixed gibibyte for the CUDA context and the libraries' own buffers."""
+    def parts(self) -> list[MemoryPart]:
+        """Return what training adds outside the backward pass."""
         count, each = self.trained, self.trained_bytes
         moment = 1 if self.workload.eight_bit_optimizer else each
         what = f"{count / 1e6:.4g} M trained parameters x {each} bytes"
@@ -230,7 +197,6 @@ class TransformerEstimate:
         return [
             MemoryPart("adapters", "always", count * each if self.choice.lora else 0, what),
             MemoryPart("reference model", "always", copies, "the trained parameters once more"),
-            MemoryPart(OVERHEAD, "always", GIB, "CUDA context and the libraries' own buffers"),
             MemoryPart("moving averages", "update", self.workload.averages * count * each, what),
             MemoryPart("gradients", "update", count * each, what),
             MemoryPart("optimizer moments", "update", 2 * count * moment, f"2 x {count} moments x {moment} bytes"),
@@ -238,50 +204,110 @@ class TransformerEstimate:
             MemoryPart("optimizer temporaries", "optimizer step", count * each, what),
         ]
 
-    def backward_parts(self, length: int, tokens: int, ids: int, *, whole_logits: bool = False) -> list[MemoryPart]:
-        """Return what a microbatch keeps for its backward pass, and what the largest step of that pass allocates.
 
-        Args:
-            whole_logits: all logits are computed at once, because another operation follows the output head.
-        """
-        rows, b, h = self.workload.micro_batch_size, self.b, self.config.hidden_size
-        layer, step = self._saved_by_layer(length), self._made_by_layer()
-        checkpointed = self.choice.gradient_checkpointing
-        # Checkpointing keeps each layer's input and computes one layer at a time again (arXiv:1604.06174).
-        kept = rows * length * (self.config.num_hidden_layers * (h * b if checkpointed else layer) + FP32 * h + length)
-        at_work = rows * length * (step + (layer if checkpointed else 0))
-        scored = rows * tokens
-        # fp32 log-probs with two gradients, entropies and a stored support: 26 bytes for each id of a chunk of tokens.
-        chunk = min(scored, CHUNK_TOKENS) * 26 * ids
-        if self.choice.lora is None:
-            chunk = max(chunk + ids * h * b, 3 * ids * h * b)  # the head's gradient
-        logits = 3 * scored * h * b + chunk + (2 * scored * ids * b if whole_logits else 0)
-        which = "each layer's input" if checkpointed else "every layer's"
-        step_formula = f"one layer, or log-probs of {min(scored, CHUNK_TOKENS)} of {scored} tokens"
-        return [
-            MemoryPart("activations", "backward", kept, f"{rows} rows x {length} ids: {which}"),
-            MemoryPart("backward pass at work", "backward", max(at_work, logits), step_formula),
-        ]
+def combine_parts(
+    weights: Mapping[str, int],
+    value_bytes: int,
+    components: Mapping[Stream, tuple[TrainingEstimate, Sequence[MemoryPart]]],
+    others: Iterable[MemoryPart],
+) -> MemoryEstimate:
+    """Join all parts of a model's memory: weights, what training adds, and the others; parts of no bytes are left out.
 
-    def _saved_by_layer(self, length: int) -> int:
-        """Return the bytes one layer keeps per token: fp32 inputs of norms, attention, MLP, linear inputs, mask.
+    Of the updates of several components only the one that needs most counts: one ends before the next begins.
 
-        Attention keeps queries, outputs, and keys and values repeated for every head; the MLP both halves and the
-        activated gate. Adapters keep the inputs of their layers in fp32; in half precision each makes its own copy.
-        """
-        h, m, d, b = self.config.hidden_size, self._intermediate, self.heads * self.head_dim, self.b
-        kept = self.norms * FP32 * (h + 1) + 4 * d * b + FP32 * self.heads + 3 * m * b + length * b
-        if self.choice.lora is None:
-            return int(kept + (2 * h + d + m) * b + self.norms * h * b)
-        return int(kept + FP32 * ((2 if b == FP32 else 4) * h + d + m + 6 * self.choice.lora.rank))
+    Args:
+        weights: number of parameters of each network, by the name of its part.
+        value_bytes: bytes of a parameter.
+        components: what training adds to each, and the parts of its backward pass.
+        others: the parts of sampling and decoding.
+    """
+    parts = [
+        MemoryPart(name, "always", count * value_bytes, f"{count / 1e9:.3g} B parameters x {value_bytes} bytes")
+        for name, count in weights.items()
+    ]
+    parts.append(MemoryPart("device overhead", "always", GIB, "CUDA context and the libraries' own buffers"))
+    updates: list[MemoryEstimate] = []
+    for stream, (training, backward) in components.items():
+        prefix = f"{stream} " if updates else ""
+        always = [part for part in training.parts() if part.phase == "always"]
+        parts += [replace(part, name=f"{prefix}{part.name}") for part in always]
+        updates.append(MemoryEstimate((*(part for part in training.parts() if part not in always), *backward)))
+    largest = max(updates, key=lambda update: update.update_peak)
+    return MemoryEstimate(tuple(part for part in (*parts, *largest.parts, *others) if part.bytes))
 
-    def _made_by_layer(self) -> int:
-        """Return the bytes that the MLP's backward pass allocates per token; with adapters its halves pass fp32."""
-        return 2 * self._intermediate * (self.b + 2 * FP32) if self.choice.lora else 5 * self._intermediate * self.b
 
-    @property
-    def _intermediate(self) -> int:
-        """The MLP's width; GPT-2's family leaves it out where it is four times the hidden size."""
-        names = ("intermediate_size", "n_inner", "ffn_dim")
-        found = [getattr(self.config, name) for name in names if getattr(self.config, name, None)]
-        return int(found[0]) if found else 4 * int(self.config.hidden_size)
+def sampling_parts(config: Any, workload: Workload, length: int, vocabulary: int, ids: int) -> list[MemoryPart]:
+    """Return the key-value cache, and one step's logits with the sampling distribution in fp32 and fp64.
+
+    Args:
+        config: of the transformer that samples tokens, trained or not.
+        length: ids of a row.
+        vocabulary: width of the output head.
+        ids: how many of them can be sampled.
+    """
+    sequences, b = workload.prompts_per_batch * workload.group_size, BYTES[workload.dtype]
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    each = 2 * config.num_hidden_layers * heads * _head_dim(config) * b
+    distribution = sequences * (vocabulary * b + (FP32 + 4 * 8) * ids)
+    formula = f"{sequences} rows x {length} ids x {each} bytes"
+    return [
+        MemoryPart("key-value cache", "sampling", sequences * length * each, formula),
+        MemoryPart("sampling distribution", "sampling", distribution, "one step's logits, fp64 sums"),
+    ]
+
+
+def backward_parts(
+    training: TrainingEstimate,
+    config: Any,
+    length: int,
+    tokens: int,
+    ids: int,
+    *,
+    norms: int = 2,
+    whole_logits: bool = False,
+) -> list[MemoryPart]:
+    """Return what a transformer's microbatch keeps for its backward pass, and the largest step of that pass.
+
+    Args:
+        config: of the transformer.
+        length: ids of a row.
+        tokens: how many of them are scored.
+        ids: how many ids can be sampled.
+        norms: of a layer.
+        whole_logits: all logits are computed at once, because another operation follows the output head.
+    """
+    rows, b, h, lora = training.workload.micro_batch_size, training.b, config.hidden_size, training.choice.lora
+    # GPT-2's family leaves out the MLP's width where it is four times the hidden size.
+    names = ("intermediate_size", "n_inner", "ffn_dim")
+    m = next((getattr(config, name) for name in names if getattr(config, name, None)), 4 * h)
+    d, heads = config.num_attention_heads * _head_dim(config), config.num_attention_heads
+    # A layer keeps, per token: fp32 inputs of norms; queries, outputs, keys and values repeated for every head; both
+    # halves of the MLP and the activated gate; the mask. Adapters keep the inputs of their layers in fp32; in half
+    # precision each makes its own copy, and the MLP's halves pass its backward pass in fp32.
+    layer = norms * FP32 * (h + 1) + 4 * d * b + FP32 * heads + 3 * m * b + length * b
+    if lora is None:
+        layer += (2 * h + d + m) * b + norms * h * b
+        step = 5 * m * b
+    else:
+        layer += FP32 * ((2 if b == FP32 else 4) * h + d + m + 6 * lora.rank)
+        step = 2 * m * (b + 2 * FP32)
+    checkpointed = training.choice.gradient_checkpointing
+    # Checkpointing keeps each layer's input and computes one layer at a time again (arXiv:1604.06174).
+    kept = rows * length * (config.num_hidden_layers * (h * b if checkpointed else layer) + FP32 * h + length)
+    at_work = rows * length * (step + (layer if checkpointed else 0))
+    scored = rows * tokens
+    # fp32 log-probs with two gradients, entropies and a stored support: 26 bytes for each id of a chunk of tokens.
+    chunk = min(scored, CHUNK_TOKENS) * 26 * ids
+    if lora is None:
+        chunk = max(chunk + ids * h * b, 3 * ids * h * b)  # the head's gradient
+    logits = 3 * scored * h * b + chunk + (2 * scored * ids * b if whole_logits else 0)
+    which = "each layer's input" if checkpointed else "every layer's"
+    step_formula = f"one layer, or log-probs of {min(scored, CHUNK_TOKENS)} of {scored} tokens"
+    return [
+        MemoryPart("activations", "backward", kept, f"{rows} rows x {length} ids: {which}"),
+        MemoryPart("backward pass at work", "backward", max(at_work, logits), step_formula),
+    ]
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -22,8 +22,8 @@ def refuse_missing_folder(model: str) -> None:
         raise InputError("policy.model", model, "There is no such folder; give a saved pipeline's, or a hub name.")
 
 
-def find_pipeline_file(model: str, name: str) -> Path | None:
-    """Find a file of a saved pipeline on this machine; None if it is not there.
+def find_model_file(model: str, name: str) -> Path | None:
+    """Find a file of a saved model or pipeline on this machine; None if it is not there.
 
     Args:
         model: a folder, or a hub name, whose files are searched in the local cache only.

@@ -148,7 +148,7 @@ def test_transformers_warpers_leave_the_same_ids(
     if min_p:
         warpers.append(MinPLogitsWarper(min_p))
     expected = warpers(torch.zeros(7, 1, dtype=torch.long), logprobs).log_softmax(-1)
-    found = truncate(logprobs, Truncation(top_k, top_p, min_p))
+    found = truncate(logprobs, Truncation(top_k=top_k, top_p=top_p, min_p=min_p))
     assert all(ids_left(found))
     assert steps or ids_left(found) == ids_left(expected)
     torch.testing.assert_close(found.sort(-1).values, expected.sort(-1).values, rtol=0, atol=1e-6)
@@ -157,7 +157,7 @@ def test_transformers_warpers_leave_the_same_ids(
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.sampled_from([0.3, 0.75, 1.0]), st.sampled_from([0.0, 0.2]))
 def test_a_row_is_cut_alike_alone_and_beside_others(seed: int, top_k: int, top_p: float, min_p: float) -> None:
     logprobs = torch.randn(5, 30, generator=torch.Generator().manual_seed(seed)).mul(2).log_softmax(-1)
-    truncation = Truncation(top_k, top_p, min_p)
+    truncation = Truncation(top_k=top_k, top_p=top_p, min_p=min_p)
     alone = [truncate(logprobs[row : row + 1], truncation) for row in range(5)]
     assert torch.equal(truncate(logprobs, truncation), torch.cat(alone))
 
@@ -165,7 +165,7 @@ def test_a_row_is_cut_alike_alone_and_beside_others(seed: int, top_k: int, top_p
 def test_a_row_of_nan_stays_one() -> None:
     """Its log-prob is then refused by name; the row beside it is cut as ever."""
     logprobs = torch.cat([torch.full((1, 3), torch.nan), log(0.2, 0.3, 0.5)])
-    cut = truncate(logprobs, Truncation(2, 0.9, 0.1))
+    cut = truncate(logprobs, Truncation(top_k=2, top_p=0.9, min_p=0.1))
     assert cut[0].isnan().all()
     assert ids_left(cut[1:]) == [[1, 2]]
 

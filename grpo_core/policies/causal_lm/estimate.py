@@ -6,11 +6,11 @@ from grpo_core.policies.causal_lm.adapters import build_on_meta
 from grpo_core.policies.causal_lm.loading import read_config
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.estimate import (
-    MemoryEstimate,
-    MemoryPart,
     ModelEstimate,
-    TransformerEstimate,
+    TrainingEstimate,
     Workload,
+    backward_parts,
+    combine_parts,
     sampling_parts,
 )
 from grpo_core.policies.trained import TrainingChoice
@@ -29,24 +29,16 @@ def estimate(
     choices: Mapping[Stream, TrainingChoice],
     workloads: Mapping[Stream, Workload],
 ) -> ModelEstimate:
-    """Estimate the GPU memory and disk space that the model needs; nothing is loaded.
-
-    Raises:
-        InputError: its configuration is not on this machine, or no parameter is trained.
-    """
+    """Estimate as `estimate_resources`, whose errors it raises."""
     config, choice, workload = read_config(model), choices["tokens"], workloads["tokens"]
     text = config.get_text_config()
-    transformer = TransformerEstimate(build_on_meta(model, config, choice), choice, workload, text)
+    training = TrainingEstimate(build_on_meta(model, config, choice), choice, workload)
     # The last sampled token is never fed back.
     tokens, vocabulary = settings.max_completion_length, text.vocab_size
     length = PROMPT_TOKENS + tokens - 1
-    b, count = transformer.b, transformer.parameters
     whole_logits = any(getattr(text, name, None) not in (None, 1, 1.0) for name in AFTER_HEAD)
-    parts = [
-        MemoryPart("weights", "always", count * b, f"{count / 1e9:.3g} B parameters x {b} bytes"),
-        *transformer.training_parts(),
-        *sampling_parts(text, workload, length, vocabulary, vocabulary),
-        *transformer.backward_parts(length, tokens, vocabulary, whole_logits=whole_logits),
-    ]
-    counted = f"{count / 1e6:.4g} M parameters in {text.num_hidden_layers} layers{transformer.adapters}"
-    return ModelEstimate(MemoryEstimate(tuple(part for part in parts if part.bytes)), transformer.checkpoint, counted)
+    backward = backward_parts(training, text, length, tokens, vocabulary, whole_logits=whole_logits)
+    sampling = sampling_parts(text, workload, length, vocabulary, vocabulary)
+    memory = combine_parts({"weights": training.parameters}, training.b, {"tokens": (training, backward)}, sampling)
+    counted = f"{training.parameters / 1e6:.4g} M parameters in {text.num_hidden_layers} layers{training.adapters}"
+    return ModelEstimate(memory, training.checkpoint, counted)

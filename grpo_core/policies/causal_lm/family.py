@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
 from grpo_core.modality import Modality
-from grpo_core.policies.causal_lm.settings import CausalLMSettings, refuse_missing_folder
+from grpo_core.policies.causal_lm.settings import CONFIG_FILE, CausalLMSettings, refuse_missing_folder
+from grpo_core.policies.pipeline_files import find_model_file
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.streams import Stream
 
@@ -46,11 +47,11 @@ class CausalLMFamily:
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
         """Raise InputError if the model or these settings cannot be used, as far as its local files show."""
         from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
-        from grpo_core.policies.causal_lm.loading import context_length, has_local_config, load_tokenizer, read_config
+        from grpo_core.policies.causal_lm.loading import context_length, load_tokenizer, read_config
         from grpo_core.policies.causal_lm.prompts import uses_template
 
         self.refuse_missing(model)
-        if not has_local_config(model):
+        if find_model_file(model, CONFIG_FILE) is None:
             return
         config = read_config(model)
         refuse_incompatible(model, config)

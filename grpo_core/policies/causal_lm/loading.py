@@ -9,30 +9,17 @@ import torch
 import transformers
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_core.errors import InputError
-from grpo_core.policies.causal_lm.settings import CONFIG_FILE, refuse_missing_folder
+from grpo_core.policies.causal_lm.settings import refuse_missing_folder
 
 _TOKENIZER_FILES = (
     *("tokenizer*", "chat_template*", "additional_chat_templates", "special_tokens_map.json", "added_tokens.json"),
     *("vocab*", "merges.txt", "*.model", "*.tiktoken"),
 )
 _UNREADABLE = (OSError, ValueError, HFValidationError, StrictDataclassError, SafetensorError, pickle.UnpicklingError)
-
-
-def has_local_config(model: str) -> bool:
-    """Return whether the model's configuration is on this machine: in its folder, or in the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if Path(model).expanduser().is_dir():
-        return True
-    try:
-        return isinstance(try_to_load_from_cache(model, CONFIG_FILE), str)
-    except HFValidationError:
-        return False
 
 
 def _place(model: str) -> str:
@@ -119,13 +106,6 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:
         hint = f"Its files lack weights, or have them in another shape: {', '.join(missing[:3])}. Save it again."
         raise InputError("policy.model", model, hint)
     return loaded.to(device).eval()
-
-
-def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Load the published weights, on the CPU."""
-    loaded = load_model(model, dtype=dtype, device=torch.device("cpu"))
-    state: dict[str, Tensor] = loaded.state_dict()
-    return state
 
 
 def vocabulary_size(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:

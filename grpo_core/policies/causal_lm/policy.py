@@ -16,7 +16,6 @@ from grpo_core.policies.causal_lm.loading import (
     load_model,
     load_tokenizer,
     read_config,
-    read_initial_state,
     vocabulary_size,
 )
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts, encode_prompts, uses_template
@@ -86,8 +85,12 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         use_attention(base, attn_implementation)
         if not tried:
             refuse_incompatible_model(model, base)
-        choice, initial_state = choices["tokens"], lambda: read_initial_state(model, dtype)
-        trained = train_causal_lm(base, choice, base_name=model, initial_state=initial_state)
+        trained = train_causal_lm(
+            base,
+            choices["tokens"],
+            base_name=model,
+            initial_state=lambda: load_model(model, dtype=dtype, device=CPU).state_dict(),
+        )
         return cls(trained, tokenizer, settings, autocast=autocast)
 
     def sample_with(self, settings: CausalLMSettings) -> None:
@@ -143,7 +146,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         rule = SamplingRule(
             vocabulary=self.vocabulary,
             temperature=settings.temperature,
-            truncation=settings.truncation,
+            truncation=settings,
             ends=self.ends,
             stops=self.stops,
             max_tokens=settings.max_completion_length,

@@ -165,7 +165,7 @@ class _Written:
         self.rows = torch.arange(rows, device=device)
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
         self.ends = torch.tensor(rule.ends, dtype=torch.long, device=device)
-        self.recorder = SupportRecorder(rows) if rule.truncation.active else None
+        self.recorder = SupportRecorder(rows) if rule.truncation.truncates else None
         self.written: list[list[int]] = [[] for _ in range(rows)]  # only for stop texts
 
     def add(self, index: int, logits: Float[Tensor, "rows ids"]) -> None:

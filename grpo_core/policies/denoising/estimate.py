@@ -7,6 +7,7 @@ bits, where norms and adapters keep copies in fp32.
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -42,57 +43,60 @@ def count_blocks(transformer: nn.Module) -> int:
     return len({match[1] for match in found if match is not None})
 
 
-def pass_parts(
-    *,
-    settings: DenoisingSettings,
-    width: int,
-    blocks: int,
-    positions: int,
-    rows: int,
-    passes: int,
-    value_bytes: int,
-    checkpointed: bool,
-) -> list[MemoryPart]:
-    """Return what a microbatch keeps for its backward pass, which goes through every noisy step at once.
+@dataclass(frozen=True)
+class PassEstimate:
+    """The sizes of a denoising model's passes, which decide their memory.
 
-    Args:
+    Attributes:
         width: hidden width of a position.
         positions: of one row: patches of the image and ids of the prompt.
-        rows: of a microbatch.
         passes: of the model for one row and step; 2 with classifier-free guidance.
         value_bytes: bytes of an activation.
-        checkpointed: each block keeps its input alone and is computed again, one at a time (arXiv:1604.06174).
     """
-    # Without noisy steps a microbatch has rows at one noise level each (DiffusionNFT).
-    steps = max(1, settings.sde_window_size)
-    kept_each = _KEPT_BY_BLOCK[value_bytes]
-    scored = rows * passes * positions * width
-    kept = scored * steps * blocks * (value_bytes if checkpointed else kept_each)
-    which = "each block's input" if checkpointed else "every block's"
-    formula = f"{rows} rows x {steps} steps x {passes} passes of the model x {positions} positions: {which}"
-    at_work = scored * (_MADE_BY_BLOCK * value_bytes + (kept_each if checkpointed else 0))
-    return [
-        MemoryPart("activations", "backward", kept, formula),
-        MemoryPart("backward pass at work", "backward", at_work, "one block"),
-    ]
 
+    width: int
+    positions: int
+    passes: int
+    value_bytes: int
 
-def decoding_part(
-    size: ImageSize, *, width: int, positions: int, rows: int, passes: int, value_bytes: int, vae_width: int
-) -> MemoryPart:
-    """Return the largest tensors while images are made: a block for all rows, or the autoencoder's.
+    def backward_parts(
+        self, settings: DenoisingSettings, blocks: int, rows: int, *, checkpointed: bool
+    ) -> list[MemoryPart]:
+        """Return what a microbatch keeps for its backward pass, which goes through every noisy step at once.
 
-    The autoencoder has about 4 tensors of [vae_width, height, width] for an image, or for all that it decodes at once.
+        Args:
+            blocks: of the model.
+            rows: of a microbatch.
+            checkpointed: each block keeps its input alone and is computed again, one at a time (arXiv:1604.06174).
+        """
+        # Without noisy steps a microbatch has rows at one noise level each (DiffusionNFT).
+        steps = max(1, settings.sde_window_size)
+        kept_each = _KEPT_BY_BLOCK[self.value_bytes]
+        scored = rows * self.passes * self.positions * self.width
+        kept = scored * steps * blocks * (self.value_bytes if checkpointed else kept_each)
+        which = "each block's input" if checkpointed else "every block's"
+        formula = f"{rows} rows x {steps} steps x {self.passes} passes of the model x {self.positions} positions: "
+        at_work = scored * (_MADE_BY_BLOCK * self.value_bytes + (kept_each if checkpointed else 0))
+        return [
+            MemoryPart("activations", "backward", kept, formula + which),
+            MemoryPart("backward pass at work", "backward", at_work, "one block"),
+        ]
 
-    Args:
-        rows: images that are denoised at once.
-        passes: of the model at once for one row.
-        vae_width: channels of the autoencoder's block before the last, at full resolution.
-    """
-    denoising = _MADE_BY_BLOCK * rows * passes * positions * width * value_bytes
-    autoencoder = 4 * vae_width * max(size.pixels, min(rows * size.pixels, PIXELS_AT_ONCE)) * value_bytes
-    what = f"{size}: a block for {rows} images, or the autoencoder"
-    return MemoryPart("decoding", "decoding", max(denoising, autoencoder), what)
+    def decoding_part(self, size: ImageSize, rows: int, vae_width: int) -> MemoryPart:
+        """Return the largest tensors while images are made: a block for all rows, or the autoencoder's.
+
+        The autoencoder has about 4 tensors of [vae_width, height, width] for an image, or for all that it decodes at
+        once.
+
+        Args:
+            rows: images that are denoised at once.
+            vae_width: channels of the autoencoder's block before the last, at full resolution.
+        """
+        denoising = _MADE_BY_BLOCK * rows * self.passes * self.positions * self.width * self.value_bytes
+        decoded = max(size.pixels, min(rows * size.pixels, PIXELS_AT_ONCE))
+        autoencoder = 4 * vae_width * decoded * self.value_bytes
+        what = f"{size}: a block for {rows} images, or the autoencoder"
+        return MemoryPart("decoding", "decoding", max(denoising, autoencoder), what)
 
 
 def state_bytes(settings: DenoisingSettings, latent_values: int) -> int:

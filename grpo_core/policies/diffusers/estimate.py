@@ -1,11 +1,9 @@
 """The GPU memory and disk space of a text-to-image pipeline; no stage of a run computes it."""
 
 from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any
 
 from grpo_core.image_size import ImageSize
-from grpo_core.policies.denoising import estimate as denoising
+from grpo_core.policies.denoising.estimate import PassEstimate, count_blocks, hidden_width, state_bytes
 from grpo_core.policies.diffusers.guidance import passes_per_step
 from grpo_core.policies.diffusers.loading import (
     TRANSFORMER,
@@ -18,11 +16,11 @@ from grpo_core.policies.diffusers.prompt_cache import MAX_BYTES
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline
 from grpo_core.policies.diffusers.settings import DiffusersSettings
 from grpo_core.policies.estimate import (
-    MemoryEstimate,
     MemoryPart,
     ModelEstimate,
-    TransformerEstimate,
+    TrainingEstimate,
     Workload,
+    combine_parts,
     count_parameters,
 )
 from grpo_core.policies.trained import TrainingChoice
@@ -40,57 +38,38 @@ def estimate(
     choices: Mapping[Stream, TrainingChoice],
     workloads: Mapping[Stream, Workload],
 ) -> ModelEstimate:
-    """Estimate the GPU memory and disk space that the pipeline needs; nothing is loaded.
-
-    Raises:
-        InputError: its configuration files are not on this machine, or no parameter is trained.
-    """
+    """Estimate as `estimate_resources`, whose errors it raises."""
     saved, choice, workload = require_saved_pipeline(model), choices["denoising"], workloads["denoising"]
     transformer = build_on_meta(model, saved)
-    width, blocks = denoising.hidden_width(saved.transformer), denoising.count_blocks(transformer)
-    trained = train_transformer(transformer, choice, model, initial_state=dict)
-    shape = SimpleNamespace(num_attention_heads=1, hidden_size=width)
-    counts = TransformerEstimate(trained, choice, workload, shape)
+    width, blocks = hidden_width(saved.transformer), count_blocks(transformer)
+    training = TrainingEstimate(train_transformer(transformer, choice, model, initial_state=dict), choice, workload)
+    others = (part for part in saved.parts if part != TRANSFORMER and is_network(saved, part))
+    weights = {TRANSFORMER: training.parameters} | {
+        part: count_parameters(build_on_meta(model, saved, part)) for part in others
+    }
     sizes = workload.sizes or (settings.size,)
     patches = {size: _patches(saved, size) for size in sizes}
     largest = max(sizes, key=lambda size: patches[size])
     positions = patches[largest] + _prompt_tokens(saved, settings)
-    common: dict[str, Any] = {
-        "width": width,
-        "positions": positions,
-        "passes": passes_per_step(saved, settings),
-        "value_bytes": counts.b,
-    }
+    passes = PassEstimate(width, positions, passes_per_step(saved, settings), training.b)
+    rows, checkpointed = workload.micro_batch_size, choice.gradient_checkpointing
+    backward = passes.backward_parts(settings, blocks, rows, checkpointed=checkpointed)
     decoded = min(settings.decode_batch_size, workload.group_size)
-    parts = [
-        *_weights(model, saved, counts),
-        MemoryPart("prompt embeddings", "always", MAX_BYTES, "kept at most"),
-        *counts.training_parts(),
-        denoising.decoding_part(largest, rows=decoded, vae_width=_vae_width(saved), **common),
-        *denoising.pass_parts(
-            settings=settings,
-            blocks=blocks,
-            rows=workload.micro_batch_size,
-            checkpointed=choice.gradient_checkpointing,
-            **common,
-        ),
-    ]
+    memory = combine_parts(
+        {f"{part} weights": count for part, count in weights.items()},
+        training.b,
+        {"denoising": (training, backward)},
+        [
+            MemoryPart("prompt embeddings", "always", MAX_BYTES, "kept at most"),
+            passes.decoding_part(largest, decoded, _vae_width(saved)),
+        ],
+    )
     states = _states(saved, settings, largest)
     stored = f"{states / _MIB:.3g} MiB of states per image of {largest}" if states else "size of states not known"
-    counted = f"transformer {counts.parameters / 1e9:.3g} B parameters in {blocks} blocks{counts.adapters}; {stored}"
-    memory = MemoryEstimate(tuple(part for part in parts if part.bytes))
-    return ModelEstimate(memory, counts.checkpoint, counted, patches, states)
-
-
-def _weights(model: str, saved: SavedPipeline, counts: TransformerEstimate) -> list[MemoryPart]:
-    numbers = {TRANSFORMER: counts.parameters}
-    others = (part for part in saved.parts if part != TRANSFORMER and is_network(saved, part))
-    numbers |= {part: count_parameters(build_on_meta(model, saved, part)) for part in others}
-    b = counts.b
-    return [
-        MemoryPart(f"{part} weights", "always", n * b, f"{n / 1e9:.3g} B parameters x {b} bytes")
-        for part, n in numbers.items()
-    ]
+    counted = (
+        f"transformer {training.parameters / 1e9:.3g} B parameters in {blocks} blocks{training.adapters}; {stored}"
+    )
+    return ModelEstimate(memory, training.checkpoint, counted, patches, states)
 
 
 def _patches(saved: SavedPipeline, size: ImageSize) -> int:
@@ -115,4 +94,4 @@ def _states(saved: SavedPipeline, settings: DiffusersSettings, size: ImageSize) 
     scale, channels = saved.vae_scale, saved.latent_channels
     if scale is None or channels is None:
         return 0
-    return denoising.state_bytes(settings, channels * (size.height // scale) * (size.width // scale))
+    return state_bytes(settings, channels * (size.height // scale) * (size.width // scale))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, read_saved_pipeline
-from grpo_core.policies.pipeline_files import find_pipeline_file, refuse_missing_folder
+from grpo_core.policies.pipeline_files import find_model_file, refuse_missing_folder
 from grpo_core.policies.trained import (
     TrainedModel,
     TrainingChoice,
@@ -127,7 +127,7 @@ def build_on_meta(model: str, saved: SavedPipeline, part: str = TRANSFORMER) -> 
     """
     library, name = saved.parts[part]
     network = getattr({"diffusers": diffusers, "transformers": transformers}[library], name)
-    file = find_pipeline_file(model, f"{part}/config.json")
+    file = find_model_file(model, f"{part}/config.json")
     assert file is not None
     if library == "diffusers":
         config = network.load_config(file.parent)

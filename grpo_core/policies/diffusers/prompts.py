@@ -6,7 +6,7 @@ from typing import Any
 from grpo_core.errors import InputError
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline
 from grpo_core.policies.diffusers.settings import DiffusersSettings
-from grpo_core.policies.pipeline_files import find_pipeline_file
+from grpo_core.policies.pipeline_files import find_model_file
 
 
 def refuse_cut_prompts(model: str, saved: SavedPipeline, settings: DiffusersSettings, prompts: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ def refuse_cut_prompts(model: str, saved: SavedPipeline, settings: DiffusersSett
 def _tokenizers(model: str, saved: SavedPipeline) -> list[Any]:
     from transformers import AutoTokenizer
 
-    found = (find_pipeline_file(model, f"{part}/tokenizer_config.json") for part in saved.parts if "tokenizer" in part)
+    found = (find_model_file(model, f"{part}/tokenizer_config.json") for part in saved.parts if "tokenizer" in part)
     return [AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False) for file in found if file is not None]
 
 

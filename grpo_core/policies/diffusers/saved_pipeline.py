@@ -12,7 +12,7 @@ from grpo_core.policies.denoising.saved_scheduler import SCHEDULER, refuse_sched
 from grpo_core.policies.diffusers.pipeline_class import PipelineClass, find_pipeline_class
 from grpo_core.policies.pipeline_files import (
     INDEX_FILE,
-    find_pipeline_file,
+    find_model_file,
     pipeline_parts,
     read_pipeline_file,
     refuse_missing_parts,
@@ -97,7 +97,7 @@ def read_saved_pipeline(model: str) -> SavedPipeline | None:
     Raises:
         InputError: a file is damaged, or the pipeline or its scheduler cannot be trained.
     """
-    index = find_pipeline_file(model, INDEX_FILE)
+    index = find_model_file(model, INDEX_FILE)
     return None if index is None else _read(model, index.parent)
 
 

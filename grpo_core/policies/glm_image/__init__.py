@@ -5,7 +5,8 @@ loading         the networks' configurations, the networks on the meta device, a
 processor       grids of tokens of any size in a prompt; a saved pipeline carries this file
 autoregressive  prompts -> ids with their positions; the sampling loop; log-probs of stored tokens
 decode_step     one token's pass through the layers
-decoding        stored tokens -> images
+token_model     the token model as a component: sampling and scoring
+decoder         the diffusion decoder as a component: stored tokens -> images
 policy          the Policy protocol on top of these
 family          checks, without importing the models' libraries
 estimate        GPU memory and disk space

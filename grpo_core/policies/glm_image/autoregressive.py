@@ -44,14 +44,6 @@ class EncodedPrompts:
         """Number of ids of the padded prompt."""
         return self.input_ids.shape[1]
 
-    def repeat(self, times: int) -> "EncodedPrompts":
-        """Repeat every prompt `times` times, siblings next to each other."""
-        return EncodedPrompts(
-            self.input_ids.repeat_interleave(times, 0),
-            self.attention_mask.repeat_interleave(times, 0),
-            self.position_ids.repeat_interleave(times, 1),
-        )
-
     def select(self, rows: Int[Tensor, " rows"]) -> "EncodedPrompts":
         """Return these prompts, in this order, repetitions allowed."""
         return EncodedPrompts(self.input_ids[rows], self.attention_mask[rows], self.position_ids[:, rows])
@@ -144,13 +136,14 @@ def sample_tokens(
     """
     logits, cache = _prefill(model, encoded, group_size)
     grow_in_place(cache, encoded.length + tokens)
-    encoded = encoded.repeat(group_size)
+    prompts = torch.arange(len(encoded.input_ids), device=encoded.input_ids.device)
+    encoded = encoded.select(prompts.repeat_interleave(group_size))
     attention = nn.functional.pad(encoded.attention_mask, (0, tokens), value=1)
     step = DecodeStep(_unwrapped(model), cache, attention, encoded.position_ids[:, :, encoded.length :])
     uniforms = uniform_numbers(seeds, tokens).to(logits.device)
     ids = encoded.input_ids.new_zeros(len(seeds), tokens)
     logprobs = torch.zeros(len(seeds), tokens, device=logits.device)
-    recorder = SupportRecorder(len(seeds)) if truncation.active else None
+    recorder = SupportRecorder(len(seeds)) if truncation.truncates else None
     for index in range(tokens):
         distribution = truncate(vocabulary_logprobs(logits, vocabulary, temperature), truncation)
         ids[:, index] = draw_tokens(distribution, uniforms[:, index])

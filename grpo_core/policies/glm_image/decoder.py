@@ -1,6 +1,7 @@
 """The diffusion decoder of GLM-Image as a component: it paints the image that the tokens describe."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,22 +14,15 @@ from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.glm_image.loading import pixel_unit
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.glm_image.token_model import require_fit
-from grpo_core.policies.trained import TrainedModel, TrainingChoice, train_model
+from grpo_core.policies.trained import train_model
 from grpo_core.records import TokenBatch
 
 # Flow-GRPO trains the attention of SD3 and attention and feed-forward layers of FLUX; here both, by the same names.
 DECODER_LINEARS = r".*transformer_blocks\.\d+\.(attn1\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
 
 
-def train_decoder(
-    base: Any, choice: TrainingChoice, model: str, *, initial_state: Callable[[], dict[str, Tensor]]
-) -> TrainedModel:
-    """Call `train_model` for the diffusion transformer.
-
-    Raises:
-        InputError: adapter targets or frozen names that match nothing, or nothing that would be trained.
-    """
-    return train_model(base, choice, base_name=model, default_targets=DECODER_LINEARS, initial_state=initial_state)
+train_decoder = partial(train_model, default_targets=DECODER_LINEARS)
+"""`train_model` for the diffusion transformer."""
 
 
 class GlmImageDecoder(DenoisingComponent):

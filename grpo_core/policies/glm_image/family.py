@@ -11,7 +11,7 @@ from grpo_core.policies.denoising.saved_scheduler import refuse_scheduler
 from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
 from grpo_core.policies.pipeline_files import (
     INDEX_FILE,
-    find_pipeline_file,
+    find_model_file,
     pipeline_parts,
     read_pipeline_file,
     refuse_missing_folder,
@@ -50,7 +50,7 @@ class GlmImageFamily:
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no model of this kind."""
         refuse_missing_folder(model)
-        index = find_pipeline_file(model, INDEX_FILE)
+        index = find_model_file(model, INDEX_FILE)
         name = _PIPELINE if index is None else read_pipeline_file(model, index).get("_class_name", _PIPELINE)
         if name != _PIPELINE:
             hint = f"It is a {name}; set policy.kind to diffusers, or give GLM-Image's folder."
@@ -58,14 +58,14 @@ class GlmImageFamily:
 
     def refuse_unusable(self, model: str, settings: GlmImageSettings) -> None:
         """Raise InputError for a size, a scheduler or missing files that it cannot sample with; a hub name may pass."""
-        file = find_pipeline_file(model, "scheduler/scheduler_config.json")
+        file = find_model_file(model, "scheduler/scheduler_config.json")
         if file is not None:
             scheduler = read_pipeline_file(model, file)
             refuse_scheduler(model, scheduler.get("_class_name"), scheduler)
         unit = read_pixel_unit(model)
         if unit is not None:
             token_grids(settings.size, unit)
-        index = find_pipeline_file(model, INDEX_FILE)
+        index = find_model_file(model, INDEX_FILE)
         if index is not None:
             parts = pipeline_parts(read_pipeline_file(model, index))
             refuse_missing_parts(model, parts)
@@ -92,9 +92,9 @@ class GlmImageFamily:
 
         networks = build_on_meta(find_configs(model))
         if "tokens" in choices:
-            train_token_model(networks.autoregressive, choices["tokens"], model, initial_state=dict)
+            train_token_model(networks.autoregressive, choices["tokens"], base_name=model)
         if "denoising" in choices:
-            train_decoder(networks.decoder, choices["denoising"], model, initial_state=dict)
+            train_decoder(networks.decoder, choices["denoising"], base_name=model)
         return ()
 
 

@@ -5,8 +5,9 @@ The glyph encoder's configuration is not published; it is the encoder of google/
 arXiv:2105.13626), whose width is the decoder's `text_embed_dim` and whose size in fp32 is that of the released file.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ from grpo_core.streams import Stream
 
 RELEASED_MODEL = "zai-org/GLM-Image"
 AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER = "vision_language_encoder", "transformer", "vae", "text_encoder"
+_NETWORKS: Mapping[Stream, tuple[Any, str]] = {
+    "tokens": (GlmImageForConditionalGeneration, AUTOREGRESSIVE),
+    "denoising": (GlmImageTransformer2DModel, DECODER),
+}
 
 
 @dataclass(frozen=True)
@@ -234,26 +239,16 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
     return pipeline.to(device)
 
 
-def _load_autoregressive(model: str, dtype: torch.dtype) -> Any:
+def _load_network(model: str, stream: Stream, dtype: torch.dtype) -> Any:
+    """Load the published network that makes a stream's actions, on the CPU."""
     transformers.utils.logging.disable_progress_bar()
-    return GlmImageForConditionalGeneration.from_pretrained(
-        model, subfolder=AUTOREGRESSIVE, dtype=dtype, use_safetensors=True
-    )
+    network, subfolder = _NETWORKS[stream]
+    return network.from_pretrained(model, subfolder=subfolder, dtype=dtype, use_safetensors=True)
 
 
-def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Load the published weights of the autoregressive model."""
-    state: dict[str, Tensor] = _load_autoregressive(model, dtype).state_dict()
-    return state
-
-
-def _load_decoder(model: str, dtype: torch.dtype) -> Any:
-    return GlmImageTransformer2DModel.from_pretrained(model, subfolder=DECODER, torch_dtype=dtype, use_safetensors=True)
-
-
-def read_initial_decoder(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Load the published weights of the decoder."""
-    state: dict[str, Tensor] = _load_decoder(model, dtype).state_dict()
+def read_initial_state(model: str, stream: Stream, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Load the published weights of the network that makes a stream's actions."""
+    state: dict[str, Tensor] = _load_network(model, stream, dtype).state_dict()
     return state
 
 
@@ -265,11 +260,10 @@ def trained_parts(base: Path, weights: Mapping[Stream, Path], dtype: torch.dtype
         weights: folders of the stored components by stream.
         dtype: of the base's weights.
     """
-    parts: Mapping[Stream, tuple[str, Callable[[], Any]]] = {
-        "tokens": (AUTOREGRESSIVE, lambda: _load_autoregressive(str(base), dtype)),
-        "denoising": (DECODER, lambda: _load_decoder(str(base), dtype)),
+    return {
+        _NETWORKS[stream][1]: TrainedPart(folder, partial(_load_network, str(base), stream, dtype))
+        for stream, folder in weights.items()
     }
-    return {parts[stream][0]: TrainedPart(folder, parts[stream][1]) for stream, folder in weights.items()}
 
 
 def refuse_unusable_prompts(model: str, prompts: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """GLM-Image behind the Policy protocol: a token model that writes an image, and a decoder that paints it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from grpo_core.groups import GroupRequest, RolloutGroup
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.glm_image.decoder import GlmImageDecoder, train_decoder
-from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_decoder, read_initial_state
+from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_state
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.glm_image.token_model import GlmImageTokens, train_token_model
 from grpo_core.policies.protocol import PolicyComponent
@@ -47,7 +48,7 @@ class GlmImagePolicy:
         """Use these settings for sampling, scoring and reading prompts from this call on.
 
         Raises:
-            InputError: a size that the model cannot generate, or a truncation outside its range.
+            InputError: a size that the model cannot generate.
         """
         self.tokens.sample_with(settings)
         self.decoder.settings = settings
@@ -77,15 +78,22 @@ class GlmImagePolicy:
         pipeline = load_pipeline(model, dtype=dtype, device=device)
         writer, painter = pipeline.vision_language_encoder, pipeline.transformer
         use_attention(writer, attn_implementation)
+        initial_state = partial(read_initial_state, model, dtype=dtype)
         tokens: TrainedModel = FrozenModel(writer)
         denoising: TrainedModel = FrozenModel(painter)
         if "tokens" in choices:
             tokens = train_token_model(
-                writer, choices["tokens"], model, initial_state=lambda: read_initial_state(model, dtype)
+                writer,
+                choices["tokens"],
+                base_name=model,
+                initial_state=partial(initial_state, "tokens"),
             )
         if "denoising" in choices:
             denoising = train_decoder(
-                painter, choices["denoising"], model, initial_state=lambda: read_initial_decoder(model, dtype)
+                painter,
+                choices["denoising"],
+                base_name=model,
+                initial_state=partial(initial_state, "denoising"),
             )
         return cls(
             GlmImageTokens(pipeline, settings, tokens, autocast=autocast),

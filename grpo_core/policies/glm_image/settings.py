@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize, nearest_multiple
 from grpo_core.policies.denoising.settings import DenoisingSettings
-from grpo_core.policies.pipeline_files import find_pipeline_file
+from grpo_core.policies.pipeline_files import find_model_file
 from grpo_core.sampling_settings import ImageSettings, TokenSamplingSettings
 
 
@@ -98,7 +98,7 @@ def read_pixel_unit(model: str) -> int | None:
     Raises:
         InputError: a configuration file lacks it.
     """
-    decoder, autoencoder = (find_pipeline_file(model, f"{part}/config.json") for part in ("transformer", "vae"))
+    decoder, autoencoder = (find_model_file(model, f"{part}/config.json") for part in ("transformer", "vae"))
     if decoder is None or autoencoder is None:
         return None
     try:

@@ -1,18 +1,19 @@
 """The autoregressive half of GLM-Image as a component: it samples the image tokens, and scores them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers import GlmImagePipeline
-from torch import Tensor, nn
+from torch import nn
 
 from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, sample_tokens, score_tokens
 from grpo_core.policies.glm_image.loading import pixel_unit
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
-from grpo_core.policies.trained import TrainedComponent, TrainedModel, TrainingChoice, autocast, train_model
+from grpo_core.policies.trained import TrainedComponent, TrainedModel, autocast, train_model
 from grpo_core.records import ActionLogprobs, Entropies, SampledTokens, TokenBatch
 
 # Short names such as "q_proj" would also match the vision tower, which sampling from text never runs.
@@ -22,22 +23,8 @@ LANGUAGE_MODEL_LINEARS = (
 FROZEN_PARTS = ("model.visual.", "model.vqmodel.")
 
 
-def train_token_model(
-    base: Any, choice: TrainingChoice, model: str, *, initial_state: Callable[[], dict[str, Tensor]]
-) -> TrainedModel:
-    """Call `train_model` for the autoregressive half.
-
-    Raises:
-        InputError: adapter targets or frozen names that match nothing, or nothing that would be trained.
-    """
-    return train_model(
-        base,
-        choice,
-        base_name=model,
-        default_targets=LANGUAGE_MODEL_LINEARS,
-        own_frozen=FROZEN_PARTS,
-        initial_state=initial_state,
-    )
+train_token_model = partial(train_model, default_targets=LANGUAGE_MODEL_LINEARS, own_frozen=FROZEN_PARTS)
+"""`train_model` for the autoregressive half."""
 
 
 class GlmImageTokens(TrainedComponent[TokenBatch]):
@@ -65,9 +52,8 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         """Use these settings from this call on.
 
         Raises:
-            InputError: a size that the model cannot generate, or a truncation outside its range.
+            InputError: a size that the model cannot generate.
         """
-        self.truncation = settings.truncation
         self.grids = self.grids_of(settings.size)
         self.settings = settings
 
@@ -134,7 +120,7 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
                 seeds=seeds,
                 vocabulary=self.vocabulary,
                 temperature=self.settings.temperature,
-                truncation=self.truncation,
+                truncation=self.settings,
             )
         rows = tuple(prompt for prompt in prompts for _ in range(group_size))
         mask = torch.ones(ids.shape, dtype=torch.bool)

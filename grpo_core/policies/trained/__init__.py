@@ -14,39 +14,22 @@ from typing import TYPE_CHECKING
 from grpo_core.lazy import import_on_use
 
 if TYPE_CHECKING:
-    from grpo_core.policies.trained.choice import LoraSettings, Reference, TrainingChoice
-    from grpo_core.policies.trained.component import (
-        TrainedComponent,
-        autocast,
-        refuse_unavailable_attention,
-        refuse_unscaled_float16,
-        use_attention,
-    )
-    from grpo_core.policies.trained.lora_and_full import WEIGHTS_FILE, FrozenModel, FullModel, LoraModel, train_model
-    from grpo_core.policies.trained.model import TrainedModel
-    from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE
-    from grpo_core.policies.trained.whole import FULL_WEIGHTS, TrainedPart, save_pipeline, save_whole
-
-__all__ = [
-    "ADAPTER_FILE",
-    "FULL_WEIGHTS",
-    "WEIGHTS_FILE",
-    "FrozenModel",
-    "FullModel",
-    "LoraModel",
-    "LoraSettings",
-    "Reference",
-    "TrainedComponent",
-    "TrainedModel",
-    "TrainedPart",
-    "TrainingChoice",
-    "autocast",
-    "refuse_unavailable_attention",
-    "refuse_unscaled_float16",
-    "save_pipeline",
-    "save_whole",
-    "train_model",
-    "use_attention",
-]
+    from grpo_core.policies.trained.choice import LoraSettings as LoraSettings
+    from grpo_core.policies.trained.choice import Reference as Reference
+    from grpo_core.policies.trained.choice import TrainingChoice as TrainingChoice
+    from grpo_core.policies.trained.component import TrainedComponent as TrainedComponent
+    from grpo_core.policies.trained.component import autocast as autocast
+    from grpo_core.policies.trained.component import refuse_unavailable_attention as refuse_unavailable_attention
+    from grpo_core.policies.trained.component import refuse_unscaled_float16 as refuse_unscaled_float16
+    from grpo_core.policies.trained.component import use_attention as use_attention
+    from grpo_core.policies.trained.lora_and_full import WEIGHTS_FILE as WEIGHTS_FILE
+    from grpo_core.policies.trained.lora_and_full import FrozenModel as FrozenModel
+    from grpo_core.policies.trained.lora_and_full import LoraModel as LoraModel
+    from grpo_core.policies.trained.lora_and_full import train_model as train_model
+    from grpo_core.policies.trained.model import TrainedModel as TrainedModel
+    from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE as ADAPTER_FILE
+    from grpo_core.policies.trained.whole import TrainedPart as TrainedPart
+    from grpo_core.policies.trained.whole import save_pipeline as save_pipeline
+    from grpo_core.policies.trained.whole import save_whole as save_whole
 
 __getattr__ = import_on_use(__name__, __file__)

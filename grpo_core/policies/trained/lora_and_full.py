@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.choice import LoraSettings, TrainingChoice
 from grpo_core.policies.trained.merged import merged_adapters
-from grpo_core.policies.trained.model import TrainedModel, copied, differing_shapes, on_cpu
+from grpo_core.policies.trained.model import TrainedModel, copied, differing_shapes
 from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE, PLACE
 from grpo_core.policies.trained.whole import FULL_WEIGHTS
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 WEIGHTS_FILE = "model.safetensors"
+CPU = torch.device("cpu")
 
 
 def train_model(
@@ -98,7 +99,7 @@ class FullModel(TrainedModel):
         self._initial_state: Callable[[], dict[str, Tensor]] = initial_state or _kept(model)
         self._placement = choice.reference
         if self._placement == "cpu":
-            self._reference_device = torch.device("cpu")
+            self._reference_device = CPU
         if self.has_reference:
             self._reference = copied(self.trainable_parameters(), self._reference_device)
 
@@ -136,7 +137,7 @@ class FullModel(TrainedModel):
 
 
 def _kept(model: nn.Module) -> Callable[[], dict[str, Tensor]]:
-    start = {name: on_cpu(value) for name, value in model.state_dict().items()}
+    start = copied(model.state_dict(), CPU)
     return lambda: start
 
 
@@ -175,7 +176,7 @@ class LoraModel(TrainedModel):
         # The model card says nothing about this policy, and its template is compiled at every save.
         adapted.create_or_update_model_card = lambda output_dir: None
         super().__init__(adapted, choice)
-        self._initial = {name: on_cpu(value) for name, value in self._state().items()}
+        self._initial = copied(self._state(), CPU)
         if choice.adapter is not None:
             self._start_from(choice.adapter)
         self._starts_as_base = choice.starts_as_base

@@ -214,7 +214,7 @@ class TrainedModel(ABC):
         self._reference = self._stored_values(folder, self._reference_device)
 
 
-def copied(parameters: Mapping[str, nn.Parameter], device: torch.device | None = None) -> dict[str, Tensor]:
+def copied(parameters: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
     """Copy the values, to the same or another device; meta tensors are returned unchanged."""
     return {
         name: value.detach() if value.is_meta else value.detach().to(device or value.device, copy=True)
@@ -331,8 +331,3 @@ def differing_shapes(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor
         for name in stored.keys() | expected.keys()
         if name not in stored or name not in expected or stored[name].shape != expected[name].shape
     )
-
-
-def on_cpu(value: Tensor) -> Tensor:
-    """Copy to CPU memory; meta tensors are returned unchanged."""
-    return value if value.is_meta else value.detach().to("cpu", copy=True)

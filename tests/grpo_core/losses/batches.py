@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.losses import LOSS_TRAITS, Denominators, LossInputs, LossSettings, TokenLoss, compute_microbatch_loss
+from grpo_core.records import StepGaussians
 
 MAX_COMPLETION_LENGTH = 11
 TOKEN_LOSSES = [loss for loss, traits in LOSS_TRAITS.items() if not traits.reads_gaussians]
@@ -53,7 +54,10 @@ def select(inputs: LossInputs, rows: Sequence[int]) -> LossInputs:
     """The rows with these indices."""
     index = torch.as_tensor(rows, dtype=torch.long)
     values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    return LossInputs(**{name: None if value is None else value[index] for name, value in values.items()})
+    chosen = {name: value[index] for name, value in values.items() if isinstance(value, Tensor)}
+    if inputs.gaussians is not None:
+        chosen["gaussians"] = StepGaussians(*(value[index] for value in vars(inputs.gaussians).values()))
+    return LossInputs(**chosen)
 
 
 def count(inputs: LossInputs, *, rollout_rows: int | None = None, rollout_tokens: int | None = None) -> Denominators:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_core.losses import Denominators, LossInputs, LossSettings, compute_microbatch_loss
 from grpo_core.records import StepGaussians
+from tests.grpo_core.losses.batches import select
 
 ROWS, STEPS, VALUES = 4, 3, 4096
 STD = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
@@ -126,20 +127,8 @@ def test_microbatches_add_up_to_the_minibatch(loss: str) -> None:
     inputs = Moved().inputs()
     settings = LossSettings(loss=loss, dppo_threshold=1e-3)
     counts = Denominators.of(inputs.loss_mask)
-    parts = [compute_microbatch_loss(_rows(inputs, slice(at, at + 1)), settings, counts)[0] for at in range(ROWS)]
+    parts = [compute_microbatch_loss(select(inputs, [row]), settings, counts)[0] for row in range(ROWS)]
     torch.testing.assert_close(sum(parts), compute_microbatch_loss(inputs, settings)[0], rtol=1e-12, atol=0)
-
-
-def _rows(inputs: LossInputs, rows: slice) -> LossInputs:
-    gaussians = inputs.gaussians
-    assert gaussians is not None
-    return LossInputs(
-        logprobs=inputs.logprobs[rows],
-        old_logprobs=inputs.old_logprobs[rows],
-        advantages=inputs.advantages[rows],
-        loss_mask=inputs.loss_mask[rows],
-        gaussians=StepGaussians(gaussians.drift[rows], gaussians.std[rows], gaussians.dt[rows]),
-    )
 
 
 # The exact KL

@@ -1,5 +1,6 @@
 """Small language models of several architectures, made in code, with logits that depend on what is read."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,3 +62,13 @@ def make_tokenizer(*, pad: bool = True, template: bool = True) -> PreTrainedToke
     if not template:
         tokenizer.chat_template = None
     return tokenizer
+
+
+def change_inputs(model: Any, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what the model's body is given from now on."""
+
+    def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        change(named)
+        return arguments, named
+
+    model.base_model.register_forward_pre_hook(before, with_kwargs=True)

@@ -15,7 +15,7 @@ from grpo_core.policies.causal_lm.compatibility import refuse_incompatible, refu
 from grpo_core.policies.causal_lm.sampling import end_tokens
 from grpo_core.policies.causal_lm.small_copy import small_copy
 from grpo_core.policies.trained import LoraSettings, TrainingChoice
-from tests.grpo_core.policies.causal_lm.made_models import make_model, make_tokenizer
+from tests.grpo_core.policies.causal_lm.made_models import change_inputs, make_model, make_tokenizer
 from tests.grpo_core.policies.causal_lm.model_types import PAGE, TABLE, TYPES, configurations, outcome, page
 
 EXPECTED = json.loads(TABLE.read_text())
@@ -74,12 +74,7 @@ def test_wrong_log_probs_are_seen(mistake: str) -> None:
     kind, change = MISTAKES[mistake]
     model: PreTrainedModel = make_model(kind)
     assert why_incompatible(model) is None
-
-    def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        change(named)
-        return arguments, named
-
-    model.base_model.register_forward_pre_hook(before, with_kwargs=True)
+    change_inputs(model, change)
     assert "differ" in str(why_incompatible(model))
 
 

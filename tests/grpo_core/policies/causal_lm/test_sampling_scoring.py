@@ -13,7 +13,13 @@ from grpo_core.policies.causal_lm.scoring import head_gives_logits
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained import TrainingChoice
 from grpo_core.records import SampledTokens
-from tests.grpo_core.policies.causal_lm.made_models import AFTER_HEAD, CONFIGS, make_model, make_tokenizer
+from tests.grpo_core.policies.causal_lm.made_models import (
+    AFTER_HEAD,
+    CONFIGS,
+    change_inputs,
+    make_model,
+    make_tokenizer,
+)
 from tests.tiny_text_policy import LORA, PROMPTS, build_text_policy
 
 PARITY = 1e-5
@@ -88,7 +94,7 @@ def test_rows_that_have_ended_leave_the_batch() -> None:
     """And the rows that stay, some of them more than once moved, are sampled as alone."""
     policy = made_policy("llama", CausalLMSettings(max_completion_length=24, stop=tuple(string.ascii_lowercase)))
     fed: list[int] = []
-    _hooked(policy, lambda given: fed.append(len(given["input_ids"])))
+    change_inputs(policy._model, lambda given: fed.append(len(given["input_ids"])))
     tokens = drawn(policy).actions
     assert fed[0] == len(PROMPTS)
     assert fed[1:] == sorted(fed[1:], reverse=True)
@@ -173,16 +179,6 @@ def test_head_and_whole_logits_give_the_same_gradients(kind: str) -> None:
 # --- the ways to get them wrong
 
 
-def _hooked(policy: CausalLMPolicy, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what the model is given from now on."""
-
-    def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        change(named)
-        return arguments, named
-
-    policy._model.base_model.register_forward_pre_hook(before, with_kwargs=True)
-
-
 MISTAKES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "no position_ids, absolute positions": ("gpt2", lambda given: given.pop("position_ids")),
     "no attention_mask": ("llama", lambda given: given.update(attention_mask=torch.ones_like(given["input_ids"]))),
@@ -198,7 +194,7 @@ def test_the_gate_sees_each_known_mistake(mistake: str) -> None:
     kind, change = MISTAKES[mistake]
     policy = made_policy(kind, SAMPLERS["whole distribution"])
     sampled = drawn(policy)
-    _hooked(policy, change)
+    change_inputs(policy._model, change)
     with torch.no_grad():
         wrong = policy.logprobs(sampled.actions).logprobs
     names = [str(row) for row in range(len(sampled.actions))]

@@ -2,9 +2,7 @@
 
 import filecmp
 import inspect
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,6 @@ from grpo_core.policies.glm_image.loading import (
     build_on_meta,
     find_configs,
     load_pipeline,
-    pixel_unit,
     read_initial_state,
     released_configs,
 )
@@ -110,14 +107,6 @@ def load(model: str | Path) -> GlmImagePipeline:
     return load_pipeline(str(model), dtype=torch.float32, device=CPU)
 
 
-def test_the_unit_is_that_of_the_decoder(shipped_pipeline: GlmImagePipeline) -> None:
-    """Two by two patches of one latent pixel each, of 2 x 2 x ... image pixels: read from the configurations."""
-    vae = json.loads((MODEL / "vae" / "config.json").read_text())
-    decoder = json.loads((MODEL / "transformer" / "config.json").read_text())
-    expected = 2 * decoder["patch_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
-    assert pixel_unit(shipped_pipeline) == shipped_pipeline.processor.unit == expected == 8
-
-
 def test_every_part_is_frozen_and_evaluates(shipped_pipeline: GlmImagePipeline) -> None:
     for part in PARTS:
         module = getattr(shipped_pipeline, part)
@@ -146,7 +135,7 @@ def test_a_processor_for_other_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_initial_state_is_that_of_the_files(shipped_pipeline: GlmImagePipeline) -> None:
-    state = read_initial_state(str(MODEL), torch.float32)
+    state = read_initial_state(str(MODEL), "tokens", torch.float32)
     expected = shipped_pipeline.vision_language_encoder.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], value) for name, value in expected.items())
@@ -161,44 +150,33 @@ def test_a_missing_model_is_refused(name: str) -> None:
     assert (caught.value.place, caught.value.value) == ("policy.model", name)
 
 
-def _remove(path: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        target = folder / path
-        if target.is_dir():
-            shutil.rmtree(target)
-        else:
-            target.unlink()
-
-    return damage
-
-
-def _cut(path: str, size: int) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / path).write_bytes((folder / path).read_bytes()[:size])
-
-    return damage
-
-
 @pytest.mark.parametrize(
-    "damage",
+    ("path", "kept"),
     [
-        _remove("model_index.json"),
-        _remove("vae"),
-        _remove("processor"),
-        _remove("vision_language_encoder/model.safetensors"),
-        _cut("model_index.json", 40),
-        _cut("vae/config.json", 40),
-        _cut("vision_language_encoder/config.json", 40),
-        _cut("vision_language_encoder/model.safetensors", 4),
-        _cut("vision_language_encoder/model.safetensors", 5000),
-        _cut("vision_language_encoder/model.safetensors", 100_000),
-        _cut("vae/diffusion_pytorch_model.safetensors", 100),
+        ("model_index.json", None),
+        ("vae", None),
+        ("processor", None),
+        ("vision_language_encoder/model.safetensors", None),
+        ("model_index.json", 40),
+        ("vae/config.json", 40),
+        ("vision_language_encoder/config.json", 40),
+        ("vision_language_encoder/model.safetensors", 4),
+        ("vision_language_encoder/model.safetensors", 5000),
+        ("vision_language_encoder/model.safetensors", 100_000),
+        ("vae/diffusion_pytorch_model.safetensors", 100),
     ],
 )
-def test_a_damaged_folder_is_refused(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_damaged_folder_is_refused(path: str, kept: int | None, tmp_path: Path) -> None:
+    """Without a file or folder, or with the first bytes of a file alone."""
     folder = tmp_path / "model"
     shutil.copytree(MODEL, folder)
-    damage(folder)
+    damaged = folder / path
+    if kept is not None:
+        damaged.write_bytes(damaged.read_bytes()[:kept])
+    elif damaged.is_dir():
+        shutil.rmtree(damaged)
+    else:
+        damaged.unlink()
     with pytest.raises(InputError) as caught:
         load(folder)
     assert (caught.value.place, caught.value.value) == ("policy.model", str(folder))

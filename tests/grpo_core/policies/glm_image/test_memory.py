@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache, GlmImageForConditionalGeneration
 
 from grpo_core.image_size import ImageSize
-from grpo_core.policies.estimate import MemoryEstimate, TransformerEstimate, Workload, sampling_parts
+from grpo_core.policies.estimate import MemoryEstimate, TrainingEstimate, Workload, backward_parts, sampling_parts
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, score_tokens
 from grpo_core.policies.glm_image.estimate import decoding_part, estimate
 from grpo_core.policies.glm_image.loading import ComponentConfigs, build_on_meta, load_pipeline, released_configs
@@ -35,16 +35,13 @@ def trained_model(configs: ComponentConfigs, choice: TrainingChoice, dtype: str 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         base = GlmImageForConditionalGeneration(configs.autoregressive).to(getattr(torch, dtype))
-    trained = train_token_model(base, choice, "tiny", initial_state=dict)
+    trained = train_token_model(base, choice, base_name="tiny", initial_state=dict)
     trained.prepare_for_update()
     return trained
 
 
-def estimate_of(
-    configs: ComponentConfigs, trained: TrainedModel, choice: TrainingChoice, **changes: Any
-) -> TransformerEstimate:
-    workload = dataclasses.replace(WORKLOAD, **changes)
-    return TransformerEstimate(trained, choice, workload, configs.autoregressive.text_config, norms=4)
+def training_of(trained: TrainedModel, choice: TrainingChoice, dtype: Any) -> TrainingEstimate:
+    return TrainingEstimate(trained, choice, dataclasses.replace(WORKLOAD, dtype=dtype))
 
 
 def bytes_of(parameters: Any) -> int:
@@ -77,13 +74,13 @@ def test_training_state_is_what_adamw_and_autograd_make(tiny_configs: ComponentC
     adamw = torch.optim.AdamW(parameters)
     adamw.step()
     moments = [state[key] for state in adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    transformer = estimate_of(tiny_configs, trained, choice, dtype=dtype)
-    memory = MemoryEstimate(tuple(transformer.training_parts()))
+    training = training_of(trained, choice, dtype)
+    memory = MemoryEstimate(tuple(training.parts()))
     assert memory.part("optimizer moments") == bytes_of(moments)
     assert memory.part("gradients") == bytes_of(parameters)
     assert memory.part("adapters" if lora else "reference model") == bytes_of(parameters)
     saved = bytes_of(parameters) if lora else bytes_of(trained.model.parameters())
-    assert transformer.checkpoint == saved + bytes_of(moments)
+    assert training.checkpoint == saved + bytes_of(moments)
 
 
 def stored_rows(support: int) -> tuple[EncodedPrompts, torch.Tensor, torch.Tensor]:
@@ -116,8 +113,8 @@ def test_a_backward_pass_peaks_near_the_estimate(
             trained.model, encoded, tokens, mask, vocabulary=codes, temperature=1.0, entropy="differentiable"
         )
         scored.logprobs.sum().backward()
-    transformer = estimate_of(tiny_configs, trained, choice, dtype=dtype)
-    estimated = sum(part.bytes for part in transformer.backward_parts(LENGTH, TOKENS, codes))
+    training, config = training_of(trained, choice, dtype), tiny_configs.autoregressive.text_config
+    estimated = sum(part.bytes for part in backward_parts(training, config, LENGTH, TOKENS, codes, norms=4))
     # A layer frees what it kept while its backward pass goes on, which the estimate leaves out.
     assert watched.peak <= estimated <= 1.4 * watched.peak
 
