@@ -29,7 +29,7 @@ from flows.server.heartbeat_automation import ensure_automations
 from flows.server.reachable import is_cloud, require_configured
 from flows.training.train import train
 from flows.workers.pools import KIND, read_or_create_pool
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, InputErrors, raise_all
 from tasks.checkout import CHECKOUT
 
 _SETTINGS = ("PREFECT_CLIENT_MAX_RETRIES", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "PREFECT_RESULTS_DEFAULT_SERIALIZER")
@@ -290,9 +290,7 @@ def training(config: RunConfig, name: str) -> Deployable:
     Raises:
         InputErrors: the configuration has a credential.
     """
-    problems = list(credential_problems(config.model_dump(mode="json")))
-    if problems:
-        raise InputErrors(problems)
+    raise_all(credential_problems(config.model_dump(mode="json")))
     text = f"GRPO training of the run {config.run.name}; a run that was started before is resumed."
     return Deployable(train, name, config, text)
 

@@ -1,7 +1,6 @@
 """`grpo export`: a stored policy version as a folder that diffusers, transformers and peft load.
 
-request     the options of the command
-plan        checks them against the run, before anything is written
+plan        checks the options against the run, before anything is written
 adapters    writes stored adapters as peft and diffusers load them
 export      writes the folder, complete or not at all, and pushes it to the hub
 model_card  its README.md: what it was trained from and on, held-out rewards, how it is used

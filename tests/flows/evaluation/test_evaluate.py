@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -159,6 +160,24 @@ class TestWhileItIsLocked:
         assert (error.place, error.value) == ("--policy", "1")
 
 
+WRONG: list[tuple[dict[str, Any], str, object, str]] = [
+    ({"policy": 7}, "--policy", 7, "1 to 2"),
+    ({"run": "txet"}, "RUN", "txet", "text"),
+    ({"overrides": ["update.learning_rate=1"]}, "--set", "update.learning_rate=1", "evaluate"),
+    ({"overrides": ["policy.model=elsewhere"]}, "--set", "policy.model=elsewhere", "evaluate"),
+    (
+        {"overrides": ["evaluate.samples_per_prompts=1"]},
+        "evaluate.samples_per_prompts",
+        1,
+        "samples_per_prompt",
+    ),
+    ({"overrides": ["evaluate.prompts=null"]}, "--prompts", None, "held-out"),
+    ({"prompts": "nowhere.jsonl"}, "evaluate.prompts", "nowhere.jsonl", "no such file"),
+    ({"policy": "last"}, "policy", "last", "integer"),
+    ({"polcy": 2}, "polcy", 2, "policy"),
+]
+
+
 class TestRefused:
     def test_a_damaged_version_is_refused_by_number_and_skipped_by_default(self, runs: Runs) -> None:
         weights = next(runs.path("policies", "000002", run="text").rglob("*.safetensors"))
@@ -180,31 +199,11 @@ class TestRefused:
         description.write_bytes(dump_checked({**load_checked(description.read_bytes()), key: value}))
         assert problem(runs, policy=0).place == place
 
-    @pytest.mark.parametrize(
-        ("requested", "place", "value", "word"),
-        [
-            ({"policy": 7}, "--policy", 7, "1 to 2"),
-            ({"run": "txet"}, "RUN", "txet", "text"),
-            ({"overrides": ["update.learning_rate=1"]}, "--set", "update.learning_rate=1", "evaluate"),
-            ({"overrides": ["policy.model=elsewhere"]}, "--set", "policy.model=elsewhere", "evaluate"),
-            (
-                {"overrides": ["evaluate.samples_per_prompts=1"]},
-                "evaluate.samples_per_prompts",
-                1,
-                "samples_per_prompt",
-            ),
-            ({"overrides": ["evaluate.prompts=null"]}, "--prompts", None, "held-out"),
-            ({"prompts": "nowhere.jsonl"}, "evaluate.prompts", "nowhere.jsonl", "no such file"),
-            ({"policy": "last"}, "policy", "last", "integer"),
-            ({"polcy": 2}, "polcy", 2, "policy"),
-        ],
-    )
-    def test_each_mistake_has_its_place_and_hint(
-        self, runs: Runs, requested: dict[str, object], place: str, value: object, word: str
-    ) -> None:
-        error = problem(runs, **requested)  # type: ignore[arg-type]
-        assert (error.place, error.value) == (place, value)
-        assert word in error.hint
+    def test_each_mistake_has_its_place_and_hint(self, trained: tuple[Runs, Start]) -> None:
+        for requested, place, value, word in WRONG:
+            error = problem(trained[0], **requested)
+            assert (error.place, error.value) == (place, value)
+            assert word in error.hint
 
 
 def test_the_command_prints_the_rewards_and_one_json_object(runs: Runs, trained: tuple[Runs, Start]) -> None:

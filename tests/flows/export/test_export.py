@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from configs.loader import read_config
 from flows.export.export import export
 from flows.export.plan import plan_export
-from flows.export.request import ExportRequest
 from flows.export.usage import TEXT_PROMPT
-from flows.sampling.request import SampleRequest
+from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.sampling.sample import sample
 from flows.sampling.source import open_source
 from grpo_core.errors import InputError, InputErrors

@@ -9,8 +9,7 @@ from PIL import Image, ImageChops
 
 from flows.export.export import export
 from flows.export.plan import plan_export
-from flows.export.request import ExportRequest
-from flows.sampling.request import SampleRequest
+from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.sampling.sample import Sample, check_output, sample
 from flows.sampling.source import open_source
 from grpo_core.errors import InputError, InputErrors
