@@ -246,13 +246,6 @@ class TestRefusals:
     def test_allowed(self, changes: list[dict[str, Any]]) -> None:
         assert found(*changes) == []
 
-    def test_a_clip_range_that_never_binds_is_refused_with_the_reason(self) -> None:
-        with pytest.raises(InputErrors) as caught:
-            configured(PIPELINE, {"update": {"clip_range": 0.2}})
-        (error,) = caught.value.errors
-        assert "D-th root" in error.hint
-        assert "rollout.logprob_reduction" in error.hint
-
     @pytest.mark.parametrize("train", [["tokens"], ["decoder"], [], ["decoder", "decoder"]])
     def test_the_decoders_own_update_needs_both_parts(self, train: list[str]) -> None:
         with pytest.raises(InputErrors) as caught:
