@@ -254,7 +254,7 @@ def _schedule(config: RunConfig) -> Iterator[InputError]:
         if update.warmup_steps and update.lr_scheduler == "constant":
             hint = f"It needs {place}.lr_scheduler: constant_with_warmup, or another that warms up."
             yield InputError(f"{place}.warmup_steps", update.warmup_steps, hint)
-        if config.update_of(stream).total_steps is not None and update.lr_scheduler not in WITH_LENGTH:
+        if config.updates[stream].total_steps is not None and update.lr_scheduler not in WITH_LENGTH:
             hint = f"The schedule {update.lr_scheduler} does not depend on its length; leave it out."
             yield InputError(f"{place}.total_steps", update.total_steps, hint)
 

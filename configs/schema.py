@@ -111,10 +111,6 @@ class RunConfig(Section):
         """The update of each trained stream's component, in the order of STREAMS."""
         return {self.streams[0]: self.update}
 
-    def update_of(self, stream: Stream) -> AnyUpdateSection:
-        """Return the update of a trained stream's component."""
-        return self.updates[stream]
-
     @property
     def update_places(self) -> Mapping[Stream, str]:
         """Where the update of each trained stream is configured, for messages."""

@@ -19,7 +19,9 @@ Root = Annotated[
     Field(min_length=1, description="where runs are stored: a folder or any fsspec URL"),
 ]
 Run = Annotated[
-    str, Argument(metavar="RUN"), Field(min_length=1, description="a run under the storage root, or its folder's path")
+    str,
+    Argument(metavar="RUN"),
+    Field(min_length=1, description="a run under the storage root, or the path of its folder"),
 ]
 Runs = Annotated[
     tuple[str, ...],
