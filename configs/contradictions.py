@@ -6,7 +6,6 @@ from pathlib import Path
 
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
-from configs.sections import PromptsSection
 from configs.stream_contradictions import stream_contradictions
 from grpo_core.advantages.settings import refuse_terms
 from grpo_core.errors import InputError
@@ -45,8 +44,7 @@ def _datasets(config: RunConfig) -> Iterator[InputError]:
     """Yield every refused combination of prompt files, and of rewards with them; nothing is read."""
     if not config.data.sets:
         yield InputError("data.prompts", None, "Give a prompt file, or several as data.datasets.")
-    sections: dict[str, PromptsSection] = {"data": config.data, "evaluate": config.evaluate}
-    for place, section in sections.items():
+    for place, section in config.prompt_sections.items():
         for field in _OF_ONE_FILE if section.datasets else ():
             value = getattr(section, field)
             if value not in (None, False):
@@ -56,7 +54,7 @@ def _datasets(config: RunConfig) -> Iterator[InputError]:
             if times > 1:
                 hint = f"{times} datasets have this name; give each a different one."
                 yield InputError(f"{place}.datasets", name, hint)
-    known = sorted({each.name for section in sections.values() for each in section.sets})
+    known = sorted({each.name for _, each in config.datasets})
     for index, reward in enumerate(config.rewards):
         place = f"rewards.{index}.datasets"
         if reward.datasets == ():
@@ -65,7 +63,7 @@ def _datasets(config: RunConfig) -> Iterator[InputError]:
             if name not in known:
                 yield InputError(place, name, f"There is no such dataset; there is {', '.join(known) or 'none'}.")
     weighted = [reward for reward in config.rewards if reward.weight]
-    for place, section in sections.items():
+    for place, section in config.prompt_sections.items():
         for each in section.sets if weighted else ():
             if not any(reward.scores(each.name) for reward in weighted):
                 hint = (
@@ -77,29 +75,25 @@ def _datasets(config: RunConfig) -> Iterator[InputError]:
 
 def _sizes(config: RunConfig) -> Iterator[InputError]:
     """Yield every size of a dataset that is half given, or given to texts."""
-    sections: dict[str, PromptsSection] = {"data": config.data, "evaluate": config.evaluate}
-    for place, section in sections.items():
-        for index, dataset in enumerate(section.sets):
-            where = f"{place}.datasets.{index}" if section.datasets else place
-            given = {name: value for name in ("width", "height") if (value := getattr(dataset, name)) is not None}
-            for name, value in given.items():
-                if policy_family(config.policy.kind).modality == "text":
-                    yield InputError(f"{where}.{name}", value, "Texts have no size; leave it out.")
-                elif len(given) == 1:
-                    yield InputError(f"{where}.{name}", value, "Give width and height, or neither for the rollout's.")
+    for where, dataset in config.datasets:
+        given = {name: value for name in ("width", "height") if (value := getattr(dataset, name)) is not None}
+        for name, value in given.items():
+            if policy_family(config.policy.kind).modality == "text":
+                yield InputError(f"{where}.{name}", value, "Texts have no size; leave it out.")
+            elif len(given) == 1:
+                yield InputError(f"{where}.{name}", value, "Give width and height, or neither for the rollout's.")
 
 
 def _messages(config: RunConfig) -> Iterator[InputError]:
     """Yield every set of prompts that are messages for a model that takes one text."""
-    for place, section in (("data", config.data), ("evaluate", config.evaluate)):
-        for index, dataset in enumerate(section.sets):
-            roles, where = dataset.prompt_column, f"{place}.datasets.{index}" if section.datasets else place
-            if isinstance(roles, str | None):
-                continue
-            if policy_family(config.policy.kind).modality != "text":
-                yield InputError(f"{where}.prompt_column", roles, "An image's prompt is one text; name one column.")
-            elif not roles:
-                yield InputError(f"{where}.prompt_column", roles, "Give a column for at least one role, such as user.")
+    for where, dataset in config.datasets:
+        roles = dataset.prompt_column
+        if isinstance(roles, str | None):
+            continue
+        if policy_family(config.policy.kind).modality != "text":
+            yield InputError(f"{where}.prompt_column", roles, "An image's prompt is one text; name one column.")
+        elif not roles:
+            yield InputError(f"{where}.prompt_column", roles, "Give a column for at least one role, such as user.")
 
 
 def reward_contradictions(config: RunConfig) -> Iterator[InputError]:
@@ -171,10 +165,9 @@ def _place_in(place: str, section: RewardSection, found: str) -> str:
 
 
 def _targets(config: RunConfig, section: RewardSection, place: str, parts: Sequence[str]) -> Iterator[InputError]:
-    for part, data in ((part, getattr(config, part)) for part in parts):
-        for dataset in data.sets:
+    for part in parts:
+        for where, dataset in config.prompt_sections[part].placed(part):
             if section.scores(dataset.name) and not (dataset.targets or dataset.target_column):
-                where = f"{part}.datasets.{data.sets.index(dataset)}" if data.datasets else part
                 hint = f"It compares with a target image: set {where}.targets or {where}.target_column."
                 yield InputError(f"{place}.reward", section.reward, hint)
 
@@ -261,7 +254,7 @@ def _schedule(config: RunConfig) -> Iterator[InputError]:
         if update.warmup_steps and update.lr_scheduler == "constant":
             hint = f"It needs {place}.lr_scheduler: constant_with_warmup, or another that warms up."
             yield InputError(f"{place}.warmup_steps", update.warmup_steps, hint)
-        if config.update_of(stream).total_steps is not None and update.lr_scheduler not in WITH_LENGTH:
+        if config.updates[stream].total_steps is not None and update.lr_scheduler not in WITH_LENGTH:
             hint = f"The schedule {update.lr_scheduler} does not depend on its length; leave it out."
             yield InputError(f"{place}.total_steps", update.total_steps, hint)
 

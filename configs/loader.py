@@ -14,7 +14,7 @@ from configs.training import UpdateSection
 from configs.unknown_keys import TRL_NAMES, translate
 from configs.validation import validated
 from configs.yaml_files import parse_yaml, read_mapping
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, InputErrors, raise_all
 from grpo_core.policies.protocol import policy_family
 
 GRPO: str = UpdateSection.model_fields["algorithm"].default
@@ -62,8 +62,7 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
         config = check_config(values)
     except InputErrors as error:
         raise InputErrors([*errors, *error.errors]) from error
-    if errors:
-        raise InputErrors(errors)
+    raise_all(errors)
     return config
 
 

@@ -9,11 +9,13 @@ from pydantic import Field, NonNegativeInt, PositiveInt, create_model
 from configs.scoring import RewardSection, WatchSection
 from configs.sections import (
     DataSection,
+    DatasetSection,
     DiffusersRolloutSection,
     EvaluateSection,
     GlmImageRolloutSection,
     PlacementSection,
     PolicySection,
+    PromptsSection,
     RolloutSection,
     RunSection,
     StorageSection,
@@ -52,6 +54,16 @@ class RunConfig(Section):
     watch: WatchSection = WatchSection()
     placement: PlacementSection = PlacementSection()
     storage: StorageSection = StorageSection()
+
+    @property
+    def prompt_sections(self) -> Mapping[str, PromptsSection]:
+        """The sections with prompts, by name: training and held-out."""
+        return {"data": self.data, "evaluate": self.evaluate}
+
+    @property
+    def datasets(self) -> list[tuple[str, DatasetSection]]:
+        """Every training and held-out prompt file with its place."""
+        return [each for place, section in self.prompt_sections.items() for each in section.placed(place)]
 
     @property
     def streams(self) -> tuple[Stream, ...]:
@@ -98,10 +110,6 @@ class RunConfig(Section):
     def updates(self) -> Mapping[Stream, AnyUpdateSection]:
         """The update of each trained stream's component, in the order of STREAMS."""
         return {self.streams[0]: self.update}
-
-    def update_of(self, stream: Stream) -> AnyUpdateSection:
-        """Return the update of a trained stream's component."""
-        return self.updates[stream]
 
     @property
     def update_places(self) -> Mapping[Stream, str]:

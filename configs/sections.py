@@ -4,7 +4,7 @@ A section that the core uses inherits the core's settings: fields, ranges and de
 section adds the fields that only a configuration has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -218,6 +218,11 @@ class PromptsSection(_OnePromptFile):
         if self.datasets or self.prompts is None:
             return self.datasets
         return (DatasetSection(name="default", **{name: getattr(self, name) for name in _OnePromptFile.model_fields}),)
+
+    def placed(self, place: str) -> Iterator[tuple[str, DatasetSection]]:
+        """Yield each prompt file with its place in the configuration, given that of this section."""
+        for index, dataset in enumerate(self.sets):
+            yield f"{place}.datasets.{index}" if self.datasets else place, dataset
 
 
 class CurriculumSection(Section):

@@ -13,7 +13,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from configs.unknown_keys import nearest_key, translate
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, InputErrors, raise_all
 from grpo_core.settings import STRICT
 
 M = TypeVar("M", bound=BaseModel)
@@ -128,8 +128,7 @@ def validated(
         errors += [_explain(model, detail) for detail in _distinct(error.errors())]
         raise InputErrors(errors) from error
     errors += [*refused_combinations(record), *checks(record)]
-    if errors:
-        raise InputErrors(errors)
+    raise_all(errors)
     return record
 
 

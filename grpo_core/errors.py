@@ -1,6 +1,6 @@
 """Errors with a message for the user: wrong input, and a stage that cannot continue."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class InputError(ValueError):
@@ -29,6 +29,12 @@ class InputErrors(ValueError):
 
     def __reduce__(self) -> tuple[type["InputErrors"], tuple[tuple[InputError, ...]]]:
         return type(self), (self.errors,)
+
+
+def raise_all(errors: Iterable[InputError]) -> None:
+    """Raise InputErrors with these errors, if there are any."""
+    if found := tuple(errors):
+        raise InputErrors(found)
 
 
 class NonFiniteError(ArithmeticError):

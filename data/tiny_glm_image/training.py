@@ -1,14 +1,17 @@
-"""The two trainings of the tiny GLM-Image on imperfect images: cross-entropy for the token model, flow matching."""
+"""The two trainings of the tiny GLM-Image on imperfect images, and what it draws of held-out captions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import GlmImagePipeline
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from data.image_quality import ImageQuality, measure_images
 from data.imperfect_drawings import Mistakes, draw_imperfect_corpus
 from data.shapes import (
     CELL_PIXELS,
@@ -22,10 +25,18 @@ from data.shapes import (
     encode_cells,
     split_scenes,
 )
-from data.tiny_glm_image.recipe import TinyRecipe
+from data.tiny_glm_image.components import TinyRecipe
 from data.training import ProgressCallback, train
+from grpo_core.groups import GroupRequest
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, score_tokens
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained import TrainingChoice
+from grpo_core.seeds import derive_seed
+
+GROUP_SIZE = 4
+"""Images of a caption when a saved model is measured."""
 
 
 @dataclass(frozen=True)
@@ -212,3 +223,32 @@ def _flow_matching_loss(
     )[0]
     row_loss = F.mse_loss(velocity, noise - clean, reduction="none").mean(dim=(1, 2, 3))
     return (row_loss * torch.where(dropped.squeeze(1), _DROPPED_WEIGHT, 1.0)).mean()
+
+
+def evaluate_tiny_model(folder: Path, scenes: Sequence[Scene], *, temperature: float) -> ImageQuality:
+    """Sample and measure images for each scene's caption, with the policy of training with rewards.
+
+    Args:
+        folder: the saved model.
+        scenes: usually the held-out ones of :func:`data.shapes.split_scenes`.
+    """
+    settings = GlmImageSettings(
+        height=IMAGE_PIXELS, width=IMAGE_PIXELS, temperature=temperature, num_inference_steps=4, guidance_scale=1.0
+    )
+    choice, cpu = TrainingChoice(lora=None), torch.device("cpu")
+    policy = GlmImagePolicy.load(str(folder), settings, {"tokens": choice}, dtype=torch.float32, device=cpu)
+    requests = [_request(scene.caption, place) for place, scene in enumerate(scenes)]
+    rendered = [output for group in policy.sample(requests) for output in group.outputs]
+    images = [each for each in rendered if isinstance(each, Image.Image)]
+    assert len(images) == len(rendered), "the tiny model's decoder gives finite pixels"
+    return measure_images(images, [scene for scene in scenes for _ in range(GROUP_SIZE)], group_size=GROUP_SIZE)
+
+
+def _request(prompt: str, place: int) -> GroupRequest:
+    rows = range(place * GROUP_SIZE, (place + 1) * GROUP_SIZE)
+    return GroupRequest(
+        prompt,
+        sample_ids=tuple(str(row) for row in rows),
+        seeds=tuple(derive_seed(0, "tokens", row) for row in rows),
+        noise_seeds=(derive_seed(0, "noise", place),) * GROUP_SIZE,
+    )

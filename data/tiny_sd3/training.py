@@ -1,6 +1,8 @@
-"""Flow matching of the tiny SD3's transformer on imperfect images."""
+"""Flow matching of the tiny SD3's transformer on imperfect images, and what it draws of held-out captions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -8,10 +10,15 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
 from torch.nn import functional as F
 
+from data.image_quality import ImageQuality, measure_images
 from data.imperfect_drawings import Mistakes, draw_imperfect_corpus
-from data.shapes import split_scenes
-from data.tiny_sd3.recipe import TinySd3Recipe
+from data.shapes import IMAGE_PIXELS, Scene, split_scenes
+from data.tiny_sd3.components import TinySd3Recipe
 from data.training import ProgressCallback, train
+from grpo_core.seeds import derive_seed
+
+GROUP_SIZE = 4
+"""Images of a caption when a saved model is measured."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +96,27 @@ def _flow_matching_loss(
         return_dict=False,
     )[0]
     return F.mse_loss(velocity, noise - clean)
+
+
+def evaluate_tiny_sd3(
+    folder: Path, scenes: Sequence[Scene], num_inference_steps: int, guidance_scale: float
+) -> ImageQuality:
+    """Sample and measure images for each scene's caption from a saved model, with diffusers alone.
+
+    Args:
+        scenes: usually the held-out ones of :func:`data.shapes.split_scenes`.
+    """
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder, trust_remote_code=False)
+    pipeline.set_progress_bar_config(disable=True)
+    wanted = [scene for scene in scenes for _ in range(GROUP_SIZE)]
+    images = pipeline(
+        [scene.caption for scene in wanted],
+        generator=[torch.Generator().manual_seed(derive_seed(0, "noise", row)) for row in range(len(wanted))],
+        height=IMAGE_PIXELS,
+        width=IMAGE_PIXELS,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        # The transformer has seen texts of this length alone.
+        max_sequence_length=pipeline.tokenizer.model_max_length,
+    ).images
+    return measure_images(images, wanted, group_size=GROUP_SIZE)

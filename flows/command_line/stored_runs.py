@@ -9,9 +9,8 @@ import typer
 from flows import functions
 from flows.command_line.options import Json, handle_errors, takes_request
 from flows.command_line.questions import is_terminal
-from flows.export.request import ExportRequest
+from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.pruning.request import PruneRequest, check_request
-from flows.sampling.request import SampleRequest
 from grpo_core.errors import InputError
 
 commands = typer.Typer()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, raise_all
 from tasks.reports.compare_page import render_compare_page
 from tasks.reports.comparison import Comparison, compare_runs
 from tasks.reports.groups import MEDIUM
@@ -107,16 +107,10 @@ class ComparedRuns:
                 DifferenceSummary(
                     run=pairing.label,
                     score=score,
-                    prompts=each.prompts,
-                    samples=each.samples,
                     same_seeds=pairing.same_seeds,
-                    first=each.first,
-                    second=each.second,
-                    difference=each.difference,
-                    low=each.low,
-                    high=each.high,
-                    higher=each.higher,
-                    lower=each.lower,
+                    prompts=each.prompts,
+                    # Differences of single prompts are left out.
+                    **vars(each),
                 )
                 for pairing in found.pairings
                 for score, each in pairing.differences.items()
@@ -174,8 +168,7 @@ def _readers(names: Sequence[str], root: str) -> tuple[dict[str, RunReader], dic
         if any((store.path(), version) == (each.path(), other) for _, each, other in found):
             problems.append(InputError("RUN", name, "This run is named twice; name each run once."))
         found.append((name, store, version))
-    if problems:
-        raise InputErrors(problems)
+    raise_all(problems)
     folders = Counter(run for run, _ in {(store.run, store.path()) for _, store, _ in found})
     readers, versions = {}, {}
     for name, store, version in found:

@@ -26,10 +26,10 @@ from flows.pipeline.requests import DeployRequest, EvaluateRequest, RescoreReque
 from flows.prefect_settings import CLIENT
 from flows.rescoring.rescore import rescore
 from flows.server.heartbeat_automation import ensure_automations
-from flows.server.reachable import is_cloud, require_configured
+from flows.server.reachable import KIND, is_cloud, require_configured
 from flows.training.train import train
-from flows.workers.pools import KIND, read_or_create_pool
-from grpo_core.errors import InputError, InputErrors
+from flows.workers.worker import read_or_create_pool
+from grpo_core.errors import InputError, InputErrors, raise_all
 from tasks.checkout import CHECKOUT
 
 _SETTINGS = ("PREFECT_CLIENT_MAX_RETRIES", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "PREFECT_RESULTS_DEFAULT_SERIALIZER")
@@ -39,6 +39,7 @@ _ZONES = "Write a name of the tz database, as UTC or Europe/Berlin."
 TAG = "grpo"
 IMAGE_CHECKOUT = "/grpo"
 """Where the image of Dockerfile has this checkout."""
+_ENTER = "prefect.deployments.steps.set_working_directory"
 _CHECKOUT_TYPES = (KIND, "process")
 """Types of pools whose workers run flows in a checkout of their own."""
 _CREDENTIALS = re.compile(r"://[^/@\s]+@")
@@ -236,7 +237,8 @@ async def _register(
         name=wanted.name,
         entrypoint=f"{wanted.flow.fn.__module__}.{wanted.flow.fn.__name__}",
         # A worker imports the flows of its own checkout.
-        pull_steps=_pull_steps(request.image),
+        # In a container it enters the image's checkout first.
+        pull_steps=[{_ENTER: {"directory": IMAGE_CHECKOUT}}] if request.image else [],
         job_variables=job_variables(pool_type, request.image),
         work_pool_name=request.pool,
         parameters={wanted.parameter: wanted.record.model_dump(mode="json")},
@@ -256,12 +258,6 @@ async def _register(
         schedule="; ".join(in_words(each) for each in schedules) or None,
         updated=known is not None,
     )
-
-
-def _pull_steps(image: str | None) -> list[dict[str, Any]]:
-    """Return what a run does before it imports its flow: in a container, enter the image's checkout."""
-    step = "prefect.deployments.steps.set_working_directory"
-    return [{step: {"directory": IMAGE_CHECKOUT}}] if image else []
 
 
 def job_variables(pool_type: str, image: str | None = None) -> dict[str, Any]:
@@ -290,9 +286,7 @@ def training(config: RunConfig, name: str) -> Deployable:
     Raises:
         InputErrors: the configuration has a credential.
     """
-    problems = list(credential_problems(config.model_dump(mode="json")))
-    if problems:
-        raise InputErrors(problems)
+    raise_all(credential_problems(config.model_dump(mode="json")))
     text = f"GRPO training of the run {config.run.name}; a run that was started before is resumed."
     return Deployable(train, name, config, text)
 

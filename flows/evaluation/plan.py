@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.schema import RunConfig
 from configs.sections import DataSection
-from flows.pipeline.requests import EvaluateRequest
+from flows.pipeline.requests import EvaluateRequest, refuse_overrides
 from flows.pipeline.run import heldout_digest, plan_heldout
 from flows.preflight.inputs import PromptFiles, checked_once, refuse_prompt_texts, run_checks, trained_model
 from flows.server.reachable import require_server
@@ -60,7 +60,7 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     Raises:
         InputError, InputErrors: with the option or the key, the value and the hint.
     """
-    _require_changeable(request)
+    refuse_overrides(request.overrides, _hint_against)
     store = find_run(request.run, request.root)
     described = read_description(store)
     own, config = stored_config(store), stored_config(store, [*_prompt_overrides(request), *request.overrides])
@@ -89,15 +89,10 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     return EvaluatePlan(store, config, model, policy, heldout, rollouts, stored, (*notes, *prompts.notes))
 
 
-def _require_changeable(request: EvaluateRequest) -> None:
-    problems = []
-    for override in request.overrides:
-        path = override.partition("=")[0].strip()
-        if not any(path == part or path.startswith((f"{part}.", f"{part}_")) for part in _CHANGEABLE):
-            hint = f"An evaluation takes the policy as it was trained; {', '.join(_CHANGEABLE[:-1])} can be changed."
-            problems.append(InputError("--set", override, hint))
-    if problems:
-        raise InputErrors(problems)
+def _hint_against(path: str) -> str | None:
+    if any(path == part or path.startswith((f"{part}.", f"{part}_")) for part in _CHANGEABLE):
+        return None
+    return f"An evaluation takes the policy as it was trained; {', '.join(_CHANGEABLE[:-1])} can be changed."
 
 
 def _prompt_overrides(request: EvaluateRequest) -> list[str]:

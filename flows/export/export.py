@@ -2,21 +2,32 @@
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from flows.export.adapters import write_adapter
+from configs.sections import PolicySection
 from flows.export.model_card import model_card
 from flows.export.plan import ExportPlan
+from flows.export.usage import DIFFUSERS_FILE
+from grpo_core.errors import InputError
 from grpo_core.policies.protocol import policy_family
+from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from grpo_core.streams import Stream
 from tasks.models.files import component_folder, weights_folder
 from tasks.storage.filesystem.files import settle_folder
 
 CARD_FILE, RECORD_FILE = "README.md", "grpo.json"
 """RECORD_FILE: what `grpo sample` needs of the run to sample as in training."""
+
+# Where diffusers looks for the settings of an adapter; without them it takes alpha for the rank.
+_METADATA = "lora_adapter_metadata"
+_PEFT_PREFIX, _DIFFUSERS_PREFIX = "base_model.model.", "transformer."
 
 
 class ExportSummary(BaseModel):
@@ -72,6 +83,36 @@ def export(plan: ExportPlan) -> ExportSummary:
         folder=str(plan.folder),
         url=None if plan.repository is None else _push(plan.folder, plan.repository),
     )
+
+
+def write_adapter(stream: Stream, weights: Path, folder: Path, section: PolicySection) -> None:
+    """Write the adapter of a component for peft, and that of a denoising model for diffusers too.
+
+    Args:
+        weights: folder of the stored component.
+        folder: created if it does not exist.
+
+    Raises:
+        InputError: diffusers cannot load an adapter of this kind.
+    """
+    folder.mkdir(exist_ok=True)
+    config, state = json.loads((weights / ADAPTER_CONFIG_FILE).read_text()), load_file(weights / ADAPTER_FILE)
+    # Of a revision, the stored one names this machine's copy.
+    config |= {"base_model_name_or_path": section.model, "revision": section.revision}
+    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True))
+    _save(state, config, folder / ADAPTER_FILE)
+    if stream != "denoising":
+        return
+    if config.get("modules_to_save"):
+        hint = "diffusers loads adapters alone; export the whole model with --merge."
+        raise InputError("policy.lora.modules_to_save", config["modules_to_save"], hint)
+    # In diffusers names and settings have a prefix, and alpha is among the settings alone.
+    renamed = {f"{_DIFFUSERS_PREFIX}{name.removeprefix(_PEFT_PREFIX)}": value for name, value in state.items()}
+    _save(renamed, {f"{_DIFFUSERS_PREFIX}{name}": value for name, value in config.items()}, folder / DIFFUSERS_FILE)
+
+
+def _save(state: dict[str, Tensor], settings: Mapping[str, Any], file: Path) -> None:
+    save_file(state, file, {"format": "pt", _METADATA: json.dumps(settings, sort_keys=True)})
 
 
 def _record(plan: ExportPlan) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import RunConfig
-from flows.export.request import ExportRequest
+from flows.pipeline.requests import ExportRequest
 from grpo_core.errors import InputError
 from tasks.models.files import model_folder
 from tasks.models.initial import initial_digest

@@ -7,11 +7,13 @@ from types import MappingProxyType
 
 from configs.schema import RunConfig
 from configs.sections import DiffusersRolloutSection, GlmImageRolloutSection, TextRolloutSection
-from flows.export.adapters import DIFFUSERS_FILE
 from grpo_core.policies.diffusers.guidance import call_settings
 from grpo_core.policies.diffusers.saved_pipeline import read_saved_pipeline
 from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.streams import Stream
+
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+"""Where diffusers looks for an adapter in a folder."""
 
 IMAGE_PROMPT, TEXT_PROMPT = "a lighthouse at dusk", "Write a haiku about rain."
 

@@ -1,30 +1,57 @@
-"""Requests of the commands `evaluate`, `rescore` and `replay`: one model is the options in the terminal and the form.
+"""What commands are asked for: one model is the options in the terminal and the form in Prefect's UI.
 
 Nothing that takes long to import is imported here: options are shown and checked at once.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from pydantic import Field
 from typer import Argument, Option
 
 from configs.validation import NAME_PATTERN, Name, Section
+from grpo_core.errors import InputError, raise_all
 
 Overrides = Annotated[tuple[str, ...], Option("--set", metavar="KEY=VALUE")]
-Root = Annotated[str, Option(metavar="DIR")]
-Run = Annotated[str, Argument(metavar="RUN")]
-
-_ROOT = "where runs are stored: a folder or any fsspec URL"
-_RUN = "a run under the storage root, or the path of its folder"
+Root = Annotated[
+    str,
+    Option(metavar="DIR"),
+    Field(min_length=1, description="where runs are stored: a folder or any fsspec URL"),
+]
+Run = Annotated[
+    str,
+    Argument(metavar="RUN"),
+    Field(min_length=1, description="a run under the storage root, or the path of its folder"),
+]
+Runs = Annotated[
+    tuple[str, ...],
+    Argument(metavar="RUN..."),
+    Field(min_length=1, description="runs under the storage root, or paths of their folders"),
+]
+Version = Annotated[str | None, Option(metavar="N|best"), Field(pattern=r"^(best|[0-9]{1,9})$")]
 
 MAX_STALENESS = 4
 """Versions; as many as systems allow that sample while they train (Fu et al., 2025, AReaL, arXiv:2505.24298)."""
 
 
+def refuse_overrides(overrides: Sequence[str], hint: Callable[[str], str | None]) -> None:
+    """Refuse the settings of `--set` that a command cannot change.
+
+    Args:
+        overrides: as `section.key=value`.
+        hint: what to do instead of setting this path; None where it can be set.
+
+    Raises:
+        InputErrors: with one entry per override.
+    """
+    hints = {override: hint(override.partition("=")[0].strip()) for override in overrides}
+    raise_all(InputError("--set", override, found) for override, found in hints.items() if found)
+
+
 class EvaluateRequest(Section):
     """Evaluates a policy version on held-out prompts with fixed seeds; what is stored is not computed again."""
 
-    run: Run = Field(min_length=1, description=_RUN)
+    run: Run
     policy: Annotated[int | None, Option(metavar="N")] = Field(
         None, ge=0, description="policy version; 0 is the initial model; by default the last valid one"
     )
@@ -32,15 +59,13 @@ class EvaluateRequest(Section):
         None, min_length=1, description="prompt file to use instead of the run's held-out prompts"
     )
     overrides: Overrides = Field((), description="change the run's configuration, as section.key=value")
-    root: Root = Field("runs", min_length=1, description=_ROOT)
+    root: Root = "runs"
 
 
 class RescoreRequest(Section):
     """Scores stored rollouts with other rewards or weights, and reports what changed."""
 
-    sources: Annotated[tuple[str, ...], Argument(metavar="RUN...")] = Field(
-        min_length=1, description="runs under the storage root, or paths of their folders"
-    )
+    sources: Runs
     rewards: Annotated[str, Option(metavar="FILE")] = Field(
         min_length=1, description="YAML file with `rewards:`, and optionally `advantages:`"
     )
@@ -51,13 +76,13 @@ class RescoreRequest(Section):
         None, description="iterations to score; by default all"
     )
     html: Annotated[str | None, Option(metavar="FILE")] = Field(None, description="also write the report to this file")
-    root: Root = Field("runs", min_length=1, description=_ROOT)
+    root: Root = "runs"
 
 
 class ReplayRequest(Section):
     """Trains a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
 
-    source: Run = Field(min_length=1, description=_RUN)
+    source: Run
     advantages: Annotated[str | None, Option(metavar="NAME")] = Field(
         None, description="stored, recomputed, or a name below rescored/; by default stored unless --set changes them"
     )
@@ -74,12 +99,51 @@ class ReplayRequest(Section):
         None, pattern=NAME_PATTERN, description="name of the replay; by default RUN-replay"
     )
     overrides: Overrides = Field((), description="change the source's configuration, as section.key=value")
-    root: Root = Field("runs", min_length=1, description=_ROOT)
+    root: Root = "runs"
 
     @property
     def run_name(self) -> str:
         """Name of the replay."""
         return self.name or f"{self.source.rstrip('/').rpartition('/')[2]}-replay"
+
+
+class ExportRequest(Section):
+    """Writes a policy version as a folder that diffusers, transformers and peft load."""
+
+    run: Run
+    folder: Annotated[str, Argument(metavar="DIR")] = Field(min_length=1, description="a new or an empty folder")
+    policy: Version = Field(
+        None, description="policy version, or best: the highest held-out reward; by default the last valid one"
+    )
+    merge: Annotated[bool, Option("--merge")] = Field(
+        False, description="write the whole model with the adapter merged into its weights"
+    )
+    push_to_hub: Annotated[str | None, Option(metavar="REPO")] = Field(
+        None, min_length=1, description="also upload the folder to this repository of the Hugging Face hub"
+    )
+    root: Root = "runs"
+
+
+class SampleRequest(Section):
+    """Draws or answers prompts with a run's policy, an exported folder or any model."""
+
+    source: Annotated[str, Argument(metavar="RUN|MODEL")] = Field(
+        min_length=1, description="a run, a folder that `grpo export` wrote, or a model's folder"
+    )
+    prompts: Annotated[tuple[str, ...], Argument(metavar="PROMPT...")] = Field(
+        min_length=1, description="texts, each in quotes"
+    )
+    policy: Version = Field(
+        None,
+        description="policy version of a run, or best: the highest held-out reward; by default the last valid one",
+    )
+    seed: int = Field(0, ge=0, description="the same seed gives the same samples")
+    samples: Annotated[int, Option("--n", metavar="K")] = Field(1, ge=1, description="samples per prompt")
+    out: Annotated[str | None, Option(metavar="DIR")] = Field(
+        None, min_length=1, description="folder for images; by default samples"
+    )
+    overrides: Overrides = Field((), description="change rollout or placement, such as rollout.temperature=0.7")
+    root: Root = "runs"
 
 
 class DeployRequest(Section):

@@ -5,7 +5,7 @@ from typing import Any
 
 from configs.schema import RunConfig
 from flows.preflight.inputs import trained_model
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, InputErrors, raise_all
 from tasks.runs.lookup import find_run, read_description
 from tasks.runs.stored import START, choose_policy, stored_config, stored_start
 from tasks.storage.artifacts.reference import PolicyRef
@@ -51,8 +51,7 @@ def settle_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunCo
         raise InputError(_PLACE, wanted, first.hint) from error
     if not found.version:
         raise InputError(_PLACE, wanted, f"{name} has no valid policy yet; leave this out, or name another run.")
-    if problems := list(model_problems(store, stored_config(store), config, found.version, "name another policy")):
-        raise InputErrors(problems)
+    raise_all(model_problems(store, stored_config(store), config, found.version, "name another policy"))
     # A moving average and an old policy begin anew, like the optimizer.
     start = found.model_copy(update={"version": 0, "ema_digest": None, "old_digest": None})
     return _continuing(config, f"{store.run}@{found.version}"), start

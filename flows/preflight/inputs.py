@@ -16,11 +16,11 @@ import torch
 from configs.contradictions import contradictions, pools_of
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
-from configs.sections import DatasetSection, LoraSection, PromptsSection
+from configs.sections import DatasetSection, LoraSection
 from flows.preflight.sizes import default_size, generation_problems, scoring_problems
 from flows.server.reachable import require_pools, require_server, require_ui
 from flows.tracking.available import tracker_problems
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, InputErrors, raise_all
 from grpo_core.optimizer import refuse_unavailable
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained import LoraSettings, refuse_unavailable_attention
@@ -41,9 +41,6 @@ from tasks.update.job import refuse_unusable_placement
 
 A = TypeVar("A")
 R = TypeVar("R")
-
-SECTIONS = ("data", "evaluate")
-"""Sections with prompts: training and held-out."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +110,7 @@ def check_inputs(config: RunConfig) -> RunInputs:
         store = open_store(config.storage, config.run.name)
         model = trained_model(config)
         # What was downloaded can be read, and it is not loaded yet.
-        if problems := list(_model_problems(config, prompts)):
-            raise InputErrors(problems)
+        raise_all(_model_problems(config, prompts))
         refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
         with training_choices(config.policy, store, model.adapter) as choices:
             for choice in choices.values():
@@ -137,9 +133,7 @@ def run_checks(config: RunConfig) -> PromptFiles:
         InputErrors: with one entry per problem.
     """
     prompts = read_prompt_files(config)
-    problems = [problem for check in CHECKS.values() for problem in check(config, prompts)]
-    if problems:
-        raise InputErrors(problems)
+    raise_all(problem for check in CHECKS.values() for problem in check(config, prompts))
     return prompts
 
 
@@ -152,8 +146,7 @@ def _refuse_stored_settings(config: RunConfig, stored: LoraSettings | None) -> N
     if config.policy.adapter is None or stored is None:
         return
     policy = config.policy.model_copy(update={"lora": LoraSection(**asdict(stored))})
-    if problems := contradictions(config.model_copy(update={"policy": policy})):
-        raise InputErrors(problems)
+    raise_all(contradictions(config.model_copy(update={"policy": policy})))
 
 
 def refuse_prompt_texts(config: RunConfig, sets: Sequence[PromptSet]) -> None:
@@ -189,19 +182,17 @@ def read_prompt_files(config: RunConfig) -> PromptFiles:
     sets: dict[str, tuple[PromptSet | None, ...]] = {}
     problems: list[InputError] = []
     notes: list[str] = []
-    for name in SECTIONS:
-        section: PromptsSection = getattr(config, name)
+    for name, section in config.prompt_sections.items():
         read: list[PromptSet | None] = []
-        for index, dataset in enumerate(section.sets):
-            own = f"{name}.datasets.{index}." if section.datasets else f"{name}."
+        for own, dataset in section.placed(name):
             try:
                 file, prompts = _read_prompt_set(config, dataset)
             except InputError as error:
-                problems.append(InputError(error.place.replace("data.", own, 1), error.value, error.hint))
+                problems.append(InputError(error.place.replace("data.", f"{own}.", 1), error.value, error.hint))
                 read.append(None)
                 continue
             read.append(prompts)
-            notes += [f"{own}prompts: {dataset.prompts}: {note}" for note in _notes(dataset, file, prompts)]
+            notes += [f"{own}.prompts: {dataset.prompts}: {note}" for note in _notes(dataset, file, prompts)]
         sets[name] = tuple(read)
     return PromptFiles(sets, tuple(problems), tuple(notes))
 
@@ -274,7 +265,7 @@ def _refuse_evaluation(config: RunConfig) -> None:
 def _reward_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
     """Rewards score training and held-out samples, guardrails only the latter."""
     scored: list[tuple[str, RewardSection, Sequence[str]]] = [
-        *((f"rewards.{index}", each, SECTIONS) for index, each in enumerate(config.rewards)),
+        *((f"rewards.{index}", each, ("data", "evaluate")) for index, each in enumerate(config.rewards)),
         *((f"watch.guardrails.{index}", each, ("evaluate",)) for index, each in enumerate(config.watch.guardrails)),
     ]
     for place, section, parts in scored:
@@ -300,7 +291,7 @@ def _column_problems(
 ) -> Iterator[InputError]:
     """Report a column that no prompt has, in a dataset that the reward scores."""
     for part in parts:
-        for dataset, known in zip(getattr(config, part).sets, prompts.sets[part], strict=True):
+        for dataset, known in zip(config.prompt_sections[part].sets, prompts.sets[part], strict=True):
             if known is None or not section.scores(dataset.name):
                 continue
             found = sorted({name for prompt in known.prompts for name in prompt.columns})

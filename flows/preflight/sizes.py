@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
-from configs.sections import DatasetSection, ImageRolloutSection, PromptsSection
+from configs.sections import DatasetSection, ImageRolloutSection
 from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.protocol import policy_family
@@ -79,9 +79,7 @@ def _sizes(
         meant: says of a dataset's name and a prompt whether it counts.
     """
     for part in parts:
-        section: PromptsSection = getattr(config, part)
-        for index, (dataset, known) in enumerate(zip(section.sets, sets[part], strict=True)):
-            own = f"{part}.datasets.{index}" if section.datasets else part
+        for (own, dataset), known in zip(config.prompt_sections[part].placed(part), sets[part], strict=True):
             default = "rollout" if dataset.width is None else own
             rows: dict[ImageSize, int] = {}
             # Texts have no sizes.

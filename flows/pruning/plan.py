@@ -49,6 +49,9 @@ ENDS = "the first and the last evaluation are shown side by side"
 UNSCORED = "its scores or advantages are not complete"
 UNTRAINED = "no policy has been trained on it"
 
+_SIZES = {IMAGES_REMOVED: image_bytes, STATES_REMOVED: states_bytes}
+"""Bytes that removing this part of rollouts frees."""
+
 
 @dataclass(frozen=True)
 class Deletion:
@@ -90,25 +93,21 @@ class RunPlan:
         else:
             self.deleted.append(Deletion(kind, name, size(), delete))
 
-    def decide_images(self, kind: str, prunable: Prunable, reasons: Sequence[str]) -> None:
-        """Delete the images of rollouts unless there are reasons to keep them."""
-        delete = partial(self._delete, prunable.folder, IMAGES_REMOVED, self.request.image_rule)
-        # An interrupted deletion can only be finished, since some images are gone.
-        reasons = [] if IMAGES_REMOVED in prunable.removed else reasons
-        self.decide(kind, stage_folder(prunable.folder), reasons, partial(image_bytes, self.store, prunable), delete)
+    def decide_part(self, kind: str, prunable: Prunable, removed: str, reasons: Sequence[str]) -> None:
+        """Delete images or states of rollouts unless there are reasons to keep them."""
 
-    def decide_states(self, prunable: Prunable, reasons: Sequence[str]) -> None:
-        """Delete the states of rollouts unless there are reasons to keep them."""
-        delete = partial(self._delete, prunable.folder, STATES_REMOVED, self.request.states_rule)
-        reasons = [] if STATES_REMOVED in prunable.removed else reasons
-        self.decide(STEPS, stage_folder(prunable.folder), reasons, partial(states_bytes, self.store, prunable), delete)
+        def carry_out() -> None:
+            # Found again: images and states of the same rollouts may both be due.
+            found = find_prunable(self.store, prunable.folder)
+            if found is None:
+                raise StaleReferenceError(f"{self.store.run}/{prunable.folder}: it has no manifest")
+            rule = self.request.image_rule if removed == IMAGES_REMOVED else self.request.states_rule
+            delete_part(self.store, found, removed, self.tombstone(found, removed, f"grpo prune {rule}"))
 
-    def _delete(self, folder: str, removed: str, rule: str) -> None:
-        # Found again: images and states of the same rollouts may both be due.
-        prunable = find_prunable(self.store, folder)
-        if prunable is None:
-            raise StaleReferenceError(f"{self.store.run}/{folder}: it has no manifest")
-        delete_part(self.store, prunable, removed, self.tombstone(prunable, removed, f"grpo prune {rule}"))
+        # An interrupted deletion can only be finished, since some of its files are gone.
+        reasons = [] if removed in prunable.removed else reasons
+        size = partial(_SIZES[removed], self.store, prunable)
+        self.decide(kind, stage_folder(prunable.folder), reasons, size, carry_out)
 
     def tombstone(self, prunable: Prunable, removed: str, by: str) -> Mapping[str, Any]:
         """Describe a deletion for the manifest; one that was interrupted keeps its own description."""
@@ -176,49 +175,53 @@ def plan_versions(plan: RunPlan, config: RunConfig, versions: Mapping[int, Pruna
         plan.decide(VERSIONS, str(version), reasons, partial(bytes_below, store, store.path(prunable.folder)), delete)
 
 
-def _rollouts_of(plan: RunPlan) -> dict[int, list[Prunable]]:
-    """Return the rollouts of each iteration's sampling rounds."""
-    reader = RunReader(plan.store)
-    folders = {number: reader.rounds(iteration_folder(number)) for number in reader.iterations()}
-    found = {
-        number: [find_prunable(plan.store, f"{each}/{ROLLOUTS}") for each in folders[number]] for number in folders
-    }
-    return {number: [each for each in rollouts if each is not None] for number, rollouts in found.items()}
+@dataclass(frozen=True)
+class _Iteration:
+    """The folders of an iteration's sampling rounds, and the rollouts that are there."""
+
+    rounds: Sequence[str]
+    rollouts: Sequence[Prunable]
+
+
+def _iterations(store: ArtifactStore) -> tuple[dict[int, _Iteration], int]:
+    """Return each iteration, and the number of the last one with rollouts."""
+    reader, found = RunReader(store), {}
+    for number in reader.iterations():
+        rounds = reader.rounds(iteration_folder(number))
+        rollouts = [find_prunable(store, f"{each}/{ROLLOUTS}") for each in rounds]
+        found[number] = _Iteration(rounds, [each for each in rollouts if each is not None])
+    return found, max((number for number, each in found.items() if each.rollouts), default=0)
 
 
 def _plan_states(plan: RunPlan, needs: Needs) -> None:
-    rollouts = _rollouts_of(plan)
-    last = max((number for number, found in rollouts.items() if found), default=0)
-    for number, found in rollouts.items():
+    iterations, last = _iterations(plan.store)
+    for number, iteration in iterations.items():
         reasons = needs.of_training(number)
         if find_prunable(plan.store, policy_folder(number)) is None:
             reasons.append(UNTRAINED)
-        for each in found:
+        for each in iteration.rollouts:
             due = plan.is_due(each, STATES_REMOVED, plan.request.states_older_than, number, last)
             if due and (has_states(each) or each.half_pruned):
-                plan.decide_states(each, reasons)
+                plan.decide_part(STEPS, each, STATES_REMOVED, reasons)
 
 
 def _plan_images(plan: RunPlan, config: RunConfig, needs: Needs) -> None:
-    age = plan.request.images_older_than
+    age, store = plan.request.images_older_than, plan.store
     if isinstance(config.rollout, TextRolloutSection):
         if age is not None:
             plan.notes.append("its rollouts are texts, which have no images")
         return
-    store, reader = plan.store, RunReader(plan.store)
-    rounds = {number: reader.rounds(iteration_folder(number)) for number in reader.iterations()}
-    found = _rollouts_of(plan)
-    last = max((number for number, rollouts in found.items() if rollouts), default=0)
-    for number, rollouts in found.items():
-        due = [prunable for prunable in rollouts if plan.is_due(prunable, IMAGES_REMOVED, age, number, last)]
+    iterations, last = _iterations(store)
+    for number, iteration in iterations.items():
+        due = [each for each in iteration.rollouts if plan.is_due(each, IMAGES_REMOVED, age, number, last)]
         reasons = needs.of_iteration(number)
-        scores = [f"{folder}/{REWARDS}/{section.label}" for folder in rounds[number] for section in config.rewards]
+        scores = [f"{folder}/{REWARDS}/{section.label}" for folder in iteration.rounds for section in config.rewards]
         # An incomplete stage of the iteration still needs its images.
-        if due and any(store.find(each) is None for each in [f"{rounds[number][-1]}/{ADVANTAGES}", *scores]):
+        if due and any(store.find(each) is None for each in [f"{iteration.rounds[-1]}/{ADVANTAGES}", *scores]):
             reasons.append(UNSCORED)
-        for prunable in due:
-            plan.decide_images(IMAGES, prunable, reasons)
-    for folder in [EVALUATIONS, *(f"{OTHER_EVALUATIONS}/{name}" for name in reader.names(OTHER_EVALUATIONS))]:
+        for each in due:
+            plan.decide_part(IMAGES, each, IMAGES_REMOVED, reasons)
+    for folder in [EVALUATIONS, *(f"{OTHER_EVALUATIONS}/{name}" for name in RunReader(store).names(OTHER_EVALUATIONS))]:
         _plan_evaluations(plan, folder, needs.evaluations if folder == EVALUATIONS else {}, last)
 
 
@@ -239,4 +242,4 @@ def _plan_evaluations(plan: RunPlan, folder: str, needed: Mapping[int, list[str]
         reasons += needed.get(version, [])
         if plan.store.find(f"{folder}/{version:06d}/{ADVANTAGES}") is None:
             reasons.append(UNSCORED)
-        plan.decide_images(HELDOUT_IMAGES, prunable, reasons)
+        plan.decide_part(HELDOUT_IMAGES, prunable, IMAGES_REMOVED, reasons)

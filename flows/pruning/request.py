@@ -7,10 +7,11 @@ from datetime import datetime, timedelta
 from typing import Annotated
 
 from pydantic import Field
-from typer import Argument, Option
+from typer import Option
 
 from configs.validation import Section
-from grpo_core.errors import InputError, InputErrors
+from flows.pipeline.requests import Root, Runs
+from grpo_core.errors import InputError, raise_all
 
 POLICIES_LAST = 2
 """Versions kept at the end of a run by default."""
@@ -41,9 +42,7 @@ def read_age(text: str | None) -> Age | None:
 class PruneRequest(Section):
     """What may be deleted unless something needs it."""
 
-    sources: Annotated[tuple[str, ...], Argument(metavar="RUN...")] = Field(
-        min_length=1, description="runs under the storage root, or their paths"
-    )
+    sources: Runs
     policies_every: Annotated[int | None, Option(metavar="N")] = Field(
         None, description="keep policy versions N, 2N, ... and the last; the others are deleted"
     )
@@ -65,9 +64,7 @@ class PruneRequest(Section):
     dry_run: Annotated[bool, Option("--dry-run")] = Field(
         False, description="report what would be deleted, and change nothing"
     )
-    root: Annotated[str, Option(metavar="DIR")] = Field(
-        "runs", description="where runs are stored: a folder or fsspec URL"
-    )
+    root: Root = "runs"
 
     @property
     def last(self) -> int | None:
@@ -101,8 +98,7 @@ def check_request(request: PruneRequest) -> None:
     Raises:
         InputErrors: no rule, a number below 1, an age that cannot be read, a run named twice.
     """
-    if problems := list(_problems(request)):
-        raise InputErrors(problems)
+    raise_all(_problems(request))
 
 
 def _problems(request: PruneRequest) -> Iterator[InputError]:

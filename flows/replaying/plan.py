@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from configs.schema import CORRECTION, ReplayConfig, ReplaySection, RunConfig, as_replay
 from configs.training import UpdateSection
 from configs.unknown_keys import TRL_NAMES
-from flows.pipeline.requests import ReplayRequest
+from flows.pipeline.requests import ReplayRequest, refuse_overrides
 from flows.pipeline.warm_start import model_problems
 from flows.preflight.inputs import check_inputs, checked_once
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, raise_all
 from tasks.runs.layout import RECOMPUTED, STORED
 from tasks.runs.lookup import CONFIG_FILE, find_run, spans
 from tasks.runs.records import StoredIteration
@@ -66,7 +66,10 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     Raises:
         InputError, InputErrors: with the option or the key, the value and the hint.
     """
-    _require_replaceable(request)
+    refuse_overrides(
+        request.overrides,
+        lambda path: next((hint for key, hint in _FIXED.items() if path == key or path.startswith(f"{key}.")), None),
+    )
     store = find_run(request.source, request.root)
     name = request.run_name
     _require_own_folder(store, name)
@@ -82,16 +85,16 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     start = read_policy(store, request.policy) if request.policy else None
     recompute = config.advantages != previous.advantages or _mix(config) != _mix(previous)
     advantages = request.advantages or (RECOMPUTED if recompute else STORED)
-    problems = [
-        *model_problems(store, previous, config, request.policy, "start from the model with --policy 0"),
-        *_reward_problems(request, previous, config),
-        *_advantages_problems(request, previous, config, advantages, recompute=recompute),
-        *correction_problems(request.overrides, config),
-        *_staleness_problems(request, iterations),
-        *_states_problems(store, iterations),
-    ]
-    if problems:
-        raise InputErrors(problems)
+    raise_all(
+        [
+            *model_problems(store, previous, config, request.policy, "start from the model with --policy 0"),
+            *_reward_problems(request, previous, config),
+            *_advantages_problems(request, previous, config, advantages, recompute=recompute),
+            *correction_problems(request.overrides, config),
+            *_staleness_problems(request, iterations),
+            *_states_problems(store, iterations),
+        ]
+    )
     section = ReplaySection(
         source=store.run,
         policy=request.policy,
@@ -108,17 +111,6 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     )
     check_inputs(plan.config)
     return plan
-
-
-def _require_replaceable(request: ReplayRequest) -> None:
-    problems = []
-    for override in request.overrides:
-        path = override.partition("=")[0].strip()
-        hint = next((hint for key, hint in _FIXED.items() if path == key or path.startswith(f"{key}.")), None)
-        if hint:
-            problems.append(InputError("--set", override, hint))
-    if problems:
-        raise InputErrors(problems)
 
 
 def _require_own_folder(source: ArtifactStore, name: str) -> None:

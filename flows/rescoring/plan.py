@@ -16,7 +16,7 @@ from configs.training import AdvantagesSection
 from flows.pipeline.requests import RescoreRequest
 from flows.preflight.inputs import checked_once, token_problems
 from flows.server.reachable import require_pools, require_server
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, InputErrors, raise_all
 from grpo_core.image_size import ImageSize
 from grpo_core.rewards.images import fits_reward, shown_bounds
 from grpo_core.rewards.registry import build_reward
@@ -74,9 +74,7 @@ def plan_rescore(request: RescoreRequest) -> RescorePlan:
         InputError, InputErrors: with the option or the key, the value and the hint.
     """
     requested = read_rewards_file(request.rewards, "--rewards")
-    problems = list(_option_problems(request))
-    if problems:
-        raise InputErrors(problems)
+    raise_all(_option_problems(request))
     html = None if request.html is None else Path(request.html)
     if html is not None:
         require_page_path(html)
@@ -87,8 +85,8 @@ def plan_rescore(request: RescoreRequest) -> RescorePlan:
         raise InputErrors([InputError("RUN", twice, "A report identifies runs by name; score these separately.")])
     runs = [_plan_run(store, requested, chosen) for store in stores]
     problems = [problem for run in runs for problem in _scoring_problems(run)]
-    if problems:
-        raise InputErrors(list({str(problem): problem for problem in problems}.values()))
+    # Runs may have the same one.
+    raise_all({str(problem): problem for problem in problems}.values())
     require_pools([place for run in runs for place in _pools(run)])
     require_server()
     return RescorePlan(name=request.name, runs=tuple(runs), html=html)
@@ -133,9 +131,7 @@ def _plan_run(store: ArtifactStore, requested: RewardsFile, chosen: tuple[int, i
     advantages = requested.advantages or config.advantages
     # Only the rewards are checked: the rest has run, and its files may be gone.
     mixed = config.model_copy(update={"rewards": requested.rewards, "advantages": advantages})
-    problems = list(reward_contradictions(mixed))
-    if problems:
-        raise InputErrors(problems)
+    raise_all(reward_contradictions(mixed))
     iterations = read_iterations(store, chosen, STORED)
     running = [section.label for section in requested.rewards if section.normalize == "running"]
     if running and chosen is not None and chosen[0] > first_iteration(store):

@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 from pydantic import BaseModel
 
-from flows.sampling.request import SampleRequest
+from flows.pipeline.requests import SampleRequest
 from flows.sampling.source import Source
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.groups import GroupRequest

@@ -17,9 +17,9 @@ from configs.sections import (
 )
 from configs.validation import Section, validated
 from flows.export.export import RECORD_FILE
+from flows.pipeline.requests import SampleRequest, refuse_overrides
 from flows.preflight.inputs import source_of
-from flows.sampling.request import SampleRequest
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE
 from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.policies.protocol import Policy, policy_family
@@ -97,13 +97,8 @@ def open_source(request: SampleRequest) -> Source:
     Raises:
         InputError, InputErrors: with the option, the value and the hint.
     """
-    problems = [
-        InputError("--set", override, f"Only {' and '.join(_CHANGEABLE)} can be changed for samples.")
-        for override in request.overrides
-        if override.partition(".")[0].strip() not in _CHANGEABLE
-    ]
-    if problems:
-        raise InputErrors(problems)
+    only = f"Only {' and '.join(_CHANGEABLE)} can be changed for samples."
+    refuse_overrides(request.overrides, lambda path: None if path.partition(".")[0] in _CHANGEABLE else only)
     folder = Path(request.source).expanduser()
     source = _open_folder(folder, request) if _is_model(folder) else _open_run(request)
     source.spec.family.refuse_prompts(source_of(source.config), source.config.rollout, request.prompts)
@@ -150,9 +145,7 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
     else:
         own = {"model": str(folder), "revision": None, "adapter": None, "lora": None, "frozen": None}
         sections["policy"] |= own
-    errors = apply_overrides(sections, request.overrides)
-    if errors:
-        raise InputErrors(errors)
+    raise_all(apply_overrides(sections, request.overrides))
     kind = str(sections["policy"].get("kind", "glm_image"))
     images = policy_family(kind).modality == "image"
     if images and not {"height", "width"} <= sections.get("rollout", {}).keys():

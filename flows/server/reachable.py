@@ -15,9 +15,10 @@ _TIMEOUT_SECONDS = 8.0
 # Prefect's client connects up to four times, with pauses of 1.5 s in total.
 _CONNECT_SECONDS = 0.875
 _PAGE = 200
-# Written here, since flows.workers.pools imports Prefect.
-_KIND = "grpo"
 _CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
+
+KIND = "grpo"
+"""Type of the work pools that `grpo worker` serves."""
 
 
 def server_url() -> str | None:
@@ -115,12 +116,12 @@ def require_pools(places: Sequence[tuple[str, str]]) -> None:
 def _pool_problem(place: str, name: str, pools: "dict[str, WorkPool]") -> InputError | None:
     pool = pools.get(name)
     if pool is None:
-        there = ", ".join(sorted(each for each, found in pools.items() if found.type == _KIND)) or "none"
+        there = ", ".join(sorted(each for each, found in pools.items() if found.type == KIND)) or "none"
         hint = (
             f"The server has no such work pool; it has: {there}. `grpo worker {name}` creates it and starts a worker."
         )
-    elif pool.type != _KIND:
-        hint = f"That work pool is of type {pool.type}, and stages need one of type {_KIND}: name another."
+    elif pool.type != KIND:
+        hint = f"That work pool is of type {pool.type}, and stages need one of type {KIND}: name another."
     elif pool.is_paused:
         hint = f"That work pool is paused: `prefect work-pool resume {name}`."
     else:

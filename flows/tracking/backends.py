@@ -3,6 +3,7 @@
 Everything else is accelerate's: these classes give its trackers their arguments and the values to log.
 """
 
+import importlib
 import os
 import re
 import uuid
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -57,6 +58,12 @@ class Backend:
     kept = False
     """Whether a later start goes on with the same run."""
 
+    library: ClassVar[str | None] = None
+    """Module with the classes Image and Histogram; None for a tracker without."""
+
+    histograms = True
+    """Whether the library has histograms."""
+
     def __init__(self, kind: str, run: TrackedRun) -> None:
         """Start the tracker, and store the settings of a run that is new to it."""
         self.id: str | None = (run.id or uuid.uuid4().hex[:21]) if self.kept else None
@@ -80,8 +87,23 @@ class Backend:
         self.tracker.log({**step.metrics, **self.media(step)}, step=step.number)
 
     def media(self, step: Step) -> dict[str, Any]:
-        """Return images, texts and the histogram as objects of the tracker, by name."""
-        return {}
+        """Return the histogram, an image with its caption for each held-out prompt, and texts, by name."""
+        if self.library is None:
+            return {}
+        library = importlib.import_module(self.library)
+        made: dict[str, Any] = {}
+        if step.rewards and self.histograms:
+            made[REWARDS] = library.Histogram(step.rewards)
+        for each in step.heldout:
+            if each.strip is not None:
+                made[f"heldout/{each.title}"] = library.Image(each.strip, caption=each.caption)
+        if any(each.texts for each in step.heldout):
+            made["heldout"] = self.texts(library, step)
+        return made
+
+    def texts(self, library: Any, step: Step) -> Any:
+        """Return the held-out prompts with their completions and rewards as an object of the tracker's library."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Write what is left, and close the run."""
@@ -122,6 +144,7 @@ class WandB(Backend):
     """Weights & Biases: offline unless WANDB_MODE says otherwise or an API key is configured."""
 
     kept = True
+    library = "wandb"
 
     def arguments(self, run: TrackedRun) -> dict[str, Any]:
         """Go on with the run of this id where there is one."""
@@ -147,22 +170,14 @@ class WandB(Backend):
         """Log and commit the iteration, so that it is kept if the process is killed."""
         self.tracker.log({**step.metrics, **self.media(step)}, step=step.number, commit=True)
 
-    def media(self, step: Step) -> dict[str, Any]:
-        """Return the histogram, an image with its caption for each held-out prompt, or a table of texts."""
-        import wandb
-
-        made: dict[str, Any] = {REWARDS: wandb.Histogram(step.rewards)} if step.rewards else {}
-        for each in step.heldout:
-            if each.strip is not None:
-                made[f"heldout/{each.title}"] = wandb.Image(each.strip, caption=each.caption)
-        texts = [
+    def texts(self, library: Any, step: Step) -> Any:
+        """Return a table with a row per completion."""
+        rows = [
             [each.prompt, reward, text]
             for each in step.heldout
             for reward, text in zip(each.rewards, each.texts, strict=False)
         ]
-        if texts:
-            made["heldout"] = wandb.Table(columns=["prompt", "reward", "completion"], data=texts)
-        return made
+        return library.Table(columns=["prompt", "reward", "completion"], data=rows)
 
 
 class MLflow(Backend):
@@ -193,28 +208,23 @@ class Trackio(Backend):
     """trackio, in its local folder or in the Space that its own variables name."""
 
     kept = True
+    library = "trackio"
 
     def arguments(self, run: TrackedRun) -> dict[str, Any]:
         """Go on with the run of this name; trackio knows runs by their names, so the name has the id."""
         return {"run_name": run.project, "name": f"{run.name}-{self.id}", "resume": "allow"}
 
-    def media(self, step: Step) -> dict[str, Any]:
-        """Return the histogram, an image with its caption for each held-out prompt, or texts as Markdown."""
-        import trackio
-
-        made: dict[str, Any] = {REWARDS: trackio.Histogram(step.rewards)} if step.rewards else {}
-        for each in step.heldout:
-            if each.strip is not None:
-                made[f"heldout/{each.title}"] = trackio.Image(each.strip, caption=each.caption)
-        if any(each.texts for each in step.heldout):
-            made["heldout"] = trackio.Markdown(step.page)
-        return made
+    def texts(self, library: Any, step: Step) -> Any:
+        """Return them as Markdown."""
+        return library.Markdown(step.page)
 
 
 class SwanLab(Backend):
     """SwanLab: offline unless SWANLAB_MODE or SWANLAB_API_KEY is set; it has no histograms."""
 
     kept = True
+    library = "swanlab"
+    histograms = False
 
     def arguments(self, run: TrackedRun) -> dict[str, Any]:
         """Go on with the run of this id where there is one."""
@@ -228,18 +238,9 @@ class SwanLab(Backend):
             **({} if known else {"mode": "offline"}),
         }
 
-    def media(self, step: Step) -> dict[str, Any]:
-        """Return an image with its caption for each held-out prompt, or texts as Markdown."""
-        import swanlab
-
-        made: dict[str, Any] = {
-            f"heldout/{each.title}": swanlab.Image(each.strip, caption=each.caption)
-            for each in step.heldout
-            if each.strip is not None
-        }
-        if any(each.texts for each in step.heldout):
-            made["heldout"] = swanlab.Text(step.page)
-        return made
+    def texts(self, library: Any, step: Step) -> Any:
+        """Return them as Markdown."""
+        return library.Text(step.page)
 
 
 BACKENDS: Mapping[str, type[Backend]] = MappingProxyType(

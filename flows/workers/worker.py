@@ -15,13 +15,14 @@ import anyio
 import anyio.abc
 import httpx
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import FlowRun, WorkPool
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectHTTPStatusError
 from prefect.flow_engine import run_flow_async
 from prefect.states import Cancelled
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
-from flows.workers.pools import KIND, read_or_create_pool
+from flows.server.reachable import KIND
 from flows.workers.stage_flows import STAGE_FLOWS
 from grpo_core.errors import InputError
 from tasks.checkout import CHECKOUT
@@ -214,6 +215,19 @@ async def serve(pool: str, idle: float | None = None, limit: int | None = None) 
                     log(f"worker ends: {reason}")
                     both.cancel_scope.cancel()
                     return
+
+
+async def read_or_create_pool(client: PrefectClient, name: str) -> WorkPool:
+    """Return the pool of this name, whatever its type; one that does not exist is created for `grpo worker`."""
+    try:
+        return await client.read_work_pool(name)
+    except ObjectNotFound:
+        # Workers of this type have the settings of Prefect's process workers.
+        template = ProcessWorker.get_default_base_job_template()
+        # A worker of the pool may start at the same moment.
+        with contextlib.suppress(ObjectAlreadyExists):
+            await client.create_work_pool(WorkPoolCreate(name=name, type=KIND, base_job_template=template))
+        return await client.read_work_pool(name)
 
 
 async def _require_pool(client: PrefectClient, pool: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from grpo_core.image_size import ImageSize
@@ -151,7 +152,9 @@ def estimate_resources(
         InputError: its configuration is not on this machine, or no parameter is trained.
     """
     module = import_module(f"grpo_core.policies.{kind}.estimate")
-    estimate: ModelEstimate = module.estimate(model, settings, choices, workloads)
+    # Adapters too are counted without memory; initializing them takes seconds elsewhere.
+    with torch.device("meta"):
+        estimate: ModelEstimate = module.estimate(model, settings, choices, workloads)
     return estimate
 
 

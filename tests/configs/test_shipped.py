@@ -1,5 +1,6 @@
 """Shipped configurations are valid, and fit the GPU that they are for."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import yaml
 
 import configs
 from configs.loader import as_config, read_config, read_rewards_file
-from configs.schema import RunConfig
 from flows.preflight import doctor
 from grpo_core.policies.estimate import MemoryEstimate
 from grpo_core.policies.glm_image.loading import RELEASED_MODEL
@@ -25,11 +25,6 @@ GPUS = {
     "glm_image_both": 80 * GIGABYTE,
     "glm_image_141gb": 141 * GIGABYTE,
 }
-ONE_STREAM = (
-    "rollout={height: 512, width: 512, group_size: 12, num_inference_steps: 10, guidance_scale: 1.0}",
-    "rewards=[{reward: ssim}]",
-    "update={micro_batch_size: 8}",
-)
 MIX = {"lpips": 0.4, "ssim": 0.2, "text_accuracy": 0.3, "aesthetic": 0.1}
 
 
@@ -71,7 +66,9 @@ def test_every_file_of_a_gpu_is_there() -> None:
     assert {path.stem for path in SHIPPED} >= {"tiny", "glm_image_mix", *GPUS}
 
 
-def estimate_of(config: RunConfig) -> MemoryEstimate:
+@functools.cache
+def estimate_of(name: str, *overrides: str) -> MemoryEstimate:
+    config = read_config(ROOT / "configs" / f"{name}.yaml", overrides)
     policy = config.policy
     choices = {
         stream: TrainingChoice(policy.lora, policy.frozen, reference, policy.gradient_checkpointing)
@@ -81,23 +78,22 @@ def estimate_of(config: RunConfig) -> MemoryEstimate:
 
 
 def test_the_update_that_needs_more_decides_where_two_run_in_turn() -> None:
-    both = ROOT / "configs" / "glm_image_both.yaml"
-    small, large = (estimate_of(read_config(both, [f"update.denoising.micro_batch_size={rows}"])) for rows in (4, 20))
+    small, tokens = estimate_of("glm_image_both"), estimate_of("glm_image_80gb")
+    large = estimate_of("glm_image_both", "update.denoising.micro_batch_size=20")
     assert large.rollout_peak == small.rollout_peak
     assert small.part("denoising adapters") == large.part("denoising adapters") > 0
     # 20 rows of 2 steps, 1024 patches and 30 blocks keep each block's 4096 inputs in 16 bits.
     assert large.part("activations") == 20 * 2 * 1024 * 30 * 4096 * 2
-    tokens = read_config(both, ["policy.train=[tokens]", *ONE_STREAM])
-    assert small.part("activations") == estimate_of(tokens).part("activations")
+    # As many rows of tokens as in the file that trains them alone.
+    assert small.part("activations") == tokens.part("activations")
 
 
 @pytest.mark.parametrize(("name", "memory"), GPUS.items())
 def test_it_fits_the_gpu_it_is_for_and_states_the_estimate(name: str, memory: int) -> None:
     path = ROOT / "configs" / f"{name}.yaml"
     stated = int(path.read_text(encoding="utf-8").split("about ")[1].split(" GiB")[0])
-    config = read_config(path)
-    assert config.policy.model == RELEASED_MODEL
-    needed = estimate_of(config).needed
+    assert read_config(path).policy.model == RELEASED_MODEL
+    needed = estimate_of(name).needed
     assert needed <= memory
     assert needed / 1024**3 == pytest.approx(stated, abs=1)
 
@@ -109,6 +105,5 @@ def test_the_mix_is_sampled_and_trained_as_the_file_with_one_reward() -> None:
 
 
 def test_without_recomputation_the_80_gb_sizes_would_not_fit() -> None:
-    path = ROOT / "configs" / "glm_image_80gb.yaml"
-    config = read_config(path, ["policy.gradient_checkpointing=false"])
-    assert estimate_of(config).needed > GPUS["glm_image_80gb"]
+    estimate = estimate_of("glm_image_80gb", "policy.gradient_checkpointing=false")
+    assert estimate.needed > GPUS["glm_image_80gb"]

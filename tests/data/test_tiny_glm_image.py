@@ -105,7 +105,7 @@ def test_it_is_small_and_names_the_recipe_of_the_source() -> None:
 def test_heldout_captions_are_understood_and_there_is_room_to_improve() -> None:
     recipe = TinyRecipe()
     _, heldout = split_scenes(recipe.seed, recipe.heldout_fraction)
-    report = evaluate_tiny_model(MODEL, heldout[::3], temperature=1.0, group_size=4)
+    report = evaluate_tiny_model(MODEL, heldout[::3], temperature=1.0)
     assert report.color >= 0.8
     assert report.background >= 0.9
     assert report.position >= 0.8

@@ -10,7 +10,7 @@ from torch import nn
 
 import data
 from data.shapes import all_scenes, split_scenes
-from data.tiny_sd3 import TinySd3Recipe, build_pipeline, evaluate_tiny_sd3, save_tiny_sd3, train_transformer
+from data.tiny_sd3 import TinySd3Recipe, build_pipeline, evaluate_tiny_sd3, train_transformer
 from data.tiny_sd3.components import build_clip_tokenizer, build_t5_tokenizer, caption_words
 
 MODEL = Path(data.__file__).parent / "models" / "tiny-sd3"
@@ -39,7 +39,7 @@ def test_any_other_text_is_pieces_of_words_or_bytes() -> None:
 
 def test_a_saved_pipeline_has_the_seeds_weights_and_loads_with_diffusers_alone(tmp_path: Path) -> None:
     pipeline = build_pipeline(SMALL)
-    save_tiny_sd3(pipeline, tmp_path)
+    pipeline.save_pretrained(tmp_path)
     torch.manual_seed(7)
     before = torch.get_rng_state()
     again = build_pipeline(SMALL)

@@ -39,6 +39,7 @@ COMMANDS = [
     (["train", "configs/tiny.yaml", "--rnu", "a"], 2, "--run"),
     (["train", "configs/tyni.yaml"], 2, "configs/tiny.yaml"),
     (["train", "configs/tiny.yaml", "--set", "update.learing_rate=1"], 2, "update.learning_rate"),
+    (["train", "configs/tiny.yaml", "--set", "data.prompts=data/prompts/shapes_trian.jsonl"], 2, "shapes_train.jsonl"),
     (["train", "configs/tiny_text.yaml", "--set", "policy.model=data/models/tiny-txt"], 2, "policy.model"),
     (["--show-completion", "bash"], 0, "COMPLETE"),
 ]

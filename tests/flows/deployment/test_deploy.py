@@ -68,21 +68,13 @@ class TestRegistered:
         assert rescoring == (["twice"], "configs/rewards/mix.yaml", "mix")
         assert (CHECKOUT / request["rewards"]).is_file()
 
-    def test_a_schedule_stays_until_it_is_ended(self, pool: str) -> None:
+    def test_a_schedule_stays_as_a_person_changed_it_until_it_is_ended(self, pool: str) -> None:
         deployed(run="kept", cron="0 2 * * *", timezone="Europe/Berlin")
-        assert deployed(run="kept").deployments[0].schedule == "0 2 * * * (Europe/Berlin)"
-        (kept,) = on_the_server("kept")["grpo train/kept"].schedules
-        assert (kept.schedule.cron, kept.schedule.timezone) == ("0 2 * * *", "Europe/Berlin")
-        assert deployed(run="kept", cron="").deployments[0].schedule is None
-        assert on_the_server("kept")["grpo train/kept"].schedules == []
+        given = {"parameters": {"config": {"run": {"name": "kept"}}}, "slug": "nightly"}
 
-    def test_a_kept_schedule_keeps_what_a_person_gave_it(self, pool: str) -> None:
-        deployed(run="dressed", cron="0 2 * * *")
-        given = {"parameters": {"config": {"run": {"name": "dressed"}}}, "slug": "nightly"}
-
-        async def dress() -> None:
+        async def change() -> None:
             async with get_client() as client:
-                found = await client.read_deployment_by_name("grpo train/dressed")
+                found = await client.read_deployment_by_name("grpo train/kept")
                 (schedule,) = found.schedules
                 await client.delete_deployment_schedule(found.id, schedule.id)
                 requested = {"schedule": schedule.schedule.model_dump(mode="json"), "active": True, **given}
@@ -90,10 +82,14 @@ class TestRegistered:
                     "POST", "/deployments/{id}/schedules", path_params={"id": found.id}, json=[requested]
                 )
 
-        asyncio.run(dress())
-        deployed(run="dressed", overrides=["run.seed=7"])
-        (kept,) = on_the_server("dressed")["grpo train/dressed"].schedules
+        asyncio.run(change())
+        told = deployed(run="kept", overrides=["run.seed=7"])
+        assert told.deployments[0].schedule == "0 2 * * * (Europe/Berlin)"
+        (kept,) = on_the_server("kept")["grpo train/kept"].schedules
+        assert (kept.schedule.cron, kept.schedule.timezone) == ("0 2 * * *", "Europe/Berlin")
         assert kept.model_dump(include=set(given)) == given
+        assert deployed(run="kept", cron="").deployments[0].schedule is None
+        assert on_the_server("kept")["grpo train/kept"].schedules == []
 
     def test_a_missing_pool_is_created_for_our_workers(self, pool: str) -> None:
         file = read_config(TINY, ["run.name=first"])

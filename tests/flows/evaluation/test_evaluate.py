@@ -5,23 +5,30 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import polars as pl
 import pytest
+from PIL import Image
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from configs.loader import read_config
 from configs.validation import validated
+from data.shapes import BACKGROUNDS
 from flows.command_line.main import application
 from flows.evaluation.evaluate import EvaluateSummary, evaluate
 from flows.evaluation.plan import check_inputs, plan_evaluate
+from flows.inspection.inspect_run import inspect_run
 from flows.pipeline.requests import EvaluateRequest
 from grpo_core.errors import InputError
+from grpo_core.rewards.similarity.pixels import SsimReward
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import dump_checked, load_checked
 from tasks.storage.run_lock import locked
 from tests.flows.conftest import REPOSITORY, Heard, Runs, Start, flip, heard_of, refused, sha256_of
+from tests.grpo_core.rewards.conftest import make_batch
 
 SMALL_TEXT = {
     "run__iterations": 2,
@@ -159,6 +166,24 @@ class TestWhileItIsLocked:
         assert (error.place, error.value) == ("--policy", "1")
 
 
+WRONG: list[tuple[dict[str, Any], str, object, str]] = [
+    ({"policy": 7}, "--policy", 7, "1 to 2"),
+    ({"run": "txet"}, "RUN", "txet", "text"),
+    ({"overrides": ["update.learning_rate=1"]}, "--set", "update.learning_rate=1", "evaluate"),
+    ({"overrides": ["policy.model=elsewhere"]}, "--set", "policy.model=elsewhere", "evaluate"),
+    (
+        {"overrides": ["evaluate.samples_per_prompts=1"]},
+        "evaluate.samples_per_prompts",
+        1,
+        "samples_per_prompt",
+    ),
+    ({"overrides": ["evaluate.prompts=null"]}, "--prompts", None, "held-out"),
+    ({"prompts": "nowhere.jsonl"}, "evaluate.prompts", "nowhere.jsonl", "no such file"),
+    ({"policy": "last"}, "policy", "last", "integer"),
+    ({"polcy": 2}, "polcy", 2, "policy"),
+]
+
+
 class TestRefused:
     def test_a_damaged_version_is_refused_by_number_and_skipped_by_default(self, runs: Runs) -> None:
         weights = next(runs.path("policies", "000002", run="text").rglob("*.safetensors"))
@@ -180,31 +205,11 @@ class TestRefused:
         description.write_bytes(dump_checked({**load_checked(description.read_bytes()), key: value}))
         assert problem(runs, policy=0).place == place
 
-    @pytest.mark.parametrize(
-        ("requested", "place", "value", "word"),
-        [
-            ({"policy": 7}, "--policy", 7, "1 to 2"),
-            ({"run": "txet"}, "RUN", "txet", "text"),
-            ({"overrides": ["update.learning_rate=1"]}, "--set", "update.learning_rate=1", "evaluate"),
-            ({"overrides": ["policy.model=elsewhere"]}, "--set", "policy.model=elsewhere", "evaluate"),
-            (
-                {"overrides": ["evaluate.samples_per_prompts=1"]},
-                "evaluate.samples_per_prompts",
-                1,
-                "samples_per_prompt",
-            ),
-            ({"overrides": ["evaluate.prompts=null"]}, "--prompts", None, "held-out"),
-            ({"prompts": "nowhere.jsonl"}, "evaluate.prompts", "nowhere.jsonl", "no such file"),
-            ({"policy": "last"}, "policy", "last", "integer"),
-            ({"polcy": 2}, "polcy", 2, "policy"),
-        ],
-    )
-    def test_each_mistake_has_its_place_and_hint(
-        self, runs: Runs, requested: dict[str, object], place: str, value: object, word: str
-    ) -> None:
-        error = problem(runs, **requested)  # type: ignore[arg-type]
-        assert (error.place, error.value) == (place, value)
-        assert word in error.hint
+    def test_each_mistake_has_its_place_and_hint(self, trained: tuple[Runs, Start]) -> None:
+        for requested, place, value, word in WRONG:
+            error = problem(trained[0], **requested)
+            assert (error.place, error.value) == (place, value)
+            assert word in error.hint
 
 
 def test_the_command_prints_the_rewards_and_one_json_object(runs: Runs, trained: tuple[Runs, Start]) -> None:
@@ -221,3 +226,39 @@ def test_an_unreachable_server_is_reported_before_any_work(runs: Runs) -> None:
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         error = problem(runs, policy=1)
     assert (error.place, error.value) == ("PREFECT_API_URL", "http://127.0.0.1:9/api")
+
+
+HELD_OUT = {
+    "run__iterations": 1,
+    "evaluate__prompts": "data/prompts/shapes_heldout.jsonl",
+    "evaluate__targets": "data/targets",
+    "evaluate__target_column": "target",
+    "evaluate__limit": 2,
+    "evaluate__samples_per_prompt": 1,
+    "rewards": [{"reward": "ssim", "weight": 0.5}, {"reward": "r2", "weight": 2.0}],
+}
+
+
+def test_blank_images_and_targets_are_scored_once_by_the_runs_rewards(empty: Runs) -> None:
+    first = empty.start(**HELD_OUT)
+    drawn = [stage for stage in first.stages if stage.startswith("baseline")]
+    assert drawn == [
+        f"baseline {name}: {stage}"
+        for name in ("blank", "target")
+        for stage in ("score r2", "score ssim", "compute advantages")
+    ]
+    earned = []
+    for row in (REPOSITORY / HELD_OUT["evaluate__prompts"]).read_text().splitlines()[:2]:  # type: ignore[operator]
+        name = row.partition('"target": "')[2].partition(".png")[0]
+        with Image.open(REPOSITORY / "data" / "targets" / f"{name}.png") as target:
+            blank = Image.new("RGB", target.size, BACKGROUNDS[name.rpartition("-")[2]])
+            (score,) = SsimReward().score(make_batch([blank], [target]))
+        earned.append(score.value)
+    # A single colour has no R²; the target has all of both.
+    expected = {"blank": 0.5 * fmean(value for value in earned if value is not None), "target": 2.5}
+    assert len(earned) == 2
+    assert first.summary.heldout_baselines == pytest.approx(expected)
+    assert inspect_run("run", root=str(empty.root)).summary(None).heldout_baselines == first.summary.heldout_baselines
+    again = empty.start(**HELD_OUT)
+    assert again.stages == ()
+    assert again.summary.heldout_baselines == first.summary.heldout_baselines

@@ -10,11 +10,14 @@ from configs.loader import read_config
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import Policy
+from grpo_core.policies.trained import LoraSettings, TrainingChoice
 from tasks.models.files import EMA_FOLDER, component_folder, model_digest, weights_digest
 from tasks.runs.lookup import write_description
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 from tests.flows.conftest import TINY, TINY_TEXT
+from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tasks.reports.made_runs import RunMaker
 from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_text_policy import MODEL as TEXT_MODEL
@@ -25,6 +28,23 @@ SHIPPED: Mapping[type, tuple[Path, Path]] = {
     DiffusersPolicy: (IMAGE_MODEL.with_name("tiny-sd3"), TINY.with_name("tiny_sd3.yaml")),
 }
 """Model and configuration of each kind of policy."""
+
+
+HALVES = (
+    *("policy.train=[tokens, decoder]", "rollout.renderings=2", "rollout.sde_window_range=[0, 3]"),
+    *("rollout.num_inference_steps=4", "rollout.guidance_scale=1.5"),
+)
+"""Settings of a run that trains both halves of the image model."""
+
+
+def both_halves() -> GlmImagePolicy:
+    """The image model with a disturbed adapter on each half, with the sampler of HALVES."""
+    settings = GlmImageSettings(height=64, width=64, num_inference_steps=4, guidance_scale=1.5)
+    choice = TrainingChoice(LoraSettings(4, 8.0))
+    policy = GlmImagePolicy.load(str(IMAGE_MODEL), settings, {"tokens": choice, "denoising": choice})
+    for component in policy.components.values():
+        disturb(component.trainable_parameters(), 0.05)
+    return policy
 
 
 def save_components(policy: Policy, folder: Path) -> None:

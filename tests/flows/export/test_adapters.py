@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.sections import PolicySection
-from flows.export.adapters import DIFFUSERS_FILE, write_adapter
+from flows.export.export import write_adapter
+from flows.export.usage import DIFFUSERS_FILE
 from grpo_core.errors import InputError
 from grpo_core.policies.denoising import DenoisingComponent
 from grpo_core.policies.trained import LoraSettings, TrainingChoice, train_model

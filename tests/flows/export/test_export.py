@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from configs.loader import read_config
 from flows.export.export import export
 from flows.export.plan import plan_export
-from flows.export.request import ExportRequest
 from flows.export.usage import TEXT_PROMPT
-from flows.sampling.request import SampleRequest
+from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.sampling.sample import sample
 from flows.sampling.source import open_source
 from grpo_core.errors import InputError, InputErrors
@@ -31,15 +30,13 @@ from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.glm_image.decoder import large_grid_ids
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import ADAPTER_FILE, LoraSettings, TrainingChoice
 from grpo_core.seeds import derive_seed, make_generator
 from grpo_core.streams import STREAMS
 from tasks.storage.artifacts.tombstones import replace_artifact
-from tests.flows.export.stored_policies import SHIPPED, store_run
+from tests.flows.export.stored_policies import HALVES, SHIPPED, both_halves, store_run
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tasks.reports.made_runs import flip_last_byte
-from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_policy import build_policy, render
 from tests.tiny_text_policy import MODEL, PROMPTS, build_text_policy
 
@@ -82,16 +79,8 @@ def drawing(root: Path, shipped_pipeline: GlmImagePipeline) -> GlmImagePolicy:
 @pytest.fixture(scope="module")
 def painting(root: Path) -> GlmImagePolicy:
     """An adapter of each half of the image model, stored as the run `painting`."""
-    settings = GlmImageSettings(height=64, width=64, num_inference_steps=4, guidance_scale=1.5)
-    choice = TrainingChoice(LoraSettings(4, 8.0))
-    policy = GlmImagePolicy.load(str(IMAGE_MODEL), settings, {"tokens": choice, "denoising": choice})
-    for component in policy.components.values():
-        disturb(component.trainable_parameters(), 0.05)
-    changes = ("train=[tokens, decoder]",), ("renderings=2", "sde_window_range=[0, 3]", "num_inference_steps=4")
-    overrides = [
-        f"{place}.{each}" for place, values in zip(("policy", "rollout"), changes, strict=True) for each in values
-    ]
-    store_run(root, "painting", policy, {}, settings=[*overrides, "rollout.guidance_scale=1.5"])
+    policy = both_halves()
+    store_run(root, "painting", policy, {}, settings=HALVES)
     return policy
 
 

@@ -44,11 +44,9 @@ def test_names_of_replays_and_rescorings_stay_below_the_root(finished: Runs) -> 
     [
         (["evaluate", "run", "--policy", "-1"], "--policy", -1),
         (["evaluate", "run", "--prompts", ""], "--prompts", ""),
-        (["evaluate", "absent"], "RUN", "absent"),
         (["replay", "run", "--max-staleness", "-1"], "--max-staleness", -1),
         (["replay", "run", "--run", "../up"], "--run", "../up"),
         (["rescore", "run", "--rewards", "x.yaml", "--name", "../up"], "--name", "../up"),
-        (["rescore", "absent", "--rewards", "x.yaml", "--name", "other"], "RUN", "absent"),
         (["prune", "absent", "--policies-last", "0"], "--policies-last", 0),
         (["prune", "absent", "--policies-last", "1"], "RUN", "absent"),
     ],

@@ -99,22 +99,20 @@ class TestScheduled:
         with temporary_settings({PREFECT_API_URL: None}):
             assert not pruned(runs, policies_last=1, dry_run=True).schedules
 
-    @pytest.mark.parametrize(
-        ("source", "root", "meant"),
-        [
-            (RUN, "{root}", True),
-            ("{root}/pruned", "elsewhere", True),
-            ("other", "{root}", False),
-            (RUN, "{root}/../copy", False),
+    def test_which_run_a_flow_means(self, runs: Runs) -> None:
+        root, copy = str(runs.root), runs.root.parent / "copy"
+        shutil.copytree(runs.path("policies", run=RUN), copy / RUN)
+        cases: dict[tuple[str, str], bool] = {
+            (RUN, root): True,
+            (f"{root}/{RUN}", "elsewhere"): True,
+            ("other", root): False,
+            (RUN, f"{root}/../copy"): False,
             # A missing folder may be another machine's path to the same disk.
-            (RUN, "/no/such/folder", True),
-            (RUN, "s3://bucket/runs", False),
-        ],
-    )
-    def test_which_run_a_flow_means(self, runs: Runs, source: str, root: str, meant: bool) -> None:
-        shutil.copytree(runs.path("policies", run=RUN), runs.root.parent / "copy" / RUN)
-        store = ArtifactStore(str(runs.root), RUN)
-        assert means_run(store, source.format(root=runs.root), root.format(root=runs.root)) is meant
+            (RUN, "/no/such/folder"): True,
+            (RUN, "s3://bucket/runs"): False,
+        }
+        store = ArtifactStore(root, RUN)
+        assert {case: means_run(store, *case) for case in cases} == cases
 
 
 def schedule(name: str, *, active: bool, parameters: dict[str, Any] | None = None) -> None:
@@ -138,27 +136,26 @@ def problems(**requested: Any) -> list[tuple[str, object]]:
     return [(error.place, error.value) for error in errors]
 
 
+WRONG: list[tuple[dict[str, Any], str, object]] = [
+    ({}, "grpo prune", "no rule"),
+    ({"policies_every": 0}, "--policies-every", 0),
+    ({"policies_last": 0}, "--policies-last", 0),
+    ({"images_older_than": "a month"}, "--images-older-than", "a month"),
+    ({"images_older_than": "-3d"}, "--images-older-than", "-3d"),
+    ({"previous_older_than": "3i"}, "--previous-older-than", "3i"),
+    ({"evaluations": True, "policies_last": 1}, "--evaluations", True),
+    ({"sources": (RUN, RUN), "policies_last": 1}, "RUN", [RUN, RUN]),
+    ({"sources": ("prune",), "policies_last": 1}, "RUN", "prune"),
+]
+
+
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("requested", "place", "value"),
-        [
-            ({}, "grpo prune", "no rule"),
-            ({"policies_every": 0}, "--policies-every", 0),
-            ({"policies_last": 0}, "--policies-last", 0),
-            ({"images_older_than": "a month"}, "--images-older-than", "a month"),
-            ({"images_older_than": "-3d"}, "--images-older-than", "-3d"),
-            ({"previous_older_than": "3i"}, "--previous-older-than", "3i"),
-            ({"evaluations": True, "policies_last": 1}, "--evaluations", True),
-            ({"sources": (RUN, RUN), "policies_last": 1}, "RUN", [RUN, RUN]),
-            ({"sources": ("prune",), "policies_last": 1}, "RUN", "prune"),
-        ],
-    )
-    def test_with_place_and_value(
-        self, trained: tuple[Runs, Start], requested: dict[str, Any], place: str, value: object
-    ) -> None:
-        before = tree(trained[0].root)
-        assert problems(root=str(trained[0].root), **requested) == [(place, value)]
-        assert tree(trained[0].root) == before
+    def test_with_place_and_value(self, trained: tuple[Runs, Start]) -> None:
+        root = trained[0].root
+        before = tree(root)
+        for requested, place, value in WRONG:
+            assert problems(root=str(root), **requested) == [(place, value)]
+        assert tree(root) == before
 
     @pytest.mark.parametrize("place", ["", "rescored/mix"])
     def test_while_another_process_writes(self, runs: Runs, place: str) -> None:

@@ -51,6 +51,31 @@ def of_another_schema(runs: Runs) -> None:
     path.write_bytes(dump_checked({**load_checked(path.read_bytes()), "schema_version": 1}))
 
 
+WRONG: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
+    ((), {"source": "rum"}, "RUN", "run"),
+    ((), {"advantages": "storde"}, "--advantages", "stored"),
+    ((), {"policy": 9}, "--policy", "1 to 2"),
+    ((), {"policy": -1}, "policy", "0"),
+    ((), {"max_staleness": -1}, "max_staleness", "0"),
+    ((), {"max_staleness": 0, "iterations": "2"}, "--max-staleness", "Allow 1"),
+    ((), {"max_staleness": 1, "iterations": "1", "policy": 2}, "--max-staleness", "Allow 2"),
+    ((), {"iterations": "2-3"}, "--iterations", "iteration 3"),
+    ((), {"name": "run"}, "--run", "source"),
+    ((), {"name": "../up"}, "name", "Letters"),
+    (("data.limit=3",), {}, "--set", "stored rollouts"),
+    (("storage.root=elsewhere",), {}, "--set", "--root"),
+    (("run.iterations=3",), {}, "--set", "--iterations"),
+    (("policy.model=other",), {}, "--set", "source's model"),
+    (("update.algorithm=nft",), {}, "--set", "source's algorithm"),
+    (("update.mismatch.mode=none",), {}, "update.mismatch.mode", "truncate"),
+    (("update.learning_rat=1",), {}, "update.learning_rat", "learning_rate"),
+    (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "`grpo replay run --advantages NAME`"),
+    (("advantages.kl_coef=0.1",), {}, "advantages.kl_coef", "reference"),
+    (("rewards.0.weight=3.0",), {"advantages": "stored"}, "--advantages", "recomputed"),
+    (("policy.lora.rank=8",), {"policy": 1, "iterations": "2"}, "policy.lora", "--policy 0"),
+]
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("damage", "place"),
@@ -80,43 +105,16 @@ class TestBadInput:
         assert problem(finished, iterations="1-2").place == "--iterations"
         assert [each.number for each in plan_replay(request_replay(finished)).iterations] == [1]
 
-    @pytest.mark.parametrize("text", ["0", "2-1", "a", "1-", "1,2", ""])
-    def test_iterations_that_are_no_range(self, finished: Runs, text: str) -> None:
-        error = problem(finished, iterations=text)
-        assert (error.place, error.value) == ("--iterations", text)
+    def test_each_mistake_has_its_place_and_hint(self, undisturbed: tuple[Runs, Start]) -> None:
+        for overrides, options, place, word in WRONG:
+            error = problem(undisturbed[0], *overrides, **options)
+            assert error.place == place, (overrides, options)
+            assert word in error.hint
 
-    @pytest.mark.parametrize(
-        ("overrides", "options", "place", "word"),
-        [
-            ((), {"source": "rum"}, "RUN", "run"),
-            ((), {"advantages": "storde"}, "--advantages", "stored"),
-            ((), {"policy": 9}, "--policy", "1 to 2"),
-            ((), {"policy": -1}, "policy", "0"),
-            ((), {"max_staleness": -1}, "max_staleness", "0"),
-            ((), {"max_staleness": 0, "iterations": "2"}, "--max-staleness", "Allow 1"),
-            ((), {"max_staleness": 1, "iterations": "1", "policy": 2}, "--max-staleness", "Allow 2"),
-            ((), {"iterations": "2-3"}, "--iterations", "iteration 3"),
-            ((), {"name": "run"}, "--run", "source"),
-            ((), {"name": "../up"}, "name", "Letters"),
-            (("data.limit=3",), {}, "--set", "stored rollouts"),
-            (("storage.root=elsewhere",), {}, "--set", "--root"),
-            (("run.iterations=3",), {}, "--set", "--iterations"),
-            (("policy.model=other",), {}, "--set", "source's model"),
-            (("update.algorithm=nft",), {}, "--set", "source's algorithm"),
-            (("update.mismatch.mode=none",), {}, "update.mismatch.mode", "truncate"),
-            (("update.learning_rat=1",), {}, "update.learning_rat", "learning_rate"),
-            (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "`grpo replay run --advantages NAME`"),
-            (("advantages.kl_coef=0.1",), {}, "advantages.kl_coef", "reference"),
-            (("rewards.0.weight=3.0",), {"advantages": "stored"}, "--advantages", "recomputed"),
-            (("policy.lora.rank=8",), {"policy": 1, "iterations": "2"}, "policy.lora", "--policy 0"),
-        ],
-    )
-    def test_each_mistake_has_its_place_and_hint(
-        self, finished: Runs, overrides: tuple[str, ...], options: dict[str, Any], place: str, word: str
-    ) -> None:
-        error = problem(finished, *overrides, **options)
-        assert error.place == place
-        assert word in error.hint
+    def test_iterations_that_are_no_range(self, undisturbed: tuple[Runs, Start]) -> None:
+        for text in ("0", "2-1", "a", "1-", "1,2", ""):
+            error = problem(undisturbed[0], iterations=text)
+            assert (error.place, error.value) == ("--iterations", text)
 
     @pytest.mark.parametrize(
         ("overrides", "refused_at"),

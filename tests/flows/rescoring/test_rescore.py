@@ -19,7 +19,7 @@ from flows.rescoring.plan import plan_rescore
 from flows.rescoring.rescore import RescoreSummary, rescore
 from flows.rewards.analysis import analyse_rewards
 from tasks.rewards import score_rewards
-from tests.flows.conftest import Heard, Runs, flip, heard_of, refused, sha256_of
+from tests.flows.conftest import Heard, Runs, Start, flip, heard_of, refused, sha256_of
 from tests.flows.replaying.replays import policy_digest, request_replay, run_replay
 
 SSIM, PSNR = {"reward": "ssim", "weight": 0.5}, {"reward": "psnr", "weight": 0.5}
@@ -161,34 +161,41 @@ def test_running_moments_go_from_iteration_to_iteration(finished: Runs) -> None:
             assert group["advantage"].to_list() == pytest.approx((centred / (std + 1e-4)).to_list(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "options", "place", "word"),
-    [
-        (({"reward": "sim"},), {}, "rewards.0", "ssim"),
-        (({"reward": "ssim", "weigth": 1.0},), {}, "rewards.0.weigth", "weight"),
-        (({"reward": "answer"},), {}, "rewards.0.reward", "glm_image"),
-        (({**SSIM, "weight": 0.0},), {}, "rewards", "learned"),
-        ((SSIM, SSIM), {}, "rewards", "twice"),
-        (({"reward": "lpips"},), {}, "rewards", "alexnet-owt-7be5be79.pth"),
-        ((JPEG, {**JPEG, "name": "signs", "where": {"kind": ["sign"]}}), {}, "rewards.1.signs", "column"),
-        ((SSIM,), {"name": "stored"}, "--name", "replay"),
-        ((SSIM,), {"name": "../up"}, "name", "Letters"),
-        ((SSIM,), {"sources": ("run", "run")}, "RUN", "twice"),
-        ((SSIM,), {"sources": ("rum",)}, "RUN", "run"),
-        ((SSIM,), {"iterations": "2-9"}, "--iterations", "iteration 3"),
-        ((SSIM,), {"iterations": "two"}, "--iterations", "first"),
-        (({"reward": "ssim", "normalize": "running"},), {"iterations": "2"}, "--iterations", "ssim"),
-        ((SSIM,), {"advantages": {"kl_coef": 0.1}}, "advantages.kl_coef", "reference"),
-        ((SSIM,), {"html": "report.pdf"}, "--html", ".html"),
-    ],
-)
-def test_each_mistake_has_its_place_and_hint_before_anything_is_written(
-    finished: Runs, rewards: tuple[dict[str, object], ...], options: dict[str, Any], place: str, word: str
-) -> None:
-    before = content(finished)
-    errors = refused(lambda: plan_rescore(request_rescore(finished, *rewards, **options)))
-    assert [error for error in errors if error.place.startswith(place) and word in error.hint], errors
-    assert content(finished) == before
+WRONG: list[tuple[tuple[dict[str, object], ...], dict[str, Any], str, str]] = [
+    (({"reward": "sim"},), {}, "rewards.0", "ssim"),
+    (({"reward": "ssim", "weigth": 1.0},), {}, "rewards.0.weigth", "weight"),
+    (({"reward": "answer"},), {}, "rewards.0.reward", "glm_image"),
+    (({**SSIM, "weight": 0.0},), {}, "rewards", "learned"),
+    ((SSIM, SSIM), {}, "rewards", "twice"),
+    (({"reward": "lpips"},), {}, "rewards", "alexnet-owt-7be5be79.pth"),
+    ((JPEG, {**JPEG, "name": "signs", "where": {"kind": ["sign"]}}), {}, "rewards.1.signs", "column"),
+    ((SSIM,), {"name": "stored"}, "--name", "replay"),
+    ((SSIM,), {"name": "../up"}, "name", "Letters"),
+    ((SSIM,), {"sources": ("run", "run")}, "RUN", "twice"),
+    ((SSIM,), {"sources": ("rum",)}, "RUN", "run"),
+    ((SSIM,), {"iterations": "2-9"}, "--iterations", "iteration 3"),
+    ((SSIM,), {"iterations": "two"}, "--iterations", "first"),
+    (({"reward": "ssim", "normalize": "running"},), {"iterations": "2"}, "--iterations", "ssim"),
+    ((SSIM,), {"advantages": {"kl_coef": 0.1}}, "advantages.kl_coef", "reference"),
+    ((SSIM,), {"html": "report.pdf"}, "--html", ".html"),
+]
+
+
+def test_each_mistake_has_its_place_and_hint_before_anything_is_written(undisturbed: tuple[Runs, Start]) -> None:
+    runs, _ = undisturbed
+    before = content(runs)
+    for rewards, options, place, word in WRONG:
+        errors = refused(
+            lambda rewards=rewards, options=options: plan_rescore(request_rescore(runs, *rewards, **options))
+        )
+        assert [error for error in errors if error.place.startswith(place) and word in error.hint], errors
+    request = request_rescore(runs, SSIM)
+    (error,) = refused(lambda: plan_rescore(request.model_copy(update={"rewards": "nowhere.yaml"})))
+    assert (error.place, error.value) == ("--rewards", "nowhere.yaml")
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        (error,) = refused(lambda: plan_rescore(request))
+    assert error.place == "PREFECT_API_URL"
+    assert content(runs) == before
 
 
 def test_runs_with_one_name_under_two_roots_are_refused(finished: Runs) -> None:
@@ -202,17 +209,6 @@ def test_damaged_rollouts_are_refused_by_name(finished: Runs) -> None:
     flip(finished.path("iteration_000002", "rollouts", "part-00000.parquet"))
     (error,) = refused(lambda: plan_rescore(request_rescore(finished, SSIM)))
     assert error.place == "run/iteration_000002/rollouts"
-
-
-def test_a_missing_file_and_an_unreachable_server_are_reported(finished: Runs) -> None:
-    before = content(finished)
-    request = request_rescore(finished, SSIM)
-    (error,) = refused(lambda: plan_rescore(request.model_copy(update={"rewards": "nowhere.yaml"})))
-    assert (error.place, error.value) == ("--rewards", "nowhere.yaml")
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        (error,) = refused(lambda: plan_rescore(request))
-    assert error.place == "PREFECT_API_URL"
-    assert content(finished) == before
 
 
 def test_the_laboratory_looks_at_what_was_trained_on_and_at_a_rescoring(finished: Runs) -> None:

@@ -9,19 +9,14 @@ from PIL import Image, ImageChops
 
 from flows.export.export import export
 from flows.export.plan import plan_export
-from flows.export.request import ExportRequest
-from flows.sampling.request import SampleRequest
+from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.sampling.sample import Sample, check_output, sample
 from flows.sampling.source import open_source
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.groups import GroupRequest
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.trained import LoraSettings, TrainingChoice
 from grpo_core.seeds import derive_seed
-from tests.flows.export.stored_policies import store_run
-from tests.grpo_core.policies.trained.tiny_models import disturb
+from tests.flows.export.stored_policies import HALVES, both_halves, store_run
 from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_policy import build_policy, render
 from tests.tiny_text_policy import MODEL, build_text_policy
@@ -69,14 +64,8 @@ def test_images_are_written(shipped_pipeline: GlmImagePipeline, tmp_path: Path) 
 
 
 def test_adapters_of_both_halves_draw_alike_from_the_run_and_from_its_export(tmp_path: Path) -> None:
-    settings = GlmImageSettings(height=64, width=64, num_inference_steps=4, guidance_scale=1.5)
-    choice = TrainingChoice(LoraSettings(4, 8.0))
-    policy = GlmImagePolicy.load(str(IMAGE_MODEL), settings, {"tokens": choice, "denoising": choice})
-    for component in policy.components.values():
-        disturb(component.trainable_parameters(), 0.05)
-    changes = ("policy.train=[tokens, decoder]", "rollout.renderings=2", "rollout.sde_window_range=[0, 3]")
-    overrides = (*changes, "rollout.num_inference_steps=4", "rollout.guidance_scale=1.5")
-    run = store_run(tmp_path, "run", policy, {}, settings=overrides).folder
+    policy = both_halves()
+    run = store_run(tmp_path, "run", policy, {}, settings=HALVES).folder
     export(plan_export(ExportRequest(run=str(run), folder=str(tmp_path / "adapters"))))
     (group,) = policy.sample(
         [GroupRequest("a red circle", ("s",), (derive_seed(0, "tokens", 0),), (derive_seed(0, "noise", 0),))]

@@ -13,7 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun
 
-from flows.workers.pools import KIND
+from flows.server.reachable import KIND
 from flows.workers.worker import STAGES_QUEUE, Shift, needs_the_machine, register_stages
 from grpo_core.parity import ParityError
 from tasks.execution import work_pool

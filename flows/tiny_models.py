@@ -1,0 +1,142 @@
+"""Train a shipped tiny model again from its recipe: weights, files, measurements, prompt files.
+
+`python -m flows.tiny_models glm-image`, `sd3` or `text`; the same recipe gives the same weights on the same machine.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+import data.tiny_glm_image as glm_image
+import data.tiny_sd3 as sd3
+import data.tiny_text as text
+from data.shapes import HELDOUT_FILE, TRAIN_FILE, choose_scenes, split_scenes, write_prompt_file
+from data.training import ProgressCallback, write_recipe
+from flows.terminal.progress import training_progress
+from tasks.checkout import CHECKOUT
+from tasks.progress import progress_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+DATA = CHECKOUT / "data"
+
+
+def make_glm_image() -> None:
+    """Make the tiny GLM-Image: token model, decoder, prompt files; it has never seen the held-out captions."""
+    recipe = glm_image.TinyRecipe()
+    seen, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
+    pipeline = glm_image.build_pipeline(recipe)
+
+    def train() -> Mapping[str, object]:
+        steps = _progress("train token model", recipe.autoregressive_steps)
+        token_model = asdict(glm_image.train_autoregressive(pipeline, recipe, steps))
+        decoder = glm_image.train_decoder(pipeline, recipe, _progress("train decoder", recipe.decoder_steps))
+        return {"token_model": token_model, "decoder": {"final_loss": decoder}}
+
+    def measure(folder: Path) -> list[object]:
+        return [
+            {"temperature": warm, **asdict(glm_image.evaluate_tiny_model(folder, unseen, temperature=warm))}
+            for warm in (1.0, 0.7)
+        ]
+
+    def save(folder: Path) -> None:
+        glm_image.save_tiny_model(pipeline, folder)
+
+    replace_model("tiny-glm-image", recipe, glm_image.LIBRARIES, train, save, measure)
+    for name, scenes, count in (
+        (TRAIN_FILE, seen, recipe.train_prompts),
+        (HELDOUT_FILE, unseen, recipe.heldout_prompts),
+    ):
+        write_prompt_file(choose_scenes(scenes, count, recipe.seed), DATA / "prompts" / name, DATA / "targets")
+
+
+def make_sd3() -> None:
+    """Make the tiny SD3; its prompts are those of the tiny GLM-Image."""
+    recipe = sd3.TinySd3Recipe()
+    _, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
+    pipeline = sd3.build_pipeline(recipe)
+
+    def train() -> Mapping[str, object]:
+        return {"final_loss": sd3.train_transformer(pipeline, recipe, _progress("train transformer", recipe.steps))}
+
+    def measure(folder: Path) -> list[object]:
+        return [
+            {
+                "num_inference_steps": 8,
+                "guidance_scale": scale,
+                **asdict(sd3.evaluate_tiny_sd3(folder, unseen, 8, scale)),
+            }
+            for scale in (1.0, 2.0)
+        ]
+
+    replace_model("tiny-sd3", recipe, sd3.LIBRARIES, train, pipeline.save_pretrained, measure)
+
+
+def make_text() -> None:
+    """Make the tiny text model and its prompt files; it has never seen the held-out words."""
+    recipe, tokenizer = text.TinyTextRecipe(), text.build_tokenizer()
+    _, unseen = text.split_words(recipe.seed, train=0, heldout=recipe.heldout_words)
+    model = text.build_model(recipe, tokenizer)
+
+    def train() -> Mapping[str, object]:
+        steps = _progress("train text model", recipe.steps)
+        return {"final_loss": text.train_model(model, tokenizer, recipe, steps)}
+
+    def measure(folder: Path) -> list[object]:
+        return [asdict(text.evaluate_tiny_text_model(folder, unseen, temperature=warm)) for warm in (1.0, 0.1)]
+
+    def save(folder: Path) -> None:
+        text.save_tiny_text_model(model, tokenizer, folder)
+
+    replace_model("tiny-text", recipe, text.LIBRARIES, train, save, measure)
+    text.write_prompt_files(recipe, DATA / "prompts")
+
+
+def replace_model(
+    name: str,
+    recipe: "DataclassInstance",
+    libraries: Sequence[str],
+    train: Callable[[], Mapping[str, object]],
+    save: Callable[[Path], None],
+    measure: Callable[[Path], list[object]],
+) -> None:
+    """Train a model, save it with its recipe, and replace the shipped one once the new one is complete.
+
+    Args:
+        name: folder below data/models.
+        libraries: those whose versions affect the result.
+        train: changes the model in place and returns what was measured on the way.
+        measure: loads the saved model as a user would, and measures it on what it has never seen.
+    """
+    started, models = time.perf_counter(), DATA / "models"
+    trained = {**train(), "train_seconds": round(time.perf_counter() - started)}
+    with tempfile.TemporaryDirectory(dir=models) as scratch:
+        fresh = Path(scratch) / "model"
+        save(fresh)
+        write_recipe(fresh, recipe, {**trained, "heldout": measure(fresh)}, libraries=libraries)
+        if (models / name).exists():
+            (models / name).rename(Path(scratch) / "previous")
+        fresh.rename(models / name)
+
+
+def _progress(stage: str, steps: int) -> ProgressCallback:
+    report = progress_of(stage, steps)
+    return lambda step, total, loss: report(step)
+
+
+MODELS: Mapping[str, Callable[[], None]] = MappingProxyType(
+    {"glm-image": make_glm_image, "sd3": make_sd3, "text": make_text}
+)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with training_progress():
+        MODELS[sys.argv[1]]()
