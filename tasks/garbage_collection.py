@@ -18,4 +18,7 @@ def collection_paused() -> Iterator[None]:
         yield
     finally:
         if collects:
+            # To the oldest generation, as if they had survived: otherwise the next collections look through all of them.
+            gc.freeze()
+            gc.unfreeze()
             gc.enable()
