@@ -222,9 +222,10 @@ def read_finished(config: "RunConfig") -> "TrainSummary | None":
     # Most starts end here, before anything heavy is imported.
     if not is_local(store.filesystem) or store.manifest_at(store.path(policy_folder(config.run.iterations))) is None:
         return None
-    from flows.training.finished import read_finished as read
+    with collection_paused():
+        from flows.training.finished import read_finished as read
 
-    return contextvars.copy_context().run(read, config)
+        return contextvars.copy_context().run(read, config)
 
 
 def begin_training(config: "RunConfig", report: Callable[[str], None] = log) -> None:

@@ -18,4 +18,9 @@ def collection_paused() -> Iterator[None]:
         yield
     finally:
         if collects:
+            # To the oldest generation, as if they had survived: otherwise the next collections look through all of
+            # them. What somebody else froze stays frozen.
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

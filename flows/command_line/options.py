@@ -21,6 +21,8 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one value, as section.key=value")
 ]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="write one page that needs no server")]
+Root = Annotated[str, typer.Option(metavar="DIR", help="where runs are stored: a folder or any fsspec URL")]
 RunName = Annotated[str | None, typer.Option("--run", help="name of the run; by default the configuration's")]
 
 # By name, since the import of Prefect, which raises the second instead of ending by SIGTERM, takes seconds.

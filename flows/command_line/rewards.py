@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.command_line.options import Json, handle_errors
+from flows.command_line.options import Json, Root, handle_errors
 from grpo_core.errors import InputError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def analyse(
     ] = None,
     repeats: Annotated[int, typer.Option(metavar="N", help="samples to score again to measure noise")] = 32,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the page to this file")] = None,
-    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are stored: a folder or fsspec URL")] = "runs",
+    root: Root = "runs",
     as_json: Json = False,
 ) -> None:
     """Analyse the rewards of a run: range, saturation, spread, agreement, noise and cost, with plots as PNG."""

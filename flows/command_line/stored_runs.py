@@ -1,13 +1,12 @@
 """The commands that read stored runs, or delete parts of them: inspect, list, compare, export, sample, prune."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flows import functions
-from flows.command_line.options import Json, handle_errors, takes_request
+from flows.command_line.options import Html, Json, Root, handle_errors, takes_request
 from flows.command_line.questions import is_terminal
 from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.pruning.request import PruneRequest, check_request
@@ -20,10 +19,8 @@ commands = typer.Typer()
 def inspect(
     run: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or the path of its folder")],
     iteration: Annotated[int | None, typer.Option(help="iteration to show; by default the last with rewards")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write one page that needs no server")] = None,
-    root: Annotated[
-        str, typer.Option(metavar="DIR", help="where runs are stored: a folder or any fsspec URL")
-    ] = "runs",
+    html: Html = None,
+    root: Root = "runs",
     everything: Annotated[bool, typer.Option("--all", help="show every curve and metric, and more prompts")] = False,
     config: Annotated[bool, typer.Option("--config", help="show the configuration with all defaults")] = False,
     as_json: Json = False,
@@ -92,7 +89,7 @@ def sample(request: SampleRequest, as_json: Json = False) -> None:
     from rich.console import Console
 
     from flows.sampling.sample import sample as draw_samples
-    from flows.terminal.samples import show_sample
+    from flows.terminal.inspection import show_sample
 
     for note in source.notes:
         typer.echo(note, err=True)
@@ -110,10 +107,8 @@ def compare(
         list[str],
         typer.Argument(metavar="RUN...", help="runs under the storage root, or their folders; RUN@N: a version"),
     ],
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write one page that needs no server")] = None,
-    root: Annotated[
-        str, typer.Option(metavar="DIR", help="where runs are stored: a folder or any fsspec URL")
-    ] = "runs",
+    html: Html = None,
+    root: Root = "runs",
     as_json: Json = False,
 ) -> None:
     """Compare runs with the first: settings, curves, held-out samples side by side, paired differences."""

@@ -1,7 +1,8 @@
-"""A run in the terminal: tables, sparklines, texts, and small images if the terminal has enough colors."""
+"""A run, or new samples, in the terminal: tables, sparklines, texts, and images if the terminal has enough colours."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image
 from rich.color import Color
@@ -21,6 +22,9 @@ from tasks.reports.run_page import plotted_metrics, progress, stage_shares
 from tasks.reports.samples import Row
 from tasks.reports.text import ASCII_BLOCKS, SPARK_WIDTH, UNICODE_BLOCKS, change, number, one_line, signed, sparkline
 from tasks.runs.run_view import RunView
+
+if TYPE_CHECKING:
+    from flows.sampling.sample import Sample
 
 WIDE = 100
 MAX_ROWS = 24
@@ -195,6 +199,18 @@ def _output(sample: Row) -> Text:
 
 def _left_out(shown: int, total: int) -> str | None:
     return f"{shown} of {total} prompts" if shown < total else None
+
+
+def show_sample(sample: "Sample", console: Console) -> None:
+    """Print what `grpo sample` made: the prompt with the text, or with the path of the image and the image itself."""
+    console.print(plain(f"{sample.prompt} [{sample.index}]"), style="dim", soft_wrap=True)
+    if sample.text is not None:
+        console.print(plain(sample.text), soft_wrap=True, highlight=False)
+    if sample.file is not None:
+        console.print(plain(relative(sample.file)), soft_wrap=True, highlight=False)
+        if has_colours(console):
+            with Image.open(sample.file) as image:
+                console.print(thumbnail(image.convert("RGB")))
 
 
 def has_colours(console: Console) -> bool:
