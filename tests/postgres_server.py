@@ -66,7 +66,7 @@ class PostgresServer:
             **self._owner,
         )
         assert ended.returncode == 0, f"{program}: {ended.stdout}{ended.stderr}"
-        return ended.stdout
+        return str(ended.stdout)
 
     def start(self) -> None:
         """Start it on its port and wait until it answers."""

@@ -94,9 +94,11 @@ def heard_of(body: Callable[[], R]) -> tuple[R, Heard]:
 
 def refused(body: Callable[[], object]) -> tuple[InputError, ...]:
     """Return the input errors of a call that must be refused."""
+    caught: pytest.ExceptionInfo[InputError | InputErrors]
     with pytest.raises((InputError, InputErrors)) as caught:
         body()
-    return caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
+    error = caught.value
+    return error.errors if isinstance(error, InputErrors) else (error,)
 
 
 def sha256_of(folder: Path, *without: str) -> dict[str, str]:
@@ -134,7 +136,7 @@ def training_process(
     variables = {name: value for name, value in variables.items() if value}
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         process = subprocess.Popen(
-            [*command, *runs.sets(**changes), "--json"], cwd=REPOSITORY, env=variables, stdout=out, stderr=err
+            [*command, *runs.sets("run", **changes), "--json"], cwd=REPOSITORY, env=variables, stdout=out, stderr=err
         )
     try:
         yield process

@@ -3,6 +3,8 @@
 import random
 import shutil
 
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from configs.loader import read_config
@@ -13,7 +15,6 @@ from tests.flows.flips.conftest import SETTINGS, Evaluated
 
 KINDS = (
     "iteration_000001/rewards/*/*.parquet",
-    "iteration_000001/metrics.parquet",
     "policies/000001/*/*.safetensors",
     "evaluations/000000/rollouts/*.parquet",
     "evaluations/target/advantages/*.parquet",
@@ -62,6 +63,12 @@ def test_any_damage_is_left_to_a_start(finished: Runs) -> None:
         flip(path, chance)
         assert read_finished(config) is None, path
         path.write_bytes(content)
+    metrics = finished.path("iteration_000001", "metrics.parquet")
+    content = metrics.read_bytes()
+    table = pq.read_table(metrics)
+    pq.write_table(table.set_column(2, table.field(2), pc.multiply(table["value"], 2)), metrics)
+    assert read_finished(config) is None
+    metrics.write_bytes(content)
     manifest = next(finished.path("iteration_000001", "rewards").glob("*.json"))
     content = manifest.read_bytes()
     manifest.unlink()

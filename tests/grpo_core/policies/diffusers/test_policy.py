@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.errors import InputError, NonFiniteError
@@ -18,7 +19,7 @@ from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.policies.denoising.settings import SdeType
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.trained import LoraSettings, TrainingChoice
-from grpo_core.records import ActionLogprobs, BrokenImage, DenoisingBatch
+from grpo_core.records import ActionLogprobs, DenoisingBatch
 from grpo_core.seeds import make_generator
 from grpo_core.update import UpdateSettings, update_policy
 from tests.grpo_core.policies.denoising.tiny_pipelines import GUIDANCE
@@ -110,6 +111,10 @@ def test_without_a_window_images_are_the_pipeline_s_own(saved_folder: SavedFolde
     assert group.streams == {}
     own = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder(name)))
     own.set_progress_bar_config(disable=True)
+    # On some CPUs torch rounds otherwise where weights could have gradients, even while none are recorded.
+    for part in own.components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False)
     guidance = {"true_cfg_scale": 4.0, "negative_prompt": " "} if name == "qwen_image" else {}
     images = own(
         "a red dot",
@@ -179,8 +184,8 @@ def test_damaged_weights_name_the_samples(saved_folder: SavedFolder) -> None:
         next(iter(policy.denoising.trainable_parameters().values())).fill_(torch.nan)
     with pytest.raises(NonFiniteError, match=r"a red dot\.s00.*Step 1 of 5"):
         sampled(policy, request())
-    (group,) = sampled(policy, request(window_start=None))
-    assert all(isinstance(image, BrokenImage) for image in group.outputs)
+    with pytest.raises(NonFiniteError, match=r"pixel.*a red dot\.s00"):
+        sampled(policy, request(window_start=None))
 
 
 def test_the_size_of_a_request_counts(shared_policy: SharedPolicy) -> None:
