@@ -1,5 +1,6 @@
 """A finished run is read from its files alone, unless one of them is damaged or the start differs."""
 
+import json
 import random
 import shutil
 
@@ -10,6 +11,7 @@ import pytest
 from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.functions import read_finished, train
+from tasks.storage.tables.parquet import DIGESTS, part_digests
 from tests.flows.conftest import TINY, Runs, flip
 from tests.flows.flips.conftest import SETTINGS, Evaluated
 
@@ -65,8 +67,10 @@ def test_any_damage_is_left_to_a_start(finished: Runs) -> None:
         path.write_bytes(content)
     metrics = finished.path("iteration_000001", "metrics.parquet")
     content = metrics.read_bytes()
-    table = pq.read_table(metrics)
-    pq.write_table(table.set_column(2, table.field(2), pc.multiply(table["value"], 2)), metrics)
+    table, stated = pq.read_table(metrics), pq.read_metadata(metrics).metadata
+    doubled = table.set_column(2, table.field(2), pc.multiply(table["value"], 2))
+    pq.write_table(doubled.replace_schema_metadata({DIGESTS: stated[DIGESTS.encode()]}), metrics)
+    assert part_digests(metrics) == json.loads(stated[DIGESTS.encode()])
     assert read_finished(config) is None
     metrics.write_bytes(content)
     manifest = next(finished.path("iteration_000001", "rewards").glob("*.json"))
