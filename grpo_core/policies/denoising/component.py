@@ -64,7 +64,6 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         self.trained = trained
         self.autocast = autocast
         pipeline.set_progress_bar_config(disable=True)
-        _name_device(pipeline, self._device)
 
     @property
     def one_prompt_per_call(self) -> bool:
@@ -230,8 +229,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         before = call.states[0]
         latents = before.float() if before.dtype == torch.float16 else before
         # Pipelines are called under no_grad; this is the function below the decorator.
-        kind: Any = type(self.pipeline)
-        run = kind.__call__.__wrapped__
+        run: Any = vars(type(self.pipeline))["__call__"].__wrapped__
         with exchanged_scheduler(self.pipeline, scheduler), autocast(self._device, self.autocast):
             run(self.pipeline, **call.arguments, latents=latents, output_type="latent")
 
@@ -271,12 +269,6 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
     @property
     def _device(self) -> torch.device:
         return next(self.trained.model.parameters()).device
-
-
-def _name_device(pipeline: Any, device: torch.device) -> None:
-    """Give a pipeline its device, which it would look for in every module of all its parts, several times in a call."""
-    own = type(pipeline)
-    pipeline.__class__ = type(own.__name__, (own,), {"_execution_device": device})
 
 
 @dataclass(frozen=True)
