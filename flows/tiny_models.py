@@ -3,7 +3,7 @@
 `python -m flows.tiny_models glm-image`, `sd3` or `text`; the same recipe gives the same weights on the same machine.
 """
 
-import sys
+import argparse
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -137,6 +137,9 @@ MODELS: Mapping[str, Callable[[], None]] = MappingProxyType(
 )
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=MODELS)
+    make = MODELS[parser.parse_args().model]
     torch.set_num_threads(1)
     with training_progress():
-        MODELS[sys.argv[1]]()
+        make()
