@@ -1,14 +1,16 @@
 """What changed when stored rollouts were scored again: rewards, ranks and advantages before and after, and the page."""
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import polars as pl
+import pyarrow as pa
 from PIL import Image
 
+from grpo_core.streams import STREAMS
 from tasks.reports.pages import render
-from tasks.reports.samples import Fetch, join_scores, read_samples, verified
+from tasks.reports.samples import read_samples, verified
 from tasks.reports.statistics import (
     SAMPLE,
     Statistics,
@@ -22,6 +24,7 @@ from tasks.reports.statistics import (
 from tasks.reports.text import Cells, correlation, counted, number, percent
 from tasks.runs.records import StoredIteration
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.advantages import STREAM, leading_stream, read_advantages
 
 BEFORE, AFTER = "before:", "after:"
 """Prefixes of the columns of single rewards, followed by their labels."""
@@ -49,28 +52,58 @@ def read_rescored(
     """
     with tempfile.TemporaryDirectory() as fetched:
         fetch = verified(store, Path(fetched))
-        frames = [_scored_twice(fetch, *sides) for sides in zip(previous, later, strict=True)]
-    return pl.concat(frames, how="diagonal").with_columns(run=pl.lit(store.run))
+        samples = pl.concat(
+            (
+                _read_rollouts([fetch(part.rollouts) for part in each.rounds]).with_columns(iteration=each.number)
+                for each in previous
+            ),
+            how="diagonal",
+        )
+        samples = _with_drafts_apart(samples, _read_rated([fetch(each.advantages) for each in previous]))
+        for side, prefix, iterations in (("before", BEFORE, previous), ("after", AFTER, later)):
+            rated = pl.DataFrame(_read_rated([fetch(each.advantages) for each in iterations]))
+            place = pl.col(STREAM).replace_strict({stream: number for number, stream in enumerate(STREAMS)})
+            rated = rated.filter(place == place.min().over("sample_id"))
+            renamed = {name: f"{name}_{side}" for name in ("reward", "advantage")}
+            samples = _joined(samples, rated.drop(STREAM).rename(renamed))
+            scores: dict[str, list[Path]] = {}
+            for each in iterations:
+                for label, reference in (pair for part in each.rounds for pair in part.rewards.items()):
+                    scores.setdefault(label, []).append(fetch(reference))
+            for label, folders in scores.items():
+                values = _read_tables(folders, ("sample_id", "value"))
+                samples = _joined(samples, values.rename({"value": prefix + label}))
+    return samples.with_columns(run=pl.lit(store.run))
 
 
-def _scored_twice(fetch: Fetch, previous: StoredIteration, later: StoredIteration) -> pl.DataFrame:
-    rows = read_samples(fetch, [part.rollouts for part in previous.rounds], (), (), (*COLUMNS, DRAFT)).rows
-    numbers: dict[str, list[float | None]] = {}
-    # The previous scoring comes last, since it says which samples are compared within their draft alone.
-    for side, prefix, each in (("after", AFTER, later), ("before", BEFORE, previous)):
-        rewards = [pair for part in each.rounds for pair in part.rewards.items()]
-        join_scores(rows, fetch, rewards, [each.advantages])
-        numbers |= {f"{name}_{side}": [row[name] for row in rows] for name in ("reward", "advantage")}
-        numbers |= {prefix + label: [row["breakdown"][label] for row in rows] for label, _ in rewards}
-    groups = [row["group_id"] if row["leads"] else f"{row['group_id']}, draft {row[DRAFT]}" for row in rows]
-    return pl.DataFrame(
-        {
-            **{name: [row[name] for row in rows] for name in COLUMNS},
-            **{name: pl.Series(values, dtype=pl.Float64) for name, values in numbers.items()},
-            "group_id": groups,
-            "iteration": [previous.number] * len(rows),
-        }
-    )
+def _files(folders: Iterable[Path]) -> list[Path]:
+    return [path for folder in folders for path in sorted(folder.glob("*.parquet"))]
+
+
+def _read_tables(folders: Iterable[Path], columns: Sequence[str]) -> pl.DataFrame:
+    return pl.read_parquet(_files(folders), columns=list(columns))
+
+
+def _read_rollouts(folders: Sequence[Path]) -> pl.DataFrame:
+    drafts = [DRAFT] if DRAFT in pl.read_parquet_schema(_files(folders)[0]) else []
+    return _read_tables(folders, (*COLUMNS, *drafts))
+
+
+def _read_rated(folders: Iterable[Path]) -> pa.Table:
+    return read_advantages(_files(folders), ("sample_id", "reward", "advantage"))
+
+
+def _with_drafts_apart(samples: pl.DataFrame, rated: pa.Table) -> pl.DataFrame:
+    """Give samples that have no reward of the first stream a group by their draft."""
+    if len(rated[STREAM].unique()) < 2:
+        return samples.drop(DRAFT, strict=False)
+    leading = pl.col("sample_id").is_in(leading_stream(rated)["sample_id"].to_pylist())
+    own = pl.when(leading).then("group_id").otherwise(pl.format("{}, draft {}", "group_id", DRAFT))
+    return samples.with_columns(group_id=own).drop(DRAFT)
+
+
+def _joined(samples: pl.DataFrame, table: pl.DataFrame) -> pl.DataFrame:
+    return samples.join(table, on="sample_id", how="left", validate="1:1", maintain_order="left")
 
 
 def read_outputs(store: ArtifactStore, iterations: Sequence[StoredIteration], samples: pl.DataFrame) -> Outputs:

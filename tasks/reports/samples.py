@@ -91,10 +91,10 @@ def read_samples(
     for row in rows:
         if "width" in row:
             row["size"] = str(ImageSize(row["width"], row["height"]))
-    return Samples(rows, folders, join_scores(rows, fetch, rewards, advantages))
+    return Samples(rows, folders, _join_scores(rows, fetch, rewards, advantages))
 
 
-def join_scores(
+def _join_scores(
     rows: Sequence[Row],
     fetch: Fetch,
     rewards: Iterable[tuple[str, ArtifactRef]],
