@@ -13,6 +13,9 @@ from grpo_core.image_size import MAX_PIXELS
 MAX_ASPECT_PERCENT = 2
 """By how many percent width / height may differ for a target to be squeezed to its sample's image."""
 
+WINDOW = 11
+"""Side of SSIM's Gaussian window in pixels; also the smallest image, because only complete windows count."""
+
 _READABLE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float32, Float64
 from torch import Tensor
 
-from grpo_core.rewards.similarity.pixels import WINDOW
+from grpo_core.rewards.images import WINDOW
 from grpo_core.rewards.tensors import check_pair
 
 MIN_MSE = 1e-10

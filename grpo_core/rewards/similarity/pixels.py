@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from grpo_core.rewards.images import fit_to, to_rgb
+from grpo_core.rewards.images import WINDOW, fit_to, to_rgb
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Reward, Score, ScoringBatch, clamp_unit
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-WINDOW = 11
-"""Side of SSIM's Gaussian window in pixels; also the smallest image, because only complete windows count."""
 
 
 class PairReward(Reward):
