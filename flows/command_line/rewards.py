@@ -1,7 +1,7 @@
 """The commands `grpo rewards ...`: list rewards, fetch their weights, analyse stored scores, serve over HTTP."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +11,7 @@ from flows.command_line.options import Json, Root, handle_errors
 from grpo_core.errors import InputError
 
 if TYPE_CHECKING:
-    from grpo_core.rewards.weights.fetch import Download
+    from grpo_core.rewards.weights.source import Weights
 
 commands = typer.Typer(
     name="rewards",
@@ -50,24 +50,27 @@ def fetch_weights(
 ) -> None:
     """Download the published weights of rewards, checked by their sha256; says what, how large, and asks."""
     with handle_errors(as_json):
-        from flows.rewards.fetching import fetch, plan_fetch
+        from flows.rewards.fetching import plan_fetch
         from flows.terminal.rewards import show_downloads, show_fetched
         from flows.terminal.tables import stderr
 
-        downloads = plan_fetch(rewards, folder)
-        missing = [download for download in downloads if not download.present]
+        planned = plan_fetch(rewards, folder)
+        missing = {weights: reward for weights, reward in planned.items() if not weights.is_here()}
         if missing:
             show_downloads(missing, stderr())
             if not yes:
                 _require_consent(missing)
-        fetched = fetch(downloads, stderr())
-        show_fetched(fetched, stderr())
+        paths = {weights: weights.fetch() for weights in planned}
+        show_fetched(planned, stderr())
         if as_json:
-            listed = [{"reward": each.reward, "setting": each.setting, "path": path} for each, path in fetched]
+            listed = [
+                {"reward": reward, "setting": weights.setting, "path": paths[weights]}
+                for weights, reward in planned.items()
+            ]
             typer.echo(json.dumps({"fetched": listed}))
 
 
-def _require_consent(missing: Sequence["Download"]) -> None:
+def _require_consent(missing: Mapping["Weights", str]) -> None:
     try:
         agreed = typer.confirm("Download?", err=True)
     except typer.Abort:

@@ -1,21 +1,19 @@
-"""`grpo rewards fetch`: which weights the named rewards read, and their download."""
+"""`grpo rewards fetch`: which published weights the named rewards read."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from configs.loader import read_config, read_rewards_file
 from configs.scoring import RewardSection
 from configs.yaml_files import read_mapping
 from grpo_core.errors import InputError, InputErrors
+from grpo_core.rewards.model_reward import ModelReward
 from grpo_core.rewards.registry import REWARDS, build_reward
-from grpo_core.rewards.weights.fetch import Download, downloads_of
+from grpo_core.rewards.weights.source import Weights
 
 
-def plan_fetch(names: Sequence[str], folder: Path) -> list[Download]:
-    """List the weights of rewards, each once, whether they are here or not.
+def plan_fetch(names: Sequence[str], folder: Path) -> dict[Weights, str]:
+    """Map the weights of rewards, each once and whether they are here or not, to the first reward that reads them.
 
     Args:
         names: of rewards with their default settings, or of YAML files with `rewards:`, a configuration's or its own.
@@ -25,34 +23,21 @@ def plan_fetch(names: Sequence[str], folder: Path) -> list[Download]:
         InputErrors: no such reward or file, or weights that cannot be downloaded.
     """
     problems: list[InputError] = []
-    found: dict[str, Download] = {}
+    found: dict[str | None, tuple[Weights, str]] = {}
     for section in [section for name in names for section in _sections(name)]:
         try:
-            downloads = downloads_of(build_reward(section.reward, section.settings), folder)
+            reward = build_reward(section.reward, section.settings)
+            sources = reward.weight_sources() if isinstance(reward, ModelReward) else {}
+            planned = [each.to_fetch(folder) for each in sources.values()]
         except InputError as error:
             problems.append(error)
             continue
-        for each in downloads:
+        for each in planned:
             # Two rewards may read the same weights.
-            found.setdefault(str(each.weights.source), each)
+            found.setdefault(each.source, (each, reward.name))
     if problems:
         raise InputErrors(problems)
-    return list(found.values())
-
-
-def fetch(downloads: Sequence[Download], console: Console) -> list[tuple[Download, str]]:
-    """Download what is missing and check all of it; returns each with its path."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    fetched = []
-    with Progress(*columns, console=console, transient=True) as bars:
-        for each in downloads:
-            # The Hub's own library shows its progress.
-            shown = each.url is not None and not each.present
-            task = bars.add_task(
-                Path(str(each.weights.source)).name, total=each.size() if shown else None, visible=shown
-            )
-            fetched.append((each, each.run(lambda count, task=task: bars.advance(task, count))))  # type: ignore[misc]
-    return fetched
+    return dict(found.values())
 
 
 def _sections(name: str) -> Iterator[RewardSection]:

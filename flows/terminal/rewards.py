@@ -1,7 +1,7 @@
 """Rewards in the terminal: the list of them, what stored scores are worth, and what a rescoring changed."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -21,7 +21,7 @@ from tasks.reports.text import counted, number, one_line
 if TYPE_CHECKING:
     from flows.rescoring.rescore import RescoreSummary, Rescoring
     from flows.rewards.analysis import AnalysisSummary
-    from grpo_core.rewards.weights.fetch import Download
+    from grpo_core.rewards.weights.source import Weights
 
 MAX_PAIRS = 12
 PROMPT_LETTERS = 60
@@ -39,23 +39,23 @@ def show_rewards(rewards: Mapping[str, type[Reward]], console: Console) -> None:
     console.print(table)
 
 
-def show_downloads(downloads: Sequence["Download"], console: Console) -> None:
-    """Print what would be downloaded: size, licence, address, and where it goes."""
+def show_downloads(missing: Mapping["Weights", str], console: Console) -> None:
+    """Print what would be downloaded for which reward: size, licence, address, and where it goes."""
     rows, total = [], 0
-    for each in downloads:
-        bytes_, source = each.size(), str(each.weights.source)
+    for weights, reward in missing.items():
+        bytes_, source = weights.size(), str(weights.source)
         total += bytes_ or 0
-        target = source if each.url else "the Hub's cache"
-        licence = each.licence or "see its page"
-        rows.append((each.reward, "unknown" if bytes_ is None else size(bytes_), licence, each.url or source, target))
+        address, target = (source, "the Hub's cache") if weights.on_hub else (weights.published.url, source)
+        licence = weights.published.licence or "see its page"
+        rows.append((reward, "unknown" if bytes_ is None else size(bytes_), licence, address, target))
     table = table_of("To download", ("reward", "size", "licence", "from", "to"), rows)
     table.caption = f"{size(total)} in total"
     console.print(table)
 
 
-def show_fetched(fetched: Iterable[tuple["Download", str]], console: Console) -> None:
-    """Print the settings that name the weights."""
-    rows = [(each.reward, f"{each.setting}: {each.weights.source}") for each, _ in fetched]
+def show_fetched(fetched: Mapping["Weights", str], console: Console) -> None:
+    """Print the settings of each reward that name its weights."""
+    rows = [(reward, f"{weights.setting}: {weights.source}") for weights, reward in fetched.items()]
     console.print(key_values("Here; in the settings of the rewards" if rows else "These rewards need no weights", rows))
 
 

@@ -3,9 +3,10 @@
 import abc
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, ClassVar, ParamSpec, Protocol, TypeVar
+from typing import Annotated, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 from pydantic import Field
@@ -14,6 +15,7 @@ from torch.backends import cudnn
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import STRICT, Reward
+from grpo_core.rewards.weights.source import Weights
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
 
@@ -23,20 +25,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{8,64}$")]
 _Model = TypeVar("_Model")
 _P = ParamSpec("_P")
 _ON_CUDA = threading.Lock()
-
-
-class Weights(Protocol):
-    """Files that a network is loaded from."""
-
-    def find_problem(self) -> InputError | None:
-        """Return what is wrong with them, without loading or downloading; None where nothing is."""
-
-    def digest(self) -> str:
-        """Return their sha256.
-
-        Raises:
-            InputError: a file is missing or has another digest.
-        """
+_MAX_LOADED = 4
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -68,7 +57,7 @@ class ModelReward(Reward):
 
     def preflight(self) -> Sequence[str]:
         """List missing or wrong weights and a missing device."""
-        problems = [weights.find_problem() for weights in self.weight_sources().values()]
+        problems = [weights.problem() for weights in self.weight_sources().values()]
         if self.device.startswith("cuda"):
             seen, index = torch.cuda.device_count(), torch.device(self.device).index or 0
             hint = f"PyTorch sees {seen} CUDA device(s); set cpu."
@@ -99,13 +88,23 @@ def exact_inference(device: str) -> Iterator[None]:
                 torch.set_float32_matmul_precision(previous)
 
 
-def load_once(load: Callable[_P, _Model]) -> Callable[_P, _Model]:
-    """Decorate a loader: a process loads each model once, and other threads wait for it. Arguments must be hashable."""
-    cached, loading = functools.lru_cache(maxsize=4)(load), threading.Lock()
+def load_once(load: Callable[Concatenate[Weights, _P], _Model]) -> Callable[Concatenate[Weights, _P], _Model]:
+    """Decorate a loader of weights: a process loads each model once, by their digest; other threads wait for it.
+
+    The other arguments must be hashable. Files that have changed are loaded again.
+    """
+    loaded: OrderedDict[tuple[object, ...], _Model] = OrderedDict()
+    loading = threading.Lock()
 
     @functools.wraps(load)
-    def locked(*args: _P.args, **kwargs: _P.kwargs) -> _Model:
+    def locked(weights: Weights, *args: _P.args, **kwargs: _P.kwargs) -> _Model:
+        key = weights.digest(), *args, *kwargs.items()
         with loading:
-            return cached(*args, **kwargs)  # type: ignore[arg-type]
+            if key not in loaded:
+                loaded[key] = load(weights, *args, **kwargs)
+                if len(loaded) > _MAX_LOADED:
+                    loaded.popitem(last=False)
+            loaded.move_to_end(key)
+            return loaded[key]
 
     return locked

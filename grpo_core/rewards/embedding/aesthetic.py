@@ -15,19 +15,20 @@ from torch import Tensor
 from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.clip import ClipReward
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION, load_clip
-from grpo_core.rewards.model_reward import Sha256, Weights, exact_inference, load_once
+from grpo_core.rewards.model_reward import Sha256, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, clamp_unit
-from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource, load_state_dict
+from grpo_core.rewards.weights.load import load_state_dict
+from grpo_core.rewards.weights.source import Published, Weights
 
 FULL_SCALE = 10.0
 _PLACE = "rewards.aesthetic.head"
 _FILE = "sac+logos+ava1-l14-linearMSE.pth"
 
-HEAD = PublishedWeights(
-    _FILE,
+HEAD = Published(
     "Christoph Schuhmann for LAION (Apache-2.0)",
+    _FILE,
     f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{_FILE.replace('+', '%2B')}",
-    digest="21dd590f3ccdc646",
+    sha256="21dd590f3ccdc646",
     licence="Apache-2.0",
 )
 """The head of LAION-Aesthetics V2."""
@@ -62,10 +63,10 @@ class AestheticReward(ClipReward):
     def preflight(self) -> Sequence[str]:
         """List missing or wrong weights, a head for another network, a missing device."""
         problems = super().preflight()
-        if self.head is None or self.head.startswith("hf://") or self._head().find_problem() is not None:
+        if self.head is None or self.head.startswith("hf://") or self._head().problem() is not None:
             return problems
         try:
-            load_head(self._head().resolve(), self.architecture().width)
+            load_head(self._head(), self.architecture().width)
         except InputError as error:
             # The check of CLIP has reported an unknown network already.
             return [*problems, str(error)] if error.place == _PLACE else problems
@@ -73,13 +74,13 @@ class AestheticReward(ClipReward):
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the weights."""
-        head = load_head(self._head().resolve(), self.architecture().width)
+        head = load_head(self._head(), self.architecture().width)
         model = load_clip(self)
         ratings = [aesthetic_rating(head, model.image_embedding(image)) for image in batch.rgb_images(self.name)]
         return [Score.of(clamp_unit(rating / FULL_SCALE), rating, NO_DIRECTION) for rating in ratings]
 
-    def _head(self) -> WeightSource:
-        return WeightSource(_PLACE, self.head, self.head_sha256, HEAD)
+    def _head(self) -> Weights:
+        return Weights(_PLACE, self.head, self.head_sha256, HEAD)
 
 
 Layers = tuple[tuple[Tensor, Tensor], ...]
@@ -96,13 +97,13 @@ def aesthetic_rating(head: Layers, embedding: Float32[Tensor, " width"]) -> floa
 
 
 @load_once
-def load_head(file: WeightFile, width: int) -> Layers:
+def load_head(weights: Weights, width: int) -> Layers:
     """Load the head for embeddings of that width.
 
     Raises:
         InputError: the file cannot be read, or is not a head for such embeddings.
     """
-    tensors = load_state_dict(file)
+    tensors = load_state_dict(weights)
     inputs = width
     for layer, outputs in LAYERS:
         for name, shape in ((f"{layer}.weight", (outputs, inputs)), (f"{layer}.bias", (outputs,))):
@@ -114,8 +115,8 @@ def load_head(file: WeightFile, width: int) -> Layers:
                     f"This head needs embeddings of {found[1]} numbers, this CLIP has {width}. Set `model` "
                     "to the network that the head was fitted to (ViT-L-14-quickgelu for the published one)."
                 )
-                raise InputError(_PLACE, file.path, hint)
+                raise weights.error(hint)
             seen = "is missing" if found is None else f"has shape {list(found)}, not {list(shape)}"
-            raise InputError(_PLACE, file.path, f"In this file {name} {seen}. Set {HEAD.file}.")
+            raise weights.error(f"In this file {name} {seen}. Set {HEAD.file}.")
         inputs = outputs
     return tuple((tensors[f"{layer}.weight"].float(), tensors[f"{layer}.bias"].float()) for layer, _ in LAYERS)

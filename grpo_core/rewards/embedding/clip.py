@@ -19,9 +19,9 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass as settings_dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.model_reward import ModelReward, Sha256, Weights
+from grpo_core.rewards.model_reward import ModelReward, Sha256
 from grpo_core.rewards.reward import STRICT, ScoringBatch, Text
-from grpo_core.rewards.weights.files import PublishedWeights, WeightSource
+from grpo_core.rewards.weights.source import Published, Weights
 
 DEFAULT_MODEL = "ViT-L-14-quickgelu"
 DEFAULT_RELEASE = "openai"
@@ -32,16 +32,15 @@ LongPrompts = Literal["cut", "refuse"]
 
 _LOGGER = logging.getLogger(__name__)
 _OPENAI_L14 = "timm/vit_large_patch14_clip_224.openai"
-_OPENAI_WEIGHTS = PublishedWeights(
-    WEIGHTS_FILE,
+_OPENAI_WEIGHTS = Published(
     "timm",
+    WEIGHTS_FILE,
     f"https://huggingface.co/{_OPENAI_L14}",
     f"hf://{_OPENAI_L14}/{WEIGHTS_FILE}",
-    digest="",
     note="OpenAI's, MIT licence",
     licence="MIT",
 )
-_BESIDE_CONFIG = PublishedWeights(WEIGHTS_FILE, "its authors", "the source of its configuration", digest="")
+_BESIDE_CONFIG = Published("its authors", WEIGHTS_FILE, "the source of its configuration")
 
 _OTHER_TOWERS = (
     ("vision_cfg", "timm_model_name"),
@@ -132,7 +131,7 @@ class ClipReward(ModelReward):
         """Return the network; raises as :func:`find_architecture`."""
         return find_architecture(self._place("model"), self.model, self.pretrained)
 
-    def clip_weights(self) -> WeightSource:
+    def clip_weights(self) -> Weights:
         """Return where CLIP's weights are."""
         release = self.pretrained or DEFAULT_RELEASE
         if is_config_file(self.model):
@@ -144,12 +143,12 @@ class ClipReward(ModelReward):
         repo = str(open_clip.get_pretrained_cfg(self.model, release).get("hf_hub", "")).strip("/")
         if not repo:
             url = "https://github.com/mlfoundations/open_clip"
-            return self._weights(PublishedWeights(WEIGHTS_FILE, "open_clip", url, digest=""))
+            return self._weights(Published("open_clip", WEIGHTS_FILE, url))
         url, hub = f"https://huggingface.co/{repo}", f"hf://{repo}/{WEIGHTS_FILE}"
-        return self._weights(PublishedWeights(WEIGHTS_FILE, repo.split("/")[0], url, hub, digest=""))
+        return self._weights(Published(repo.split("/")[0], WEIGHTS_FILE, url, hub))
 
-    def _weights(self, published: PublishedWeights) -> WeightSource:
-        return WeightSource(self._place("weights"), self.weights, self.weights_sha256, published)
+    def _weights(self, published: Published) -> Weights:
+        return Weights(self._place("weights"), self.weights, self.weights_sha256, published)
 
     def _place(self, setting: str) -> str:
         return f"rewards.{self.name}.{setting}"

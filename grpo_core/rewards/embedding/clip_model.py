@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from grpo_core.rewards.embedding.clip import ClipArchitecture, ClipReward
 from grpo_core.rewards.model_reward import exact_inference, load_once
-from grpo_core.rewards.weights.files import WeightFile, load_state_dict, load_weights
+from grpo_core.rewards.weights.load import load_state_dict, load_weights
+from grpo_core.rewards.weights.source import Weights
 
 CACHED_EMBEDDINGS = 4096
 """How many embeddings a model keeps, for images that several rewards look at and for the prompts of a group."""
@@ -96,11 +97,11 @@ def load_clip(reward: ClipReward) -> ClipModel:
         InputError: the weights are missing, cannot be read, or are of another network.
     """
     device = "cuda:0" if reward.device == "cuda" else reward.device
-    return _load_clip(reward.architecture(), reward.clip_weights().resolve(), device)
+    return _load_clip(reward.clip_weights(), reward.architecture(), device)
 
 
 @load_once
-def _load_clip(architecture: ClipArchitecture, weights: WeightFile, device: str) -> ClipModel:
+def _load_clip(weights: Weights, architecture: ClipArchitecture, device: str) -> ClipModel:
     network = build_network(architecture)
     tensors = {
         name.removeprefix("module."): tensor

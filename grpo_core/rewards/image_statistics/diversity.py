@@ -15,15 +15,16 @@ from PIL import Image
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.clip import ClipReward
 from grpo_core.rewards.embedding.clip_model import ClipModel, load_clip
 from grpo_core.rewards.images import fit_to
-from grpo_core.rewards.model_reward import Weights, exact_inference
+from grpo_core.rewards.model_reward import exact_inference
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, Trunk, heads_file, load_network
 from grpo_core.rewards.tensors import to_tensor
-from grpo_core.rewards.weights.files import PackagedFile, WeightSource
+from grpo_core.rewards.weights.source import Weights
 
 _PLACE = "rewards.diversity"
 _T = TypeVar("_T")
@@ -101,7 +102,12 @@ class DiversityReward(ClipReward):
             return {}
         if self.measure == "clip":
             return super().weight_sources()
-        return {"trunk": self._trunk(), "heads": PackagedFile(heads_file(self.net))}
+        return {"trunk": self._trunk()}
+
+    def weight_digests(self) -> Mapping[str, str]:
+        """Return the digests of the measure's network, with LPIPS's heads."""
+        heads = {"heads": file_sha256(str(heads_file(self.net)))} if self.measure == "lpips" else {}
+        return {**super().weight_digests(), **heads}
 
     def preflight(self) -> Sequence[str]:
         """List missing or wrong weights and a missing device; pixels need neither."""
@@ -133,10 +139,10 @@ class DiversityReward(ClipReward):
             return pixel_distance()
         if self.measure == "clip":
             return clip_distance(load_clip(self))
-        return lpips_distance(load_network(self.net, self._trunk().resolve(), self.device), self.device)
+        return lpips_distance(load_network(self._trunk(), self.net, self.device), self.device)
 
-    def _trunk(self) -> WeightSource:
-        return WeightSource(f"{_PLACE}.weights", self.weights, self.weights_sha256, TRUNKS[self.net])
+    def _trunk(self) -> Weights:
+        return Weights(f"{_PLACE}.weights", self.weights, self.weights_sha256, TRUNKS[self.net])
 
 
 def pixel_distance() -> Distance[np.ndarray]:

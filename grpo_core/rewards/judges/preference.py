@@ -32,20 +32,19 @@ from grpo_core.rewards.embedding.clip_model import build_network
 from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, Positive, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.tensors import to_tensor
-from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource, load_state_dict, load_weights
-from grpo_core.rewards.weights.models import ModelSource
+from grpo_core.rewards.weights.load import load_model, load_state_dict, load_tokenizer, load_weights
+from grpo_core.rewards.weights.source import Published, Weights
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of OpenAI's CLIP, which both models were prepared with."""
 
-PICKSCORE = "yuvalkirstain/PickScore_v1"
+PICKSCORE = Published("Yuval Kirstain", hub="yuvalkirstain/PickScore_v1")
 HPSV2_NETWORK, HPSV2_RELEASE = "ViT-H-14", "laion2b_s32b_b79k"
-HPSV2 = PublishedWeights(
-    "HPS_v2.1_compressed.pt",
+HPSV2 = Published(
     "the authors of HPSv2 (Apache-2.0)",
+    "HPS_v2.1_compressed.pt",
     "https://huggingface.co/xswu/HPSv2",
     "hf://xswu/HPSv2/HPS_v2.1_compressed.pt",
-    digest="",
     note="as .safetensors: hf://RE-N-Y/hpsv21/model.safetensors",
     licence="Apache-2.0",
 )
@@ -123,22 +122,21 @@ class PickScoreReward(PreferenceReward):
     name: ClassVar[str] = "pickscore"
     free_settings: ClassVar[frozenset[str]] = frozenset({"device", "model", "model_sha256"})
 
-    def weight_sources(self) -> Mapping[str, ModelSource]:
+    def weight_sources(self) -> Mapping[str, Weights]:
         """Return the model, over its files."""
         return {"model": self._source()}
 
     def load(self) -> PreferenceScorer:
         """Load the model."""
-        source = self._source()
-        return load_pickscore(source, source.digest(), self.device)
+        return load_pickscore(self._source(), self.device)
 
-    def _source(self) -> ModelSource:
-        return ModelSource("rewards.pickscore.model", self.model, self.model_sha256, PICKSCORE, is_example=False)
+    def _source(self) -> Weights:
+        return Weights("rewards.pickscore.model", self.model, self.model_sha256, PICKSCORE)
 
 
 @load_once
-def load_pickscore(source: ModelSource, digest: str, device: str) -> PreferenceScorer:
-    """Build PickScore; `digest` is that of the source's files, so that changed files are loaded again.
+def load_pickscore(weights: Weights, device: str) -> PreferenceScorer:
+    """Build PickScore.
 
     Raises:
         InputError: the folder has other content than a CLIPModel and its tokenizer.
@@ -146,7 +144,7 @@ def load_pickscore(source: ModelSource, digest: str, device: str) -> PreferenceS
     from torchvision import transforms
     from transformers import CLIPModel
 
-    model, tokenizer = source.load(CLIPModel).to(device), source.load_tokenizer()
+    model, tokenizer = load_model(weights, CLIPModel).to(device), load_tokenizer(weights)
     side: int = model.config.vision_config.image_size  # type: ignore[union-attr, assignment]
     length: int = model.config.text_config.max_position_embeddings  # type: ignore[union-attr, assignment]
     prepare = transforms.Compose(
@@ -197,7 +195,7 @@ class HpsV2Reward(PreferenceReward):
         model = self._architecture().name if is_config_file(self.model) else self.model
         return {**super().settings(), "model": model}
 
-    def weight_sources(self) -> Mapping[str, WeightSource]:
+    def weight_sources(self) -> Mapping[str, Weights]:
         """Return the model's."""
         return {"model": self._source()}
 
@@ -212,18 +210,18 @@ class HpsV2Reward(PreferenceReward):
 
     def load(self) -> PreferenceScorer:
         """Load the model."""
-        return load_hpsv2(self._architecture(), self._source().resolve(), self.device)
+        return load_hpsv2(self._source(), self._architecture(), self.device)
 
     def _architecture(self) -> ClipArchitecture:
         release = None if is_config_file(self.model) else HPSV2_RELEASE
         return find_architecture("rewards.hpsv2.model", self.model, release)
 
-    def _source(self) -> WeightSource:
-        return WeightSource("rewards.hpsv2.weights", self.weights, self.weights_sha256, HPSV2)
+    def _source(self) -> Weights:
+        return Weights("rewards.hpsv2.weights", self.weights, self.weights_sha256, HPSV2)
 
 
 @load_once
-def load_hpsv2(architecture: ClipArchitecture, weights: WeightFile, device: str) -> PreferenceScorer:
+def load_hpsv2(weights: Weights, architecture: ClipArchitecture, device: str) -> PreferenceScorer:
     """Build HPSv2 from the CLIP that it was fine-tuned from.
 
     Args:

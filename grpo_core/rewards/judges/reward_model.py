@@ -19,10 +19,11 @@ from grpo_core.errors import InputError
 from grpo_core.modality import Modality
 from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch
-from grpo_core.rewards.weights.models import ModelSource
+from grpo_core.rewards.weights.load import load_model, load_tokenizer
+from grpo_core.rewards.weights.source import Published, Weights
 
 _PLACE = "rewards.reward_model.model"
-_EXAMPLE = "Skywork/Skywork-Reward-V2-Qwen3-0.6B"
+_PUBLISHED = Published("its authors", note="such as Skywork/Skywork-Reward-V2-Qwen3-0.6B")
 _UNBOUNDED = 10**9
 
 
@@ -52,21 +53,20 @@ class RewardModelReward(ModelReward):
     media: ClassVar[tuple[Modality, ...]] = ("text",)
     free_settings: ClassVar[frozenset[str]] = frozenset({"device", "model", "model_sha256"})
 
-    def weight_sources(self) -> Mapping[str, ModelSource]:
+    def weight_sources(self) -> Mapping[str, Weights]:
         """Return the model; chat template and tokenizer are among its files."""
         return {"model": self._source()}
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the model."""
-        source = self._source()
-        scorer = load_scorer(source, source.digest(), self.device)
+        scorer = load_scorer(self._source(), self.device)
         # One at a time: padding and the batch that a matrix product runs in change its last bits.
         pairs = zip(batch.prompts, batch.completions, strict=True)
         logits = [scorer.logit(*pair, self.max_length) for pair in pairs]
         return [Score(logit if self.scale == "none" else _sigmoid(logit), logit) for logit in logits]
 
-    def _source(self) -> ModelSource:
-        return ModelSource(_PLACE, self.model, self.model_sha256, _EXAMPLE)
+    def _source(self) -> Weights:
+        return Weights(_PLACE, self.model, self.model_sha256, _PUBLISHED)
 
 
 @plain_dataclass(frozen=True)
@@ -116,8 +116,8 @@ class RewardModelScorer:
 
 
 @load_once
-def load_scorer(source: ModelSource, digest: str, device: str) -> RewardModelScorer:
-    """Load the model in fp32, and its tokenizer; `digest` is that of its files, so that changed ones are loaded again.
+def load_scorer(weights: Weights, device: str) -> RewardModelScorer:
+    """Load the model in fp32, and its tokenizer.
 
     Raises:
         InputError: it is not a sequence classification model with one label, or has no tokenizer.
@@ -125,8 +125,8 @@ def load_scorer(source: ModelSource, digest: str, device: str) -> RewardModelSco
     # Imported where it is used: the import takes longer than reading a configuration, which only needs the names.
     from transformers import AutoModelForSequenceClassification
 
-    tokenizer = source.load_tokenizer()
-    network = source.load(AutoModelForSequenceClassification, num_labels=1)
+    tokenizer = load_tokenizer(weights)
+    network = load_model(weights, AutoModelForSequenceClassification, num_labels=1)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     config: Any = network.config

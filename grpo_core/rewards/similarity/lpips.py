@@ -15,25 +15,28 @@ from jaxtyping import Float32
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from grpo_core.errors import InputError
-from grpo_core.rewards.model_reward import ModelReward, Sha256, Weights, exact_inference, load_once
+from grpo_core.digests import file_sha256
+from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, clamp_unit
 from grpo_core.rewards.similarity.measures import Images
 from grpo_core.rewards.similarity.pixels import PairReward
 from grpo_core.rewards.tensors import check_pair
-from grpo_core.rewards.weights.files import PackagedFile, PublishedWeights, WeightFile, WeightSource, load_state_dict
+from grpo_core.rewards.weights.load import load_state_dict
+from grpo_core.rewards.weights.source import Published, Weights
 
 Trunk = Literal["alex", "vgg", "squeeze"]
 
 _DOWNLOADS = "https://download.pytorch.org/models"
 _KEPT = "torchvision keeps it in torch's hub/checkpoints folder"
 
-TRUNKS: Mapping[str, PublishedWeights] = {
-    net: PublishedWeights(file, "torchvision", f"{_DOWNLOADS}/{file}", note=_KEPT, licence="BSD-3-Clause")
-    for net, file in (
-        ("alex", "alexnet-owt-7be5be79.pth"),
-        ("vgg", "vgg16-397923af.pth"),
-        ("squeeze", "squeezenet1_1-b8a52dc0.pth"),
+TRUNKS: Mapping[str, Published] = {
+    net: Published(
+        "torchvision", f"{file}-{sha256}.pth", f"{_DOWNLOADS}/{file}-{sha256}.pth", None, sha256, _KEPT, "BSD-3-Clause"
+    )
+    for net, file, sha256 in (
+        ("alex", "alexnet-owt", "7be5be79"),
+        ("vgg", "vgg16", "397923af"),
+        ("squeeze", "squeezenet1_1", "b8a52dc0"),
     )
 }
 """The ImageNet classifiers whose features the published heads were fitted to."""
@@ -66,20 +69,24 @@ class LpipsReward(ModelReward, PairReward):
         return MIN_SIDES[self.net]
 
     def weight_sources(self) -> Mapping[str, Weights]:
-        """Return the trunk's and the heads'."""
-        return {"trunk": self._trunk(), "heads": PackagedFile(heads_file(self.net))}
+        """Return the trunk's."""
+        return {"trunk": self._trunk()}
+
+    def weight_digests(self) -> Mapping[str, str]:
+        """Return the digests of the trunk and of the heads."""
+        return {**super().weight_digests(), "heads": file_sha256(str(heads_file(self.net)))}
 
     def measure(self, images: Tensor, targets: Tensor) -> Tensor:
         """Return the distances."""
-        network = load_network(self.net, self._trunk().resolve(), self.device)
+        network = load_network(self._trunk(), self.net, self.device)
         return perceptual_distance(network, images.to(self.device), targets.to(self.device))
 
     def to_value(self, raw: float) -> float:
         """Return 1 for identical images."""
         return 1.0 - clamp_unit(raw)
 
-    def _trunk(self) -> WeightSource:
-        return WeightSource("rewards.lpips.weights", self.weights, self.weights_sha256, TRUNKS[self.net])
+    def _trunk(self) -> Weights:
+        return Weights("rewards.lpips.weights", self.weights, self.weights_sha256, TRUNKS[self.net])
 
 
 def perceptual_distance(network: nn.Module, images: Images, targets: Images) -> Float32[Tensor, " batch"]:
@@ -104,7 +111,7 @@ def heads_file(net: str) -> Path:
 
 
 @load_once
-def load_network(net: str, trunk: WeightFile, device: str) -> nn.Module:
+def load_network(trunk: Weights, net: str, device: str) -> nn.Module:
     """Load the LPIPS network with this trunk, frozen, in fp32.
 
     Args:
@@ -129,7 +136,7 @@ def load_network(net: str, trunk: WeightFile, device: str) -> nn.Module:
 
 
 def _find_tensor(
-    name: str, like: Tensor, heads: Mapping[str, Tensor], tensors: Mapping[str, Tensor], net: str, trunk: WeightFile
+    name: str, like: Tensor, heads: Mapping[str, Tensor], tensors: Mapping[str, Tensor], net: str, trunk: Weights
 ) -> Tensor:
     """Find the tensor of a name of the network: ``net.sliceK.*``, ``linK.*``, ``lins.K.*`` or a constant buffer."""
     if name.startswith("scaling_layer."):
@@ -141,5 +148,5 @@ def _find_tensor(
     if tensor is None or tensor.shape != like.shape:
         found = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, not {list(like.shape)}"
         hint = f"In this file {published} {found}. Set {TRUNKS[net].file}, the trunk of net {net}."
-        raise InputError(trunk.place, trunk.path, hint)
+        raise trunk.error(hint)
     return tensor.float()

@@ -1,7 +1,7 @@
 """`grpo rewards fetch`: asks, downloads each file once, and says which setting names it."""
 
 import json
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,34 +10,26 @@ from typer.testing import CliRunner
 
 from flows.command_line.main import application
 from grpo_core.rewards.similarity import lpips
-from grpo_core.rewards.weights.files import PublishedWeights
-from tests.grpo_core.rewards.stub import Stub, serve
-from tests.grpo_core.rewards.weights.test_fetch import CONTENT, NAME, as_the_makers
+from tests.grpo_core.rewards.stub import serve
+from tests.grpo_core.rewards.weights.hub import CONTENT, OF_A_MAKER, as_a_maker
 
 
-@pytest.fixture
-def makers() -> Iterator[Stub]:
-    with serve() as stub:
-        stub.respond = as_the_makers
-        yield stub
-
-
-def test_it_asks_first_and_fetches_what_a_file_names(
-    makers: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published = PublishedWeights(NAME, "the makers", f"{makers.url}/{NAME}", licence="BSD")
-    monkeypatch.setitem(lpips.TRUNKS, "alex", published)  # type: ignore[arg-type]
-    settings = {"weights": str(tmp_path / "here" / NAME)}
+def test_it_asks_first_and_fetches_what_a_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"weights": str(tmp_path / "here" / OF_A_MAKER.file)}
     rewards = [{"reward": "lpips", "settings": settings}, {"reward": "ssim"}, {"reward": "lpips", "name": "again"}]
     rewards[-1]["settings"] = settings
     file = tmp_path / "rewards.yaml"
     file.write_text(yaml.safe_dump({"rewards": rewards}))
-    asked = CliRunner().invoke(application, ["rewards", "fetch", str(file)], input="n\n")
-    assert asked.exit_code == 2
-    assert "2.0 KiB" in asked.stderr
-    assert "BSD" in asked.stderr
-    assert not (tmp_path / "here").exists()
-    done = CliRunner().invoke(application, ["rewards", "fetch", str(file), "--yes", "--json"])
+    with serve() as makers:
+        makers.respond = as_a_maker
+        published = replace(OF_A_MAKER, url=f"{makers.url}/{OF_A_MAKER.file}")
+        monkeypatch.setitem(lpips.TRUNKS, "alex", published)  # type: ignore[arg-type]
+        asked = CliRunner().invoke(application, ["rewards", "fetch", str(file)], input="n\n")
+        assert asked.exit_code == 2
+        assert f"{len(CONTENT)} B" in asked.stderr
+        assert "BSD" in asked.stderr
+        assert not (tmp_path / "here").exists()
+        done = CliRunner().invoke(application, ["rewards", "fetch", str(file), "--yes", "--json"])
     assert done.exit_code == 0, done.stderr
     listed = json.loads(done.stdout.splitlines()[-1])["fetched"]
     assert listed == [{"reward": "lpips", "setting": "weights", "path": settings["weights"]}]

@@ -17,7 +17,7 @@ from grpo_core.rewards.image_statistics.statistics import JpegReward
 from grpo_core.rewards.model_reward import exact_inference
 from grpo_core.rewards.registry import REWARDS, build_reward, reward_class
 from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch, score_samples
-from grpo_core.rewards.weights.models import ModelSource
+from grpo_core.rewards.weights.source import Published, Weights
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
 from tests.grpo_core.rewards.ocr.lettering import draw
 
@@ -136,7 +136,9 @@ def test_provenance_names_the_weights_by_their_content(
         expected = {role: file_sha256(str(file)) for role, file in roles.items()}
         assert build_reward(name, settings[name]).weight_digests() == expected
     pickscore = build_reward("pickscore", settings["pickscore"])
-    assert pickscore.weight_digests() == {"model": ModelSource("model", str(pickscore_folder)).digest()}
+    assert pickscore.weight_digests() == {
+        "model": Weights("model", str(pickscore_folder), None, Published("its makers")).digest()
+    }
     kinds = [{}, {"measure": "lpips", "weights": str(trunk_file)}, settings["diversity"]]
     diversities = [build_reward("diversity", kind) for kind in kinds]
     named = [{"measure"}, {"measure", "net"}, {"measure", "model", "pretrained"}]

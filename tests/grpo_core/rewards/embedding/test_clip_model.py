@@ -27,7 +27,7 @@ def load(config: Path, weights: Path) -> ClipModel:
 def fresh(config: Path, weights: Path) -> ClipModel:
     """A model that no other test has asked, so that its embeddings are counted from none."""
     settings = reward(config, weights)
-    return clip_model._load_clip.__wrapped__(settings.architecture(), settings.clip_weights().resolve(), "cpu")
+    return clip_model._load_clip.__wrapped__(settings.clip_weights(), settings.architecture(), "cpu")
 
 
 def cosine_with(vector: torch.Tensor, other: torch.Tensor) -> float:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
 from grpo_core.rewards.image_statistics.diversity import (
     Distance,
@@ -21,9 +20,9 @@ from grpo_core.rewards.image_statistics.diversity import (
     pixel_distance,
 )
 from grpo_core.rewards.reward import Score, ScoringBatch
-from grpo_core.rewards.similarity.lpips import load_network, perceptual_distance
+from grpo_core.rewards.similarity.lpips import TRUNKS, load_network, perceptual_distance
 from grpo_core.rewards.tensors import to_tensor
-from grpo_core.rewards.weights.files import WeightFile
+from grpo_core.rewards.weights.source import Weights
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
@@ -121,7 +120,7 @@ def test_pixels_are_numpys_root_mean_square(seed: int, width: int, height: int) 
 
 @pytest.mark.parametrize("size", [(31, 31), (64, 48)])
 def test_lpips_is_that_of_the_pair_to_the_bit(trunk_file: Path, size: tuple[int, int]) -> None:
-    network = load_network("alex", WeightFile("weights", str(trunk_file), file_sha256(str(trunk_file))), "cpu")
+    network = load_network(Weights("weights", str(trunk_file), None, TRUNKS["alex"]), "alex", "cpu")
     first, second = noise(0, *size), flat(70, *size)
     with torch.inference_mode():
         pair = perceptual_distance(network, to_tensor(first), to_tensor(second)).item()

@@ -11,7 +11,7 @@ from trl.data_utils import apply_chat_template
 from grpo_core.errors import InputError
 from grpo_core.rewards.judges.reward_model import RewardModelReward, _sigmoid, load_scorer
 from grpo_core.rewards.reward import ScoringBatch
-from grpo_core.rewards.weights.models import ModelSource
+from grpo_core.rewards.weights.source import Published, Weights
 from tests.grpo_core.rewards.conftest import make_texts
 
 TINY = Path(__file__).parents[4] / "data" / "models" / "tiny-text"
@@ -101,9 +101,9 @@ def test_of_a_long_text_the_end_is_judged(tmp_path: Path, bounded_by: str) -> No
 
 def test_loads_once_and_again_when_the_files_change(tmp_path: Path) -> None:
     folder = str(save(tmp_path / "model"))
-    source = ModelSource("model", folder)
-    first = load_scorer(source, source.digest(), "cpu")
-    assert load_scorer(source, source.digest(), "cpu") is first
+    weights = Weights("model", folder, None, Published("its makers"))
+    first = load_scorer(weights, "cpu")
+    assert load_scorer(weights, "cpu") is first
     before = RewardModelReward(model=folder).score(batch(PAIRS))
     model = Classifier.from_pretrained(folder)
     model.score.weight.data.mul_(2.0)

@@ -6,12 +6,11 @@ import pytest
 import torch
 import torchvision
 
-from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import Score
-from grpo_core.rewards.similarity.lpips import MIN_SIDES, LpipsReward, load_network, perceptual_distance
+from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
 from grpo_core.rewards.tensors import to_tensor
-from grpo_core.rewards.weights.files import WeightFile
+from grpo_core.rewards.weights.source import Weights
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
@@ -29,8 +28,8 @@ def reward(trunk_file: Path) -> LpipsReward:
     return LpipsReward(weights=str(trunk_file))
 
 
-def weight_file(path: Path) -> WeightFile:
-    return WeightFile("weights", str(path), file_sha256(str(path)))
+def trunk(path: Path) -> Weights:
+    return Weights("weights", str(path), None, TRUNKS["alex"])
 
 
 @pytest.mark.parametrize("size", [(31, 31), (64, 64), (90, 47)])
@@ -58,7 +57,7 @@ def test_flat_images_score_even_inside_half_precision(reward: LpipsReward) -> No
 
 
 def test_wrong_tensors_never_reach_the_network(reward: LpipsReward, trunk_file: Path) -> None:
-    network = load_network("alex", weight_file(trunk_file), "cpu")
+    network = load_network(trunk(trunk_file), "alex", "cpu")
     good = to_tensor(noise(0, 32, 32))
     for wrong in ((good * 255).byte(), good * 255, good * 2 - 1, good.half(), good[:, :1]):
         with pytest.raises(ValueError, match="expected"):
@@ -69,9 +68,9 @@ def test_network_is_loaded_once_frozen_and_without_random_numbers(trunk_file: Pa
     copy = tmp_path / "again.pth"
     copy.write_bytes(trunk_file.read_bytes())
     before = torch.get_rng_state()
-    network = load_network("alex", weight_file(copy), "cpu")
+    network = load_network(trunk(copy), "alex", "cpu")
     assert torch.equal(torch.get_rng_state(), before)
-    assert load_network("alex", weight_file(copy), "cpu") is network
+    assert load_network(trunk(copy), "alex", "cpu") is network
     assert not network.training
     assert not any(p.requires_grad or p.dtype != torch.float32 for p in network.parameters())
 
