@@ -204,7 +204,7 @@ class DatasetSection(_OnePromptFile):
 
     name: Name = Field(description="stored with every rollout; rewards can be limited to datasets by name")
     prompts: str = Field(min_length=1, description=_PROMPTS)
-    weight: PositiveFloat = Field(1.0, description="share of an iteration's prompts, relative to the other datasets")
+    weight: PositiveFloat = Field(1.0, description="share of the prompts on average, relative to the other datasets")
 
 
 class PromptsSection(_OnePromptFile):

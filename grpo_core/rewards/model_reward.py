@@ -97,7 +97,7 @@ def load_once(load: Callable[Concatenate[Weights, _P], _Model]) -> Callable[Conc
     loading = threading.Lock()
 
     @functools.wraps(load)
-    def locked(weights: Weights, *args: _P.args, **kwargs: _P.kwargs) -> _Model:
+    def locked(weights: Weights, /, *args: _P.args, **kwargs: _P.kwargs) -> _Model:
         key = weights.digest(), *args, *kwargs.items()
         with loading:
             if key not in loaded:

@@ -4,7 +4,6 @@ import math
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +18,6 @@ from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.advantages import leading_stream, read_advantages
 
-# Far fewer would show in the shares, and more would only take longer to reach.
-_STARTS = 10_000
-
 PromptKey = tuple[str, str]
 """Name of the prompt set and prompt_id: two sets may contain the same prompt."""
 
@@ -32,7 +28,7 @@ class PromptSet:
 
     Attributes:
         name: name of the dataset.
-        weight: share of an iteration's prompts, relative to the other sets.
+        weight: share of the prompts on average, relative to the other sets.
         prompts: in the order of the file.
         targets: one per prompt; None for a prompt without one.
         sizes: of each prompt's images; empty for texts.
@@ -108,7 +104,7 @@ def draw_prompts(
     statistics: PromptStatistics | None,
     avoided: Collection[PromptKey] = (),
 ) -> tuple[DrawnPrompt, ...]:
-    """Draw the prompts of one sampling round; several sets share it by their weights.
+    """Draw the prompts of one sampling round; several sets share the rounds by their weights, on average.
 
     The first round, uniform: an endless stream goes through each set again and again, each pass in its own shuffled
     order; so every prompt of a set is drawn equally often, to within one, after any number of iterations, an iteration
@@ -131,10 +127,12 @@ def draw_prompts(
     if iteration < 1 or sampling_round < 1 or count < 1:
         got = f"iteration={iteration}, sampling_round={sampling_round}, count={count}"
         raise ValueError(f"draw_prompts: got {got}. All start at 1.")
-    # A later round begins anywhere in the stream of sets: of many single prompts each set has its share.
-    later = derive_seed(seed, "redraw", iteration, sampling_round) % _STARTS
-    first = (iteration - 1) * count if sampling_round == 1 else later
-    places = scheduled_sets([each.weight for each in sets], first=first, count=count)
+    shares = [each.weight for each in sets]
+    if sampling_round == 1:
+        places = choose_sets(shares, seed=seed, first=(iteration - 1) * count, count=count)
+    else:
+        later = derive_seed(seed, "redraw", iteration, sampling_round)
+        places = choose_sets(shares, seed=later, first=0, count=count)
     if sampling_round == 1 and curriculum.kind == "uniform":
         return _in_passes(sets, places, seed)
     indices = []
@@ -186,40 +184,24 @@ def _sampled(weights: Sequence[float], late: Sequence[bool], count: int, seed: i
     return chosen[:count]
 
 
-def scheduled_sets(weights: Sequence[float], *, first: int, count: int) -> tuple[tuple[int, int], ...]:
+def choose_sets(weights: Sequence[float], *, seed: int, first: int, count: int) -> tuple[tuple[int, int], ...]:
     """Return places [first, first + count) of an endless stream that serves several sets by weight.
 
-    After any number t of places, a set of share s has been served more than t s - 1 and less than t s + 1 times. A set
-    may be served its next time only when that keeps it below t s + 1; of those, the one that would fall behind soonest
-    is served. That this never fails is the optimality of earliest deadlines for unit jobs (Baruah, Cohen, Plaxton and
-    Varvel, 1996, Proportionate progress, section 3). The stream repeats itself after the smallest number of places
-    that gives every set an integer number of places, so a late place costs no more than one period.
+    The set of each place is drawn independently, so that a set's places among any n are binomial: its share of n on
+    average. A place depends on the seed and the weights only.
 
     Args:
-        weights: one per set, above 0; read as exact decimal numbers.
+        weights: one per set, above 0.
         first: places before the first wanted one.
 
     Returns:
         The index of the set, and how often it was served before, for each place.
     """
-    shares = _integer_shares(weights)
-    period = sum(shares)
-    rounds, skipped = divmod(first, period)
-    served = [0] * len(shares)
-    places = []
-    for place in range(skipped + count):
-        # In integers: served < (place + 1) share / period, and the place by which the next one is due.
-        waiting = [index for index, share in enumerate(shares) if served[index] * period < (place + 1) * share]
-        chosen = min(waiting, key=lambda index: -(-(served[index] + 1) * period // shares[index]))
-        if place >= skipped:
-            places.append((chosen, rounds * shares[chosen] + served[chosen]))
-        served[chosen] += 1
-    return tuple(places)
-
-
-def _integer_shares(weights: Sequence[float]) -> list[int]:
-    """Return the smallest integers in proportion to the weights."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    scale = math.lcm(*(fraction.denominator for fraction in exact))
-    scaled = [int(fraction * scale) for fraction in exact]
-    return [number // math.gcd(*scaled) for number in scaled]
+    uniform = (_raw(derive_seed(seed, "sets"), first + count) >> np.uint64(11)) * 2.0**-53
+    # The last bound is left out: rounded sums must not leave a gap below 1.
+    chosen = np.searchsorted(np.cumsum(weights)[:-1] / math.fsum(weights), uniform, side="right")
+    served = np.zeros(first + count, dtype=np.int64)
+    for index in range(len(weights)):
+        own = chosen == index
+        served[own] = np.arange(np.count_nonzero(own))
+    return tuple(zip(chosen[first:].tolist(), served[first:].tolist(), strict=True))

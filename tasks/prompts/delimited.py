@@ -1,16 +1,15 @@
 """CSV and TSV files -> rows; columns of numbers and truth values become such where nothing is lost."""
 
+import contextlib
 import csv
 import io
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from grpo_core.errors import InputError
 from tasks.prompts.text import PromptRow
 
 _QUOTED_FIELD = re.compile(r'(?:(?<=[\t\r\n])|\A)"((?:[^"]|"")*+)"(?=[\t\r\n]|\Z)')
-_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
-_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+")
 
 
 def _is_quoted_tsv(text: str) -> bool:
@@ -85,22 +84,26 @@ def convert_numbers(rows: Sequence[PromptRow], *, text_columns: Callable[[str], 
         rows: those of all files of a set, so that a column has one type.
         text_columns: whether a column stays text even where every cell looks like a number.
     """
-    for name in {name for row in rows for name in row.values}:
+    for name in {name for row in rows for name in row.values if not text_columns(name)}:
         filled = [row.values for row in rows if row.values.get(name) is not None]
-        convert = str if text_columns(name) else _column_type({str(values[name]) for values in filled})
-        for values in filled:
-            values[name] = convert(str(values[name]))
+        cells = [str(values[name]) for values in filled]
+        if cells and {*cells} <= {"true", "false", "True", "False"}:
+            converted: Sequence[object] = [cell.lower() == "true" for cell in cells]
+        else:
+            numbers = [_number(cell) for cell in cells]
+            if None in numbers:
+                continue
+            kind = int if all(isinstance(number, int) for number in numbers) else float
+            converted = [kind(number) for number in numbers if number is not None]
+        for values, value in zip(filled, converted, strict=True):
+            values[name] = value
 
 
-def _column_type(cells: Collection[str]) -> Callable[[str], object]:
-    """Choose the type of a column's cells; numbers only where writing them again gives the same text.
-
-    So a text to render such as 007 or 1.50 stays text.
-    """
-    if cells and set(cells) <= {"true", "false", "True", "False"}:
-        return lambda cell: cell.lower() == "true"
-    if all(_INTEGER.fullmatch(cell) for cell in cells):
-        return int
-    if all(_INTEGER.fullmatch(cell) or (_DECIMAL.fullmatch(cell) and repr(float(cell)) == cell) for cell in cells):
-        return float
-    return str
+def _number(cell: str) -> int | float | None:
+    """Return the number of 64 bits that Python writes like the cell; None for text such as 007 or 1.50."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            number = kind(cell)
+            if repr(number) == cell and abs(number) < 2.0**63:
+                return number
+    return None

@@ -9,18 +9,6 @@ from typing import NamedTuple
 
 from grpo_core.errors import InputError
 
-_SIGNATURES = {
-    b"\x89PNG": "a PNG image",
-    b"\xff\xd8\xff": "a JPEG image",
-    b"GIF8": "a GIF image",
-    b"RIFF": "a WebP image or another RIFF file",
-    b"PAR1": "a Parquet file",
-    b"ARROW1": "an Arrow file",
-    b"%PDF": "a PDF",
-    b"PK\x03\x04": "a zip archive or a spreadsheet",
-    b"\x1f\x8b": "a gzip archive",
-    b"\xff\xfe\0\0": "UTF-32 text",
-}
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _MARKUP = re.compile(r"(?:\s|<!--.*?-->)*<(?:!doctype|html|head|body|\?xml)\b", re.IGNORECASE | re.DOTALL)
 _LFS_POINTER = "version https://git-lfs.github.com/spec/"
@@ -50,9 +38,8 @@ def decode_text(content: bytes, place: str) -> str:
     if not found:
         refuse_failed_download(text, place)
         return text
-    kinds = [kind for signature, kind in _SIGNATURES.items() if content.startswith(signature)]
     hint = "This is not UTF-8 text, nor UTF-16 with a byte order mark. Save it as UTF-8, or name the file with prompts."
-    raise InputError(f"{place}, line {before.count(chr(10)) + 1}", kinds[0] if kinds else found, hint)
+    raise InputError(f"{place}, line {before.count(chr(10)) + 1}", found, hint)
 
 
 def refuse_failed_download(text: str, place: str) -> None:

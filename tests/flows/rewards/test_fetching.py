@@ -16,14 +16,17 @@ from tests.grpo_core.rewards.weights.hub import CONTENT, OF_A_MAKER, as_a_maker
 
 def test_it_asks_first_and_fetches_what_a_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"weights": str(tmp_path / "here" / OF_A_MAKER.file)}
-    rewards = [{"reward": "lpips", "settings": settings}, {"reward": "ssim"}, {"reward": "lpips", "name": "again"}]
-    rewards[-1]["settings"] = settings
+    rewards = [
+        {"reward": "lpips", "settings": settings},
+        {"reward": "ssim"},
+        {"reward": "lpips", "name": "again", "settings": settings},
+    ]
     file = tmp_path / "rewards.yaml"
     file.write_text(yaml.safe_dump({"rewards": rewards}))
     with serve() as makers:
         makers.respond = as_a_maker
         published = replace(OF_A_MAKER, url=f"{makers.url}/{OF_A_MAKER.file}")
-        monkeypatch.setitem(lpips.TRUNKS, "alex", published)  # type: ignore[arg-type]
+        monkeypatch.setitem(lpips.TRUNKS, "alex", published)
         asked = CliRunner().invoke(application, ["rewards", "fetch", str(file)], input="n\n")
         assert asked.exit_code == 2
         assert f"{len(CONTENT)} B" in asked.stderr
