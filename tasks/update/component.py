@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
@@ -20,10 +20,8 @@ from tasks.models.resident import ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
 from tasks.storage.tables.parquet import write_table
 from tasks.update.algorithms import ALGORITHMS, Algorithm, Training
+from tasks.update.job import UpdateJob
 from tasks.update.rows import StoredRows
-
-if TYPE_CHECKING:
-    from tasks.update.job import UpdateJob
 
 
 class ComponentUpdate:
@@ -31,7 +29,7 @@ class ComponentUpdate:
 
     def __init__(
         self,
-        job: "UpdateJob",
+        job: UpdateJob,
         stream: Stream,
         component: PolicyComponent,
         previous: Callable[[], Path | None],

@@ -11,7 +11,8 @@ from tasks.models.resident import ResidentPolicy, configure_torch
 from tasks.progress import listener
 from tasks.storage.artifacts.store import open_store, use_store
 from tasks.storage.filesystem.failures import translate_storage_errors
-from tasks.update.job import SharedJob, UpdateOutcome, carry_out
+from tasks.update.carry_out import carry_out
+from tasks.update.job import SharedJob, UpdateOutcome
 
 
 def update_handler() -> Callable[[dict[str, Any]], dict[str, Any] | None]:

@@ -21,7 +21,8 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.artifacts.tombstones import STATES_REMOVED
 from tasks.storage.tables.schemas import SCHEMA_VERSION
-from tasks.update.job import UpdateJob, UpdateOutcome, carry_out
+from tasks.update.carry_out import carry_out
+from tasks.update.job import UpdateJob, UpdateOutcome
 from tasks.update.launcher import carry_out_together
 
 STAGE = "update policy"

@@ -24,7 +24,8 @@ from tasks.models.resident import ResidentPolicy
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.storage.artifacts.tombstones import STATES_REMOVED, replace_artifact
-from tasks.update.job import UpdateJob, UpdateOutcome, carry_out
+from tasks.update.carry_out import carry_out
+from tasks.update.job import UpdateJob, UpdateOutcome
 from tasks.update.update_policy import update_policy_task
 from tests.tasks.update.update_jobs import (
     JOINT,

@@ -22,7 +22,8 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, described
 from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
-from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome, carry_out
+from tasks.update.carry_out import carry_out
+from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome
 from tasks.update.process import take_part
 from tests.processes import in_processes
 from tests.tiny_policy import MODEL as IMAGE_MODEL
