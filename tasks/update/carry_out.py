@@ -12,9 +12,10 @@ from grpo_core.streams import Stream
 from grpo_core.update import ProcessGroup
 from tasks.execution.memory import peak_memory, reset_peak_memory
 from tasks.execution.resources import resource
-from tasks.models.files import EMA_FOLDER, OLD_FOLDER, REFERENCE_FOLDER, component_folder, weights_digest
+from tasks.models.files import COPIES, component_folder, copy_digests, weights_digest
 from tasks.models.resident import ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
+from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.update.component import ComponentUpdate, stored_steps
 from tasks.update.job import UpdateJob, UpdateOutcome
@@ -62,23 +63,14 @@ def carry_out(
         return None
     settled = current_store().settle(staged)
     known = {staged / name: sha256 for name, sha256 in settled.items()}
-    digest, reference_digest, ema_digest, old_digest = (
-        weights_digest(folder, known) if folder.is_dir() else None
-        for folder in (staged, staged / REFERENCE_FOLDER, staged / EMA_FOLDER, staged / OLD_FOLDER)
-    )
-    assert digest is not None, "the folder is there"
-    _save_state(staged, {stream: optimizer.steps for stream, optimizer in optimizers.items()}, job.version, digest)
+    policy = PolicyRef(version=job.version, digest=weights_digest(staged, known), copies=copy_digests(staged, known))
+    _save_state(staged, {stream: optimizer.steps for stream, optimizer in optimizers.items()}, policy)
     moments = [known[component_folder(staged, stream, job.updates) / OPTIMIZER_FILE] for stream in job.updates]
-    checkpoint_digest = _checkpoint_digest(
-        f"{digest} {reference_digest} {ema_digest} {old_digest}", moments, (staged / STATE_FILE).read_text()
-    )
+    checkpoint_digest = _checkpoint_digest(policy, moments, (staged / STATE_FILE).read_text())
     if process_group.count == 1:
         resident.keep_optimizers(checkpoint_digest, job.updates, optimizers)
     return UpdateOutcome(
-        digest=digest,
-        reference_digest=reference_digest,
-        ema_digest=ema_digest,
-        old_digest=old_digest,
+        policy=policy,
         checkpoint_digest=checkpoint_digest,
         settled=settled,
         rows=len({sample_id for each in stored.values() for sample_id in each.rows.sample_ids}),
@@ -109,10 +101,10 @@ def _share_of_progress(
     return lambda done, total: on_progress(place * total + done, count * total)
 
 
-def _save_state(folder: Path, steps: Mapping[Stream, int], version: int, digest: str) -> None:
+def _save_state(folder: Path, steps: Mapping[Stream, int], policy: PolicyRef) -> None:
     state = {
-        "policy_version": version,
-        "policy_digest": digest,
+        "policy_version": policy.version,
+        "policy_digest": policy.digest,
         "optimizer_steps": stored_steps(steps),
         # No random state is stored: every random number is derived from its place.
         "randomness": "derived from (run seed, iteration, stage, sample)",
@@ -120,12 +112,13 @@ def _save_state(folder: Path, steps: Mapping[Stream, int], version: int, digest:
     (folder / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True))
 
 
-def _checkpoint_digest(weights: str, moments: Sequence[str], state: str) -> str:
+def _checkpoint_digest(policy: PolicyRef, moments: Sequence[str], state: str) -> str:
     """Return the sha256 of what the next update reads.
 
     Args:
-        weights: digests of the weights, of the reference's, of their moving average, and of those that sample.
+        policy: with the digests of its weights.
         moments: sha256 of each optimizer's file.
         state: the training state.
     """
+    weights = " ".join([policy.digest, *(str(policy.copies.get(name)) for name in COPIES)])
     return hashlib.sha256("\n".join([weights, *moments, state]).encode()).hexdigest()

@@ -64,10 +64,7 @@ class UpdateOutcome(BaseModel):
     """What an update wrote to its folder.
 
     Attributes:
-        digest: of the weights.
-        reference_digest: of the reference's weights; None while the reference is the initial policy.
-        ema_digest: of the moving average of the weights; None where none is kept.
-        old_digest: of the weights that sample; None where the trained ones do.
+        policy: the next version, whose checkpoint is still to be committed.
         checkpoint_digest: of everything that the next update reads.
         settled: sha256 of the files that are on the disk already.
         rows: how many samples it trained on.
@@ -77,10 +74,7 @@ class UpdateOutcome(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    digest: str
-    reference_digest: str | None
-    ema_digest: str | None
-    old_digest: str | None
+    policy: PolicyRef
     checkpoint_digest: str
     settled: dict[str, str]
     rows: int

@@ -53,7 +53,7 @@ def take_part(shared: SharedJob) -> UpdateOutcome | None:
     if is_sharded or process_group.device.type != "cpu":
         resident.close()
         return outcome
-    digest = process_group.from_first(None if outcome is None else outcome.digest)
+    digest = process_group.from_first(None if outcome is None else outcome.policy.digest)
     # The first process alone has refreshed the reference; the others read the new one when they need it.
-    resident.commit_weights(digest, (outcome or job.policy).reference_digest)
+    resident.commit_weights(digest, (job.policy if outcome is None else outcome.policy).copies.get("reference"))
     return outcome

@@ -244,14 +244,7 @@ def commit(store: ArtifactStore, job: UpdateJob, staged: Path, outcome: UpdateOu
         metrics=outcome.metrics,
         settled=outcome.settled,
     )
-    return PolicyRef(
-        version=job.version,
-        digest=outcome.digest,
-        checkpoint=checkpoint,
-        reference_digest=outcome.reference_digest,
-        ema_digest=outcome.ema_digest,
-        old_digest=outcome.old_digest,
-    )
+    return outcome.policy.model_copy(update={"checkpoint": checkpoint})
 
 
 def weights_and_moments(folder: Path) -> dict[str, Tensor]:
