@@ -8,7 +8,7 @@ from configs.schema import RunConfig
 from configs.sections import PARTS, GlmImageRolloutSection, ImageRolloutSection
 from configs.training import NftUpdateSection, UpdateSection
 from grpo_core.errors import InputError
-from grpo_core.losses.settings import LOSS_TRAITS
+from grpo_core.losses.settings import LOSSES
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.diffusers.settings import DiffusersSettings
 from grpo_core.policies.protocol import policy_family
@@ -166,7 +166,7 @@ def _check_nft(config: RunConfig, place: str, update: NftUpdateSection) -> Itera
 
 def _bounds_that_never_bind(place: str, update: UpdateSection) -> Iterator[InputError]:
     """Yield every bound of a ratio that is farther from 1 than a ratio of mean log-probs ever is."""
-    traits = LOSS_TRAITS.get(update.loss)
+    traits = LOSSES.get(update.loss)
     clips = traits is None or traits.clips
     weighted = update.mismatch.mode != "none"
     bounds = {

@@ -62,8 +62,8 @@ def export(plan: ExportPlan) -> ExportSummary:
         staged = Path(scratch) / "export"
         staged.mkdir()
         section, streams = plan.config.policy, plan.config.policy.streams
-        version = weights_folder(plan.store.local_files(plan.weights, Path(scratch) / "policy"), plan.policy)
-        weights = {stream: component_folder(version, stream, streams) for stream in streams}
+        version = plan.store.local_files(plan.weights, Path(scratch) / "policy")
+        weights = {stream: weights_folder(version, plan.policy, stream, streams) for stream in streams}
         if plan.base is not None:
             family = policy_family(section.kind)
             family.save_whole(plan.base, weights, staged, dtype=getattr(torch, section.dtype))

@@ -64,7 +64,7 @@ def _facts(plan: ExportPlan) -> list[tuple[str, str]]:
     config = plan.config
     files = [PurePosixPath(each.prompts).name for each in config.data.sets]
     rewards = [f"{each.label} (weight {each.weight:g})" for each in config.rewards]
-    averaged = [("weights", "their moving average")] if plan.policy.is_averaged else []
+    averaged = [("weights", "their moving average")] if plan.policy.copy_name == "ema" else []
     revision = f"@{config.policy.revision}" if config.policy.revision is not None else ""
     return [
         ("base", f"{config.policy.model}{revision}, {plan.base_digest[:16]}"),

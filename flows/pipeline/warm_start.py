@@ -53,7 +53,7 @@ def settle_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunCo
         raise InputError(_PLACE, wanted, f"{name} has no valid policy yet; leave this out, or name another run.")
     raise_all(model_problems(store, stored_config(store), config, found.version, "name another policy"))
     # A moving average and an old policy begin anew, like the optimizer.
-    start = found.model_copy(update={"version": 0, "ema_digest": None, "old_digest": None})
+    start = found.with_copies("reference").model_copy(update={"version": 0})
     return _continuing(config, f"{store.run}@{found.version}"), start
 
 

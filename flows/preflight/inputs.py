@@ -37,7 +37,7 @@ from tasks.prompts.sizes import read_sizes
 from tasks.prompts.targets import pair_targets
 from tasks.runs.stored import adapter_version
 from tasks.storage.artifacts.store import ArtifactStore, open_store
-from tasks.update.job import refuse_unusable_placement
+from tasks.update.placement import refuse_unusable_placement
 
 A = TypeVar("A")
 R = TypeVar("R")

@@ -121,7 +121,7 @@ def _open_run(request: SampleRequest) -> Source:
     digest = str(read_description(store).get("model_digest", ""))
     chosen, notes = choose_policy(store, chosen_version(store, request.policy), digest)
     # Samples need no reference.
-    version = chosen.averaged.model_copy(update={"reference_digest": None})
+    version = chosen.averaged.with_copies("ema", "old")
     spec = _spec(config.policy, digest, adapter_version(config))
     return Source(f"{store.run}-v{version.version}", config, spec, store, version, notes)
 

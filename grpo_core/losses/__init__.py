@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from grpo_core.losses.microbatch_loss import count_clipped as count_clipped
     from grpo_core.losses.nft import NoisedImages as NoisedImages
     from grpo_core.losses.nft import nft_terms as nft_terms
-    from grpo_core.losses.policy_loss import LOSSES as LOSSES
     from grpo_core.losses.policy_loss import PolicyTerm as PolicyTerm
     from grpo_core.losses.policy_loss import TermInputs as TermInputs
+    from grpo_core.losses.policy_loss import find_loss as find_loss
     from grpo_core.losses.ratios import mismatch_metrics as mismatch_metrics
     from grpo_core.losses.ratios import mismatch_weights as mismatch_weights
     from grpo_core.losses.reductions import Denominators as Denominators
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from grpo_core.losses.reductions import high_entropy_mask as high_entropy_mask
     from grpo_core.losses.reductions import on_policy_rows as on_policy_rows
     from grpo_core.losses.reductions import overlong_mask as overlong_mask
-    from grpo_core.losses.settings import LOSS_TRAITS as LOSS_TRAITS
+    from grpo_core.losses.settings import LOSSES as LOSSES
     from grpo_core.losses.settings import KlEstimator as KlEstimator
     from grpo_core.losses.settings import LossSettings as LossSettings
     from grpo_core.losses.settings import MismatchSettings as MismatchSettings

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.losses.kl import estimate_kl
-from grpo_core.losses.policy_loss import PolicyTerm, TermInputs
+from grpo_core.losses.policy_loss import PolicyTerm, TermInputs, find_loss
 from grpo_core.losses.ratios import importance_ratio, is_clamped, log_ratio_at, mismatch_weights, token_log_ratio
 from grpo_core.losses.reductions import Denominators, masked_sum, on_policy_rows
 from grpo_core.losses.settings import LossSettings
@@ -89,9 +89,9 @@ def compute_microbatch_loss(
     settings = LossSettings() if settings is None else settings
     denominators = Denominators.of(inputs.loss_mask, inputs.entropy_mask) if denominators is None else denominators
     _require_inputs(inputs, settings)
-    mask, definition = inputs.loss_mask, settings.definition
+    mask, (policy_term, reduce) = inputs.loss_mask, find_loss(settings.loss)
     terms = _term_inputs(inputs, settings, denominators)
-    found = definition.term(terms, settings)
+    found = policy_term(terms, settings)
     term = found if isinstance(found, PolicyTerm) else PolicyTerm(found)
     active = _active_tokens(inputs, settings)
     surrogate, policy_loss = torch.zeros_like(terms.ratio), term.values
@@ -99,10 +99,10 @@ def compute_microbatch_loss(
     if term.values.ndim:
         weights = None if settings.traits.uses_mismatch_weights else terms.mismatch_weights
         surrogate = torch.where(active, term.values if weights is None else term.values * weights, 0.0)
-        policy_loss = definition.reduction(surrogate.detach(), mask, denominators)
-        loss = definition.reduction(surrogate + settings.kl_coef * kl, mask, denominators)
+        policy_loss = reduce(surrogate.detach(), mask, denominators)
+        loss = reduce(surrogate + settings.kl_coef * kl, mask, denominators)
     else:
-        loss = policy_loss + settings.kl_coef * definition.reduction(kl, mask, denominators)
+        loss = policy_loss + settings.kl_coef * reduce(kl, mask, denominators)
     if settings.entropy_coef > 0:
         loss = loss - settings.entropy_coef * _mean_entropy(inputs, denominators)
     nowhere = torch.zeros_like(mask)

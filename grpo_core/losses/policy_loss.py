@@ -1,31 +1,22 @@
-"""Every loss: the inputs of all, the policy term of each token, the reduction, and the names.
+"""Every loss: the inputs of all, and the policy term of each token.
 
-A new loss is one function, here or in any module that :func:`find_loss` can import, and one entry in LOSSES and
-LOSS_TRAITS. It takes :class:`TermInputs` and the settings and returns a :class:`PolicyTerm`, whose values are
-minimised; values where the loss mask is False are undefined, because the caller drops them.
+A new loss is one function, here with one entry in LOSSES, or in any module that :func:`find_loss` can import. It
+takes :class:`TermInputs` and the settings and returns a :class:`PolicyTerm`, whose values are minimised; values where
+the loss mask is False are undefined, because the caller drops them.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.losses.ratios import importance_ratio
-from grpo_core.losses.reductions import (
-    Denominators,
-    Reduction,
-    constant_length_mean,
-    mean_of_expected_tokens,
-    mean_of_row_means,
-    mean_of_row_sums,
-    mean_of_tokens,
-)
-from grpo_core.losses.settings import LossSettings, load_custom_loss
+from grpo_core.losses.reductions import REDUCTIONS, Denominators, Reduction, mean_of_row_means
+from grpo_core.losses.settings import LOSSES, LossSettings, load_custom_loss
 from grpo_core.records import StepGaussians
 
 VESPO_LOWEST, VESPO_HIGHEST = math.log(1e-8), 20.0
@@ -72,17 +63,8 @@ class PolicyTerm:
     clipped_high: Bool[Tensor, "batch time"] | None = None
 
 
-@dataclass(frozen=True)
-class Loss:
-    """The functions of a loss.
-
-    Attributes:
-        term: gives the policy term of each token, [batch, time], or its reduced value as a scalar.
-        reduction: from one value per token to the minibatch's loss; a KL is reduced the same way.
-    """
-
-    term: Callable[[TermInputs, LossSettings], PolicyTerm | Tensor]
-    reduction: Reduction = mean_of_row_means
+Term = Callable[[TermInputs, LossSettings], PolicyTerm | Tensor]
+"""Gives the policy term of each token, [batch, time], or its reduced value as a scalar."""
 
 
 def clipped(inputs: TermInputs, settings: LossSettings) -> PolicyTerm:
@@ -179,26 +161,11 @@ def _gaussians(inputs: TermInputs) -> StepGaussians:
     return inputs.gaussians
 
 
-LOSSES: Mapping[str, Loss] = MappingProxyType(
-    {
-        "grpo": Loss(clipped),
-        "bnpo": Loss(clipped, mean_of_tokens),
-        "dr_grpo": Loss(clipped, constant_length_mean),
-        "dapo": Loss(clipped, mean_of_expected_tokens),
-        "gspo": Loss(clipped),
-        "luspo": Loss(clipped, mean_of_row_sums),
-        "cispo": Loss(cispo, mean_of_expected_tokens),
-        "sapo": Loss(sapo),
-        "vespo": Loss(vespo, mean_of_expected_tokens),
-        "grpo_guard": Loss(grpo_guard),
-        "flow_dppo": Loss(flow_dppo),
-    }
-)
-"""By the name in `update.loss`; grpo_core.losses.settings.LOSS_TRAITS has what their options are."""
+_TERMS = {term.__name__: term for term in (clipped, cispo, sapo, vespo, grpo_guard, flow_dppo)}
 
 
-def find_loss(name: str) -> Loss:
-    """Return a loss of LOSSES, or a user's function as a loss.
+def find_loss(name: str) -> tuple[Term, Reduction]:
+    """Return the policy term of a loss of LOSSES, or a user's function as one, and its reduction.
 
     Args:
         name: a key of LOSSES, or `package.module:function` or `path/to/file.py:function`. The function takes
@@ -209,6 +176,7 @@ def find_loss(name: str) -> Loss:
     Raises:
         InputError: there is no such loss or function, or its module cannot be imported.
     """
-    if name in LOSSES:
-        return LOSSES[name]
-    return Loss(cast(Any, load_custom_loss(name).call))
+    traits = LOSSES.get(name)
+    if traits is None:
+        return cast(Term, load_custom_loss(name).call), mean_of_row_means
+    return _TERMS[traits.term], REDUCTIONS[traits.reduction]

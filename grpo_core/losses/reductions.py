@@ -1,7 +1,8 @@
 """The tokens that count in a loss, and how their values become one number."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool, Float
@@ -166,3 +167,15 @@ def mean_of_row_sums(
 ) -> Float[Tensor, ""]:
     """Divide the sum over tokens by the minibatch's rows. LUSPO, 2026 (arXiv:2602.05261)."""
     return masked_sum(values, mask) / counts.rows
+
+
+REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
+    {
+        reduction.__name__: reduction
+        for reduction in (
+            *(mean_of_row_means, mean_of_tokens, mean_of_expected_tokens),
+            *(constant_length_mean, mean_of_row_sums),
+        )
+    }
+)
+"""By the name in `LossTraits.reduction`."""

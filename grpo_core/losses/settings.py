@@ -3,18 +3,14 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from grpo_core.errors import InputError
 from grpo_core.settings import check_fields
 from grpo_core.user_functions import REFERENCE, UserFunction, load_function
-
-if TYPE_CHECKING:
-    from grpo_core.losses.policy_loss import Loss
 
 ImportanceLevel = Literal["token", "sequence"]
 MismatchMode = Literal["none", "truncate", "mask"]
@@ -47,37 +43,42 @@ class MismatchSettings:
 
 @dataclass(frozen=True)
 class LossTraits:
-    """What distinguishes the options of one loss from those of another.
+    """The functions of one loss, and what distinguishes its options from those of another.
 
     Attributes:
+        term: name of the function in grpo_core.losses.policy_loss that gives the policy term of each token.
+        reduction: name of the function in grpo_core.losses.reductions that makes one number of one value per token; a
+            KL is reduced the same way.
         importance_levels: that the loss is defined for; the first is the default.
         clips: whether the ratio is clipped, so that `delta` has a meaning.
         uses_mismatch_weights: the term contains the mismatch weights; otherwise it is multiplied by them.
         reads_gaussians: the term needs the Gaussians of denoising steps, which tokens do not have.
     """
 
+    term: str = "clipped"
+    reduction: str = "mean_of_row_means"
     importance_levels: tuple[ImportanceLevel, ...] = ("token", "sequence")
     clips: bool = False
     uses_mismatch_weights: bool = False
     reads_gaussians: bool = False
 
 
-LOSS_TRAITS: Mapping[str, LossTraits] = MappingProxyType(
+LOSSES: Mapping[str, LossTraits] = MappingProxyType(
     {
         "grpo": LossTraits(clips=True),
-        "bnpo": LossTraits(clips=True),
-        "dr_grpo": LossTraits(clips=True),
-        "dapo": LossTraits(clips=True),
-        "gspo": LossTraits(("sequence",), clips=True),
-        "luspo": LossTraits(("sequence",), clips=True),
-        "cispo": LossTraits(("token",)),
-        "sapo": LossTraits(),
-        "vespo": LossTraits(("token",), uses_mismatch_weights=True),
-        "grpo_guard": LossTraits(("token",), clips=True, reads_gaussians=True),
-        "flow_dppo": LossTraits(("token",), reads_gaussians=True),
+        "bnpo": LossTraits(reduction="mean_of_tokens", clips=True),
+        "dr_grpo": LossTraits(reduction="constant_length_mean", clips=True),
+        "dapo": LossTraits(reduction="mean_of_expected_tokens", clips=True),
+        "gspo": LossTraits(importance_levels=("sequence",), clips=True),
+        "luspo": LossTraits(reduction="mean_of_row_sums", importance_levels=("sequence",), clips=True),
+        "cispo": LossTraits("cispo", "mean_of_expected_tokens", ("token",)),
+        "sapo": LossTraits("sapo"),
+        "vespo": LossTraits("vespo", "mean_of_expected_tokens", ("token",), uses_mismatch_weights=True),
+        "grpo_guard": LossTraits("grpo_guard", importance_levels=("token",), clips=True, reads_gaussians=True),
+        "flow_dppo": LossTraits("flow_dppo", importance_levels=("token",), reads_gaussians=True),
     }
 )
-"""By the name in `update.loss`; grpo_core.losses.policy_loss.LOSSES has their functions."""
+"""By the name in `update.loss`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class LossSettings:
     """Select the loss and its coefficients; coefficients of other losses have no effect.
 
     Attributes:
-        loss: a name in LOSS_TRAITS, or a user's function as `package.module:function`.
+        loss: a name in LOSSES, or a user's function as `package.module:function`.
         importance_level: one ratio per token, or one per sequence; None takes the loss's default.
         clip_range: the ratio is clipped from below at 1 - clip_range; in (0, 1).
         clip_range_high: and from above at 1 + clip_range_high; None is the same as clip_range.
@@ -135,27 +136,20 @@ class LossSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "update")
-        if self.loss not in LOSS_TRAITS:
+        if self.loss not in LOSSES:
             load_custom_loss(self.loss)
         self._check_level()
         self._check_bounds()
 
-    @cached_property
-    def definition(self) -> "Loss":
-        """The functions of the loss by that name."""
-        from grpo_core.losses.policy_loss import find_loss
-
-        return find_loss(self.loss)
-
     @property
     def traits(self) -> LossTraits:
         """What the loss by that name accepts; any for a user's function."""
-        return LOSS_TRAITS.get(self.loss, LossTraits())
+        return LOSSES.get(self.loss, LossTraits())
 
     @property
     def measures_drift(self) -> bool:
         """Whether the loss can read how far an update has moved denoising steps; a user's function may."""
-        return self.traits.reads_gaussians or self.loss not in LOSS_TRAITS
+        return self.traits.reads_gaussians or self.loss not in LOSSES
 
     @property
     def level(self) -> ImportanceLevel:
@@ -184,7 +178,7 @@ class LossSettings:
         if self.delta is None:
             return
         if not self.traits.clips:
-            clipping = ", ".join(name for name, traits in LOSS_TRAITS.items() if traits.clips)
+            clipping = ", ".join(name for name, traits in LOSSES.items() if traits.clips)
             hint = f"{self.loss} does not clip; leave it out, or choose one of {clipping}."
             raise InputError("update.delta", self.delta, hint)
         bound = 1 + self.upper_clip_range
@@ -194,8 +188,8 @@ class LossSettings:
 
 
 def custom_loss_digest(name: str) -> str | None:
-    """Return the sha256 of a custom loss's source file; None for a loss of LOSS_TRAITS."""
-    return None if name in LOSS_TRAITS else load_custom_loss(name).sha256
+    """Return the sha256 of a custom loss's source file; None for a loss of LOSSES."""
+    return None if name in LOSSES else load_custom_loss(name).sha256
 
 
 def load_custom_loss(name: str) -> UserFunction:
@@ -205,10 +199,8 @@ def load_custom_loss(name: str) -> UserFunction:
         InputError: there is no such loss or function, or its module cannot be imported.
     """
     if not REFERENCE.fullmatch(name):
-        close = difflib.get_close_matches(name, LOSS_TRAITS, n=1)
+        close = difflib.get_close_matches(name, LOSSES, n=1)
         suggestion = f"Did you mean {close[0]}? " if close else ""
-        hint = (
-            f"{suggestion}Choose one of {', '.join(LOSS_TRAITS)}, or name your own function as package.module:function."
-        )
+        hint = f"{suggestion}Choose one of {', '.join(LOSSES)}, or name your own function as package.module:function."
         raise InputError("update.loss", name, hint)
     return load_function("update.loss", name)

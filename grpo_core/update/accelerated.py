@@ -172,7 +172,8 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
         super().distribute(trained)
         _shard(trained.model, init_device_mesh(self.device.type, (self.count,)))
         parameters = trained.trainable_parameters()
-        trained.change_copies(lambda name, value: _share_of(value, parameters[name]))
+        for copy in trained.copies.values():
+            copy.change(lambda name, value: _share_of(value, parameters[name]))
 
     def load_state(self, optimizer: PolicyOptimizer, state: Mapping[str, Tensor]) -> None:
         """Load this process's share of a state that every process has completely."""
@@ -194,7 +195,8 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
         Sharded values are in CPU memory afterwards, and empty in all but the first process.
         """
         super().collect(trained)
-        trained.change_copies(lambda _, value: self._gather(value))
+        for copy in trained.copies.values():
+            copy.change(lambda _, value: self._gather(value))
         # Both libraries take seconds to import, and an unsharded update does not need them.
         from peft import PeftModel
 

@@ -98,10 +98,10 @@ def update_by_nft(
 ) -> UpdateResult:
     """Train the component on finished images.
 
-    The old policy is that of `component.trained.keep_old`, if it was called before, or the policy before the update.
+    The old policy is the component's copy of that name, if it keeps one before, or the policy before the update.
     Rows that other weights sampled are trained on unchanged, since no ratio relates them to the policy.
 
-    With `settings.ema` the component's average has to be begun before, and follows every step.
+    With `settings.ema` the component has to keep its average before, which follows every step.
 
     Args:
         rows: with finite advantages, and one state per row, the finished latents; without rows nothing changes.
@@ -138,13 +138,13 @@ def update_by_nft(
         names = [rows.sample_ids[index] for index in plan[number][0]]
         made = optimizer_step(optimizer, names, passes.broken, settings.max_grad_norm, process_group)
         if settings.ema is not None:
-            trained.update_average(1 - settings.ema)
+            trained.copies["ema"].mix(1 - settings.ema)
         return passes.metrics(process_group, made, with_reference=settings.with_reference)
 
     with no_gradient_of_a_refused_update(optimizer):
         # Until the first step the policy is the one before the update.
         passes = gradient(0)
-        with keeping_old(component, needed=len(plan) > 1 and not trained.has_old):
+        with keeping_old(component, needed=len(plan) > 1 and "old" not in trained.copies):
             steps = [step(0, passes)]
             steps += [step(number, gradient(number)) for number in range(1, len(plan))]
     return UpdateResult({}, tuple(steps))
@@ -165,7 +165,7 @@ def _backward(
     trained = component.trained
     # Before any graph is built: exchanging values would break it.
     reference = _under(trained.reference(), component, actions) if settings.with_reference else None
-    old = _under(trained.old(), component, actions) if trained.has_old else None
+    old = _under(trained.copies["old"].use(), component, actions) if "old" in trained.copies else None
     velocity = component.velocities(actions)
     old = velocity.detach() if old is None else old
     terms = nft_terms(

@@ -42,7 +42,7 @@ def update_policy(
     The passes of the first minibatch run on the weights before the update, so they give its old_logprobs as well; those
     of the other rows are computed before. The gate compares all of them with the stored ones before the first step.
 
-    With `settings.ema` the component's average has to be begun before, and follows every step.
+    With `settings.ema` the component has to keep its average before, which follows every step.
 
     Rows that other weights sampled skip the parity gate: their log-probs are expected to differ, and
     `settings.mismatch` corrects the difference.
@@ -85,7 +85,7 @@ def update_policy(
         names = minibatch.sample_ids
         made = optimizer_step(optimizer, names, passes.broken, settings.max_grad_norm, process_group)
         if settings.ema is not None:
-            component.trained.update_average(1 - settings.ema)
+            component.trained.copies["ema"].mix(1 - settings.ema)
         return passes.sums.metrics(
             process_group, made, with_reference=settings.with_reference, with_entropy=not passes.of_gaussians
         )

@@ -86,12 +86,12 @@ def no_gradient_of_a_refused_update(optimizer: PolicyOptimizer) -> Iterator[None
 def keeping_old(component: PolicyComponent, *, needed: bool) -> Iterator[None]:
     """Keep the weights before the update, for losses that measure how far it has moved."""
     if needed:
-        component.trained.keep_old()
+        component.trained.keep("old")
     try:
         yield
     finally:
         if needed:
-            component.trained.drop_old()
+            del component.trained.copies["old"]
 
 
 def passes_of(rows: int, micro_batch_size: int, process_group: ProcessGroup) -> int:

@@ -5,8 +5,10 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import get_args
 
 from grpo_core.errors import InputError
+from grpo_core.policies.trained.choice import CopyName
 from grpo_core.policies.trained.whole import FULL_WEIGHTS
 from grpo_core.streams import STREAMS, Stream
 from tasks.storage.artifacts.reference import PolicyRef
@@ -95,60 +97,67 @@ def add_file(digest: "hashlib._Hash", name: str, path: Path, known: str | None =
     digest.update(name.encode() + b"\0" + bytes.fromhex(known))
 
 
+COPIES: tuple[CopyName, ...] = get_args(CopyName)
 WEIGHT_FILES = ("adapter_model*.safetensors", *FULL_WEIGHTS)
-
-
-REFERENCE_FOLDER, EMA_FOLDER, OLD_FOLDER = "reference", "ema", "old"
-"""Folders of a policy version with the weights of its reference, of its moving average, and of its old policy."""
 
 
 def component_folder(policy: Path, stream: Stream, streams: Collection[Stream]) -> Path:
     """Return where a policy's files of one component are: in its folder, or in a subfolder if it has several.
 
+    The copies of its weights are in subfolders of their names.
+
     Args:
-        policy: folder of a version, or one of the folders in it.
+        policy: folder of a version.
         stream: of the component.
         streams: of all trained components.
     """
     return policy / stream if len(streams) > 1 else policy
 
 
-def weights_folder(checkpoint: Path, policy: PolicyRef) -> Path:
-    """Return the folder with the weights that a reference to a version names.
+def weights_folder(checkpoint: Path, policy: PolicyRef, stream: Stream, streams: Collection[Stream]) -> Path:
+    """Return the folder with the weights of a component that a reference to a version names.
 
     Args:
         checkpoint: local folder of the version's checkpoint.
         policy: the version; `policy.averaged` names its moving average, and `policy.sampler` its old policy.
-    """
-    if policy.is_averaged:
-        return checkpoint / EMA_FOLDER
-    return checkpoint / OLD_FOLDER if policy.is_old else checkpoint
-
-
-def stored_reference(
-    checkpoint: Path | None, version: PolicyRef, stream: Stream, streams: Collection[Stream]
-) -> Path | None:
-    """Return the folder with the weights of a component's reference; None while that is the initial component.
-
-    Args:
-        checkpoint: local folder of the version's checkpoint; None for version 0.
+        stream: of the component.
         streams: of all trained components.
     """
-    if checkpoint is None or version.reference_digest is None:
-        return None
-    folder = component_folder(checkpoint / REFERENCE_FOLDER, stream, streams)
-    return folder if folder.is_dir() else None
+    own = component_folder(checkpoint, stream, streams)
+    return own if policy.copy_name is None else copy_folder(own, policy.copy_name) or own
 
 
-def weights_digest(folder: Path, known: Mapping[Path, str] = MappingProxyType({})) -> str:
+def copy_folder(component: Path, name: CopyName) -> Path | None:
+    """Return the folder of a copy of a component's weights; None where none is kept.
+
+    Args:
+        component: the component's folder.
+    """
+    return folder if (folder := component / name).is_dir() else None
+
+
+def weights_digest(folder: Path, known: Mapping[Path, str] = MappingProxyType({}), copy: CopyName | None = None) -> str:
     """Compute a sha256 over the weight files of a policy's folder, or of the subfolders of its components.
 
     Args:
         known: sha256 of files that are not read for it.
+        copy: of these weights; a component without such a copy has its own, unless it is the reference.
     """
     digest = hashlib.sha256()
-    for part in [path for stream in STREAMS if (path := folder / stream).is_dir()] or [folder]:
-        for pattern in WEIGHT_FILES:
-            for path in sorted(part.glob(pattern)):
-                add_file(digest, path.relative_to(folder).as_posix(), path, known.get(path))
+    for name, part in _components(folder).items():
+        own = part if copy is None else copy_folder(part, copy) or (None if copy == "reference" else part)
+        found = [] if own is None else [path for pattern in WEIGHT_FILES for path in sorted(own.glob(pattern))]
+        for path in found:
+            add_file(digest, f"{name}{path.name}", path, known.get(path))
     return digest.hexdigest()
+
+
+def copy_digests(folder: Path, known: Mapping[Path, str] = MappingProxyType({})) -> dict[CopyName, str]:
+    """Compute `weights_digest` of every copy that a policy's folder has of a component's weights."""
+    kept = [name for name in COPIES if any(copy_folder(part, name) for part in _components(folder).values())]
+    return {name: weights_digest(folder, known, name) for name in kept}
+
+
+def _components(folder: Path) -> dict[str, Path]:
+    """Return the folders with the components' files by what stands before their names: a policy's own, or several."""
+    return {f"{stream}/": path for stream in STREAMS if (path := folder / stream).is_dir()} or {"": folder}

@@ -16,7 +16,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.protocol import Policy, PolicyComponent, PolicyFamily, policy_family
 from grpo_core.policies.trained import Reference
 from grpo_core.streams import Stream
-from tasks.models.files import component_folder, local_source, stored_reference, weights_folder
+from tasks.models.files import component_folder, copy_folder, local_source, weights_folder
 from tasks.models.initial import initial_digest, training_choices
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -196,7 +196,7 @@ def load_policy(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
 def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
     """Read the weights of a version that differ from those in memory."""
     new_weights = loaded.digest != version.digest
-    new_reference = loaded.reference_digest != version.reference_digest
+    new_reference = loaded.reference_digest != version.copies.get("reference")
     if not new_weights and not new_reference:
         return
     if new_weights:
@@ -209,11 +209,11 @@ def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
         components = loaded.policy.components
         for stream, component in components.items():
             if new_weights:
-                weights = None if folder is None else weights_folder(folder, version)
-                component.load_weights(None if weights is None else component_folder(weights, stream, components))
+                component.load_weights(folder and weights_folder(folder, version, stream, components))
             if new_reference:
-                _load_reference(component, stored_reference(folder, version, stream, components))
-    loaded.digest, loaded.reference_digest = version.digest, version.reference_digest
+                own = folder and component_folder(folder, stream, components)
+                _load_reference(component, own and copy_folder(own, "reference"))
+    loaded.digest, loaded.reference_digest = version.digest, version.copies.get("reference")
 
 
 def _load_reference(component: PolicyComponent, folder: Path | None) -> None:

@@ -13,7 +13,7 @@ from configs.loader import read_config
 from configs.schema import RunConfig
 from configs.yaml_files import read_mapping
 from grpo_core.errors import InputError, InputErrors
-from tasks.models.files import EMA_FOLDER, OLD_FOLDER, REFERENCE_FOLDER, model_digest, weights_digest
+from tasks.models.files import copy_digests, model_digest
 from tasks.prompts.files import nearest_names
 from tasks.runs.layout import (
     ADVANTAGES,
@@ -321,15 +321,5 @@ def _find_policy(store: ArtifactStore, version: int) -> PolicyRef | str:
     with tempfile.TemporaryDirectory() as fetched:
         folder = reader.local_folder(found.reference, Path(fetched))
         digest = json.loads((folder / STATE_FILE).read_text())["policy_digest"]
-        reference, average, old = (
-            weights_digest(folder / name) if (folder / name).is_dir() else None
-            for name in (REFERENCE_FOLDER, EMA_FOLDER, OLD_FOLDER)
-        )
-    return PolicyRef(
-        version=version,
-        digest=digest,
-        checkpoint=found.reference,
-        reference_digest=reference,
-        ema_digest=average,
-        old_digest=old,
-    )
+        copies = copy_digests(folder)
+    return PolicyRef(version=version, digest=digest, checkpoint=found.reference, copies=copies)

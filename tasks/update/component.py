@@ -3,27 +3,26 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.protocol import PolicyComponent
+from grpo_core.policies.trained import CopyName
+from grpo_core.policies.trained.model import WeightCopy
 from grpo_core.seeds import derive_seed
 from grpo_core.streams import Stream
 from grpo_core.update import ProcessGroup, UpdateResult
 from tasks.execution.resources import resource
-from tasks.models.files import EMA_FOLDER, OLD_FOLDER, REFERENCE_FOLDER, component_folder, stored_reference
+from tasks.models.files import component_folder, copy_folder
 from tasks.models.resident import ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
 from tasks.storage.tables.parquet import write_table
 from tasks.update.algorithms import ALGORITHMS, Algorithm, Training
+from tasks.update.job import UpdateJob
 from tasks.update.rows import StoredRows
-
-if TYPE_CHECKING:
-    from tasks.update.job import UpdateJob
 
 
 class ComponentUpdate:
@@ -31,7 +30,7 @@ class ComponentUpdate:
 
     def __init__(
         self,
-        job: "UpdateJob",
+        job: UpdateJob,
         stream: Stream,
         component: PolicyComponent,
         previous: Callable[[], Path | None],
@@ -75,9 +74,10 @@ class ComponentUpdate:
         moments = process_group.state(optimizer)
         process_group.collect(trained)
         if not process_group.rank:
-            self._keep_reference()
-            self._keep_copies()
-            folder = self._made(self.staged)
+            folder = self._own(self.staged)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._save_reference(folder)
+            self._save_copies(folder)
             self.component.save_weights(folder)
             save_file(moments, folder / OPTIMIZER_FILE)
             _write_steps(folder, optimizer.steps, result, algorithm)
@@ -86,12 +86,6 @@ class ComponentUpdate:
     def _own(self, policy: Path) -> Path:
         """Return the component's folder in that of a policy."""
         return component_folder(policy, self.stream, self.job.updates)
-
-    def _made(self, policy: Path) -> Path:
-        """Make the component's folder in that of a policy, and return it."""
-        folder = self._own(policy)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
 
     def _optimizer(self, process_group: ProcessGroup) -> PolicyOptimizer:
         parameters = self.component.trainable_parameters()
@@ -107,51 +101,48 @@ class ComponentUpdate:
         process_group.load_state(optimizer, load_file(self._own(previous) / OPTIMIZER_FILE))
         return optimizer
 
-    def _keep_reference(self) -> None:
-        """Refresh the reference when due, and write it next to the weights unless it is the initial one."""
-        every, trained, version = self.settings.reference.refresh_every, self.component.trained, self.job.policy
-        if every > 0 and self.job.version % every == 0:
-            resource(ResidentPolicy).begin_reference_refresh()
-            trained.refresh_reference(self.settings.reference.mix)
-        else:
-            previous = None if version.reference_digest is None else self.previous()
-            if stored_reference(previous, version, self.stream, self.job.updates) is None:
-                return
-        trained.save_reference(self._made(self.staged / REFERENCE_FOLDER))
+    def _stored_copy(self, name: CopyName) -> Path | None:
+        """Return the folder of a copy that the previous version has of the component's weights; None without one."""
+        previous = self.previous() if name in self.job.policy.copies else None
+        return previous and copy_folder(self._own(previous), name)
 
     def _begin_copies(self) -> None:
         """Continue the version's moving average and its old policy, or begin them with its weights."""
-        policy, trained = self.job.policy, self.component.trained
-        if self.settings.ema is not None:
-            trained.begin_average(self._copy(EMA_FOLDER, policy.ema_digest))
-        if self._old_decay:
-            trained.keep_old(self._copy(OLD_FOLDER, policy.old_digest))
-        else:
-            # That of an update which failed.
-            trained.drop_old()
-
-    def _copy(self, name: str, digest: str | None) -> Path | None:
-        """Return the component's folder of a copy that the previous version has; None where it has none."""
-        previous = None if digest is None else self.previous()
-        return None if previous is None else self._own(previous / name)
+        trained = self.component.trained
+        kept: dict[CopyName, bool] = {"ema": self.settings.ema is not None, "old": self._old_decay > 0}
+        for name, is_kept in kept.items():
+            # One may be left of an update that failed.
+            trained.copies.pop(name, None)
+            if is_kept:
+                trained.keep(name, self._stored_copy(name))
 
     @property
     def _old_decay(self) -> float:
         return self.settings.old_policy_decay(self.job.version)
 
-    def _keep_copies(self) -> None:
-        """Write the moving average and the old policy next to the weights, if one is kept of any component.
+    def _save_reference(self, folder: Path) -> None:
+        """Refresh the reference when due, and write it next to the weights unless it is the initial one."""
+        every, trained = self.settings.reference.refresh_every, self.component.trained
+        if every > 0 and self.job.version % every == 0:
+            resource(ResidentPolicy).begin_reference_refresh()
+            trained.reference_copy().mix(self.settings.reference.mix)
+        elif self._stored_copy("reference") is None:
+            return
+        _save_copy(trained.reference_copy(), folder / "reference")
 
-        Their folders are policies of their own, so a component without such a copy has its weights there too.
-        """
-        updates, trained = self.job.updates.values(), self.component.trained
-        if any(update.ema is not None for update in updates):
-            write = self.component.save_weights if self.settings.ema is None else trained.end_average
-            write(self._made(self.staged / EMA_FOLDER))
-        if any(update.old_policy_decay(self.job.version) for update in updates):
-            mix = 1 - self._old_decay
-            write = self.component.save_weights if mix == 1 else partial(trained.end_old, mix=mix)
-            write(self._made(self.staged / OLD_FOLDER))
+    def _save_copies(self, folder: Path) -> None:
+        """Write the moving average and the old policy next to the weights, and free their memory."""
+        copies = self.component.trained.copies
+        if "old" in copies:
+            copies["old"].mix(1 - self._old_decay)
+        names: tuple[CopyName, ...] = ("ema", "old")
+        for name in (name for name in names if name in copies):
+            _save_copy(copies.pop(name), folder / name)
+
+
+def _save_copy(copy: WeightCopy, folder: Path) -> None:
+    folder.mkdir()
+    copy.save(folder)
 
 
 def _write_steps(folder: Path, steps: int, result: UpdateResult, algorithm: Algorithm) -> None:

@@ -21,7 +21,8 @@ from tasks.execution.resources import resource
 from tasks.models.resident import ResidentPolicy
 from tasks.progress import Silence
 from tasks.storage.artifacts.store import ArtifactStore, described
-from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome, refuse_unusable_placement
+from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome
+from tasks.update.placement import refuse_unusable_placement
 
 SECONDS_TO_FIND_CAUSE = 5.0
 _SECONDS_TO_END = 0.1

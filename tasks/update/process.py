@@ -11,7 +11,8 @@ from tasks.models.resident import ResidentPolicy, configure_torch
 from tasks.progress import listener
 from tasks.storage.artifacts.store import open_store, use_store
 from tasks.storage.filesystem.failures import translate_storage_errors
-from tasks.update.job import SharedJob, UpdateOutcome, carry_out
+from tasks.update.carry_out import carry_out
+from tasks.update.job import SharedJob, UpdateOutcome
 
 
 def update_handler() -> Callable[[dict[str, Any]], dict[str, Any] | None]:
@@ -52,7 +53,7 @@ def take_part(shared: SharedJob) -> UpdateOutcome | None:
     if is_sharded or process_group.device.type != "cpu":
         resident.close()
         return outcome
-    digest = process_group.from_first(None if outcome is None else outcome.digest)
+    digest = process_group.from_first(None if outcome is None else outcome.policy.digest)
     # The first process alone has refreshed the reference; the others read the new one when they need it.
-    resident.commit_weights(digest, (outcome or job.policy).reference_digest)
+    resident.commit_weights(digest, (job.policy if outcome is None else outcome.policy).copies.get("reference"))
     return outcome

@@ -21,7 +21,8 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.artifacts.tombstones import STATES_REMOVED
 from tasks.storage.tables.schemas import SCHEMA_VERSION
-from tasks.update.job import UpdateJob, UpdateOutcome, carry_out
+from tasks.update.carry_out import carry_out
+from tasks.update.job import UpdateJob, UpdateOutcome
 from tasks.update.launcher import carry_out_together
 
 STAGE = "update policy"
@@ -39,7 +40,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "adapter_seed": model.adapter_seed,
         # The digest identifies the model and its adapter; their folders do not change results.
         "trained": {name: value for name, value in model.section.result_settings().items() if name not in _NAMES},
-        "reference": policy.reference_digest,
+        "reference": policy.copies.get("reference"),
         "rollouts": [rollouts.digest for rollouts in inputs["rollouts"]],
         "max_staleness": inputs["max_staleness"],
         "advantages": inputs["advantages"].digest,
@@ -120,14 +121,7 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
             peak_memory=outcome.peak_memory,
             settled=outcome.settled,
         )
-    return PolicyRef(
-        version=job.version,
-        digest=outcome.digest,
-        checkpoint=checkpoint,
-        reference_digest=outcome.reference_digest,
-        ema_digest=outcome.ema_digest,
-        old_digest=outcome.old_digest,
-    )
+    return outcome.policy.model_copy(update={"checkpoint": checkpoint})
 
 
 def _carry_out(
@@ -138,5 +132,5 @@ def _carry_out(
         return carry_out_together(job, store, staged, report_progress)
     outcome = carry_out(job, staged, SINGLE_PROCESS, report_progress)
     assert outcome is not None, "the first process has one"
-    resource(ResidentPolicy).commit_weights(outcome.digest, outcome.reference_digest)
+    resource(ResidentPolicy).commit_weights(outcome.policy.digest, outcome.policy.copies.get("reference"))
     return outcome

@@ -39,7 +39,7 @@ _IMPORTED = (
     "prefect.task_engine",
     "pyarrow.dataset",
     "pyarrow.pandas_compat",
-    "tasks.update.job",
+    "tasks.update.carry_out",
     "tests.chaos.command",
     "tests.chaos.operations",
     "transformers.models.glm_image.image_processing_glm_image",

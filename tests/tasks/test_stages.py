@@ -270,9 +270,9 @@ def test_a_refreshed_reference_is_kept_and_comes_back(store: ArtifactStore) -> N
         rollouts = collect(policy, plan(iteration))
         policy = update(policy, rollouts, compare(score(rollouts)), section)
         versions.append(policy)
-    assert [version.reference_digest is None for version in versions] == [True, False, False]
-    assert versions[1].reference_digest == versions[1].digest
-    assert versions[2].reference_digest == versions[1].digest
+    assert ["reference" in version.copies for version in versions] == [False, True, True]
+    assert versions[1].copies["reference"] == versions[1].digest
+    assert versions[2].copies["reference"] == versions[1].digest
     # Its weights were swapped for those of version 1 in between.
     collect(versions[0], plan(1))
     again = collect(versions[1], plan(3), with_reference=True)

@@ -161,10 +161,10 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         self, model: nn.Module, actions: DenoisingBatch, *, entropy: Entropies, kl: bool = False
     ) -> ActionLogprobs:
         # `model` is the pipeline's own, whose adapters or values the caller has exchanged.
-        calls = [self._call(actions, rows) for rows in self._alike(actions)]
+        calls, copies = [self._call(actions, rows) for rows in self._alike(actions)], self.trained.copies
         # Before any graph is built: exchanging values would break it.
         references = self._under(self.trained.reference(), calls) if kl else [[] for _ in calls]
-        before = self._under(self.trained.old(), calls) if self.trained.has_old else [[] for _ in calls]
+        before = self._under(copies["old"].use(), calls) if "old" in copies else [[] for _ in calls]
         scored = [
             self._scored(call, self._transitions(call), reference, old)
             for call, reference, old in zip(calls, references, before, strict=True)

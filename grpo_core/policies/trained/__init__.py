@@ -2,7 +2,7 @@
 
 choice         the settings that select what is trained
 stored_adapter the settings of an adapter that training starts from
-model          the interface of a trained model, its reference and its moving average, gradient checkpointing
+model          the interface of a trained model, copies of its parameters, gradient checkpointing
 lora_and_full  adapters, full weights, or nothing
 merged         adapters added to the weights while sampling
 whole          a model or pipeline with trained weights, as transformers and diffusers load it
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from grpo_core.lazy import import_on_use
 
 if TYPE_CHECKING:
+    from grpo_core.policies.trained.choice import CopyName as CopyName
     from grpo_core.policies.trained.choice import LoraSettings as LoraSettings
     from grpo_core.policies.trained.choice import Reference as Reference
     from grpo_core.policies.trained.choice import TrainingChoice as TrainingChoice

@@ -10,6 +10,10 @@ from pydantic import PositiveFloat, PositiveInt, Strict
 from grpo_core.errors import InputError
 
 Reference = Literal["none", "device", "cpu"]
+CopyName = Literal["reference", "ema", "old"]
+"""Copies of the trained weights: of the reference, their moving average, and the policy before an update, or, in
+DiffusionNFT, the one that samples."""
+
 Initialisation = Literal[True, "gaussian", "pissa", "olora"]
 
 

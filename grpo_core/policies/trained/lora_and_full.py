@@ -70,10 +70,6 @@ class FrozenModel(TrainedModel):
         """Refuse: there is nothing to load."""
         raise ValueError("nothing of this model is trained")
 
-    def reference(self) -> AbstractContextManager[nn.Module]:
-        """Refuse: a model that never changes has no reference."""
-        raise ValueError("nothing of this model is trained")
-
 
 class FullModel(TrainedModel):
     """Every weight outside the frozen parts is trained.
@@ -101,7 +97,7 @@ class FullModel(TrainedModel):
         if self._placement == "cpu":
             self._reference_device = CPU
         if self.has_reference:
-            self._reference = copied(self.trainable_parameters(), self._reference_device)
+            self.copies["reference"] = self._current(self._reference_device)
 
     def save(self, folder: Path) -> None:
         """Write the weights, in one file or in shards as transformers or diffusers names them, and config.json."""
@@ -126,14 +122,6 @@ class FullModel(TrainedModel):
     def has_reference(self) -> bool:
         """Whether the reference's values are kept."""
         return self._placement != "none"
-
-    @contextmanager
-    def reference(self) -> Iterator[nn.Module]:
-        """Give the model with the reference's weights swapped in."""
-        self._require_reference()
-        assert self._reference is not None
-        with self._with_values(self._reference) as model:
-            yield model
 
 
 def _kept(model: nn.Module) -> Callable[[], dict[str, Tensor]]:
@@ -181,7 +169,7 @@ class LoraModel(TrainedModel):
             self._start_from(choice.adapter)
         self._starts_as_base = choice.starts_as_base
         if not self._starts_as_base:
-            self._reference = copied(self.trainable_parameters())
+            self.keep("reference")
 
     def _start_from(self, folder: Path) -> None:
         state = load_file(folder / ADAPTER_FILE)
@@ -221,17 +209,13 @@ class LoraModel(TrainedModel):
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
         """Give the base with the adapters off, or with the reference's values of them."""
-        if self._reference is None:
-            with self.model.disable_adapter():
-                yield self.model
-        else:
-            with self._with_values(self._reference) as model:
-                yield model
+        with super().reference() if "reference" in self.copies else self.model.disable_adapter():
+            yield self.model
 
     def load_reference(self, folder: Path | None) -> None:
         """Load the adapters of `folder` for the reference; None: the policy that training starts from."""
         if folder is None and self._starts_as_base:
-            self._reference = None
+            self.copies.pop("reference", None)
         else:
             super().load_reference(folder)
 

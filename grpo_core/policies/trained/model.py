@@ -1,4 +1,4 @@
-"""The interface of a trained model, its reference, and gradient checkpointing."""
+"""The interface of a trained model, copies of its parameters such as its reference, and gradient checkpointing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -12,24 +12,70 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_core.errors import InputError
-from grpo_core.policies.trained.choice import TrainingChoice
+from grpo_core.policies.trained.choice import CopyName, TrainingChoice
+
+
+class WeightCopy:
+    """Other values of the parameters that a model trains.
+
+    Attributes:
+        values: by the parameter's name, on any device; changed in place.
+    """
+
+    def __init__(self, trained: "TrainedModel", values: dict[str, Tensor]) -> None:
+        """Combine the parts.
+
+        Args:
+            trained: the model.
+            values: of the names, shapes and dtypes of its trainable parameters.
+        """
+        self._trained, self.values = trained, values
+
+    def mix(self, share: float) -> None:
+        """Make the values share * policy + (1 - share) * values, parameter by parameter, in fp32.
+
+        With adapters the matrices are mixed, not their products that are added to the weights; the initial reference of
+        adapters has their initial matrices, which add nothing.
+
+        Args:
+            share: of the policy, 0 < share <= 1; 1 makes the copy the policy.
+
+        Raises:
+            ValueError: the share is outside its range.
+        """
+        mix_into(self.values, self._trained.trainable_parameters(), share)
+
+    def save(self, folder: Path) -> None:
+        """Write the values as `TrainedModel.save` writes the policy."""
+        with self.use():
+            self._trained.save(folder)
+
+    @contextmanager
+    def use(self) -> Iterator[nn.Module]:
+        """Give the model with these values in place of the policy's, for forward passes without gradients."""
+        with torch.no_grad(), exchanged(self._trained.trainable_parameters(), self.values):
+            yield self._trained.model
+
+    def change(self, change: Callable[[str, Tensor], Tensor]) -> None:
+        """Keep the values in another form, such as a process's share of them.
+
+        Args:
+            change: takes a parameter's name and a value of it, returns the value to keep instead.
+        """
+        self.values = {name: change(name, value) for name, value in self.values.items()}
 
 
 class TrainedModel(ABC):
-    """A model with its trained part, and the reference that its KL is measured against.
+    """A model with its trained part, and the copies of its parameters, as of the reference of its KL.
 
     Attributes:
         model: the module that is run.
+        copies: those that are kept, by name.
     """
 
     model: nn.Module
-    # The reference's values of the trained parameters; None if it needs none.
-    _reference: dict[str, Tensor] | None = None
-    # Their moving average, during an update that keeps one.
-    _average: dict[str, Tensor] | None = None
-    # Their values before an update, while it goes on.
-    _old: dict[str, Tensor] | None = None
-    # Where they are kept; None: on the device of each parameter.
+    copies: dict[CopyName, WeightCopy]
+    # Where the reference is kept; None: on the device of each parameter.
     _reference_device: torch.device | None = None
 
     def __init__(self, model: nn.Module, choice: TrainingChoice) -> None:
@@ -38,7 +84,7 @@ class TrainedModel(ABC):
         Raises:
             InputError: activations are to be recomputed, but the model has no layers that can.
         """
-        self.model = model
+        self.model, self.copies = model, {}
         self._gradient_checkpointing = choice.gradient_checkpointing
         if choice.gradient_checkpointing:
             enable_recomputation(model)
@@ -77,7 +123,6 @@ class TrainedModel(ABC):
     def has_reference(self) -> bool:
         """Whether `reference` can be entered."""
 
-    @abstractmethod
     def reference(self) -> AbstractContextManager[nn.Module]:
         """Return a context manager that gives the reference model, for forward passes without gradients.
 
@@ -86,122 +131,19 @@ class TrainedModel(ABC):
         Raises:
             ValueError: there is none.
         """
-
-    @contextmanager
-    def _with_values(self, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-        with torch.no_grad(), exchanged(self.trainable_parameters(), values):
-            yield self.model
-
-    def _require_reference(self) -> None:
-        if not self.has_reference:
-            raise ValueError("no reference is kept; train_model keeps one with reference='device' or 'cpu'")
-
-    def _stored_values(self, folder: Path | None, device: torch.device | None) -> dict[str, Tensor]:
-        values = copied(self.trainable_parameters(), device)
-        with self._with_values(values):
-            self.load(folder)
-        return values
-
-    def _reference_values(self) -> dict[str, Tensor]:
         self._require_reference()
-        return self._stored_values(None, self._reference_device) if self._reference is None else self._reference
+        return self.copies["reference"].use()
 
-    def change_copies(self, change: Callable[[str, Tensor], Tensor]) -> None:
-        """Keep the values of the copies in another form, such as a process's share of them.
-
-        Args:
-            change: takes a parameter's name and a value of it, returns the value to keep instead.
-        """
-        for each in ("_reference", "_average", "_old"):
-            values: dict[str, Tensor] | None = getattr(self, each)
-            if values is not None:
-                setattr(self, each, {name: change(name, value) for name, value in values.items()})
-
-    def _current_or_stored(self, folder: Path | None) -> dict[str, Tensor]:
-        return copied(self.trainable_parameters()) if folder is None else self._stored_values(folder, None)
-
-    def begin_average(self, folder: Path | None) -> None:
-        """Keep a moving average of the trained parameters from here on.
-
-        Args:
-            folder: has the average so far, as `end_average` wrote it; None: it begins with the current weights.
-        """
-        self._average = self._current_or_stored(folder)
-
-    def update_average(self, mix: float) -> None:
-        """Make the average mix * policy + (1 - mix) * average, parameter by parameter, in fp32.
-
-        Args:
-            mix: share of the policy, 0 < mix <= 1.
-        """
-        assert self._average is not None, "begin_average comes first"
-        mix_into(self._average, self.trainable_parameters(), mix)
-
-    def end_average(self, folder: Path) -> None:
-        """Write the average as `save` writes the policy, and free its memory."""
-        assert self._average is not None, "begin_average comes first"
-        with self._with_values(self._average):
-            self.save(folder)
-        self._average = None
-
-    @property
-    def has_old(self) -> bool:
-        """Whether `old` can be entered."""
-        return self._old is not None
-
-    def keep_old(self, folder: Path | None = None) -> None:
-        """Keep earlier values of the trained parameters, until `drop_old` or `end_old`.
-
-        Args:
-            folder: has the values, as `end_old` wrote them; None: the current ones.
-        """
-        self._old = self._current_or_stored(folder)
-
-    def drop_old(self) -> None:
-        """Free the memory of the copy, if there is one."""
-        self._old = None
-
-    def end_old(self, folder: Path, mix: float) -> None:
-        """Write mix * policy + (1 - mix) * old as `save` writes the policy, and free the memory of the copy.
-
-        Args:
-            mix: share of the policy, 0 < mix <= 1.
-        """
-        assert self._old is not None, "keep_old comes first"
-        mix_into(self._old, self.trainable_parameters(), mix)
-        with self._with_values(self._old):
-            self.save(folder)
-        self._old = None
-
-    def old(self) -> AbstractContextManager[nn.Module]:
-        """Return a context that gives the model as `keep_old` found it, for forward passes without gradients."""
-        assert self._old is not None, "keep_old comes first"
-        return self._with_values(self._old)
-
-    def refresh_reference(self, mix: float) -> None:
-        """Make the reference mix * policy + (1 - mix) * reference, parameter by parameter, in fp32.
-
-        With adapters the matrices are mixed, not their products that are added to the weights; the initial reference of
-        adapters has their initial matrices, which add nothing.
-
-        Args:
-            mix: share of the policy, 0 < mix <= 1; 1 makes the reference the policy.
-
-        Raises:
-            ValueError: there is no reference, or mix is outside its range.
-        """
-        values = self._reference_values()
-        mix_into(values, self.trainable_parameters(), mix)
-        self._reference = values
-
-    def save_reference(self, folder: Path) -> None:
-        """Write the reference as `save` writes the policy.
+    def reference_copy(self) -> WeightCopy:
+        """Return the reference's values, to be mixed or saved; adapters that were only switched off get their copy.
 
         Raises:
             ValueError: there is no reference.
         """
-        with self._with_values(self._reference_values()):
-            self.save(folder)
+        self._require_reference()
+        if "reference" not in self.copies:
+            self.copies["reference"] = self._stored(None, self._reference_device)
+        return self.copies["reference"]
 
     def load_reference(self, folder: Path | None) -> None:
         """Load the reference of `folder`; None restores the initial one.
@@ -211,7 +153,31 @@ class TrainedModel(ABC):
             InputError: the weights are another model's; the reference stays as it was.
         """
         self._require_reference()
-        self._reference = self._stored_values(folder, self._reference_device)
+        self.copies["reference"] = self._stored(folder, self._reference_device)
+
+    def keep(self, name: CopyName, folder: Path | None = None) -> None:
+        """Keep a copy of the trained parameters, in place of one of this name.
+
+        Args:
+            folder: has the values, as WeightCopy.save wrote them; None: the current ones.
+
+        Raises:
+            InputError: the weights are another model's.
+        """
+        self.copies[name] = self._current(None) if folder is None else self._stored(folder, None)
+
+    def _current(self, device: torch.device | None) -> WeightCopy:
+        return WeightCopy(self, copied(self.trainable_parameters(), device))
+
+    def _stored(self, folder: Path | None, device: torch.device | None) -> WeightCopy:
+        copy = self._current(device)
+        with copy.use():
+            self.load(folder)
+        return copy
+
+    def _require_reference(self) -> None:
+        if not self.has_reference:
+            raise ValueError("no reference is kept; train_model keeps one with reference='device' or 'cpu'")
 
 
 def copied(parameters: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from grpo_core.errors import InputError
+from grpo_core.policies.trained.choice import CopyName
 from tasks.storage.filesystem.files import dump_checked, load_checked
 
 MANIFEST_ENDING = ".manifest.json"
@@ -70,9 +71,8 @@ class PolicyRef(BaseModel):
         version: number of updates made so far; 0 is the initial model.
         digest: digest of the weights: all those of the initial model for version 0, later the trained ones.
         checkpoint: weights, optimizer and schedule; None for version 0.
-        reference_digest: digest of the reference's weights; None while that is the initial model.
-        ema_digest: digest of the moving average of the weights; None where none is kept.
-        old_digest: digest of the weights that sample, which follow the trained ones; None where these sample.
+        copies: digests of the other weights of the version: of the reference, unless that is the initial model; of the
+            moving average, where one is kept; of the old policy, where it samples in place of the trained weights.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,29 +80,27 @@ class PolicyRef(BaseModel):
     version: int
     digest: str
     checkpoint: ArtifactRef | None = None
-    reference_digest: str | None = None
-    ema_digest: str | None = None
-    old_digest: str | None = None
+    copies: Mapping[CopyName, str] = Field(default_factory=dict)
 
     @property
     def averaged(self) -> "PolicyRef":
         """The version with its moving average as its weights, to be evaluated or exported; itself without one."""
-        return self if self.ema_digest is None else self.model_copy(update={"digest": self.ema_digest})
-
-    @property
-    def is_averaged(self) -> bool:
-        """Whether the weights are the moving average."""
-        return self.ema_digest is not None and self.digest == self.ema_digest
+        return self.model_copy(update={"digest": self.copies.get("ema", self.digest)})
 
     @property
     def sampler(self) -> "PolicyRef":
         """The version with the weights that sample training rollouts as its weights; itself where these are trained."""
-        return self if self.old_digest is None else self.model_copy(update={"digest": self.old_digest})
+        return self.model_copy(update={"digest": self.copies.get("old", self.digest)})
 
     @property
-    def is_old(self) -> bool:
-        """Whether the weights are those of the old policy, which samples."""
-        return self.old_digest is not None and self.digest == self.old_digest
+    def copy_name(self) -> CopyName | None:
+        """The copy that the digest names, as in `averaged` and `sampler`; None for the trained weights."""
+        names: tuple[CopyName, ...] = ("ema", "old")
+        return next((name for name in names if self.copies.get(name) == self.digest), None)
+
+    def with_copies(self, *names: CopyName) -> "PolicyRef":
+        """Return the version with these copies alone."""
+        return self.model_copy(update={"copies": {name: self.copies[name] for name in names if name in self.copies}})
 
 
 class StaleReferenceError(ValueError):

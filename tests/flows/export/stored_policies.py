@@ -13,7 +13,7 @@ from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained import LoraSettings, TrainingChoice
-from tasks.models.files import EMA_FOLDER, component_folder, model_digest, weights_digest
+from tasks.models.files import component_folder, model_digest, weights_digest
 from tasks.runs.lookup import write_description
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 from tests.flows.conftest import TINY, TINY_TEXT
@@ -47,10 +47,10 @@ def both_halves() -> GlmImagePolicy:
     return policy
 
 
-def save_components(policy: Policy, folder: Path) -> None:
-    """Write the trained weights of every component as a version has them."""
+def save_components(policy: Policy, folder: Path, copy: str = "") -> None:
+    """Write the trained weights of every component as a version has them, or as a copy of those."""
     for stream, component in policy.components.items():
-        own = component_folder(folder, stream, policy.components)
+        own = component_folder(folder, stream, policy.components) / copy
         own.mkdir(parents=True, exist_ok=True)
         component.save_weights(own)
 
@@ -82,7 +82,7 @@ def store_run(
         with maker.store.staging() as staged:
             save_components(policy, staged)
             if average is not None:
-                save_components(average, staged / EMA_FOLDER)
+                save_components(average, staged, "ema")
             digests[version] = weights_digest(staged)
             state = {"policy_version": version, "policy_digest": digests[version]}
             (staged / "training_state.json").write_text(json.dumps(state))

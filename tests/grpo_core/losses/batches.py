@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from grpo_core.losses import LOSS_TRAITS, Denominators, LossInputs, LossSettings, TokenLoss, compute_microbatch_loss
+from grpo_core.losses import LOSSES, Denominators, LossInputs, LossSettings, TokenLoss, compute_microbatch_loss
 from grpo_core.records import StepGaussians
 
 MAX_COMPLETION_LENGTH = 11
-TOKEN_LOSSES = [loss for loss, traits in LOSS_TRAITS.items() if not traits.reads_gaussians]
+TOKEN_LOSSES = [loss for loss, traits in LOSSES.items() if not traits.reads_gaussians]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from grpo_core.losses import (
-    LOSS_TRAITS,
+    LOSSES,
     LossInputs,
     MismatchSettings,
     clipped_share_of_rows,
@@ -29,7 +29,7 @@ from tests.grpo_core.losses.trl_oracle import (
 )
 
 SEEDS = st.integers(0, 2**32 - 1)
-CLIPPED = [loss for loss in TOKEN_LOSSES if LOSS_TRAITS[loss].clips]
+CLIPPED = [loss for loss in TOKEN_LOSSES if LOSSES[loss].clips]
 
 
 def without_empty_rows(inputs: LossInputs) -> LossInputs:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_core.losses import (
-    LOSS_TRAITS,
     LOSSES,
     Denominators,
     LossInputs,
@@ -22,6 +21,7 @@ from grpo_core.losses import (
     TermInputs,
     compute_microbatch_loss,
     count_clipped,
+    find_loss,
     overlong_mask,
 )
 from tests.grpo_core.losses.batches import TOKEN_LOSSES, Loss, count, loss_of, random_inputs
@@ -43,7 +43,7 @@ def one_token(
 ) -> tuple[float, float, PolicyTerm]:
     """The policy term of one token, its derivative by the log-prob, and the term with its flags."""
     log_ratio = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    term = LOSSES[settings.loss].term(inputs_of(log_ratio, one(advantage), old), settings)
+    term = find_loss(settings.loss)[0](inputs_of(log_ratio, one(advantage), old), settings)
     assert isinstance(term, PolicyTerm)
     term.values.sum().backward()
     assert log_ratio.grad is not None
@@ -101,7 +101,7 @@ def everything(loss: str, estimator: Any = "k3") -> LossSettings:
     return LossSettings(
         loss,
         clip_range_high=0.28,
-        delta=1.5 if LOSS_TRAITS[loss].clips else None,
+        delta=1.5 if LOSSES[loss].clips else None,
         ratio_cap=1.4,
         kl_coef=0.1,
         kl_estimator=estimator,

@@ -161,7 +161,7 @@ def test_loss_and_gradient_of_both_minibatches_are_those_of_a_plain_loop(kl: flo
         component.weight.add_(0.3)
         old = component.weight.detach().clone()
         if kept_before:
-            component.trained.keep_old()
+            component.trained.keep("old")
             component.weight.mul_(0.9)
     result = trained(component, rows, replace(SETTINGS, minibatch_size=3, kl_coef=kl))
     # Three images at four levels, then two: three passes and two.
@@ -173,7 +173,7 @@ def test_loss_and_gradient_of_both_minibatches_are_those_of_a_plain_loop(kl: flo
     (expected,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close(gradient_of(component), expected, rtol=1e-12, atol=0)
     assert not torch.equal(component.passes[3].weight, component.passes[0].weight)
-    assert component.trained.has_old == kept_before
+    assert ("old" in component.trained.copies) == kept_before
 
 
 def test_images_are_seen_at_every_level_with_noise_of_their_own() -> None:
@@ -320,18 +320,18 @@ def test_an_image_that_is_not_finite_is_named_and_changes_nothing(minibatch_size
         trained(component, broken, replace(SETTINGS, minibatch_size=minibatch_size))
     assert "s1" not in str(raised.value)
     assert component.weight.grad is None
-    assert not component.trained.has_old
+    assert "old" not in component.trained.copies
 
 
 def test_the_average_follows_every_step() -> None:
     component = LinearComponent()
     start = component.weight.detach().clone()
-    component.trained.begin_average(None)
+    component.trained.keep("ema")
     trained(component, rows_of(ADVANTAGES), replace(SETTINGS, minibatch_size=3, ema=0.5))
     after_one = component.passes[3].weight
     expected = 0.25 * start + 0.25 * after_one + 0.5 * component.weight.detach()
     # Averages are computed in fp32.
-    torch.testing.assert_close(component.trained._average["weight"], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(component.trained.copies["ema"].values["weight"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_rows_of_noisy_steps_are_refused() -> None:

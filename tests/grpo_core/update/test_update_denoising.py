@@ -54,7 +54,7 @@ def test_steps_with_a_high_advantage_become_likelier(loss: str) -> None:
     assert result.metrics()["sampling/sampling_logp_difference/max"] < 1e-6
     assert "entropy" not in result.metrics()
     assert len(result.steps) == 4
-    assert not made.trained.has_old
+    assert not made.trained.copies
 
 
 def test_the_gate_stops_an_update_with_another_noise_level() -> None:

@@ -118,7 +118,7 @@ DETERMINING = [
     ("rollouts", {"rollout": Rollout(height=64, width=64, top_k=5)}),
     (
         "rollouts",
-        {"with_reference": True, "policy": POLICY.model_copy(update={"reference_digest": "other"})},
+        {"with_reference": True, "policy": POLICY.model_copy(update={"copies": {"reference": "other"}})},
     ),
     ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="float32", autocast="bfloat16"))}),
     ("rollouts", {"rollout": Rollout(height=64, width=32)}),
@@ -150,7 +150,7 @@ DETERMINING = [
     ("update", {"rollouts": (artifact("other"),)}),
     ("update", {"rollouts": (artifact("r"), artifact("r2"))}),
     ("update", {"max_staleness": 3}),
-    ("update", {"policy": POLICY.model_copy(update={"reference_digest": "other"})}),
+    ("update", {"policy": POLICY.model_copy(update={"copies": {"reference": "other"}})}),
     ("update", {"advantages": artifact("other")}),
     ("update", {"updates": {"tokens": Update(learning_rate=2e-5)}}),
     ("update", {"updates": {"tokens": Update(kl_coef=0.1)}}),
@@ -178,7 +178,7 @@ WITHOUT_EFFECT = [
     ),
     # What is not normalised by it does not depend on what came before.
     ("advantages", {"earlier": artifact("e", metrics=MOMENTS)}),
-    ("rollouts", {"policy": POLICY.model_copy(update={"reference_digest": "unread"})}),
+    ("rollouts", {"policy": POLICY.model_copy(update={"copies": {"reference": "unread"}})}),
     ("update", {"placement": PlacementSection(processes=2)}),
     ("update", {"placement": PlacementSection(torch_threads=2, device="cuda")}),
     ("update", {"rollouts": (artifact("r", uri="other/x/y", seconds=9.0),)}),

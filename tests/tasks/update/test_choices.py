@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from configs.sections import LoraSection, PlacementSection
 from configs.training import ParitySection, UpdateSection
 from tasks.execution.resources import resource, run_resources
-from tasks.models.files import EMA_FOLDER
 from tasks.models.resident import ResidentPolicy
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -75,7 +74,7 @@ def test_a_choice_of_peft_passes_the_gate_and_resumes(
     # The first step is taken on unchanged weights, which are those of the reference.
     assert policy.checkpoint.metrics["kl"] < second.metrics["kl"]
     assert again == second
-    assert second.digest != policy.digest
+    assert second.policy.digest != policy.digest
 
 
 @pytest.mark.parametrize("modality", [TEXTS, IMAGES], ids=["texts", "images"])
@@ -101,13 +100,13 @@ def test_a_moving_average_is_kept_with_the_version_and_can_be_its_weights(store:
     before = start
     for name in ("first", "second"):
         folder = Path(store.path("policies/000001")) if name == "first" else tmp_path / name
-        new, average = load_file(folder / "model.safetensors"), load_file(folder / EMA_FOLDER / "model.safetensors")
+        new, average = load_file(folder / "model.safetensors"), load_file(folder / "ema" / "model.safetensors")
         for key, value in average.items():
             assert torch.equal(value, 0.25 * new[key] + 0.75 * before[key]), key
         before = average
     placement = PlacementSection(device="cpu")
     averaged = resource(ResidentPolicy).at(policy.averaged, TEXTS.spec(), TEXTS.rollout, placement)
-    first = load_file(Path(store.path("policies/000001")) / EMA_FOLDER / "model.safetensors")
+    first = load_file(Path(store.path("policies/000001")) / "ema" / "model.safetensors")
     parameters = averaged.components["tokens"].trainable_parameters()
     assert all(torch.equal(first[name], parameters[name].detach()) for name in first.keys() & parameters.keys())
-    assert policy.averaged.digest == policy.ema_digest != policy.digest
+    assert policy.averaged.digest == policy.copies["ema"] != policy.digest

@@ -19,12 +19,13 @@ from grpo_core.policies.glm_image.decoder import GlmImageDecoder
 from grpo_core.streams import STREAMS, Stream
 from grpo_core.update import SINGLE_PROCESS
 from tasks.execution.resources import resource, run_resources
-from tasks.models.files import EMA_FOLDER, REFERENCE_FOLDER, weights_digest
+from tasks.models.files import weights_digest
 from tasks.models.resident import ResidentPolicy
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.storage.artifacts.tombstones import STATES_REMOVED, replace_artifact
-from tasks.update.job import UpdateJob, UpdateOutcome, carry_out
+from tasks.update.carry_out import carry_out
+from tasks.update.job import UpdateJob, UpdateOutcome
 from tasks.update.update_policy import update_policy_task
 from tests.tasks.update.update_jobs import (
     JOINT,
@@ -104,7 +105,7 @@ def test_each_component_learns_from_its_rows_and_is_stored_apart(both: Updated) 
     state = json.loads((made / "training_state.json").read_text())
     # Eight drafts in minibatches of four, twice; six renderings at once.
     assert state["optimizer_steps"] == {"tokens": 4, "denoising": 1}
-    assert state["policy_digest"] == outcome.digest == weights_digest(made)
+    assert state["policy_digest"] == outcome.policy.digest == weights_digest(made)
     for stream, steps in (("tokens", 4), ("denoising", 1)):
         folder = made / stream
         assert pl.read_parquet(folder / "update_steps.parquet")["optimizer_step"].to_list() == list(range(1, steps + 1))
@@ -145,20 +146,20 @@ def test_an_update_goes_on_from_what_is_stored(both: Updated, store: ArtifactSto
         "tokens": 8,
         "denoising": 2,
     }
-    # The reference of the tokens alone was refreshed; the averaged policy is complete.
-    assert [path.name for path in (tmp_path / "second" / REFERENCE_FOLDER).iterdir()] == ["tokens"]
+    # The reference of the tokens alone was refreshed, and the decoder alone has an average.
     folder = tmp_path / "second"
-    was = load_file(Path(store.path("policies/000001")) / EMA_FOLDER / "denoising" / ADAPTER)
-    new, average = (load_file(place / "denoising" / ADAPTER) for place in (folder, folder / EMA_FOLDER))
+    copies = {stream: [path.name for path in (folder / stream).iterdir() if path.is_dir()] for stream in STREAMS}
+    assert copies == {"tokens": ["reference"], "denoising": ["ema"]}
+    was = load_file(Path(store.path("policies/000001")) / "denoising" / "ema" / ADAPTER)
+    new, average = (load_file(place / ADAPTER) for place in (folder / "denoising", folder / "denoising" / "ema"))
     assert all(torch.equal(value, 0.5 * new[name] + 0.5 * was[name]) for name, value in average.items())
-    assert (folder / EMA_FOLDER / "tokens" / ADAPTER).read_bytes() == (folder / "tokens" / ADAPTER).read_bytes()
 
 
 def test_the_averaged_policy_is_loaded_by_component(both: Updated, store: ArtifactStore, tmp_path: Path) -> None:
     policy = version(store, both, tmp_path)
     loaded = resource(ResidentPolicy).at(policy.averaged, JOINT.spec(), JOINT.rollout, PlacementSection(device="cpu"))
     stored = Path(store.path("policies/000001"))
-    for stream, folder in (("tokens", stored / "tokens"), ("denoising", stored / EMA_FOLDER / "denoising")):
+    for stream, folder in (("tokens", stored / "tokens"), ("denoising", stored / "denoising" / "ema")):
         saved = tmp_path / stream
         saved.mkdir()
         loaded.components[stream].save_weights(saved)
@@ -200,7 +201,7 @@ def test_a_gate_of_either_component_stops_the_version(
     for component in policy.components.values():
         started = {name: value.detach() for name, value in component.trainable_parameters().items()}
         assert all(not value.any() for name, value in started.items() if "lora_B" in name)
-    assert alone(job, tmp_path / "after").digest == both.outcome.digest
+    assert alone(job, tmp_path / "after").policy == both.outcome.policy
 
 
 def test_a_job_arrives_in_another_process_as_it_is(both: Updated) -> None:
@@ -255,7 +256,8 @@ def test_a_kill_between_the_components_leaves_no_version(
         assert store.find("policies/000001") is None
         patched.undo()
         again = make()
-    assert (again.digest, again.checkpoint and again.checkpoint.digest) == (outcome.digest, outcome.checkpoint_digest)
+    assert again.checkpoint is not None
+    assert (again.digest, again.checkpoint.digest) == (outcome.policy.digest, outcome.checkpoint_digest)
     # A version that is damaged after the states were pruned cannot be made again.
     store.clear_place("policies/000001", reason="a bit fell")
     replace_artifact(store, job.rollouts[0], None, pruned={"removed": STATES_REMOVED})

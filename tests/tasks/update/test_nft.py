@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from configs.training import NftUpdateSection, UpdateSection
 from grpo_core.records import DenoisingBatch
 from tasks.execution.resources import resource, run_resources
-from tasks.models.files import OLD_FOLDER, weights_digest
+from tasks.models.files import weights_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -123,20 +123,20 @@ def test_an_update_goes_on_from_what_is_stored_and_the_old_policy_follows(store:
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     first = Path(store.path("policies/000001"))
     (policy_1, old_1), (policy_2, old_2) = (
-        [load_file(folder / ADAPTER) for folder in (version, version / OLD_FOLDER)]
+        [load_file(folder / ADAPTER) for folder in (version, version / "old")]
         for version in (first, tmp_path / "second")
     )
     # Adapters begin at zero.
     assert all(torch.equal(old_1[name], 0.75 * value) for name, value in policy_1.items() if "lora_B" in name)
     assert all(torch.equal(old_2[name], 0.5 * value + 0.5 * old_1[name]) for name, value in policy_2.items())
     # They are what sampled, and what the first step is measured from.
-    assert policy.old_digest == weights_digest(first / OLD_FOLDER) != policy.digest
-    assert (tmp_path / "sampler" / ADAPTER).read_bytes() == (first / OLD_FOLDER / ADAPTER).read_bytes()
+    assert policy.copies["old"] == weights_digest(first / "old") != policy.digest
+    assert (tmp_path / "sampler" / ADAPTER).read_bytes() == (first / "old" / ADAPTER).read_bytes()
     steps = pl.read_parquet(tmp_path / "second" / "update_steps.parquet")
     assert steps["velocity_change"][0] > 0
 
 
-def test_the_old_policy_of_one_component_has_the_weights_of_the_other(store: ArtifactStore, tmp_path: Path) -> None:
+def test_the_old_policy_of_one_component_is_kept_apart_from_the_other(store: ArtifactStore, tmp_path: Path) -> None:
     tokens = UPDATE.model_copy(update={"epochs": 1, "minibatch_size": None})
 
     def both(policy: PolicyRef | None) -> UpdateJob:
@@ -147,11 +147,8 @@ def test_the_old_policy_of_one_component_has_the_weights_of_the_other(store: Art
     job = both(None)
     policy = commit(store, job, tmp_path / "first", alone(job, tmp_path / "first"))
     folder = Path(store.path("policies/000001"))
-    weights = {
-        stream: [(place / stream / ADAPTER).read_bytes() for place in (folder, folder / OLD_FOLDER)]
-        for stream in job.updates
-    }
-    assert {stream: new == old for stream, (new, old) in weights.items()} == {"tokens": True, "denoising": False}
+    assert [path.parent.name for path in folder.glob("*/old")] == ["denoising"]
+    assert policy.sampler.digest == weights_digest(folder, copy="old") != policy.digest
     # The gate compares what the tokens were sampled with.
     second = alone(both(policy).model_copy(update={"max_staleness": 0}), tmp_path / "second")
     assert second.metrics["sampling/sampling_logp_difference/max"] < 1e-4

@@ -21,7 +21,8 @@ from tasks.execution.resources import run_resources
 from tasks.progress import listen
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, described, use_store
-from tasks.update.job import SharedJob, UpdateOutcome, refuse_unusable_placement
+from tasks.update.job import SharedJob, UpdateOutcome
+from tasks.update.placement import refuse_unusable_placement
 from tasks.update.process import take_part
 from tasks.update.update_policy import update_policy_task
 from tests.processes import in_processes

@@ -22,7 +22,8 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, described
 from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
-from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome, carry_out
+from tasks.update.carry_out import carry_out
+from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome
 from tasks.update.process import take_part
 from tests.processes import in_processes
 from tests.tiny_policy import MODEL as IMAGE_MODEL
@@ -243,14 +244,7 @@ def commit(store: ArtifactStore, job: UpdateJob, staged: Path, outcome: UpdateOu
         metrics=outcome.metrics,
         settled=outcome.settled,
     )
-    return PolicyRef(
-        version=job.version,
-        digest=outcome.digest,
-        checkpoint=checkpoint,
-        reference_digest=outcome.reference_digest,
-        ema_digest=outcome.ema_digest,
-        old_digest=outcome.old_digest,
-    )
+    return outcome.policy.model_copy(update={"checkpoint": checkpoint})
 
 
 def weights_and_moments(folder: Path) -> dict[str, Tensor]:

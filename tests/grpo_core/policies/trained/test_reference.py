@@ -101,7 +101,7 @@ def test_without_a_reference_it_cannot_be_asked() -> None:
     with pytest.raises(ValueError, match="no reference is kept"), model.reference():
         pass
     with pytest.raises(ValueError, match="no reference is kept"):
-        model.refresh_reference(0.5)
+        model.reference_copy()
 
 
 # --- the moving average
@@ -127,17 +127,17 @@ def test_an_average_follows_the_policy_and_is_stored_like_it(choice: TrainingCho
                 parameter.fill_(value)
 
     make(1.0)
-    model.begin_average(None)
+    model.keep("ema")
     for value in (2.0, 4.0):
         make(value)
-        model.update_average(0.25)
-    model.end_average(tmp_path / "average")
+        model.copies["ema"].mix(0.25)
+    model.copies["ema"].save(tmp_path / "average")
     # 0.75 x 1 + 0.25 x 2 = 1.25, then 0.75 x 1.25 + 0.25 x 4 = 1.9375.
-    model.begin_average(tmp_path / "average")
+    model.keep("ema", tmp_path / "average")
     make(8.0)
-    model.update_average(0.5)
+    model.copies["ema"].mix(0.5)
     (tmp_path / "next").mkdir()
-    model.end_average(tmp_path / "next")
+    model.copies["ema"].save(tmp_path / "next")
     assert {float(value) for each in values_of(model.trainable_parameters()).values() for value in each.unique()} == {8}
     for folder, expected in (("average", 1.9375), ("next", 4.96875)):
         (file,) = (tmp_path / folder).glob("*.safetensors")
@@ -148,7 +148,7 @@ def test_an_average_follows_the_policy_and_is_stored_like_it(choice: TrainingCho
 def test_a_share_that_is_none_is_refused(mix: float) -> None:
     model = trained(LORA)
     with pytest.raises(ValueError, match="above 0 and at most 1"):
-        model.refresh_reference(mix)
+        model.reference_copy().mix(mix)
 
 
 @pytest.mark.parametrize("choice", KINDS)
@@ -157,10 +157,10 @@ def test_a_refreshed_reference_is_the_average_of_weights(choice: TrainingChoice)
     start = values_of(model.trainable_parameters())
     disturb(model.trainable_parameters())
     first = values_of(model.trainable_parameters())
-    model.refresh_reference(0.6)
+    model.reference_copy().mix(0.6)
     disturb(model.trainable_parameters(), seed=6)
     second = values_of(model.trainable_parameters())
-    model.refresh_reference(0.25)
+    model.reference_copy().mix(0.25)
     found = reference_logprobs(model)
     assert same(values_of(model.trainable_parameters()), second)
 
@@ -175,7 +175,7 @@ def test_a_refreshed_reference_is_the_average_of_weights(choice: TrainingChoice)
 @pytest.mark.parametrize("choice", KINDS)
 def test_a_whole_share_makes_the_reference_the_policy(choice: TrainingChoice) -> None:
     model = moved(choice)
-    model.refresh_reference(1.0)
+    model.reference_copy().mix(1.0)
     then = logprobs(model.model)
     assert torch.equal(reference_logprobs(model), then)
     disturb(model.trainable_parameters(), seed=6)
@@ -188,9 +188,9 @@ def test_a_whole_share_makes_the_reference_the_policy(choice: TrainingChoice) ->
 @pytest.mark.parametrize("choice", KINDS)
 def test_a_stored_reference_comes_back_to_the_bit(choice: TrainingChoice, tmp_path: Path) -> None:
     model = moved(choice)
-    model.refresh_reference(0.6)
+    model.reference_copy().mix(0.6)
     before = values_of(model.trainable_parameters())
-    model.save_reference(tmp_path)
+    model.reference_copy().save(tmp_path)
     assert same(values_of(model.trainable_parameters()), before)
 
     other = trained(choice)
@@ -199,8 +199,8 @@ def test_a_stored_reference_comes_back_to_the_bit(choice: TrainingChoice, tmp_pa
     assert torch.equal(logprobs(other.model), logprobs(tiny_llama()))
     # Both go on alike.
     disturb(other.trainable_parameters())
-    model.refresh_reference(0.5)
-    other.refresh_reference(0.5)
+    model.reference_copy().mix(0.5)
+    other.reference_copy().mix(0.5)
     assert torch.equal(reference_logprobs(other), reference_logprobs(model))
 
 
@@ -208,7 +208,7 @@ def test_a_stored_reference_comes_back_to_the_bit(choice: TrainingChoice, tmp_pa
 def test_loading_nothing_is_the_initial_reference(choice: TrainingChoice) -> None:
     model = moved(choice)
     before = values_of(model.trainable_parameters())
-    model.refresh_reference(1.0)
+    model.reference_copy().mix(1.0)
     model.load_reference(None)
     assert torch.equal(reference_logprobs(model), logprobs(tiny_llama()))
     assert same(values_of(model.trainable_parameters()), before)
@@ -222,7 +222,7 @@ def test_a_reference_of_another_model_is_refused_whole(choice: TrainingChoice, t
         base.resize_token_embeddings(40)
     train_model(base, other, base_name="tiny").save(tmp_path)
     model = moved(choice)
-    model.refresh_reference(0.6)
+    model.reference_copy().mix(0.6)
     reference, policy = reference_logprobs(model), logprobs(model.model)
     with pytest.raises(InputError, match="for another model"):
         model.load_reference(tmp_path)
@@ -265,8 +265,8 @@ def test_values_can_be_held_in_another_form() -> None:
         names.append(name)
         return value.double()
 
-    model.change_copies(widen)
+    model.copies["reference"].change(widen)
     assert names == list(model.trainable_parameters())
     disturb(model.trainable_parameters())
     assert torch.equal(reference_logprobs(model), before)
-    trained(LORA).change_copies(lambda name, value: pytest.fail(name))
+    assert not trained(LORA).copies
