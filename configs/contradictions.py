@@ -7,6 +7,7 @@ from pathlib import Path
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
 from configs.stream_contradictions import stream_contradictions
+from configs.validation import error_at
 from grpo_core.advantages.settings import refuse_terms
 from grpo_core.errors import InputError
 from grpo_core.optimizer.settings import WITH_LENGTH
@@ -200,7 +201,7 @@ def _batches(config: RunConfig) -> Iterator[InputError]:
         # Without rows the settings that leave none are reported.
         if update.minibatch_size is not None and 0 < rows < update.minibatch_size:
             hint = f"An iteration trains on {rows} rows of {stream}; use at most that."
-            yield InputError(f"{config.update_places[stream]}.minibatch_size", update.minibatch_size, hint)
+            yield InputError(f"{config.update_path(stream)}.minibatch_size", update.minibatch_size, hint)
 
 
 def _policy(config: RunConfig) -> Iterator[InputError]:
@@ -215,9 +216,9 @@ def _policy(config: RunConfig) -> Iterator[InputError]:
         if lora.modules_to_save and policy.dtype != "float32":
             hint = "Small steps round away in 16 bits when a module is trained whole; set policy.dtype to float32."
             yield InputError(f"{place}.modules_to_save", list(lora.modules_to_save), hint)
-    if policy.decoder_lora is not None and (len(policy.streams) == 1 or policy.lora is None):
-        hint = "It replaces policy.lora for the decoder, where both parts are trained by adapters; set policy.lora."
-        yield InputError("policy.decoder_lora", policy.decoder_lora.model_dump(exclude_defaults=True), hint)
+    if policy.denoising_lora is not None and (len(policy.streams) == 1 or policy.lora is None):
+        hint = "It replaces policy.lora for denoising, where tokens are trained by adapters too; set policy.lora."
+        yield InputError("policy.denoising_lora", policy.denoising_lora.model_dump(exclude_defaults=True), hint)
     if policy.revision is not None and Path(policy.model).expanduser().is_dir():
         yield InputError("policy.revision", policy.revision, "policy.model is a folder, not a hub name; leave it out.")
     if policy.attn_implementation == "flash_attention_2" and policy.in_fp32:
@@ -230,7 +231,7 @@ def _policy(config: RunConfig) -> Iterator[InputError]:
 
 def _reference(config: RunConfig) -> Iterator[InputError]:
     for stream, update in config.updates.items():
-        place, reference = config.update_places[stream], update.reference
+        place, reference = config.update_path(stream), update.reference
         coefficients = {f"{place}.kl_coef": update.kl_coef, "advantages.kl_coef": config.advantages.kl_coef}
         for where, value in coefficients.items():
             if value > 0 and reference.placement == "none":
@@ -246,11 +247,11 @@ def _reference(config: RunConfig) -> Iterator[InputError]:
 
 def _schedule(config: RunConfig) -> Iterator[InputError]:
     for stream, update in config.scheduled_updates.items():
-        place = config.update_places[stream]
+        place = config.update_path(stream)
         try:
             update.schedule()
         except InputError as error:
-            yield config.at_update(stream, error)
+            yield error_at(config.update_path(stream), error)
         if update.warmup_steps and update.lr_scheduler == "constant":
             hint = f"It needs {place}.lr_scheduler: constant_with_warmup, or another that warms up."
             yield InputError(f"{place}.warmup_steps", update.warmup_steps, hint)

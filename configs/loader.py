@@ -1,23 +1,16 @@
 """Read a YAML file and `--set key=value` overrides into a checked configuration, or report every error at once."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import reduce
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from configs.contradictions import contradictions
-from configs.schema import RUN_CONFIGS, RewardsFile, RunConfig
-from configs.sections import PARTS, Kind, PolicySection, trained_by_default
-from configs.training import UpdateSection
-from configs.unknown_keys import TRL_NAMES, translate
+from configs.schema import RewardsFile, RunConfig
+from configs.unknown_keys import our_path, translate
 from configs.validation import validated
 from configs.yaml_files import parse_yaml, read_mapping
 from grpo_core.errors import InputError, InputErrors, raise_all
-from grpo_core.policies.protocol import policy_family
-
-GRPO: str = UpdateSection.model_fields["algorithm"].default
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -88,44 +81,7 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         InputErrors: as read_config.
     """
-    place, models = _models_for(values)
-    section = reduce(_section, place, values)
-    given = section.get("algorithm", GRPO)
-    if isinstance(given, str) and given in models:
-        return validated(models[given], values, contradictions)
-    # The other keys are checked as those of the algorithm that was probably meant.
-    near = difflib.get_close_matches(str(given), models, n=1)
-    meant = f"Did you mean {near[0]}? " if near else ""
-    hint = f"{meant}What this run trains has: {', '.join(models)}."
-    problem = InputError(".".join((*place, "algorithm")), given, hint)
-    algorithm = near[0] if near else GRPO
-    corrected = deepcopy(dict(values))
-    reduce(lambda outer, name: outer[name], place, corrected)["algorithm"] = algorithm
-    try:
-        validated(models[algorithm], corrected, contradictions)
-    except InputErrors as others:
-        raise InputErrors([problem, *others.errors]) from others
-    raise InputErrors([problem])
-
-
-def _models_for(values: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, type[RunConfig]]]:
-    """Return the section that has the algorithm, and the models by algorithm, whose keys depend on what is trained."""
-    policy = _section(values, "policy")
-    default = PolicySection.model_fields["kind"].default
-    kind = policy.get("kind", default)
-    kind = kind if kind in get_args(Kind) else default
-    train = policy.get("train", trained_by_default(kind))
-    streams = tuple(stream for stream, part in PARTS.items() if isinstance(train, list | tuple) and part in train)
-    if (kind, streams, GRPO) not in RUN_CONFIGS:
-        # What a kind cannot train is refused by its place, over the keys of what it does by default.
-        streams = policy_family(kind).streams[:1]
-    models = {algorithm: model for (*trained, algorithm), model in RUN_CONFIGS.items() if trained == [kind, streams]}
-    return ("update", "denoising") if len(streams) > 1 else ("update",), models
-
-
-def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    given = values.get(name)
-    return given if isinstance(given, Mapping) else {}
+    return validated(RunConfig, values, contradictions)
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[InputError]:
@@ -134,7 +90,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[In
     names: dict[str, str] = {}
     for override in overrides:
         given = override.partition("=")[0].strip()
-        path = TRL_NAMES.get(given, given)
+        path = our_path(given)
         if names.setdefault(path, given) != given:
             errors.append(InputError("--set", override, f"{names[path]} is set too and means the same; give one."))
             continue

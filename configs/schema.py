@@ -1,10 +1,10 @@
 """The complete configuration of a training run, of a replay and of a file of rewards, and what identifies a run."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveInt, create_model
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationInfo, model_validator
 
 from configs.scoring import RewardSection, WatchSection
 from configs.sections import (
@@ -13,6 +13,7 @@ from configs.sections import (
     DiffusersRolloutSection,
     EvaluateSection,
     GlmImageRolloutSection,
+    Kind,
     PlacementSection,
     PolicySection,
     PromptsSection,
@@ -24,36 +25,132 @@ from configs.sections import (
 from configs.training import (
     AdvantagesSection,
     AnyUpdateSection,
-    BothUpdateSection,
     DenoisingUpdateSection,
-    JointNftUpdateSection,
-    JointUpdateSection,
     MismatchSection,
     NftUpdateSection,
+    StreamUpdatesSection,
     UpdateSection,
+    read_update,
+    update_section,
 )
 from configs.validation import Name, Section
-from grpo_core.errors import InputError
 from grpo_core.optimizer.settings import WITH_LENGTH
 from grpo_core.policies.denoising.settings import DenoisingSettings
+from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.choice import Reference
-from grpo_core.streams import COMPARED, Stream
+from grpo_core.streams import COMPARED, STREAMS, Stream
+
+_ROLLOUTS: Mapping[Kind, type[RolloutSection]] = {
+    "glm_image": GlmImageRolloutSection,
+    "diffusers": DiffusersRolloutSection,
+    "causal_lm": TextRolloutSection,
+}
+"""The section `rollout` by policy.kind."""
 
 
-class RunConfig(Section):
-    """The configuration of a training run."""
+@dataclass(frozen=True)
+class _Given:
+    """A section as it was given, whose keys depend on what the policy is."""
+
+    kind: Kind
+    streams: tuple[Stream, ...]
+    values: Any
+
+    @classmethod
+    def of(cls, policy: Any, values: Any) -> "_Given":
+        """Describe a section next to that of the policy; what a policy cannot train is refused there."""
+        if isinstance(policy, PolicySection):
+            return cls(policy.kind, policy.streams, values)
+        given = policy if isinstance(policy, Mapping) else {}
+        kind = given.get("kind")
+        kind = kind if kind in get_args(Kind) else PolicySection.model_fields["kind"].default
+        known = policy_family(kind).streams
+        train = given.get("train", known[:1])
+        streams = tuple(stream for stream in STREAMS if isinstance(train, list | tuple) and stream in train)
+        if not streams or not set(streams) <= set(known):
+            named = values if isinstance(values, Mapping) else {}
+            streams = tuple(stream for stream in known if stream in named) or known[:1]
+        return cls(kind, streams, values)
+
+    @property
+    def only(self) -> Stream | None:
+        """The trained stream whose settings are those of `update` itself; None where they are by stream."""
+        by_stream = isinstance(self.values, Mapping) and self.values.keys() == {self.streams[0]}
+        return None if by_stream or len(self.streams) > 1 else self.streams[0]
+
+
+def _read_rollout(given: Any, info: ValidationInfo) -> Any:
+    if not isinstance(given, _Given):
+        return given
+    return _ROLLOUTS[given.kind].model_validate(given.values, context=info.context)
+
+
+def _read_update(given: Any, info: ValidationInfo) -> Any:
+    if not isinstance(given, _Given):
+        return given
+    if given.only is not None:
+        return read_update(given.only, given.values, info.context)
+    both = StreamUpdatesSection.model_validate(given.values, context=info.context)
+    return both if len(given.streams) > 1 else getattr(both, given.streams[0])
+
+
+AnyRollout = Annotated[RolloutSection, BeforeValidator(_read_rollout)]
+"""The section `rollout` of a configuration by its policy."""
+
+
+class ByPolicy(Section):
+    """Base of configurations whose sections `rollout` and `update` have the keys of what their `policy` is."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_the_policy(cls, values: Any) -> Any:
+        """Give the sections whose keys depend on the policy its kind and its streams."""
+        if not isinstance(values, Mapping):
+            return values
+        given = {name: values[name] for name in ("rollout", "update") if name in values}
+        return {**values, **{name: _Given.of(values.get("policy"), each) for name, each in given.items()}}
+
+    @classmethod
+    def chosen_sections(cls, values: Mapping[str, Any]) -> Mapping[str, type[Section]]:
+        """Return the models of the sections whose keys depend on the policy, by their path in the file."""
+        given = _Given.of(values.get("policy"), values.get("update", {}))
+        rollout = _ROLLOUTS[given.kind]
+        if given.only is not None:
+            return {"rollout": rollout, "update": update_section(given.only, given.values)}
+        denoising = given.values.get("denoising") if isinstance(given.values, Mapping) else None
+        return {
+            "rollout": rollout,
+            "update": StreamUpdatesSection,
+            "update.denoising": update_section("denoising", denoising),
+        }
+
+
+class RunConfig(ByPolicy):
+    """The configuration of a training run.
+
+    The keys of `rollout` depend on `policy.kind`. `update` has `tokens` and `denoising` where both are trained, and the
+    settings themselves where one is.
+    """
 
     run: RunSection
     policy: PolicySection
     data: DataSection
-    rollout: RolloutSection
+    rollout: AnyRollout
     rewards: tuple[RewardSection, ...] = Field(min_length=1)
     advantages: AdvantagesSection = AdvantagesSection()
-    update: AnyUpdateSection = UpdateSection()
+    update: Annotated[
+        UpdateSection | DenoisingUpdateSection | NftUpdateSection | StreamUpdatesSection, BeforeValidator(_read_update)
+    ] = UpdateSection()
     evaluate: EvaluateSection = EvaluateSection()
     watch: WatchSection = WatchSection()
     placement: PlacementSection = PlacementSection()
     storage: StorageSection = StorageSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _update_each_stream(cls, values: Any) -> Any:
+        """Have an update by default of whatever is trained."""
+        return {**values, "update": values.get("update", {})} if isinstance(values, Mapping) else values
 
     @property
     def prompt_sections(self) -> Mapping[str, PromptsSection]:
@@ -109,18 +206,13 @@ class RunConfig(Section):
     @property
     def updates(self) -> Mapping[Stream, AnyUpdateSection]:
         """The update of each trained stream's component, in the order of STREAMS."""
+        if isinstance(self.update, StreamUpdatesSection):
+            return {"tokens": self.update.tokens, "denoising": self.update.denoising}
         return {self.streams[0]: self.update}
 
-    @property
-    def update_places(self) -> Mapping[Stream, str]:
-        """Where the update of each trained stream is configured, for messages."""
-        return {self.streams[0]: "update"}
-
-    def at_update(self, stream: Stream, error: InputError) -> InputError:
-        """Return an error of a section `update` with its place in the section of that stream's update."""
-        inner = error.place.removeprefix("update.")
-        place = error.place if inner == error.place else f"{self.update_places[stream]}.{inner}"
-        return InputError(place, error.value, error.hint)
+    def update_path(self, stream: Stream) -> str:
+        """Return where the update of a trained stream is configured, for messages."""
+        return f"update.{stream}" if isinstance(self.update, StreamUpdatesSection) else "update"
 
     @property
     def references(self) -> Mapping[Stream, Reference]:
@@ -144,89 +236,6 @@ class RunConfig(Section):
         steps_per_epoch = -(-rows // (update.minibatch_size or rows or 1))
         return update.model_copy(update={"total_steps": self.run.iterations * update.epochs * steps_per_epoch})
 
-
-class GlmImageRunConfig(RunConfig):
-    """A run that trains GLM-Image's token model."""
-
-    rollout: GlmImageRolloutSection
-    update: UpdateSection = UpdateSection()
-
-
-class DecoderRunConfig(GlmImageRunConfig):
-    """A run that trains GLM-Image's decoder."""
-
-    update: DenoisingUpdateSection = DenoisingUpdateSection()
-
-
-class BothRunConfig(GlmImageRunConfig):
-    """A run that trains both parts of GLM-Image."""
-
-    update: BothUpdateSection
-
-    @property
-    def updates(self) -> Mapping[Stream, AnyUpdateSection]:
-        """The update of each part."""
-        return {"tokens": self.update.tokens, "denoising": self.update.denoising}
-
-    @property
-    def update_places(self) -> Mapping[Stream, str]:
-        """Where they are configured."""
-        return {"tokens": "update", "denoising": "update.denoising"}
-
-
-class JointRunConfig(BothRunConfig):
-    """A run that trains both parts of GLM-Image by importance ratios."""
-
-    update: JointUpdateSection = JointUpdateSection()
-
-
-class JointNftRunConfig(BothRunConfig):
-    """A run that trains GLM-Image's token model by importance ratios, and its decoder by DiffusionNFT."""
-
-    update: JointNftUpdateSection
-
-
-class DiffusersRunConfig(RunConfig):
-    """A run that trains the denoising of a pipeline of diffusers."""
-
-    rollout: DiffusersRolloutSection
-    update: DenoisingUpdateSection = DenoisingUpdateSection()
-
-
-class DecoderNftRunConfig(RunConfig):
-    """A run that trains GLM-Image's decoder by DiffusionNFT."""
-
-    rollout: GlmImageRolloutSection
-    update: NftUpdateSection
-
-
-class DiffusersNftRunConfig(RunConfig):
-    """A run that trains the denoising of a pipeline of diffusers by DiffusionNFT."""
-
-    rollout: DiffusersRolloutSection
-    update: NftUpdateSection
-
-
-class TextRunConfig(RunConfig):
-    """A run whose policy writes text."""
-
-    rollout: TextRolloutSection
-    update: UpdateSection = UpdateSection()
-
-
-RUN_CONFIGS: Mapping[tuple[str, tuple[Stream, ...], str], type[RunConfig]] = MappingProxyType(
-    {
-        ("glm_image", ("tokens",), "grpo"): GlmImageRunConfig,
-        ("glm_image", ("denoising",), "grpo"): DecoderRunConfig,
-        ("glm_image", ("denoising",), "nft"): DecoderNftRunConfig,
-        ("glm_image", ("tokens", "denoising"), "grpo"): JointRunConfig,
-        ("glm_image", ("tokens", "denoising"), "nft"): JointNftRunConfig,
-        ("diffusers", ("denoising",), "grpo"): DiffusersRunConfig,
-        ("diffusers", ("denoising",), "nft"): DiffusersNftRunConfig,
-        ("causal_lm", ("tokens",), "grpo"): TextRunConfig,
-    }
-)
-"""Configuration class by policy.kind, the streams of policy.train, and the algorithm, of both parts the decoder's."""
 
 CORRECTION = MismatchSection.model_validate({"mode": "truncate", "level": "token", "cap": 3.0})
 """Default correction in a replay for rows that other weights sampled."""
@@ -260,11 +269,7 @@ def corrected(
 
 def as_replay(config: RunConfig, replay: ReplaySection) -> ReplayConfig:
     """Return the configuration of a run as that of a replay."""
-    run = type(config)
-    model = create_model(f"Replayed{run.__name__}", __base__=(run, ReplayConfig))
-    replayed = model.model_validate({**config.model_dump(), "replay": replay.model_dump()})
-    assert isinstance(replayed, ReplayConfig), "its second base"
-    return replayed
+    return ReplayConfig(**{name: getattr(config, name) for name in RunConfig.model_fields}, replay=replay)
 
 
 class RewardsFile(Section):

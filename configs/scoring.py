@@ -17,8 +17,7 @@ Scalar = str | int | float | bool
 class RewardSection(Section, RewardTerm):
     """One reward of the mix."""
 
-    memory_settings = frozenset({"max_failures", "batch_size", "processes", "pool"})
-    optional_settings = frozenset({"streams"})
+    keyless = frozenset({"max_failures", "batch_size", "processes", "pool"})
 
     reward: str = Field(min_length=1, description="registered name")
     name: Name | None = Field(

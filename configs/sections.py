@@ -6,7 +6,6 @@ section adds the fields that only a configuration has.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
@@ -27,7 +26,7 @@ from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.choice import LoraSettings
 from grpo_core.sampling_settings import ImageSettings
-from grpo_core.streams import COMPARED, Stream
+from grpo_core.streams import COMPARED, STREAMS, Stream
 
 
 class KeepPoliciesSection(Section):
@@ -73,35 +72,25 @@ class RunSection(Section):
 class LoraSection(Section, LoraSettings):
     """Low-rank adapters over the frozen model; the names are peft's."""
 
-    optional_settings = frozenset({"use_rslora", "use_dora", "modules_to_save", "init_lora_weights"})
 
 
 Kind = Literal["glm_image", "diffusers", "causal_lm"]
-Part = Literal["tokens", "decoder"]
-
-PARTS: Mapping[Stream, Part] = MappingProxyType({"tokens": "tokens", "denoising": "decoder"})
-"""What `policy.train` calls the component of each stream, in the order of the streams."""
-
-
-def trained_by_default(kind: str) -> tuple[Part, ...]:
-    """Return what `policy.train` is where it is not given: the first part of this kind of policy."""
-    return (PARTS[policy_family(kind).streams[0]],)
 
 
 class PolicySection(Section):
     """The model that is trained."""
 
-    memory_settings = frozenset({"gradient_checkpointing"})
-    optional_settings = frozenset({"revision", "attn_implementation", "adapter", "train", "decoder_lora"})
+    keyless = frozenset({"gradient_checkpointing"})
 
     kind: Kind = Field("glm_image", description="the policy family")
     model: str = Field(min_length=1, description="folder of a saved model, or a hub name")
-    train: tuple[Part, ...] = Field(
+    train: tuple[Stream, ...] = Field(
         ("tokens",),
         min_length=1,
         # The validators below hand on what was JSON as Python values, in which a tuple is a list.
         strict=False,
-        description="of glm_image: the token model, the decoder, or both; of diffusers: decoder; of causal_lm: tokens",
+        description="of glm_image: tokens, denoising (its decoder), or both; of diffusers: denoising; of causal_lm: "
+        "tokens",
     )
     revision: str | None = Field(None, min_length=1, description="branch, tag or commit of a hub name; null: main")
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = Field(
@@ -114,8 +103,8 @@ class PolicySection(Section):
     lora: LoraSection | None = Field(
         LoraSection(), description="null trains every weight that is not frozen, or follows the adapter"
     )
-    decoder_lora: LoraSection | None = Field(
-        None, description="of the decoder, where both parts of glm_image are trained; null: as lora"
+    denoising_lora: LoraSection | None = Field(
+        None, description="of the model that denoises, where tokens are trained too; null: as lora"
     )
     adapter: str | None = Field(
         None, min_length=1, description="LoRA to start from: a folder, RUN@VERSION of the storage root, or a hub name"
@@ -135,29 +124,29 @@ class PolicySection(Section):
     def _train_what_the_kind_has(cls, values: Any) -> Any:
         kind = values.get("kind") if isinstance(values, dict) else None
         if isinstance(kind, str) and kind in get_args(Kind) and "train" not in values:
-            return {**values, "train": trained_by_default(kind)}
+            return {**values, "train": policy_family(kind).streams[:1]}
         return values
 
     @field_validator("train")
     @classmethod
-    def _in_one_order(cls, train: tuple[Part, ...]) -> tuple[Part, ...]:
-        """Return the parts in the order of the streams: it means nothing, and would tell equal policies apart."""
-        return tuple(sorted(train, key=tuple(PARTS.values()).index))
+    def _in_one_order(cls, train: tuple[Stream, ...]) -> tuple[Stream, ...]:
+        """Return the streams in the order of STREAMS: theirs means nothing, and would tell equal policies apart."""
+        return tuple(sorted(train, key=STREAMS.index))
 
     @property
     def streams(self) -> tuple[Stream, ...]:
         """The streams whose components are trained, in the order of STREAMS."""
-        return tuple(stream for stream, part in PARTS.items() if part in self.train)
+        return tuple(stream for stream in STREAMS if stream in self.train)
 
     def lora_of(self, stream: Stream) -> LoraSection | None:
         """Return the configured adapters of a stream's component; None if every weight is trained, or by `adapter`."""
-        own = self.decoder_lora if stream == "denoising" else None
+        own = self.denoising_lora if stream == "denoising" else None
         return own or self.lora
 
     @property
     def loras(self) -> Mapping[str, LoraSection]:
         """All configured adapters, by their place in the file."""
-        given = {"policy.lora": self.lora, "policy.decoder_lora": self.decoder_lora}
+        given = {"policy.lora": self.lora, "policy.denoising_lora": self.denoising_lora}
         return {place: lora for place, lora in given.items() if lora is not None}
 
     @property
@@ -178,8 +167,7 @@ _PROMPTS = (
 
 
 class _OnePromptFile(Section):
-    memory_settings = frozenset({"streaming"})
-    optional_settings = frozenset({"split", "subset", "revision"})
+    keyless = frozenset({"streaming"})
 
     prompts: str | None = Field(None, min_length=1, description=_PROMPTS)
     split: str | None = Field(None, min_length=1, description="of a dataset, such as train[:1000]; null: train")
@@ -254,7 +242,7 @@ class EvaluateSection(PromptsSection):
 
 
 class _GroupsSection(Section):
-    memory_settings = frozenset({"prompts_per_batch"})
+    keyless = frozenset({"prompts_per_batch"})
 
     training_settings: ClassVar[frozenset[str]] = frozenset({"prompts_per_iteration", "group_size"})
     """Fields without effect on held-out samples."""
@@ -280,7 +268,7 @@ class _GroupsSection(Section):
 class ImageRolloutSection(_GroupsSection, ImageSettings):
     """How groups of images are sampled, whatever makes them."""
 
-    memory_settings = frozenset({"prompts_per_batch", "decode_batch_size"})
+    keyless = frozenset({"prompts_per_batch", "decode_batch_size"})
     noise_settings: ClassVar[frozenset[str]] = frozenset(field.name for field in fields(DenoisingSettings)) - {
         "num_inference_steps",
         "guidance_scale",
@@ -301,7 +289,6 @@ class GlmImageRolloutSection(ImageRolloutSection, GlmImageSettings):
     """How groups of GLM-Image's images are sampled."""
 
     training_settings = ImageRolloutSection.training_settings | {"renderings", "rendered_drafts"}
-    optional_settings = ImageRolloutSection.noise_settings | {"renderings", "rendered_drafts"}
 
     shared_noise: bool = Field(True, description="siblings share the decoder's first noise")
     rendered_drafts: PositiveInt = Field(

@@ -5,7 +5,7 @@ from dataclasses import fields
 from types import MappingProxyType
 
 from configs.schema import RunConfig
-from configs.sections import PARTS, GlmImageRolloutSection, ImageRolloutSection
+from configs.sections import GlmImageRolloutSection, ImageRolloutSection
 from configs.training import NftUpdateSection, UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.losses.settings import LOSSES
@@ -22,7 +22,7 @@ Check = Callable[[RunConfig, str, UpdateSection], Iterator[InputError]]
 
 def stream_contradictions(config: RunConfig) -> Iterator[InputError]:
     """Yield every refused combination of what is trained with how it is sampled and updated."""
-    untrainable = list(_parts(config))
+    untrainable = list(_trained(config))
     yield from untrainable
     if untrainable:
         return
@@ -31,16 +31,16 @@ def stream_contradictions(config: RunConfig) -> Iterator[InputError]:
     yield from _renderings(config)
     yield from _evaluation(config)
     for stream, update in config.updates.items():
-        place = config.update_places[stream]
+        place = config.update_path(stream)
         if isinstance(update, NftUpdateSection):
             yield from _check_nft(config, place, update)
         else:
             yield from _UPDATE_CHECKS[stream](config, place, update)
 
 
-def _parts(config: RunConfig) -> Iterator[InputError]:
+def _trained(config: RunConfig) -> Iterator[InputError]:
     policy = config.policy
-    known = [PARTS[stream] for stream in policy_family(policy.kind).streams]
+    known = policy_family(policy.kind).streams
     if len(set(policy.train)) < len(policy.train) or not set(policy.train) <= set(known):
         hint = f"A policy of kind {policy.kind} trains {' or '.join(known)}, each named once; or leave it out."
         yield InputError("policy.train", list(policy.train), hint)
@@ -51,7 +51,7 @@ def _noise(config: RunConfig) -> Iterator[InputError]:
     if not isinstance(rollout, DenoisingSettings):
         return
     if "denoising" not in config.streams:
-        yield from _unused_noise(rollout, "Only a trained decoder has noisy steps; add decoder to policy.train, or")
+        yield from _unused_noise(rollout, "Only trained denoising has noisy steps; add denoising to policy.train, or")
         return
     if isinstance(config.updates["denoising"], NftUpdateSection):
         # Every one of these settings is refused there.

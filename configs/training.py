@@ -1,12 +1,22 @@
 """The sections of a configuration about advantages and the policy update."""
 
+import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticKnownError
 
-from configs.validation import ALL_AT_ONCE, Section
+from configs.validation import Section
 from grpo_core.advantages.settings import AdvantageSettings
 from grpo_core.losses.settings import LossKlEstimator, MismatchSettings, custom_loss_digest
 from grpo_core.optimizer.settings import OptimizerSettings, ScheduleValue
@@ -16,6 +26,10 @@ from grpo_core.update.settings import NftSettings, StepSettings, UpdateSettings
 
 if TYPE_CHECKING:
     from grpo_core.parity import ParityTolerance
+
+
+GRPO: Literal["grpo"] = "grpo"
+"""The algorithm of an update that names none."""
 
 
 class AdvantagesSection(Section, AdvantageSettings):
@@ -68,7 +82,7 @@ class MismatchSection(Section, MismatchSettings):
 class ReferenceSection(Section):
     """The policy that the KL is measured against."""
 
-    memory_settings = frozenset({"placement"})
+    keyless = frozenset({"placement"})
 
     placement: Literal["auto"] | Reference = Field(
         "auto", description="a copy on the device or in CPU memory when every weight is trained; auto: when needed"
@@ -80,8 +94,7 @@ class ReferenceSection(Section):
 class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
     """How stored rollouts change the policy, whatever the algorithm."""
 
-    memory_settings = frozenset({"micro_batch_size"})
-    optional_settings = frozenset({"ema"})
+    keyless = frozenset({"micro_batch_size"})
 
     learning_rate: float = Field(1e-5, gt=0, le=1e3, description="after warm-up")
     lr_scheduler_kwargs: dict[str, ScheduleValue] = Field(default_factory=dict)
@@ -113,9 +126,7 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
 class UpdateSection(BaseUpdateSection, UpdateSettings):
     """How stored rollouts change the policy by their importance ratios."""
 
-    optional_settings = BaseUpdateSection.optional_settings | {"dppo_threshold", "algorithm"}
-
-    algorithm: Literal["grpo"] = Field("grpo", description="grpo: importance ratios, with any of the losses")
+    algorithm: Literal["grpo"] = Field(GRPO, description="grpo: importance ratios, with any of the losses")
     mismatch: MismatchSection = MismatchSection()
     parity: ParitySection = ParitySection()
 
@@ -142,10 +153,19 @@ class UpdateSection(BaseUpdateSection, UpdateSettings):
         return self.model_copy(update={"mismatch": self.importance_weights(default)})
 
 
+def _of_denoising(algorithm: object) -> object:
+    """Refuse an algorithm that no section of denoising has, with those that there are."""
+    if algorithm not in (GRPO, "nft"):
+        raise PydanticKnownError("literal_error", {"expected": "'grpo' or 'nft'"})
+    return algorithm
+
+
 class NftUpdateSection(BaseUpdateSection, NftSettings):
     """How stored images change the denoising model by DiffusionNFT."""
 
-    algorithm: Literal["nft"] = Field("nft", description="nft: DiffusionNFT, a regression on finished images")
+    algorithm: Annotated[Literal["nft"], BeforeValidator(_of_denoising)] = Field(
+        "nft", description="nft: DiffusionNFT, a regression on finished images"
+    )
     learning_rate: float = Field(3e-4, gt=0, le=1e3, description="after warm-up")
 
     def __post_init__(self) -> None:
@@ -163,32 +183,50 @@ AnyUpdateSection = UpdateSection | NftUpdateSection
 class DenoisingUpdateSection(UpdateSection):
     """How stored denoising steps change the policy."""
 
+    algorithm: Annotated[Literal["grpo"], BeforeValidator(_of_denoising)] = Field(
+        GRPO, description="grpo: importance ratios, with any of the losses"
+    )
     # Log-probs are means over thousands of values, so that ratios are within about 1e-4 of 1.
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     learning_rate: float = Field(3e-4, gt=0, le=1e3, description="after warm-up")
     kl_estimator: LossKlEstimator = "exact"
 
 
-class BothUpdateSection(UpdateSection):
-    """How stored tokens change the token model, and stored denoising steps or images the decoder."""
-
-    denoising: AnyUpdateSection
-
-    @property
-    def tokens(self) -> UpdateSection:
-        """The section without the decoder's."""
-        return UpdateSection.model_validate(
-            {name: getattr(self, name) for name in UpdateSection.model_fields}, context=ALL_AT_ONCE
-        )
+_ALGORITHMS: Mapping[Stream, Mapping[str, type[AnyUpdateSection]]] = MappingProxyType(
+    {
+        "tokens": MappingProxyType({GRPO: UpdateSection}),
+        "denoising": MappingProxyType({GRPO: DenoisingUpdateSection, "nft": NftUpdateSection}),
+    }
+)
+"""The section of a stream's update, by its `algorithm`."""
 
 
-class JointUpdateSection(BothUpdateSection):
-    """The same with importance ratios for both."""
+def update_section(stream: Stream, values: Any) -> type[AnyUpdateSection]:
+    """Return the section that reads plain values of a stream's update: of their `algorithm`, or the nearest to it."""
+    known = _ALGORITHMS[stream]
+    given = values.get("algorithm", GRPO) if isinstance(values, Mapping) else GRPO
+    near = difflib.get_close_matches(str(given), known, n=1)
+    return known[near[0] if near else GRPO]
 
-    denoising: DenoisingUpdateSection = DenoisingUpdateSection()
+
+def read_update(stream: Stream, values: Any, context: Any) -> Any:
+    """Read plain values of a stream's update as its section; a section is returned as it is.
+
+    Raises:
+        ValidationError: with every error.
+    """
+    if isinstance(values, BaseUpdateSection):
+        return values
+    return update_section(stream, values).model_validate(values, context=context)
 
 
-class JointNftUpdateSection(BothUpdateSection):
-    """The same with DiffusionNFT for the decoder."""
+class StreamUpdatesSection(Section):
+    """How stored rollouts change a policy of which several streams are trained: the update of each."""
 
-    denoising: NftUpdateSection
+    tokens: UpdateSection = UpdateSection()
+    denoising: DenoisingUpdateSection | NftUpdateSection = DenoisingUpdateSection()
+
+    @field_validator("denoising", mode="before")
+    @classmethod
+    def _by_algorithm(cls, values: Any, info: ValidationInfo) -> Any:
+        return read_update("denoising", values, info.context)

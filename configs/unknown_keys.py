@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from grpo_core.errors import InputError
+from grpo_core.streams import STREAMS
 
 TRL_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -63,15 +64,22 @@ OTHER_MEANING: Mapping[str, str] = MappingProxyType(
 )
 """Path with TRL's name -> what to set instead."""
 
-OF_OTHER_RUNS: Mapping[str, str] = MappingProxyType(
-    {
-        "update.denoising": "A run that trains both parts of GLM-Image has it, for its decoder: set policy.train to "
-        "[tokens, decoder], or leave it out.",
-    }
-)
+_BY_STREAM = "Only a run that trains this stream has it; add the stream to policy.train, or leave this out."
+
+OF_OTHER_RUNS: Mapping[str, str] = MappingProxyType({"update.tokens": _BY_STREAM, "update.denoising": _BY_STREAM})
 """Path of a key that the configurations of other runs have -> which they are."""
 
+NONE_CHOSEN: Mapping[str, type[BaseModel]] = MappingProxyType({})
+
 _SCALES = {True: "group", False: "none"}
+
+
+def our_path(path: str) -> str:
+    """Return the path of a setting with our name for it; of an update's also where they stand by stream."""
+    section, stream, name = (*path.split(".", 2), "", "")[:3]
+    if section == "update" and stream in STREAMS:
+        return f"update.{stream}{TRL_NAMES.get(f'update.{name}', f'update.{name}').removeprefix('update')}"
+    return TRL_NAMES.get(path, path)
 
 
 def translate(values: dict[str, Any]) -> list[InputError]:
@@ -84,43 +92,57 @@ def translate(values: dict[str, Any]) -> list[InputError]:
     for path in (*TRL_NAMES, *OTHER_MEANING):
         section, _, name = path.partition(".")
         found = values.get(section)
-        if not isinstance(found, dict) or name not in found:
+        if not isinstance(found, dict):
             continue
-        value = found.pop(name)
-        if path == "update.epsilon_high" and "cispo" in (found.get("loss"), found.get("loss_type")):
-            hint = "With cispo TRL's epsilon_high caps the ratio itself; set update.ratio_cap."
-            errors.append(InputError(path, value, hint))
-        elif path in OTHER_MEANING:
-            errors.append(InputError(path, value, OTHER_MEANING[path]))
-        else:
-            errors += _rename(found, path, value)
+        errors += _translate(found, section, name)
+        for stream in STREAMS if section == "update" else ():
+            if isinstance(inner := found.get(stream), dict):
+                errors += _translate(inner, f"{section}.{stream}", name)
     return errors
 
 
-def _rename(section: dict[str, Any], path: str, value: Any) -> list[InputError]:
-    target = TRL_NAMES[path]
-    *parents, name = target.split(".")[1:]
+def _translate(found: dict[str, Any], place: str, name: str) -> list[InputError]:
+    """Rename one of TRL's settings in a section.
+
+    Args:
+        place: path of the section.
+    """
+    if name not in found:
+        return []
+    path, value = f"{place.partition('.')[0]}.{name}", found.pop(name)
+    if path == "update.epsilon_high" and "cispo" in (found.get("loss"), found.get("loss_type")):
+        hint = f"With cispo TRL's epsilon_high caps the ratio itself; set {place}.ratio_cap."
+        return [InputError(f"{place}.{name}", value, hint)]
+    if path in OTHER_MEANING:
+        return [InputError(f"{place}.{name}", value, OTHER_MEANING[path])]
+    target = TRL_NAMES[path].partition(".")[2]
+    *parents, last = target.split(".")
+    section = found
     for parent in parents:
         inner: Any = section.setdefault(parent, {})
         if not isinstance(inner, dict):
             return []  # reported as a section that is not a mapping
         section = inner
-    if name in section:
-        return [InputError(path, value, f"{target} is set too and means the same; leave one of them out.")]
-    section[name] = _SCALES[value] if path.endswith("scale_rewards") and isinstance(value, bool) else value
+    if last in section:
+        hint = f"{place}.{target} is set too and means the same; leave one of them out."
+        return [InputError(f"{place}.{name}", value, hint)]
+    section[last] = _SCALES[value] if name == "scale_rewards" and isinstance(value, bool) else value
     return []
 
 
-def nearest_key(model: type[BaseModel], location: Sequence[str]) -> str:
+def nearest_key(
+    model: type[BaseModel], location: Sequence[str], chosen: Mapping[str, type[BaseModel]] = NONE_CHOSEN
+) -> str:
     """Suggest the full paths of similar keys, and list the keys of the section.
 
     Args:
         location: path of the unknown key; numbers are indices in a list.
+        chosen: models by path, for fields that allow several.
     """
     if hint := OF_OTHER_RUNS.get(".".join(location)):
         return hint
     section, name = tuple(part for part in location[:-1] if not part.isdigit()), location[-1]
-    paths = list(_paths(model))
+    paths = list(_paths(model, chosen))
     here = [path for path in paths if path[:-1] == section]
     elsewhere = [path for path in paths if path[:-1] != section]
     renamed = [tuple(ours.split(".")) for trl, ours in TRL_NAMES.items() if trl.endswith(f".{name}")]
@@ -139,11 +161,16 @@ def _close(name: str, paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]
     return [path for path in paths if path[-1] in close]
 
 
-def _paths(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _paths(
+    model: type[BaseModel], chosen: Mapping[str, type[BaseModel]], above: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
     """Yield the path of every key of a model; the entries of a list have the path of the list."""
     for name, field in model.model_fields.items():
-        yield (*above, name)
-        yield from (path for inner in _models(field.annotation) for path in _paths(inner, (*above, name)))
+        path = (*above, name)
+        yield path
+        only = chosen.get(".".join(path))
+        for inner in [only] if only else _models(field.annotation):
+            yield from _paths(inner, chosen, path)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

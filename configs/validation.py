@@ -37,28 +37,23 @@ class Section(BaseModel):
 
     model_config = STRICT
 
-    memory_settings: ClassVar[frozenset[str]] = frozenset()
-    """Fields about memory, speed or placement; they change results by rounding at most."""
+    keyless: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are in no key: about memory, speed or placement, they change results by rounding at most."""
 
-    optional_settings: ClassVar[frozenset[str]] = frozenset()
-    """Fields that identify results only where they differ from their default, so that a new one changes no key."""
+    @classmethod
+    def chosen_sections(cls, values: Mapping[str, Any]) -> Mapping[str, type["Section"]]:
+        """Return the models that read sections of these plain values, by path, where other values would have others."""
+        return {}
 
     def result_settings(self) -> dict[str, Any]:
         """Return the fields that determine results, as JSON values, for cache keys and the run's identity."""
-        values = self.model_dump(mode="json", exclude=set(self.memory_settings))
+        values = self.model_dump(mode="json", exclude=set(self.keyless))
         for name in values:
             if isinstance(section := getattr(self, name), Section):
                 values[name] = section.result_settings()
             elif isinstance(section, tuple) and all(isinstance(each, Section) for each in section):
                 values[name] = [each.result_settings() for each in section]
-        unset = self.unset_settings
-        return {name: value for name, value in values.items() if name not in unset}
-
-    @property
-    def unset_settings(self) -> set[str]:
-        """The optional settings that have their defaults."""
-        fields = type(self).model_fields
-        return {name for name in self.optional_settings if getattr(self, name) == fields[name].default}
+        return values
 
     @model_validator(mode="after")
     def _refuse_combinations(self, info: ValidationInfo) -> "Section":
@@ -107,6 +102,11 @@ def refused_combinations(value: object, path: tuple[str, ...] = ()) -> Iterator[
             yield InputError(".".join((*path, field)), error.value, error.hint)
 
 
+def error_at(path: str, error: InputError) -> InputError:
+    """Return an error that the core raised for `section.field`, with the path of that section in the file."""
+    return InputError(f"{path}.{error.place.partition('.')[2]}", error.value, error.hint)
+
+
 def validated(
     model: type[M], values: Mapping[str, Any], checks: Callable[[M], Sequence[InputError]] = lambda record: ()
 ) -> M:
@@ -125,7 +125,8 @@ def validated(
     try:
         record = model.model_validate(plain, context=ALL_AT_ONCE)
     except ValidationError as error:
-        errors += [_explain(model, detail) for detail in _distinct(error.errors())]
+        chosen = model.chosen_sections(plain) if issubclass(model, Section) else {}
+        errors += [_explain(model, chosen, detail) for detail in _distinct(error.errors())]
         raise InputErrors(errors) from error
     errors += [*refused_combinations(record), *checks(record)]
     raise_all(errors)
@@ -140,16 +141,16 @@ def _tuples(value: Any) -> Any:
 
 def _distinct(details: Sequence[Any]) -> list[Any]:
     """Drop the error that a list is too short if only its refused entries make it so."""
-    refused = {detail["loc"][0] for detail in details if len(detail["loc"]) > 1}
-    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"][0] not in refused]
+    above = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
+    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in above]
 
 
-def _explain(model: type[BaseModel], detail: Any) -> InputError:
+def _explain(model: type[BaseModel], chosen: Mapping[str, type[BaseModel]], detail: Any) -> InputError:
     location = [str(part) for part in detail["loc"] if part != "tuple"]
     place = ".".join(location) or "configuration"
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        return InputError(place, found, f"There is no such key. {nearest_key(model, location)}")
+        return InputError(place, found, f"There is no such key. {nearest_key(model, location, chosen)}")
     if kind == "missing":
         return InputError(place, None, "It is required and has no default; add it.")
     if kind == "string_pattern_mismatch":

@@ -242,7 +242,7 @@ async def _register(
         job_variables=job_variables(pool_type, request.image),
         work_pool_name=request.pool,
         parameters={wanted.parameter: wanted.record.model_dump(mode="json")},
-        parameter_openapi_schema=form_schema(wanted.parameter, type(wanted.record)),
+        parameter_openapi_schema=form_schema(wanted.parameter, wanted.record),
         enforce_parameter_schema=True,
         schedules=schedules,
         concurrency_limit=1 if wanted.is_training else None,

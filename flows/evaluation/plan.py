@@ -116,10 +116,7 @@ def _determining(config: RunConfig) -> dict[str, Any]:
     rewards, rollout = (*config.rewards, *config.watch.guardrails), config.evaluation_rollout
     return {
         "rollout": rollout.model_dump(mode="json", exclude=set(rollout.training_settings)),
-        "mix": [
-            section.model_dump(mode="json", exclude=_WITHOUT_EFFECT | section.unset_settings)
-            for section in config.rewards
-        ],
+        "mix": [section.model_dump(mode="json", exclude=_WITHOUT_EFFECT) for section in config.rewards],
         "scores": [[section.label, scores_key(section)] for section in rewards],
         "advantages": config.advantages.model_dump(mode="json"),
     }

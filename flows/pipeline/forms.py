@@ -29,20 +29,32 @@ RescoreForm = Annotated[RescoreRequest, _read_by(partial(validated, RescoreReque
 ReplayForm = Annotated[ReplayRequest, _read_by(partial(validated, ReplayRequest))]
 
 
-def form_schema(parameter: str, model: type[BaseModel]) -> dict[str, Any]:
+def form_schema(parameter: str, record: BaseModel) -> dict[str, Any]:
     """Return the parameter schema of a deployment whose flow takes one model.
 
     Args:
         parameter: name of the flow's parameter.
-        model: its type, which may be a subclass of the flow's own.
+        record: its default; a section that may be of several kinds is one of the same kind in the form.
     """
+    model = type(record)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(parameter, kind, annotation=model)])
     schema = generate_parameter_schema(signature, {}).model_dump()
     for definition in schema["definitions"].values():
         _put_required_first(definition)
+    _keep_kinds(schema["definitions"][model.__name__], record)
     _fold_optional_sections(schema["definitions"][model.__name__])
     return schema
+
+
+def _keep_kinds(definition: dict[str, Any], record: BaseModel) -> None:
+    """Have the form show the fields of the sections that the record has, where others would be of another kind."""
+    for name, section in definition.get("properties", {}).items():
+        kind = {"$ref": f"#/definitions/{type(getattr(record, name)).__name__}"}
+        if kind in section.get("anyOf", ()):
+            section.pop("default", None)
+            section.update(kind)
+            del section["anyOf"]
 
 
 def _put_required_first(definition: dict[str, Any]) -> None:

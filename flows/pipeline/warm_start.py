@@ -72,7 +72,7 @@ def model_problems(
         otherwise: what to do instead, for the hint.
     """
     if version:
-        trained = {"train", "lora", "decoder_lora", "adapter", "frozen", "dtype"}
+        trained = {"train", "lora", "denoising_lora", "adapter", "frozen", "dtype"}
         was, now = (each.policy.model_dump(mode="json", include=trained) for each in (previous, config))
         for key in sorted(was):
             if was[key] != now[key]:

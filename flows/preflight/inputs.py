@@ -17,6 +17,7 @@ from configs.contradictions import contradictions, pools_of
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
 from configs.sections import DatasetSection, LoraSection
+from configs.validation import error_at
 from flows.preflight.sizes import default_size, generation_problems, scoring_problems
 from flows.server.reachable import require_pools, require_server, require_ui
 from flows.tracking.available import tracker_problems
@@ -326,7 +327,7 @@ def _device_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputE
         try:
             refuse_unavailable(update.optimizer, torch_device(placement))
         except InputError as error:
-            yield config.at_update(stream, error)
+            yield error_at(config.update_path(stream), error)
 
 
 def _storage_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:

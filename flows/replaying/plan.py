@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from configs.schema import CORRECTION, ReplayConfig, ReplaySection, RunConfig, as_replay
 from configs.training import UpdateSection
-from configs.unknown_keys import TRL_NAMES
+from configs.unknown_keys import our_path
 from flows.pipeline.requests import ReplayRequest, refuse_overrides
 from flows.pipeline.warm_start import model_problems
 from flows.preflight.inputs import check_inputs, checked_once
 from grpo_core.errors import InputError, raise_all
+from grpo_core.streams import STREAMS
 from tasks.runs.layout import RECOMPUTED, STORED
 from tasks.runs.lookup import CONFIG_FILE, find_run, spans
 from tasks.runs.records import StoredIteration
@@ -38,7 +39,10 @@ _FIXED = {
     "policy.kind": "The stored rollouts are of the source's model; leave it out.",
     "policy.train": "The stored rollouts are of the source's streams; leave it out.",
     "policy.model": "The stored rollouts are of the source's model; leave it out.",
-    "update.algorithm": "The stored rollouts are of the source's algorithm; leave it out.",
+    **{
+        f"update.{name}": "The stored rollouts are of the source's algorithm; leave it out."
+        for name in ("algorithm", *(f"{stream}.algorithm" for stream in STREAMS))
+    },
 }
 
 
@@ -175,8 +179,8 @@ def correction_problems(overrides: Sequence[str], config: RunConfig) -> Iterator
     """
     given = [override.partition("=")[0].strip() for override in overrides]
     for stream, update in config.updates.items():
-        place = f"{config.update_places[stream]}.mismatch"
-        named = any(TRL_NAMES.get(path, path).startswith(place) for path in given)
+        place = f"{config.update_path(stream)}.mismatch"
+        named = any(our_path(path).startswith(place) for path in given)
         if named and isinstance(update, UpdateSection) and update.mismatch.mode == "none":
             hint = "Rows that other weights sampled need their importance weights; set it to truncate or mask."
             yield InputError(f"{place}.mode", "none", hint)

@@ -1,21 +1,14 @@
 """Open what `grpo sample` is given: a version of a run's policy, an exported folder, or any model's folder."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from configs.loader import apply_overrides
-from configs.sections import (
-    DiffusersRolloutSection,
-    GlmImageRolloutSection,
-    PlacementSection,
-    PolicySection,
-    TextRolloutSection,
-)
-from configs.validation import Section, validated
+from configs.schema import AnyRollout, ByPolicy
+from configs.sections import PlacementSection, PolicySection
+from configs.validation import validated
 from flows.export.export import RECORD_FILE
 from flows.pipeline.requests import SampleRequest, refuse_overrides
 from flows.preflight.inputs import source_of
@@ -35,28 +28,12 @@ from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, use_store
 _CHANGEABLE = ("rollout", "placement")
 
 
-class _GlmImageModel(Section):
+class _Sampling(ByPolicy):
+    """The sections that samples need."""
+
     policy: PolicySection
-    rollout: GlmImageRolloutSection
+    rollout: AnyRollout
     placement: PlacementSection = PlacementSection()
-
-
-class _DiffusersModel(Section):
-    policy: PolicySection
-    rollout: DiffusersRolloutSection
-    placement: PlacementSection = PlacementSection()
-
-
-class _TextModel(Section):
-    policy: PolicySection
-    rollout: TextRolloutSection = TextRolloutSection()
-    placement: PlacementSection = PlacementSection()
-
-
-_MODELS: Mapping[str, type[Section]] = MappingProxyType(
-    {"glm_image": _GlmImageModel, "diffusers": _DiffusersModel, "causal_lm": _TextModel}
-)
-"""The sections that samples need, by policy.kind."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +128,7 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
     if images and not {"height", "width"} <= sections.get("rollout", {}).keys():
         hint = "This model states no size; give --set rollout.height=1024 --set rollout.width=1024."
         raise InputError("rollout.height and width", None, hint)
-    config: Any = validated(_MODELS[kind], sections)
+    config = validated(_Sampling, {"rollout": {}, **sections})
     return Source(folder.resolve().name, config, _spec(config.policy, ""))
 
 

@@ -47,7 +47,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "rollout": inputs["rollout"].result_settings(),
         "with_reference": inputs["with_reference"],
         "reference": policy.copies.get("reference") if inputs["with_reference"] else None,
-        **{name: settings[name] for name in ("attn_implementation",) if name in settings},
+        "attn_implementation": settings["attn_implementation"],
     }
 
 

@@ -35,8 +35,8 @@ def _refuse_unusable_sharding(placement: PlacementSection, updates: Mapping[Stre
     if placement.processes == 1:
         hint = "One process cannot shard the weights; set placement.processes to 2 or more, or this to ddp."
         raise InputError("placement.sharding", "fsdp2", hint)
-    for place, (stream, update) in enumerate(updates.items()):
-        section = f"update.{stream}" if place else "update"
+    for stream, update in updates.items():
+        section = f"update.{stream}" if len(updates) > 1 else "update"
         if update.optimizer != "adamw":
             hint = "8-bit and paged moments cannot be sharded; use adamw, or set placement.sharding to ddp."
             raise InputError(f"{section}.optimizer", update.optimizer, hint)

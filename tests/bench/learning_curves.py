@@ -22,7 +22,7 @@ import polars as pl
 import torch
 
 from configs.loader import read_config
-from configs.schema import TextRunConfig
+from configs.schema import RunConfig
 from flows.training.train import train
 from tests.bench.trl_text import build_trainer
 
@@ -43,11 +43,11 @@ class Curve:
     rewards: tuple[float, ...]
 
 
-def configured(seed: int, root: str) -> TextRunConfig:
+def configured(seed: int, root: str) -> RunConfig:
     """The shipped configuration without its evaluation."""
     overrides = [f"run.seed={seed}", f"run.name=seed{seed}", f"storage.root={root}", "evaluate.prompts=null"]
     config = read_config(CONFIG, overrides)
-    assert isinstance(config, TextRunConfig)
+    assert isinstance(config, RunConfig)
     return config
 
 

@@ -18,7 +18,7 @@ from tests.bench.table import Row
 from tests.bench.timings import ROUNDS, STEPS, Timings
 
 if TYPE_CHECKING:
-    from configs.schema import TextRunConfig
+    from configs.schema import RunConfig
 
 PROMPTS, GROUP_SIZE, MICROBATCH, LENGTH = 8, 8, 16, 64
 WHAT = f"text iteration, {PROMPTS * GROUP_SIZE} rows of {LENGTH} tokens, 4.5 M parameters"
@@ -36,10 +36,10 @@ def build_model(folder: Path) -> None:
 @cache
 def configured(
     model: str, root: str, *, prompts: int = PROMPTS, group_size: int = GROUP_SIZE, microbatch: int = MICROBATCH
-) -> "TextRunConfig":
+) -> "RunConfig":
     """The configuration of all sides: one optimizer step an iteration, no held-out prompts, hardly any learning."""
     from configs.loader import read_config
-    from configs.schema import TextRunConfig
+    from configs.schema import RunConfig
     from tasks.checkout import CHECKOUT
 
     settings = {
@@ -57,7 +57,7 @@ def configured(
         "evaluate.prompts": "null",
     }
     config = read_config(CHECKOUT / "configs" / "tiny_text.yaml", [f"{key}={value}" for key, value in settings.items()])
-    assert isinstance(config, TextRunConfig)
+    assert isinstance(config, RunConfig)
     return config
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
-from configs.schema import TextRunConfig
+from configs.schema import RunConfig
 from grpo_core.rewards.reward import ScoringBatch
 from grpo_core.rewards.text.answer import AnswerReward
 from tasks.prompts.read import read_prompts
@@ -30,7 +30,7 @@ def answer_reward(
     return [float(score.value or 0.0) for score in AnswerReward().score(batch)]
 
 
-def build_trainer(config: TextRunConfig, folder: str | Path, steps: int) -> Any:
+def build_trainer(config: RunConfig, folder: str | Path, steps: int) -> Any:
     """A trainer with the configuration's model, prompts, reward and settings.
 
     Args:
@@ -92,7 +92,7 @@ class _StepEnds(TrainerCallback):
         self.times.append(time.perf_counter())
 
 
-def step_seconds(config: TextRunConfig, steps: int) -> list[float]:
+def step_seconds(config: RunConfig, steps: int) -> list[float]:
     """Seconds of each of `steps` trainer steps, rollouts included, after one that does not count."""
     torch.set_num_threads(1)
     ends = _StepEnds()

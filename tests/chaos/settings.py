@@ -19,13 +19,16 @@ IMAGES = {
 }
 BOTH_STREAMS = {
     **IMAGES,
-    "policy.train": ["tokens", "decoder"],
+    "policy.train": ["tokens", "denoising"],
     "rollout.renderings": 2,
     "rollout.num_inference_steps": 3,
     "rollout.sde_window_size": 1,
     "rollout.sde_window_range": [0, 2],
     "rollout.sde_window": "random",
-    "update.denoising": {"minibatch_size": 2, "kl_coef": 0.1},
+    "update": {
+        "tokens": {"learning_rate": 2e-3, "minibatch_size": 2, "micro_batch_size": 2, "kl_coef": 0.01},
+        "denoising": {"minibatch_size": 2, "kl_coef": 0.1},
+    },
 }
 NFT = {
     "run.iterations": 3,

@@ -21,7 +21,7 @@ GDPO = {"aggregation": "normalize_then_sum"}
 SIZE = {"height": 64, "width": 64, "prompts_per_iteration": 2, "group_size": 4}
 TWO = [{"name": "a", "prompts": "a.txt"}, {"name": "b", "prompts": "b.txt"}]
 JOINT = {
-    "policy": {"model": "m", "train": ["tokens", "decoder"]},
+    "policy": {"model": "m", "train": ["tokens", "denoising"]},
     "rollout": {**SIZE, "renderings": 2, "num_inference_steps": 10},
 }
 GUARD = {"reward": "sharpness"}

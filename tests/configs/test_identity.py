@@ -1,4 +1,4 @@
-"""What identifies a run: a setting that is not used leaves the identity of earlier runs as it was."""
+"""What identifies a run: the settings that determine results, by their paths in the file."""
 
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,13 @@ def identity(*overrides: str) -> dict[str, Any]:
         ("data.streaming=true", None),
         ("policy.revision=v1", "policy.revision None -> v1"),
         ("policy.attn_implementation=eager", "policy.attn_implementation None -> eager"),
-        ("policy.decoder_lora=null", None),
+        ("policy.denoising_lora=null", None),
         ("policy.lora.use_dora=false", None),
         ("policy.lora.init_lora_weights=true", None),
-        ("policy.lora.init_lora_weights=olora", "policy.lora.init_lora_weights None -> olora"),
+        ("policy.lora.init_lora_weights=olora", "policy.lora.init_lora_weights True -> olora"),
         ("policy.lora.modules_to_save=[norm]", "policy.lora.modules_to_save None -> ['norm']"),
+        ("update.micro_batch_size=24", None),
     ],
 )
-def test_a_setting_counts_where_it_is_used(override: str, change: str | None) -> None:
+def test_a_setting_counts_where_it_changes_results(override: str, change: str | None) -> None:
     assert list(changed_settings(identity(), identity(override))) == ([change] if change else [])

@@ -14,8 +14,8 @@ from grpo_core.seeds import derive_seed
 
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}
 SIZE = {"height": 64, "width": 64, "prompts_per_iteration": 3, "group_size": 12, "num_inference_steps": 10}
-JOINT: dict[str, Any] = {"policy": {"train": ["tokens", "decoder"]}, "rollout": {"renderings": 5}}
-DECODER: dict[str, Any] = {"policy": {"train": ["decoder"]}}
+JOINT: dict[str, Any] = {"policy": {"train": ["tokens", "denoising"]}, "rollout": {"renderings": 5}}
+DECODER: dict[str, Any] = {"policy": {"train": ["denoising"]}}
 PIPELINE: dict[str, Any] = {"policy": {"kind": "diffusers"}, "rollout": {"guidance_scale": 4.5}}
 TEXT: dict[str, Any] = {
     "policy": {"kind": "causal_lm"},
@@ -87,19 +87,18 @@ class TestStreams:
         assert config.samples_per_iteration == samples
 
     def test_the_order_of_the_parts_does_not_matter(self) -> None:
-        turned = configured({**JOINT, "policy": {"train": ["decoder", "tokens"]}})
+        turned = configured({**JOINT, "policy": {"train": ["denoising", "tokens"]}})
         assert turned.streams == ("tokens", "denoising")
         assert turned == configured(JOINT)
-        assert run_identity(turned)["policy"]["train"] == ["tokens", "decoder"]
+        assert run_identity(turned)["policy"]["train"] == ["tokens", "denoising"]
 
     def test_each_component_has_an_update_of_its_own(self) -> None:
-        own = {"update": {"learning_rate": 1e-4, "minibatch_size": 12, "denoising": {"clip_range": 2e-5}}}
+        own = {"update": {"tokens": {"learning_rate": 1e-4, "minibatch_size": 12}, "denoising": {"clip_range": 2e-5}}}
         updates = configured(JOINT, own).updates
         assert list(updates) == ["tokens", "denoising"]
         assert (updates["tokens"].learning_rate, updates["tokens"].clip_range) == (1e-4, 0.2)
         assert (updates["denoising"].learning_rate, updates["denoising"].clip_range) == (3e-4, 2e-5)
         assert (updates["tokens"].minibatch_size, updates["denoising"].minibatch_size) == (12, None)
-        assert "denoising" not in updates["tokens"].model_dump()
 
     @pytest.mark.parametrize("change", [DECODER, PIPELINE])
     def test_denoising_alone_is_updated_by_its_own_defaults(self, change: dict[str, Any]) -> None:
@@ -112,7 +111,7 @@ class TestStreams:
 
     def test_a_schedule_has_the_length_of_its_own_stream(self) -> None:
         linear = {"lr_scheduler": "linear", "epochs": 2}
-        config = configured(JOINT, {"update": {**linear, "minibatch_size": 12, "denoising": linear}})
+        config = configured(JOINT, {"update": {"tokens": {**linear, "minibatch_size": 12}, "denoising": linear}})
         # 4 iterations x 2 epochs x (36 rows in minibatches of 12, 15 rows at once).
         steps = {stream: update.total_steps for stream, update in config.scheduled_updates.items()}
         assert steps == {"tokens": 24, "denoising": 8}
@@ -166,10 +165,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "place", "value"),
         [
-            ([{"policy": {"train": ["decoder", "decoder"]}}], "policy.train", ["decoder", "decoder"]),
-            ([TEXT, DECODER], "policy.train", ["decoder"]),
+            ([{"policy": {"train": ["denoising", "denoising"]}}], "policy.train", ["denoising", "denoising"]),
+            ([TEXT, DECODER], "policy.train", ["denoising"]),
             ([PIPELINE, {"policy": {"train": ["tokens"]}}], "policy.train", ["tokens"]),
-            ([PIPELINE, JOINT, {"rollout": {"renderings": None}}], "policy.train", ["tokens", "decoder"]),
+            ([PIPELINE, JOINT, {"rollout": {"renderings": None}}], "policy.train", ["tokens", "denoising"]),
             ([{"rollout": {"noise_level": 0.5}}], "rollout.noise_level", 0.5),
             ([{"rollout": {"sde_type": "cps"}}], "rollout.sde_type", "cps"),
             ([{"rollout": {"renderings": 2}}], "rollout.renderings", 2),
@@ -196,14 +195,14 @@ class TestRefusals:
             ([TEXT, {"evaluate": {"num_inference_steps": 4}}], "evaluate.num_inference_steps", 4),
             ([TEXT, {"evaluate": {"guidance_scale": 0.0}}], "evaluate.guidance_scale", 0.0),
             ([{"update": {"kl_estimator": "exact"}}], "update.kl_estimator", "exact"),
-            ([JOINT, {"update": {"kl_estimator": "exact"}}], "update.kl_estimator", "exact"),
+            ([JOINT, {"update": {"tokens": {"kl_estimator": "exact"}}}], "update.tokens.kl_estimator", "exact"),
             ([{"update": {"loss": "grpo_guard"}}], "update.loss", "grpo_guard"),
-            ([JOINT, {"update": {"loss": "flow_dppo"}}], "update.loss", "flow_dppo"),
+            ([JOINT, {"update": {"tokens": {"loss": "flow_dppo"}}}], "update.tokens.loss", "flow_dppo"),
             ([DECODER, {"update": {"entropy_coef": 0.1}}], "update.entropy_coef", 0.1),
-            ([{"policy": {"decoder_lora": {"rank": 8}}}], "policy.decoder_lora", {"rank": 8}),
+            ([{"policy": {"denoising_lora": {"rank": 8}}}], "policy.denoising_lora", {"rank": 8}),
             ([JOINT, {"update": {"denoising": {"entropy_quantile": 0.2}}}], "update.denoising.entropy_quantile", 0.2),
             ([PIPELINE, {"update": {"mask_truncated": True}}], "update.mask_truncated", True),
-            ([JOINT, {"update": {"mask_truncated": True}}], "update.mask_truncated", True),
+            ([JOINT, {"update": {"tokens": {"mask_truncated": True}}}], "update.tokens.mask_truncated", True),
             ([JOINT, {"advantages": {"kl_coef": 0.1}}], "advantages.kl_coef", 0.1),
             ([DECODER, {"update": {"clip_range": 0.2}}], "update.clip_range", 0.2),
             ([JOINT, {"update": {"denoising": {"clip_range_high": 0.1}}}], "update.denoising.clip_range_high", 0.1),
@@ -239,35 +238,51 @@ class TestRefusals:
             [PIPELINE, {"update": {"kl_estimator": "k3", "kl_coef": 0.04}}],
             [JOINT, {"rollout": {"sde_window_range": [0, 9], "sde_window_size": 9, "top_p": 0.9}}],
             [DECODER, {"rollout": {"temperature": 0.9}}],
-            [JOINT, {"policy": {"decoder_lora": {"rank": 8, "targets": "attn"}}}],
+            [JOINT, {"policy": {"denoising_lora": {"rank": 8, "targets": "attn"}}}],
             [{"rollout": {"num_inference_steps": 1, "sde_window_size": 2}}],
         ],
     )
     def test_allowed(self, changes: list[dict[str, Any]]) -> None:
         assert found(*changes) == []
 
-    @pytest.mark.parametrize("train", [["tokens"], ["decoder"], [], ["decoder", "decoder"]])
-    def test_the_decoders_own_update_needs_both_parts(self, train: list[str]) -> None:
-        with pytest.raises(InputErrors) as caught:
-            configured({"policy": {"train": train}, "update": {"denoising": {"clip_range": 1e-4}}})
-        (error,) = caught.value.errors
-        assert error.place == "update.denoising"
-        assert "set policy.train to [tokens, decoder]" in error.hint
+    def test_an_update_of_a_stream_that_is_not_trained(self) -> None:
+        change = {"update": {"denoising": {"clip_range": 1e-4}}}
+        assert found(change) == [("update.denoising", {"clip_range": 1e-4})]
+        assert found(TEXT, change) == [("update.denoising", {"clip_range": 1e-4})]
+        assert found(DECODER, {"update": {"tokens": {}}}) == [("update.tokens", {})]
+
+    def test_settings_of_both_streams_stand_in_neither(self) -> None:
+        assert found(JOINT, {"update": {"kl_coef": 0.1}}) == [("update.kl_coef", 0.1)]
+
+    @pytest.mark.parametrize("train", [[], ["denoising", "denoising"], ["denoising", "decoder"]])
+    def test_what_cannot_be_trained_is_the_only_error(self, train: list[str]) -> None:
+        (place, _) = found({"policy": {"train": train}, "update": {"denoising": {"clip_range": 1e-4}}})[0]
+        assert place.startswith("policy.train")
+
+    @pytest.mark.parametrize(("change", "stream"), [({}, "tokens"), (TEXT, "tokens"), (PIPELINE, "denoising")])
+    def test_the_only_stream_may_be_named(self, change: dict[str, Any], stream: str) -> None:
+        named = configured(change, {"update": {stream: {"kl_coef": 0.1}}})
+        assert named == configured(change, {"update": {"kl_coef": 0.1}})
+        assert named.model_dump()["update"]["kl_coef"] == 0.1
+        assert found(change, {"update": {stream: {"kl_coef": -0.1}}}) == [(f"update.{stream}.kl_coef", -0.1)]
 
     def test_both_streams_are_reported_together(self) -> None:
         wrong = found(
             JOINT,
             {
                 "rollout": {"renderings": 1, "noise_level": 0.0},
-                "update": {"kl_estimator": "exact", "minibatch_size": 37, "denoising": {"clip_range": 0.2}},
+                "update": {
+                    "tokens": {"kl_estimator": "exact", "minibatch_size": 37},
+                    "denoising": {"clip_range": 0.2},
+                },
             },
         )
         assert [place for place, _ in wrong] == [
             "rollout.noise_level",
             "rollout.renderings",
-            "update.kl_estimator",
+            "update.tokens.kl_estimator",
             "update.denoising.clip_range",
-            "update.minibatch_size",
+            "update.tokens.minibatch_size",
         ]
 
 
@@ -276,10 +291,12 @@ NFT: dict[str, Any] = {
     "update": {"algorithm": "nft"},
 }
 
+NFT_BY_STREAM = {"denoising": NFT["update"]}
+
 JOINT_NFT: dict[str, Any] = {
     **JOINT,
     "rollout": {**JOINT["rollout"], **NFT["rollout"]},
-    "update": {"denoising": NFT["update"]},
+    "update": NFT_BY_STREAM,
 }
 
 
@@ -329,7 +346,7 @@ class TestDiffusionNft:
         [
             ({"rollout": {"shared_noise": True}}, "rollout.shared_noise", True),
             ({"update": {"denoising": {"algorithm": "nft", "clip_range": 1e-4}}}, "update.denoising.clip_range", 1e-4),
-            ({"update": {"algorithm": "nft"}}, "update.algorithm", "nft"),
+            ({"update": {**NFT_BY_STREAM, "tokens": NFT["update"]}}, "update.tokens.algorithm", "nft"),
             ({"update": {"denoising": {"algorithm": "grpo"}}}, "rollout.sde_window_size", 0),
         ],
     )
@@ -347,14 +364,13 @@ class TestDiffusionNft:
     def test_a_mistyped_algorithm_is_answered_with_those_that_there_are(self) -> None:
         with pytest.raises(InputErrors) as refused:
             configured(PIPELINE, NFT, {"update": {"algorithm": "nftt", "nft_beta": -1.0}})
-        algorithm, other = refused.value.errors
+        other, algorithm = refused.value.errors
         assert (algorithm.place, algorithm.value) == ("update.algorithm", "nftt")
-        assert algorithm.hint == "Did you mean nft? What this run trains has: grpo, nft."
+        assert "'grpo' or 'nft'" in algorithm.hint
         # The other keys are read as those of the algorithm that was meant.
         assert other.place == "update.nft_beta"
-        assert found(PIPELINE, NFT, {"update": {"algorithm": ["nft"]}}) == [("update.algorithm", ["nft"])]
+        assert found(PIPELINE, NFT, {"update": {"algorithm": ["nft"]}}) == [("update.algorithm", ("nft",))]
 
-    def test_it_is_named_in_the_identity_and_grpo_is_not(self) -> None:
+    def test_it_is_named_in_the_identity(self) -> None:
         assert run_identity(configured(PIPELINE, NFT))["update"]["algorithm"] == "nft"
-        assert "algorithm" not in run_identity(configured(PIPELINE))["update"]
         assert configured(PIPELINE, {"update": {"algorithm": "grpo"}}) == configured(PIPELINE)

@@ -12,7 +12,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 import configs
 from configs.loader import read_config
-from configs.schema import RUN_CONFIGS, RunConfig
+from configs.schema import RunConfig
 from configs.unknown_keys import OTHER_MEANING, TRL_NAMES
 from grpo_core.errors import InputError, InputErrors
 
@@ -136,7 +136,7 @@ def test_the_document_has_every_field_once_and_says_what_is_accepted() -> None:
     for name, ours, how in fields:
         if how == "same":
             section = ours.strip("`").partition(".")[0]
-            assert name in {field for model in RUN_CONFIGS.values() for field in keys_of(model, section)}, name
+            assert name in keys_of(section), name
         assert how in {"same", "accepted", "refused", "otherwise", "no"}, name
 
 
@@ -144,9 +144,9 @@ def names_of(arguments: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(arguments)}
 
 
-def keys_of(model: type[RunConfig], section: str) -> set[str]:
-    """The names of a section's fields."""
-    annotation: Any = model.model_fields[section].annotation
+def keys_of(section: str) -> set[str]:
+    """The names of a section's fields, whatever is trained."""
+    annotation: Any = RunConfig.model_fields[section].annotation
     return {name for each in getattr(annotation, "__args__", (annotation,)) for name in each.model_fields}
 
 

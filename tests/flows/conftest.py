@@ -36,6 +36,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "configs" / "tiny.yaml"
 TINY_SD3_NFT = REPOSITORY / "configs" / "tiny_sd3_nft.yaml"
 TINY_TEXT = REPOSITORY / "configs" / "tiny_text.yaml"
+TINY_BOTH = REPOSITORY / "configs" / "tiny_both.yaml"
 SMALL = {
     "run.iterations": 2,
     # Tests start a run with other settings to see what is used again.

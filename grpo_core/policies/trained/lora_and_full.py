@@ -296,7 +296,7 @@ def _with_adapters(base: nn.Module, config: "LoraConfig", choice: TrainingChoice
             return get_peft_model(base, config)
         except (ValueError, re.error) as error:
             if choice.adapter is not None:
-                hint = f"It is no adapter of the part that policy.train names ({error}); give one of that part."
+                hint = f"It is no adapter of what policy.train names ({error}); give one of that."
                 raise InputError(PLACE, str(choice.adapter), hint) from error
             hint = f"Give a regular expression over the model's layer names ({error})."
             raise InputError("policy.lora.targets", config.target_modules, hint) from error

@@ -27,7 +27,7 @@ from tests.grpo_core.policies.denoising.tiny_pipelines import (
 )
 
 PROMPTS = ("a red circle",) * 2
-SECTION = PolicySection(kind="diffusers", model="org/base", train=("decoder",))
+SECTION = PolicySection(kind="diffusers", model="org/base", train=("denoising",))
 
 
 def into_the_model(pipeline: Any, folder: Path) -> None:

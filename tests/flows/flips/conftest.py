@@ -14,12 +14,12 @@ from tests.flows.rescoring.test_rescore import JPEG, scored_again
 
 SETTINGS: dict[str, object] = {
     "run__iterations": 1,
-    "policy__train": ["tokens", "decoder"],
+    "policy__train": ["tokens", "denoising"],
     "rollout__renderings": 2,
     "rollout__num_inference_steps": 3,
     "rollout__sde_window_size": 1,
     "rollout__sde_window_range": [0, 2],
-    "update__denoising": {"minibatch_size": 2},
+    "update": {"tokens": {"minibatch_size": 2}, "denoising": {"minibatch_size": 2}},
     "evaluate__prompts": "data/prompts/shapes_heldout.jsonl",
     "evaluate__targets": "data/targets",
     "evaluate__target_column": "target",

@@ -13,13 +13,12 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ParameterTypeError
 
 from configs.loader import read_config
-from configs.schema import GlmImageRunConfig, TextRunConfig
 from flows.evaluation.evaluate import evaluate
 from flows.pipeline.forms import form_schema
 from flows.rescoring.rescore import rescore
 from flows.training.train import train
 from grpo_core.errors import InputErrors
-from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, Runs
+from tests.flows.conftest import REPOSITORY, TINY, TINY_BOTH, TINY_TEXT, Runs
 from tests.flows.deployment.deployed import MIX, asked_for, deployed, make_pool, on_the_server
 
 
@@ -51,7 +50,8 @@ class TestForm:
         self, form: DeploymentResponse, pool: str
     ) -> None:
         deployed(TINY_TEXT, run="text")
-        for found in (form, on_the_server("text")["grpo train/text"]):
+        deployed(TINY_BOTH, run="both")
+        for found in (form, *(on_the_server(run)[f"grpo train/{run}"] for run in ("text", "both"))):
             config = found.parameters["config"]
             required = {name: config[name] for name in ("run", "policy", "data", "rollout", "rewards")}
             assert asked_for(found, {"config": config}, {"config": required}) == [None, None]
@@ -90,12 +90,11 @@ class TestForm:
         assert right is None
         assert "polcy" in str(unknown)
 
-    @pytest.mark.parametrize(("file", "kind"), [(TINY, GlmImageRunConfig), (TINY_TEXT, TextRunConfig)])
-    def test_the_flow_reads_what_the_server_keeps(self, file: Path, kind: type) -> None:
+    @pytest.mark.parametrize("file", [TINY, TINY_TEXT, TINY_BOTH])
+    def test_the_flow_reads_what_the_server_keeps(self, file: Path) -> None:
         config = read_config(file)
         read = train.validate_parameters({"config": json.loads(config.model_dump_json())})["config"]
         assert read == config
-        assert type(read) is kind
         assert train.validate_parameters({"config": config})["config"] is config
 
     def test_the_flow_reports_every_mistake(self) -> None:
@@ -131,11 +130,12 @@ def test_a_run_that_cannot_begin_says_why_in_its_state(empty: Runs) -> None:
 
 
 def test_the_form_begins_with_what_is_required_and_folds_the_rest() -> None:
-    definitions = form_schema("config", GlmImageRunConfig)["definitions"]
-    sections = definitions["GlmImageRunConfig"]["properties"]
+    definitions = form_schema("config", read_config(TINY))["definitions"]
+    sections = definitions["RunConfig"]["properties"]
     assert list(sections)[:5] == ["run", "policy", "data", "rollout", "rewards"]
     assert list(definitions["RunSection"]["properties"])[:2] == ["name", "iterations"]
     # The UI shows what is behind `$ref` field by field, and behind `oneOf` as JSON.
     assert sections["run"] == {"$ref": "#/definitions/RunSection"}
+    assert sections["rollout"]["$ref"] == "#/definitions/GlmImageRolloutSection"
     folded = {name for name, section in sections.items() if section.get("oneOf")}
     assert folded == {"advantages", "update", "evaluate", "watch", "placement", "storage"}

@@ -121,7 +121,7 @@ class TestBadInput:
         [
             (["update.denoising.mismatch.mode=none"], "update.denoising.mismatch.mode"),
             (["update.denoising.mismatch={cap: 1.005}"], "update.denoising.mismatch.mode"),
-            (["update.vllm_importance_sampling_clip_max=2.0"], "update.mismatch.mode"),
+            (["update.tokens.vllm_importance_sampling_clip_max=2.0"], "update.tokens.mismatch.mode"),
             (["update.denoising.mismatch.mode=mask", "update.denoising.mismatch.cap=1.005"], None),
             (["update.denoising.learning_rate=1e-5"], None),
         ],

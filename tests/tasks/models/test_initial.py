@@ -49,12 +49,12 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_part_has_the_adapters_of_its_own_settings(store: ArtifactStore) -> None:
-    both = {"train": ["tokens", "decoder"], "lora": {"rank": 4}, "decoder_lora": {"rank": 8, "targets": "attn"}}
+    both = {"train": ["tokens", "denoising"], "lora": {"rank": 4}, "denoising_lora": {"rank": 8, "targets": "attn"}}
     policy = PolicySection.model_validate({"model": str(IMAGE_MODEL), **both})
     with training_choices(policy, store, None) as choices:
         settings = [choices[stream].lora for stream in ("tokens", "denoising")]
     assert settings == [LoraSection(rank=4), LoraSection(rank=8, targets="attn")]
-    with training_choices(policy.model_copy(update={"decoder_lora": None}), store, None) as choices:
+    with training_choices(policy.model_copy(update={"denoising_lora": None}), store, None) as choices:
         assert choices["tokens"].lora == choices["denoising"].lora == LoraSection(rank=4)
 
 
@@ -189,7 +189,7 @@ def image_section(adapter: Path, *train: str) -> PolicySection:
     return PolicySection.model_validate(values)
 
 
-@pytest.mark.parametrize("train", [("tokens", "decoder"), ("decoder",)], ids=["both", "decoder"])
+@pytest.mark.parametrize("train", [("tokens", "denoising"), ("denoising",)], ids=["both", "decoder"])
 def test_each_component_starts_from_its_own_adapter(train: tuple[str, ...], both: Path, store: ArtifactStore) -> None:
     policy = image_section(both, *train)
     digest = initial_digest(policy, store, None)
@@ -209,10 +209,10 @@ def test_an_adapter_of_one_component_does_not_start_two(both: Path, store: Artif
     shutil.copytree(both / "tokens", tmp_path / "half" / "tokens")
     for folder, missing in (("flat", "tokens"), ("half", "denoising")):
         with pytest.raises(InputError, match=f"no folder {missing}") as caught:
-            choice_of(image_section(tmp_path / folder, "tokens", "decoder"), store)
+            choice_of(image_section(tmp_path / folder, "tokens", "denoising"), store)
         assert caught.value.place == "policy.adapter"
     assert choice_of(image_section(tmp_path / "flat", "tokens"), store).adapter == tmp_path / "flat"
-    other = image_section(tmp_path / "flat", "decoder")
+    other = image_section(tmp_path / "flat", "denoising")
     with training_choices(other, store, None) as choices, pytest.raises(InputError, match=r"policy\.train") as caught:
         JOINT.spec().family.check_choices(str(IMAGE_MODEL), choices)
     assert (caught.value.place, caught.value.value) == ("policy.adapter", str(tmp_path / "flat"))
@@ -225,7 +225,7 @@ def test_both_adapters_are_part_of_what_training_starts_from(both: Path, store: 
         shutil.copytree(both, folder)
         if changed != "nothing":
             edit(folder / changed, lora_alpha=7.0)
-        digests.add(initial_digest(image_section(folder, "tokens", "decoder"), store, None))
+        digests.add(initial_digest(image_section(folder, "tokens", "denoising"), store, None))
     assert len(digests) == 3
 
 

@@ -22,7 +22,7 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tests.tiny_policy import MODEL
 
 SECTION = PolicySection(
-    model=str(MODEL), train=("tokens", "decoder"), dtype="float32", lora=LoraSection(rank=2, alpha=4.0)
+    model=str(MODEL), train=("tokens", "denoising"), dtype="float32", lora=LoraSection(rank=2, alpha=4.0)
 )
 ROLLOUT = GlmImageRolloutSection(
     height=64, width=64, num_inference_steps=3, guidance_scale=1.0, sde_window_range=(0, 2), prompts_per_batch=1

@@ -120,7 +120,7 @@ def test_a_component_is_trained_as_in_a_run_of_its_own(
     stream: Stream, both: Updated, store: ArtifactStore, tmp_path: Path
 ) -> None:
     """No update sees the other's rows, settings or weights; one component alone is stored without a subfolder."""
-    single = changed(JOINT, train=({"tokens": "tokens", "denoising": "decoder"}[stream],))
+    single = changed(JOINT, train=(stream,))
     (rollouts,) = both.job.rollouts
     job = job_of(single, rollouts, trained_advantages(single, rollouts), update={stream: UPDATES[stream]})
     assert alone(job, tmp_path / "one").rows == {"tokens": 8, "denoising": 6}[stream]

@@ -34,7 +34,7 @@ from tests.tasks.update.update_jobs import (
 ADAPTER = "adapter_model.safetensors"
 STEPS = 4
 DECODER = replace(
-    changed(JOINT, train=("decoder",)),
+    changed(JOINT, train=("denoising",)),
     rollout=JOINT.rollout.model_copy(
         update={"sde_window_size": 0, "guidance_scale": 1.0, "num_inference_steps": STEPS}
     ),

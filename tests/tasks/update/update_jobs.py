@@ -113,7 +113,7 @@ TEXTS = Modality(
 # One draft of four is rendered three times.
 JOINT = Modality(
     PolicySection(
-        model=str(IMAGE_MODEL), dtype="float32", lora=LoraSection(rank=2, alpha=4.0), train=("tokens", "decoder")
+        model=str(IMAGE_MODEL), dtype="float32", lora=LoraSection(rank=2, alpha=4.0), train=("tokens", "denoising")
     ),
     GlmImageRolloutSection(
         height=32, width=32, num_inference_steps=4, guidance_scale=1.5, sde_window_range=(0, 3), group_size=4
