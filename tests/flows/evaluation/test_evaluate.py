@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -44,12 +43,10 @@ STAGES = ["collect rollouts", "score answer", "compute advantages"]
 
 
 @pytest.fixture(scope="module")
-def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runs, Start]]:
+def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Start]:
     """A text run of two updates, evaluated before and after; no test changes it."""
     runs = Runs(tmp_path_factory.mktemp("evaluated"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(REPOSITORY)
-        yield runs, runs.start_text(**SMALL_TEXT)
+    return runs, runs.start_text(**SMALL_TEXT)
 
 
 @pytest.fixture
