@@ -18,9 +18,10 @@ from configs.validation import validated
 from data.shapes import BACKGROUNDS
 from flows.command_line.main import application
 from flows.evaluation.evaluate import EvaluateSummary, evaluate
-from flows.evaluation.plan import check_inputs, plan_evaluate
+from flows.evaluation.plan import plan_evaluate
 from flows.inspection.inspect_run import inspect_run
 from flows.pipeline.requests import EvaluateRequest
+from flows.preflight.inputs import check_evaluation
 from grpo_core.errors import InputError
 from grpo_core.rewards.similarity.pixels import SsimReward
 from tasks.storage.artifacts.store import ArtifactStore
@@ -64,7 +65,7 @@ def evaluated(runs: Runs, run: str = "text", **requested: object) -> tuple[Evalu
 
 def test_any_algorithms_policy_can_be_evaluated() -> None:
     config = read_config("configs/tiny_sd3_nft.yaml", ["evaluate.limit=2"])
-    assert [len(each.prompts) for each in check_inputs(config).usable("evaluate")] == [2]
+    assert [len(each.prompts) for each in check_evaluation(config).heldout] == [2]
 
 
 def problem(runs: Runs, run: str = "text", **requested: object) -> InputError:
