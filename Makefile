@@ -59,13 +59,13 @@ bench-pools: $(STAMP)  ## compare one process with two pools, three workers, Pos
 	$(ENVIRONMENT) $(RUN)/python -m tests.bench.placement
 
 tiny-model: $(STAMP)  ## train the shipped tiny GLM-Image again from its recipe
-	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_models glm-image
+	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models glm-image
 
 tiny-text-model: $(STAMP)  ## train the shipped tiny text model again from its recipe
-	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_models text
+	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models text
 
 tiny-sd3: $(STAMP)  ## train the shipped tiny Stable Diffusion 3 again from its recipe
-	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_models sd3
+	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models sd3
 
 curves: $(STAMP)  ## train the tiny text model here and in TRL: docs/learning_curves.png
 	$(ENVIRONMENT) $(RUN)/python -m tests.bench.learning_curves

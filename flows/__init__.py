@@ -15,7 +15,6 @@ preflight      checks before any model loads, `grpo doctor`
 deployment, server, workers     Prefect: `grpo deploy`, `grpo ui` and `grpo worker`
 command_line   the program `grpo`: its commands and options
 terminal       progress bars, tables and summaries that the commands print
-tiny_models    trains the shipped tiny models again
 prefect_settings   Prefect's settings, applied before it is imported
 """
 

@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,11 +18,12 @@ from configs.validation import Section, validated
 from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
 from grpo_core.errors import InputError
 from tasks.garbage_collection import collection_paused
-from tasks.progress import Silence, listen, log
+from tasks.progress import Lines, Silence, listen, log
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
     from flows.evaluation.evaluate import EvaluateSummary
+    from flows.pipeline.lineage import ChangedRunError
     from flows.replaying.replay import ReplaySummary
     from flows.rescoring.rescore import Rescoring
     from flows.training.hooks import IterationHook
@@ -41,6 +42,7 @@ def train(
     overrides: Overrides = (),
     accept_code: bool = False,
     on_iteration: "IterationHook | None" = None,
+    ask: "Callable[[ChangedRunError], Sequence[str]] | None" = None,
     progress: bool = True,
 ) -> "TrainSummary":
     """Start or resume a training run.
@@ -52,6 +54,8 @@ def train(
         on_iteration: called with the record of each iteration, in order; it ends the run after this one by returning
             True or raising StopTraining. A run that resumes passes all of its iterations again, the previous ones with
             `record.stored`, so that a hook that counts decides as in a run that was never interrupted.
+        ask: called when the run has policies of other settings, code or prompts and `run.on_change` is refuse; returns
+            the settings to change, as of `--set`. None refuses such a start.
         progress: show bars in a terminal, lines elsewhere; if False, the log goes to Prefect's UI only.
 
     Raises:
@@ -59,29 +63,28 @@ def train(
     """
     from configs.loader import as_config
 
-    checked = as_config(config, _texts(overrides))
-    if on_iteration is None and (finished := read_finished(checked)) is not None:
-        return finished
-    return train_checked(checked, accept_code=accept_code, on_iteration=on_iteration, progress=progress)
+    given = as_config(config, _texts(overrides))
 
+    def body() -> "Coroutine[Any, Any, TrainSummary] | TrainSummary":
+        from flows.preflight.files import refuse_missing_files
 
-def train_checked(
-    config: "RunConfig",
-    *,
-    accept_code: bool = False,
-    on_iteration: "IterationHook | None" = None,
-    progress: bool = True,
-) -> "TrainSummary":
-    """Start or resume the training run of a configuration that `configs.loader` has checked; as :func:`train`."""
-
-    def body() -> "Coroutine[Any, Any, TrainSummary]":
-        begin_training(config)
+        refuse_missing_files(given)
+        if on_iteration is None and (finished := read_finished(given)) is not None:
+            log(f"{finished.run} has finished, and its files are as they were written: nothing to do")
+            return finished
+        start_server()
+        from flows.pipeline.run import changed_run
         from flows.preflight.inputs import check_inputs
-
-        check_inputs(config)
         from flows.training.train import train as flow
 
-        return flow(config, accept_code=accept_code)
+        chosen = given
+        check_inputs(chosen)
+        if (change := changed_run(chosen, accept_code=accept_code)) is not None:
+            if ask is None:
+                raise change
+            chosen = as_config(given, ask(change))
+            check_inputs(chosen)
+        return flow(chosen, accept_code=accept_code)
 
     return _run(body, on_iteration, progress=progress)
 
@@ -184,20 +187,27 @@ def rescore(
         return _run(body, progress=progress)
 
 
-def _run(body: Callable[[], Coroutine[Any, Any, R]], hook: "IterationHook | None" = None, *, progress: bool) -> R:
-    """Run a flow in a context of its own, so that listeners and hooks end with it."""
+def _run(body: Callable[[], Coroutine[Any, Any, R] | R], hook: "IterationHook | None" = None, *, progress: bool) -> R:
+    """Run a flow in a context of its own, so that listeners and hooks end with it.
+
+    Args:
+        body: checks the input and returns the flow, or its result where nothing has to run. It may ask a person, so
+            its messages are lines; bars begin with the flow.
+    """
 
     def run() -> R:
         from flows.training.hooks import use_hook
 
         use_hook(hook)
-        if not progress:
-            listen(Silence())
-            return _to_the_end(body)
+        listen(Lines() if progress else Silence())
+        with collection_paused():
+            work = body()
+        if not isinstance(work, Coroutine):
+            return work
         from flows.terminal.progress import training_progress
 
-        with training_progress():
-            return _to_the_end(body)
+        with closing(work), training_progress() if progress else nullcontext():
+            return _run_to_the_end(work)
 
     return contextvars.copy_context().run(run)
 
@@ -228,39 +238,20 @@ def read_finished(config: "RunConfig") -> "TrainSummary | None":
         return contextvars.copy_context().run(read, config)
 
 
-def begin_training(config: "RunConfig", report: Callable[[str], None] = log) -> None:
-    """Refuse missing files, then start a temporary server beside all that takes longer.
-
-    Raises:
-        InputErrors: the model's folder or prompt files do not exist.
-    """
-    from flows.preflight.files import refuse_missing_files
-
-    refuse_missing_files(config)
-    start_server(report)
-
-
-def start_server(report: Callable[[str], None] = log) -> None:
+def start_server() -> None:
     """Start a temporary server if none is configured, while this process imports and checks what a flow needs."""
     from flows.server.temporary import start_temporary_server
 
     if start_temporary_server():
-        report("starting Prefect's server, and loading libraries beside it ...")
-
-
-def _to_the_end(body: Callable[[], Coroutine[Any, Any, R]]) -> R:
-    from flows.server.temporary import wait_for_temporary_server
-
-    with collection_paused():
-        work = body()
-    with closing(work):
-        wait_for_temporary_server()
-        return _run_to_the_end(work)
+        log("starting Prefect's server, and loading libraries beside it ...")
 
 
 def _run_to_the_end(work: Coroutine[Any, Any, R]) -> R:
     import asyncio
 
+    from flows.server.temporary import wait_for_temporary_server
+
+    wait_for_temporary_server()
     try:
         asyncio.get_running_loop()
     except RuntimeError:

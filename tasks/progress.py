@@ -1,5 +1,7 @@
 """Report the progress of a run: to bars in a terminal, to lines of a log, or to no reporter."""
 
+import sys
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Protocol
@@ -23,6 +25,29 @@ class Silence:
 
     def log(self, line: str) -> None:
         """Show nothing."""
+
+
+SECONDS_BETWEEN_LINES = 30.0
+
+
+class Lines:
+    """Lines on stderr, for logs: one when a stage ends, and one every half minute until then."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, float] = {}
+        self.printed: dict[str, float] = {}
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        """Print a line if the stage has ended, or the last line is half a minute old."""
+        now = time.perf_counter()
+        seconds = now - self.begun.setdefault(stage, now)
+        if done == total or now - self.printed.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:
+            self.printed[stage] = now
+            self.log(f"{stage}: {done}/{total} in {seconds:.1f} s")
+
+    def log(self, line: str) -> None:
+        """Print a line."""
+        print(line, file=sys.stderr, flush=True)
 
 
 _UNSET = Silence()

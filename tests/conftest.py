@@ -2,11 +2,41 @@
 
 import gc
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtyping import install_import_hook
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+REPOSITORY = Path(__file__).resolve().parents[1]
+# No test sees the runs, caches and settings of the checkout or of the person who starts it, nor does what it starts.
+_PRIVATE = tempfile.TemporaryDirectory(prefix="grpo-tests-", ignore_cleanup_errors=True)
+_SETTINGS = ("PREFECT_", "GRPO_", "HF_", "WANDB_", "MLFLOW_", "TRACKIO_", "SWANLAB_", "TORCH_HOME", "MPLCONFIGDIR")
+_FOLDERS = {
+    "HOME": "home",
+    "XDG_CACHE_HOME": "home/.cache",
+    "XDG_CONFIG_HOME": "home/.config",
+    "XDG_DATA_HOME": "home/.local/share",
+    "XDG_STATE_HOME": "home/.local/state",
+    "HF_HOME": "home/.cache/huggingface",
+    "PREFECT_HOME": "home/.prefect",
+}
+
+
+def _isolate() -> None:
+    """Give this process a home folder, and names of environment variables, that no person has set."""
+    for name in [name for name in os.environ if name.startswith(_SETTINGS)]:
+        del os.environ[name]
+    for name, folder in _FOLDERS.items():
+        Path(_PRIVATE.name, folder).mkdir(parents=True, exist_ok=True)
+        os.environ[name] = str(Path(_PRIVATE.name, folder))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    # Programs that tests start run in another folder, and import these sources.
+    os.environ["PYTHONPATH"] = str(REPOSITORY)
+
+
+_isolate()
 # What the imports of a collection make stays: looking through it again and again takes a third of their time.
 gc.disable()
 # Shapes and dtypes that signatures and records state are checked in these modules, on every call of every test.
@@ -31,6 +61,19 @@ if TYPE_CHECKING:
 # The same examples on every machine, and no deadline: a shared core has slow moments.
 settings.register_profile("project", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("project")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def at_the_top() -> Iterator[None]:
+    """Work in a folder with the shipped files at the paths that configurations give them, and without runs."""
+    folder = Path(_PRIVATE.name, "checkout")
+    folder.mkdir()
+    for name in ("configs", "data", "docs"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    previous = Path.cwd()
+    os.chdir(folder)
+    yield
+    os.chdir(previous)
 
 
 @pytest.fixture(scope="session")
@@ -64,3 +107,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_unconfigure() -> None:
     """Libraries report what the interpreter does not free at its end."""
     gc.unfreeze()
+    _PRIVATE.cleanup()

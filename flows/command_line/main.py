@@ -18,14 +18,13 @@ import typer
 
 from flows import functions
 from flows.command_line.options import Config, Json, Overrides, RunName, handle_errors, takes_request
-from flows.command_line.questions import RESTART, ask_for_init, is_terminal, settle_change
+from flows.command_line.questions import RESTART, ask_about_change, ask_for_init, is_terminal
 from flows.command_line.rewards import commands as reward_commands
 from flows.command_line.stored_runs import commands as stored_run_commands
 from flows.init.write import InitRequest, write_folder
 from flows.pipeline.requests import DeployRequest, EvaluateRequest, ReplayRequest, RescoreRequest
 from flows.server.start import ServerRequest, serve
 from grpo_core.errors import InputError
-from tasks.garbage_collection import collection_paused
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -125,18 +124,8 @@ def train(
         chosen = [f"run.continue_from={json.dumps(continue_from)}"] if continue_from is not None else []
         chosen += [RESTART] if restart else []
         checked = resolved(config, run, overrides, *chosen)
-        summary = functions.read_finished(checked)
-        if summary is not None:
-            typer.echo(f"{summary.run} has finished, and its files are as they were written: nothing to do", err=True)
-        else:
-            with collection_paused():
-                functions.begin_training(checked, lambda line: typer.echo(line, err=True))
-                from flows.preflight.inputs import check_inputs
-
-                check_inputs(checked)
-            if answer := settle_change(checked, accept_code=accept_code, ask=is_terminal()):
-                checked = resolved(config, run, overrides, *chosen, *answer)
-            summary = functions.train_checked(checked, accept_code=accept_code)
+        ask = ask_about_change if is_terminal() else None
+        summary = functions.train(checked, accept_code=accept_code, ask=ask)
         from flows.terminal.summaries import show_training
 
         show_training(summary)

@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from configs.schema import RunConfig
     from flows.init.write import InitRequest
+    from flows.pipeline.lineage import ChangedRunError
 
 RESTART = "run.on_change=restart"
 
@@ -19,34 +20,22 @@ def is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def settle_change(config: "RunConfig", *, accept_code: bool, ask: bool) -> list[str]:
+def ask_about_change(change: "ChangedRunError") -> list[str]:
     """Let a person choose what becomes of a run that is started with other settings.
 
-    Args:
-        accept_code: whether code that differs from that of the stored results is accepted.
-        ask: whether there is a person to ask.
-
     Returns:
-        Overrides of the configuration that carry out the choice; none if the run can simply go on.
+        Overrides of the configuration that carry out the choice.
 
     Raises:
-        ChangedRunError: the stored policies were made with something else, and nobody can be asked.
         typer.Exit: the person wants to stop.
     """
-    from flows.pipeline.run import changed_run
-
-    change = changed_run(config, accept_code=accept_code) if config.run.on_change == "refuse" else None
-    if change is None:
-        return []
-    if not ask:
-        raise change
     from rich.prompt import IntPrompt
 
     from flows.terminal.tables import stderr
     from tasks.reports.text import counted
 
-    name = config.run.name
-    named = [f"run.name={json.dumps(other := _free_name(config))}"]
+    name = change.config.run.name
+    named = [f"run.name={json.dumps(other := _free_name(change.config))}"]
     lines = (
         f"{name} has trained {counted(change.iterations, 'iteration')}, and {change.difference}.",
         f"  1  train in a new run, {other}, which reuses the stages that are unchanged",

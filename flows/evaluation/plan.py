@@ -8,11 +8,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from configs.schema import RunConfig
-from configs.sections import DataSection
 from flows.pipeline.requests import EvaluateRequest, refuse_overrides
 from flows.pipeline.run import heldout_digest, plan_heldout
-from flows.preflight.inputs import PromptFiles, checked_once, refuse_prompt_texts, run_checks, trained_model
-from flows.server.reachable import require_server
+from flows.preflight.inputs import check_evaluation, checked_once
 from grpo_core.errors import InputError, InputErrors
 from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import PromptSet
@@ -67,16 +65,13 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     if not config.evaluate.sets:
         hint = f"{store.run} has no held-out prompts (evaluate.prompts); name a file of them."
         raise InputErrors([InputError("--prompts", None, hint)])
-    prompts = check_inputs(config)
-    heldout = prompts.usable("evaluate")
-    model = trained_model(config)
-    digest = model.digest
+    inputs = check_evaluation(config)
+    heldout, digest = inputs.heldout, inputs.model.digest
     if described.get("model_digest") not in (None, digest):
         hint = f"Its files have changed since {store.run} began ({described['model_digest'][:12]}); restore them."
         raise InputErrors([InputError("policy.model", digest[:12], hint)])
     chosen, notes = choose_policy(store, request.policy, digest)
     policy = chosen.averaged
-    refuse_prompt_texts(config, heldout)
     rollouts = plan_heldout(config, heldout, policy.version)
     assert rollouts is not None, "there are held-out prompts"
     same = _determining(own) == _determining(config) and described.get("evaluation") == heldout_digest(config, heldout)
@@ -85,8 +80,7 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
         folder = evaluation_folder(policy.version, _name_of(config, rollouts))
         rollouts = rollouts.model_copy(update={"folder": folder})
         stored = find_evaluation(store, folder, config, policy)
-    require_server()
-    return EvaluatePlan(store, config, model, policy, heldout, rollouts, stored, (*notes, *prompts.notes))
+    return EvaluatePlan(store, config, inputs.model, policy, heldout, rollouts, stored, (*notes, *inputs.notes))
 
 
 def _hint_against(path: str) -> str | None:
@@ -102,13 +96,6 @@ def _prompt_overrides(request: EvaluateRequest) -> list[str]:
     unset = dict.fromkeys(("split", "subset", "revision", "prompt_column", "columns", "limit"))
     changed: dict[str, object] = {"prompts": request.prompts, "datasets": [], "streaming": False, **unset}
     return [f"evaluate.{key}={json.dumps(value)}" for key, value in changed.items()]
-
-
-def check_inputs(config: RunConfig) -> PromptFiles:
-    """Check what the first three stages need and return the prompts; the update and its prompts are not needed."""
-    single = config.placement.model_copy(update={"processes": 1, "sharding": "ddp"})
-    changed = {"data": DataSection(), "update": type(config.update)(), "placement": single}
-    return run_checks(config.model_copy(update=changed))
 
 
 def _determining(config: RunConfig) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from grpo_core.errors import InputError
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from grpo_core.streams import Stream
-from tasks.models.files import component_folder, weights_folder
+from tasks.models.files import RECORD_FILE, component_folder, weights_folder
 from tasks.storage.filesystem.files import settle_folder
 
-CARD_FILE, RECORD_FILE = "README.md", "grpo.json"
-"""RECORD_FILE: what `grpo sample` needs of the run to sample as in training."""
+CARD_FILE = "README.md"
 
 # Where diffusers looks for the settings of an adapter; without them it takes alpha for the rank.
 _METADATA = "lora_adapter_metadata"

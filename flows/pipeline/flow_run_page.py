@@ -19,8 +19,7 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.terminal.progress import Lines
-from tasks.progress import ProgressReporter, has_listener, listen, listener
+from tasks.progress import Lines, ProgressReporter, has_listener, listen, listener
 
 SECONDS_BETWEEN_UPDATES = 5.0
 """Between two updates of a bar; a stage that ends sooner has none."""

@@ -108,13 +108,14 @@ class ChangedRunError(InputError):
     """A start has other settings, code or prompts than the policies that the run has stored.
 
     Attributes:
+        config: the configuration of the start.
         difference: what is different, in words.
         iterations: number of iterations that the run has trained.
     """
 
     def __init__(self, config: RunConfig, difference: str, iterations: int) -> None:
         """Say what is different, and how one can go on."""
-        self.difference, self.iterations, name = difference, iterations, config.run.name
+        self.config, self.difference, self.iterations, name = config, difference, iterations, config.run.name
         if isinstance(config, ReplayConfig):
             choices = "--run NAME replays in a new run; --set run.on_change=restart begins anew"
         else:

@@ -4,6 +4,7 @@ import hashlib
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from flows.preflight.inputs import check_inputs
 from grpo_core.streams import Stream
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
-from tasks.progress import log
+from tasks.progress import Silence, listen, log
 from tasks.prompts.curriculum import PromptSet, PromptStatistics, draw_prompts
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS
@@ -132,18 +133,26 @@ def _shares_noise(rollout: RolloutSection) -> bool:
 
 
 def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunError | None:
-    """Return what `open_run` would refuse; None if this start can go on with what is stored.
+    """Return why `open_run` would refuse what is stored; None if this start can use it or replaces it.
 
     Raises:
         InputErrors: as for open_run.
     """
+    if config.run.on_change != "refuse":
+        return None
     inputs = check_inputs(config)
     require_schema(inputs.store)
     if (described := read_valid_description(inputs.store)) is None:
         return None
-    _, start = settle_start(config, described)
-    settle_code(stage_code(config, inputs.model), described, accept=accept_code)
-    return find_change(config, inputs.store, described, identify(config, inputs.model, inputs.training, start))
+
+    def find() -> ChangedRunError | None:
+        # open_run logs the same again.
+        listen(Silence())
+        _, start = settle_start(config, described)
+        settle_code(stage_code(config, inputs.model), described, accept=accept_code)
+        return find_change(config, inputs.store, described, identify(config, inputs.model, inputs.training, start))
+
+    return copy_context().run(find)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from configs.schema import RunConfig
-from flows.preflight.inputs import trained_model
+from flows.preflight.model import trained_model
 from grpo_core.errors import InputError, InputErrors, raise_all
 from tasks.runs.lookup import find_run, read_description
 from tasks.runs.stored import START, choose_policy, stored_config, stored_start

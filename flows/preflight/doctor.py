@@ -13,8 +13,10 @@ from PIL import features
 from configs.contradictions import pools_of
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection
-from flows.preflight.inputs import CHECKS, PromptFiles, read_prompt_files, refuse_prompt_texts, source_of
-from flows.server.reachable import require_pools, require_server, server_url, workers_online
+from flows.preflight.inputs import CHECKS
+from flows.preflight.model import refuse_prompt_texts, source_of
+from flows.preflight.prompts import PromptFiles, read_prompt_files
+from flows.server.reachable import require_pools, require_server, require_ui, server_url, workers_online
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
@@ -226,6 +228,8 @@ def _server(config: RunConfig) -> Iterator[Finding]:
     url, pools = server_url(), pools_of(config)
     try:
         require_pools(pools)
+        if config.watch.on_sign == "pause":
+            require_ui("watch.on_sign", "pause")
         require_server()
     except (InputError, InputErrors) as error:
         yield from _problems("server", error.errors if isinstance(error, InputErrors) else [error])

@@ -14,7 +14,8 @@ from configs.schema import RewardsFile, RunConfig
 from configs.scoring import RewardSection
 from configs.training import AdvantagesSection
 from flows.pipeline.requests import RescoreRequest
-from flows.preflight.inputs import checked_once, token_problems
+from flows.preflight.inputs import checked_once
+from flows.preflight.rewards import token_problems
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, InputErrors, raise_all
 from grpo_core.image_size import ImageSize

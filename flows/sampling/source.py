@@ -7,18 +7,21 @@ from typing import Any
 
 from configs.loader import apply_overrides
 from configs.schema import AnyRollout, ByPolicy
-from configs.sections import PlacementSection, PolicySection
+from configs.sections import (
+    PlacementSection,
+    PolicySection,
+)
 from configs.validation import validated
 from flows.export.export import RECORD_FILE
 from flows.pipeline.requests import SampleRequest, refuse_overrides
-from flows.preflight.inputs import source_of
+from flows.preflight.model import source_of
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE
 from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.policies.protocol import Policy, policy_family
 from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE
 from grpo_core.streams import STREAMS
-from tasks.models.files import model_digest
+from tasks.models.files import RECORD_FILE, model_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy, configure_torch, load_policy
 from tasks.runs.lookup import find_run, read_description
 from tasks.runs.stored import adapter_version, choose_policy, chosen_version, stored_config

@@ -1,8 +1,6 @@
 """How far each stage is, in the terminal: bars, or lines in a log."""
 
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,7 +19,7 @@ from rich.progress import (
 from rich.text import Text
 
 from flows.terminal.tables import stderr
-from tasks.progress import listen, show_run
+from tasks.progress import Lines, listen, show_run
 from tasks.reports.text import duration
 
 
@@ -96,26 +94,3 @@ class _Bars:
 
     def log(self, line: str) -> None:
         self.bars.console.print(line, markup=False, highlight=False)
-
-
-SECONDS_BETWEEN_LINES = 30.0
-
-
-class Lines:
-    """Lines on stderr, for logs: one when a stage ends, and one every half minute until then."""
-
-    def __init__(self) -> None:
-        self.begun: dict[str, float] = {}
-        self.printed: dict[str, float] = {}
-
-    def advance(self, stage: str, done: int, total: int) -> None:
-        """Print a line if the stage has ended, or the last line is half a minute old."""
-        now = time.perf_counter()
-        seconds = now - self.begun.setdefault(stage, now)
-        if done == total or now - self.printed.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:
-            self.printed[stage] = now
-            self.log(f"{stage}: {done}/{total} in {seconds:.1f} s")
-
-    def log(self, line: str) -> None:
-        """Print a line."""
-        print(line, file=sys.stderr, flush=True)

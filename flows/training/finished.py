@@ -15,7 +15,8 @@ from configs.schema import RunConfig
 from flows.pipeline.lineage import identify, read_valid_description, settle_code, stage_code
 from flows.pipeline.run import Run, describe, heldout_digest
 from flows.pipeline.warm_start import settle_start
-from flows.preflight.inputs import read_prompt_files, trained_model
+from flows.preflight.model import trained_model
+from flows.preflight.prompts import read_prompt_files
 from flows.pruning.keep import PolicyKeeper
 from flows.training.history import TrainingHistory, held_out_series, is_evaluated
 from flows.training.pace import find_reused

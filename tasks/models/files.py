@@ -13,6 +13,9 @@ from grpo_core.policies.trained.whole import FULL_WEIGHTS
 from grpo_core.streams import STREAMS, Stream
 from tasks.storage.artifacts.reference import PolicyRef
 
+RECORD_FILE = "grpo.json"
+"""In an exported folder: what `grpo sample` needs of the run to sample as in training."""
+
 _DETERMINING = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"}
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tests.chaos.operations import Operation
-from tests.flows.conftest import REPOSITORY
 
 
 class Process(Protocol):
@@ -70,7 +69,6 @@ class ForkServer:
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.chaos.fork_server"],
-                cwd=REPOSITORY,
                 env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -147,7 +145,6 @@ def start_afresh(order: Order, environment: Mapping[str, str]) -> Process:
     with order.output.open("wb") as output:
         child = subprocess.Popen(
             command,
-            cwd=REPOSITORY,
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,

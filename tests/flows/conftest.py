@@ -137,7 +137,7 @@ def training_process(
     variables = {name: value for name, value in variables.items() if value}
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         process = subprocess.Popen(
-            [*command, *runs.sets("run", **changes), "--json"], cwd=REPOSITORY, env=variables, stdout=out, stderr=err
+            [*command, *runs.sets("run", **changes), "--json"], env=variables, stdout=out, stderr=err
         )
     try:
         yield process
@@ -240,19 +240,11 @@ def server() -> Iterator[None]:
         gc.collect()
 
 
-@pytest.fixture(autouse=True)
-def at_the_top(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths in the configuration are relative to the checkout."""
-    monkeypatch.chdir(REPOSITORY)
-
-
 @pytest.fixture(scope="session")
 def undisturbed(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Start]:
     """A finished run that no test changes."""
     runs = Runs(tmp_path_factory.mktemp("undisturbed"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(REPOSITORY)
-        return runs, runs.start()
+    return runs, runs.start()
 
 
 @pytest.fixture

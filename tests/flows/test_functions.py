@@ -80,7 +80,7 @@ def test_an_interrupt_of_a_cell_cancels_its_run() -> None:
             ended.append("cancelled")
 
     async def cell() -> None:
-        functions._to_the_end(work)
+        functions._run(work, progress=False)
 
     loop, previous = asyncio.new_event_loop(), signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 
-from tests.flows.conftest import REPOSITORY
-
 PROGRAM = """
 import contextlib, io, json, sys
 from flows import train, evaluate, replay, rescore
@@ -47,7 +45,7 @@ COMMANDS = [
 
 def test_answers_at_once() -> None:
     command = [sys.executable, "-c", PROGRAM, json.dumps([arguments for arguments, _, _ in COMMANDS])]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
     answers = json.loads(ended.stdout)
     for (arguments, code, said), (answered, output, heavy) in zip(COMMANDS, answers, strict=True):
         assert (answered, heavy) == (code, []), (arguments, output)

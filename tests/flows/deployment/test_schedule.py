@@ -22,7 +22,7 @@ from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.deployment.deploy import deploy_run
 from flows.pipeline.requests import DeployRequest
-from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
+from tests.flows.conftest import TINY, Runs, Start
 from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
 
 POOL = "nightly"
@@ -41,9 +41,7 @@ def worker(ui: GrpoUi, home: Path) -> Iterator[psutil.Process]:
     }
     home.mkdir()
     with (home / "said").open("wb") as said:
-        process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=said, stderr=said, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
     try:
         yield psutil.Process(process.pid)
     finally:

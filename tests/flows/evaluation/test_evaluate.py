@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,9 +18,10 @@ from configs.validation import validated
 from data.shapes import BACKGROUNDS
 from flows.command_line.main import application
 from flows.evaluation.evaluate import EvaluateSummary, evaluate
-from flows.evaluation.plan import check_inputs, plan_evaluate
+from flows.evaluation.plan import plan_evaluate
 from flows.inspection.inspect_run import inspect_run
 from flows.pipeline.requests import EvaluateRequest
+from flows.preflight.inputs import check_evaluation
 from grpo_core.errors import InputError
 from grpo_core.rewards.similarity.pixels import SsimReward
 from tasks.storage.artifacts.store import ArtifactStore
@@ -44,12 +44,10 @@ STAGES = ["collect rollouts", "score answer", "compute advantages"]
 
 
 @pytest.fixture(scope="module")
-def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runs, Start]]:
+def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Start]:
     """A text run of two updates, evaluated before and after; no test changes it."""
     runs = Runs(tmp_path_factory.mktemp("evaluated"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(REPOSITORY)
-        yield runs, runs.start_text(**SMALL_TEXT)
+    return runs, runs.start_text(**SMALL_TEXT)
 
 
 @pytest.fixture
@@ -67,7 +65,7 @@ def evaluated(runs: Runs, run: str = "text", **requested: object) -> tuple[Evalu
 
 def test_any_algorithms_policy_can_be_evaluated() -> None:
     config = read_config("configs/tiny_sd3_nft.yaml", ["evaluate.limit=2"])
-    assert [len(each.prompts) for each in check_inputs(config).usable("evaluate")] == [2]
+    assert [len(each.prompts) for each in check_evaluation(config).heldout] == [2]
 
 
 def problem(runs: Runs, run: str = "text", **requested: object) -> InputError:

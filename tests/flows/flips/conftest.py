@@ -9,7 +9,7 @@ import pytest
 
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.flows.conftest import REPOSITORY, Runs, Start
+from tests.flows.conftest import Runs, Start
 from tests.flows.rescoring.test_rescore import JPEG, scored_again
 
 SETTINGS: dict[str, object] = {
@@ -65,10 +65,8 @@ def _training_tables(runs: Runs) -> dict[str, Any]:
 @pytest.fixture(scope="package")
 def evaluated(server: None, tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     runs = Runs(tmp_path_factory.mktemp("evaluated") / "runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(REPOSITORY)
-        start = runs.start(**SETTINGS)
-        scored_again(runs, JPEG)
+    start = runs.start(**SETTINGS)
+    scored_again(runs, JPEG)
     store = ArtifactStore(str(runs.root), "run")
     manifests = sorted(runs.path().rglob(f"*{MANIFEST_ENDING}"))
     folders = [path.relative_to(runs.path()).as_posix().removesuffix(MANIFEST_ENDING) for path in manifests]

@@ -18,7 +18,7 @@ from flows.pipeline.forms import form_schema
 from flows.rescoring.rescore import rescore
 from flows.training.train import train
 from grpo_core.errors import InputErrors
-from tests.flows.conftest import REPOSITORY, TINY, TINY_BOTH, TINY_TEXT, Runs
+from tests.flows.conftest import TINY, TINY_BOTH, TINY_TEXT, Runs
 from tests.flows.deployment.deployed import MIX, asked_for, deployed, make_pool, on_the_server
 
 
@@ -30,10 +30,8 @@ def pool(server: None) -> str:
 @pytest.fixture(scope="module")
 def form(pool: str) -> DeploymentResponse:
     """A training that was registered."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(REPOSITORY)
-        deployed(run="form")
-        return on_the_server("form")["grpo train/form"]
+    deployed(run="form")
+    return on_the_server("form")["grpo train/form"]
 
 
 def changed(values: Mapping[str, Any], *path: str, value: object) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import pytest
 
 from configs.loader import read_config
 from configs.schema import RunConfig
-from flows.command_line.questions import RESTART, settle_change
+from flows.command_line.questions import RESTART, ask_about_change
 from flows.pipeline import lineage
 from flows.pipeline.lineage import ChangedRunError
-from flows.pipeline.run import open_run
+from flows.pipeline.run import changed_run, open_run
 from grpo_core.errors import InputError
 from tasks.execution import caching
 from tasks.execution.fingerprint import code_fingerprint
@@ -85,7 +85,8 @@ def test_policies_of_other_settings_stay_until_someone_chooses(prompts: Path, tr
 
 def test_a_person_is_asked(prompts: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (trained.parent / "tiny-2").mkdir()
-    other = config(prompts, OTHER)
+    change = changed_run(config(prompts, OTHER))
+    assert change is not None
     answers = {
         "1": ['run.name="tiny-3"'],
         "2": ['run.name="tiny-3"', 'run.continue_from="tiny"'],
@@ -93,10 +94,9 @@ def test_a_person_is_asked(prompts: Path, trained: Path, monkeypatch: pytest.Mon
     }
     for answer, overrides in answers.items():
         monkeypatch.setattr("sys.stdin", io.StringIO(f"7\n{answer}\n"))
-        assert settle_change(other, accept_code=False, ask=True) == overrides
-    assert settle_change(config(prompts), accept_code=False, ask=True) == []
-    with pytest.raises(ChangedRunError):
-        settle_change(other, accept_code=False, ask=False)
+        assert ask_about_change(change) == overrides
+    for same in ((), (OTHER, RESTART)):
+        assert changed_run(config(prompts, *same)) is None
 
 
 def test_a_start_that_is_not_there_is_refused(prompts: Path) -> None:

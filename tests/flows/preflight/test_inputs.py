@@ -13,7 +13,9 @@ from configs.loader import check_config, read_config
 from configs.schema import RunConfig
 from flows.command_line.main import application
 from flows.preflight.doctor import examine
-from flows.preflight.inputs import check_inputs, read_prompt_files, run_checks, token_problems
+from flows.preflight.inputs import check_inputs, run_checks
+from flows.preflight.prompts import read_prompt_files
+from flows.preflight.rewards import token_problems
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tests.flows import conftest
@@ -308,16 +310,16 @@ def test_an_unwritable_root(tmp_path: Path, kind: str) -> None:
 
 
 def test_each_prompt_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flows.preflight import inputs
+    from flows.preflight import prompts
 
     read: list[str] = []
-    real = inputs.read_prompts
+    real = prompts.read_prompts
 
     def counted(file: str, **options: object) -> object:
         read.append(file)
         return real(file, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(inputs, "read_prompts", counted)
+    monkeypatch.setattr(prompts, "read_prompts", counted)
     config = read_config(TINY_TEXT, [f"storage.root={tmp_path}/runs"])
     check_inputs(config)
     opened(config)

@@ -2,7 +2,6 @@
 
 import hashlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from flows.pruning.prune import PruneSummary, prune
 from flows.pruning.request import PruneRequest
-from tests.flows.conftest import REPOSITORY, Runs, Start
+from tests.flows.conftest import Runs, Start
 
 RUN = "pruned"
 EVALUATED = {
@@ -28,12 +27,10 @@ EVERYTHING: dict[str, Any] = {"policies_last": 1, "images_older_than": "0i", "ev
 
 
 @pytest.fixture(scope="package")
-def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runs, Start]]:
+def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Start]:
     """An image run of four updates, evaluated at 0, 2 and 4; no test changes it."""
     runs = Runs(tmp_path_factory.mktemp("pruned"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(REPOSITORY)
-        yield runs, runs.start(RUN, run__iterations=ITERATIONS, **EVALUATED)
+    return runs, runs.start(RUN, run__iterations=ITERATIONS, **EVALUATED)
 
 
 @pytest.fixture

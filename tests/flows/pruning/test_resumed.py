@@ -14,7 +14,7 @@ from flows.pruning.request import PruneRequest
 from flows.replaying.replay import replay
 from tasks.runs.stored import stored_versions
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.flows.conftest import REPOSITORY, Runs, Start
+from tests.flows.conftest import Runs, Start
 from tests.flows.pruning.conftest import (
     EVALUATED,
     EVERYTHING,
@@ -79,7 +79,7 @@ kill_before_each_step(prepare)
 def test_killed_at_every_step_it_finishes_when_it_is_run_again(runs: Runs) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
     command = [sys.executable, "-c", KILLED, str(runs.root)]
-    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True)
+    ended = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     kills = int(ended.stdout.split()[-1]) - 1
     assert kills >= 20
     pruned(runs, **EVERYTHING)

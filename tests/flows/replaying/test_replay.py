@@ -8,7 +8,7 @@ import pytest
 from flows.inspection.inspect_run import inspect_run
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.parity import ParityError
-from tests.flows.conftest import REPOSITORY, Runs, Start, refused, sha256_of
+from tests.flows.conftest import Runs, Start, refused, sha256_of
 from tests.flows.replaying.replays import (
     UPDATES,
     advantages,
@@ -71,7 +71,6 @@ class TestSameSettings:
         with pytest.raises(RuntimeError, match="power cut"):
             run_replay(finished, "rewards.0.weight=2.0", name="whole")
         monkeypatch.undo()
-        monkeypatch.chdir(REPOSITORY)
         again, heard = run_replay(finished, "rewards.0.weight=2.0", name="whole")
         assert tuple(heard.stages) == UPDATES[1:]
         assert again.policy_digest == whole.policy_digest

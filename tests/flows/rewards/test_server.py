@@ -274,7 +274,7 @@ print("ended", flush=True)
 def test_a_server_ends_on_a_signal_and_later_samples_fail() -> None:
     batch = make_batch([noise(i, 24, 24) for i in range(4)])
     environment, command = os.environ | {"OMP_NUM_THREADS": "1"}, [sys.executable, "-c", SERVER]
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             line = process.stdout.readline()

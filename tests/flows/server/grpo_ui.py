@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.flows.conftest import REPOSITORY
-
 _STARTING_SECONDS = 120.0
 
 
@@ -48,7 +46,7 @@ class GrpoUi:
         command = [sys.executable, "-m", "flows.command_line.main", "ui", "--port", str(self.port), *self._arguments]
         with (self._home / "said").open("ab") as said:
             self.process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=self.environment, stdout=said, stderr=said, start_new_session=True
+                command, env=self.environment, stdout=said, stderr=said, start_new_session=True
             )
         deadline = time.monotonic() + _STARTING_SECONDS
         while self.said.count("export PREFECT_API_URL") == before:
@@ -88,5 +86,5 @@ def ui_refused(home: Path, environment: Mapping[str, str], *arguments: str) -> t
     """Exit code and message of a start that should come to nothing."""
     ui = GrpoUi(home, environment, *arguments)
     command = [sys.executable, "-m", "flows.command_line.main", "ui", "--port", str(ui.port), *arguments]
-    ended = subprocess.run(command, cwd=REPOSITORY, env=ui.environment, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, env=ui.environment, capture_output=True, text=True, timeout=120)
     return ended.returncode, ended.stderr

@@ -1,5 +1,6 @@
 """A training on a server that answers as Prefect Cloud does; Prefect Cloud itself has not been tried."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import REPOSITORY, Runs, training_process
+from tests.flows.conftest import Runs, training_process
 from tests.flows.server.cloud_like import KEY, WORKSPACE
 
 PATIENCE_SECONDS = 180.0
@@ -24,7 +25,9 @@ def cloud(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         port = free.getsockname()[1]
     refused = tmp_path / "refused"
     command = [sys.executable, "-m", "tests.flows.server.cloud_like", str(port), str(refused)]
-    process = subprocess.Popen(command, cwd=REPOSITORY, env={"PREFECT_HOME": str(tmp_path / "server")})
+    process = subprocess.Popen(
+        command, env={"PYTHONPATH": os.environ["PYTHONPATH"], "PREFECT_HOME": str(tmp_path / "server")}
+    )
     limit = time.monotonic() + PATIENCE_SECONDS
     try:
         while True:

@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.server.heartbeat_automation import HEARTBEAT_TIMEOUT
-from tests.flows.conftest import REPOSITORY, Runs, Start, printed_summary, training_process
+from tests.flows.conftest import Runs, Start, printed_summary, training_process
 from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
 from tests.postgres_server import PostgresServer
 
@@ -65,7 +65,6 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
 def flow_process(ui: GrpoUi, home: Path, name: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", ALIVE, name],
-        cwd=REPOSITORY,
         env=client_environment(ui, home),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

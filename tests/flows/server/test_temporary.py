@@ -16,7 +16,6 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from flows.server import temporary
 from flows.server.reachable import server_url
 from flows.server.temporary import TemporaryServer, not_waiting_for_ended_server
-from tests.flows.conftest import REPOSITORY
 
 PROGRAM = """
 import sys
@@ -44,9 +43,7 @@ def ended() -> Iterator[TemporaryServer]:
 def test_it_ends_with_its_process(tmp_path: Path, way: str) -> None:
     command, environment = [sys.executable, "-c", PROGRAM], {**os.environ, "PREFECT_HOME": str(tmp_path)}
     environment.pop("PREFECT_API_URL", None)
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as run:
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         server = psutil.Process(int(run.stdout.readline()))
         assert os.getpgid(server.pid) != os.getpgid(run.pid)
@@ -91,9 +88,7 @@ def test_no_server_is_left_by_a_training(tmp_path: Path, way: str) -> None:
     environment.pop("PREFECT_API_URL", None)
     log = tmp_path / "log"
     with log.open("wb") as stream:
-        run = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=stream, stderr=stream, start_new_session=True
-        )
+        run = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
     while not (tmp_path / "tiny" / "iteration_000001" / "rollouts.manifest.json").exists():
         assert run.poll() is None, log.read_text()
         time.sleep(0.1)

@@ -12,9 +12,11 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flows.tracking.available import tracker_problems
+from configs.loader import read_config
+from flows.preflight.placement import check_trackers
+from flows.preflight.prompts import PromptFiles
 from tasks.runs.layout import TRACKERS_FILE
-from tests.flows.conftest import Runs, Start, heard_of
+from tests.flows.conftest import TINY, Runs, Start, heard_of
 from tests.flows.tracking.histories import METRICS, TrackedRun, wandb_records
 from tests.tasks.reports.made_runs import colour, completion
 
@@ -221,7 +223,8 @@ def test_a_finished_training_is_logged_as_it_was_stored_and_ends_well_when_a_tra
 def test_unknown_and_missing_trackers_name_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.tracking._available_trackers", ["tensorboard"])
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, Leaving.name, Leaving)
-    problems = list(tracker_problems(["tensorboard", "swanlab", "tensorbord", "leaving"]))
+    config = read_config(TINY, ["run.trackers=[tensorboard, swanlab, tensorbord, leaving]"])
+    problems = list(check_trackers(config, PromptFiles({}, (), ())))
     assert [(each.place, each.value) for each in problems] == [
         ("run.trackers.1", "swanlab"),
         ("run.trackers.2", "tensorbord"),

@@ -237,7 +237,6 @@ class TestFailure:
             finished.start()
         assert not finished.path("policies", "000002").exists()
         monkeypatch.undo()
-        monkeypatch.chdir(REPOSITORY)
         again = finished.start()
         assert again.stages == SECOND[4:]
         final(finished, again)
@@ -254,7 +253,6 @@ class TestFailure:
             finished.start()
         assert not finished.path("iteration_000001", "metrics.parquet").exists()
         monkeypatch.undo()
-        monkeypatch.chdir(REPOSITORY)
         again = finished.start()
         assert again.stages == ()
         final(finished, again)
@@ -272,7 +270,6 @@ class TestFailure:
         with pytest.raises(FailedSamplesError, match=r"i000002\.p0000\.s01: .*; i000002\.p0001\.s01: "):
             finished.start()
         monkeypatch.undo()
-        monkeypatch.chdir(REPOSITORY)
         assert finished.path("iteration_000002", "rewards", "psnr", "scores.parquet").is_file()
         again = finished.start()
         assert again.stages == (SECOND[2],)

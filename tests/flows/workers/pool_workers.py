@@ -15,7 +15,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.training.summary import TrainSummary
-from tests.flows.conftest import REPOSITORY, Runs
+from tests.flows.conftest import Runs
 from tests.flows.server.grpo_ui import grpo_ui
 from tests.postgres_server import postgres_server
 
@@ -70,7 +70,7 @@ class Workers:
             log = self.folder / f"{pool}-{len(self.all)}.log"
             command = [sys.executable, "-m", "flows.command_line.main", "worker", pool]
             with log.open("wb") as stream:
-                process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=stream, stderr=stream)
+                process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
             begun.append(Worker(pool, log, process))
             self.all.append(begun[-1])
         for worker in begun:

@@ -15,7 +15,7 @@ from tasks.progress import listen
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.run_lock import RunLock, locked
 from tests.progress import ProgressLog
-from tests.tasks.storage.made_artifacts import REPOSITORY, root_url
+from tests.tasks.storage.made_artifacts import root_url
 
 # Locks a run and obeys one word a line; answers with a line each.
 HOLDER = """
@@ -45,7 +45,6 @@ class Process:
     def __init__(self, root: str) -> None:
         self.child = subprocess.Popen(
             [sys.executable, "-c", HOLDER, root],
-            cwd=REPOSITORY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

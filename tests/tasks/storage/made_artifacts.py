@@ -21,7 +21,6 @@ PART = f"{FOLDER}/part-00000.parquet"
 FILES = {"part-00000.parquet": b"first part", "nested/part-00001.bin": bytes(range(256))}
 FEWER = {"part-00000.parquet": b"first"}
 PRUNED = {"removed": "images", "older_than_days": 30}
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 ON_EACH_KIND_OF_ROOT = pytest.mark.parametrize(
     "store", ["local", pytest.param("remote", marks=pytest.mark.slow)], indirect=True
@@ -77,7 +76,7 @@ with ArtifactStore(sys.argv[1], "run").staging() as staged:
 def writer_elsewhere(store: ArtifactStore) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
     """A process that has begun to write an artifact, and its staging folder."""
     command = [sys.executable, "-c", WRITER, root_url(store)]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         yield child, Path(child.stdout.readline().strip())
         child.kill()

@@ -45,7 +45,6 @@ from tests.tasks.update.update_jobs import (
 )
 
 pytestmark = pytest.mark.usefixtures("ending_processes")
-REPOSITORY = Path(__file__).resolve().parents[3]
 MEDIA = {"images": IMAGES, "texts": TEXTS}
 
 
@@ -308,7 +307,7 @@ run_task(TEXTS, log=ProgressLog(lambda: print("running", flush=True)), update=LO
 @pytest.mark.slow
 def test_nothing_is_left_of_an_update_whose_own_process_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "runs")]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "running\n"
         started = psutil.Process(parent.pid).children(recursive=True)

@@ -13,7 +13,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.files import ArtifactFiles, ReadCache, default_cache
 from tasks.storage.artifacts.reference import Manifest
-from tests.tasks.storage.made_artifacts import REPOSITORY
 
 CONTENTS = [bytes([number]) * 100 for number in range(4)]
 VERSION = "s3://a/b 100 ETag a"
@@ -190,7 +189,7 @@ for turn in range(60):
 
 def test_several_processes_at_once(cache: ReadCache, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SHARED, str(tmp_path)]
-    others = [subprocess.Popen([*command, str(seed)], cwd=REPOSITORY) for seed in range(3)]
+    others = [subprocess.Popen([*command, str(seed)]) for seed in range(3)]
     assert [other.wait() for other in others] == [0, 0, 0]
     assert kept(cache)
     for name, path in kept(cache).items():

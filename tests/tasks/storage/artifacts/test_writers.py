@@ -21,7 +21,6 @@ from tests.tasks.storage.made_artifacts import (
     FOLDER,
     MANIFEST,
     ON_EACH_KIND_OF_ROOT,
-    REPOSITORY,
     another,
     commit,
     contents,
@@ -52,7 +51,7 @@ def test_writers_at_once_get_the_first_result_or_move_it_to_previous(store: Arti
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     commands = [[sys.executable, "-c", AT_ONCE, root_url(store), str(number)] for number in range(2)]
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(subprocess.Popen(command, cwd=REPOSITORY, **pipes)) for command in commands]
+        writers = [stack.enter_context(subprocess.Popen(command, **pipes)) for command in commands]
         for writer in writers:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"ready\n"
@@ -105,7 +104,7 @@ def prepare(url: str, run: str, change: str) -> Callable[[], tuple[Steps, Callab
 class TestKill:
     def runs(self, store: ArtifactStore, change: str) -> list[ArtifactStore]:
         command = [sys.executable, "-c", KILL, root_url(store), change]
-        count = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+        count = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         return [another(store, f"run{number}") for number in range(1, int(count) + 1)]
 
     @ON_EACH_KIND_OF_ROOT

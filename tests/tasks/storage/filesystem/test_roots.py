@@ -9,7 +9,6 @@ from configs.loader import read_config
 from flows.preflight.inputs import check_inputs
 from grpo_core.errors import InputError, InputErrors
 from tasks.storage.filesystem.roots import open_root
-from tests.tasks.storage.made_artifacts import REPOSITORY
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_without_its_package_the_extra_is_named() -> None:
         "try:\n    open_root('s3://bucket/runs')\n"
         "except InputError as error:\n    print(error.place, error.value, error.hint)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert ended.stdout.startswith("storage.root s3://bucket/runs")
     assert "s3fs" in ended.stdout
 
@@ -64,5 +63,5 @@ def test_without_its_package_the_extra_is_named() -> None:
 def test_a_folder_for_copies_that_cannot_be_written_is_reported_before_the_run_starts(bucket: str) -> None:
     overrides = [f"storage.root={bucket}/runs", "storage.cache_dir=/dev/null", "run.name=run"]
     with pytest.raises(InputErrors) as caught:
-        check_inputs(read_config(REPOSITORY / "configs/tiny.yaml", overrides))
+        check_inputs(read_config("configs/tiny.yaml", overrides))
     assert [error.place for error in caught.value.errors] == ["storage.cache_dir"]

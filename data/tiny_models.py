@@ -1,9 +1,10 @@
 """Train a shipped tiny model again from its recipe: weights, files, measurements, prompt files.
 
-`python -m flows.tiny_models glm-image`, `sd3` or `text`; the same recipe gives the same weights on the same machine.
+`python -m data.tiny_models glm-image`, `sd3` or `text`; the same recipe gives the same weights on the same machine.
 """
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +20,13 @@ import data.tiny_sd3 as sd3
 import data.tiny_text as text
 from data.shapes import HELDOUT_FILE, TRAIN_FILE, choose_scenes, split_scenes, write_prompt_file
 from data.training import ProgressCallback, write_recipe
-from flows.terminal.progress import training_progress
-from tasks.checkout import CHECKOUT
-from tasks.progress import progress_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-DATA = CHECKOUT / "data"
+DATA = Path(__file__).parent
+LINES = 20
+"""Lines that a training prints, each with its last loss."""
 
 
 def make_glm_image() -> None:
@@ -36,9 +36,9 @@ def make_glm_image() -> None:
     pipeline = glm_image.build_pipeline(recipe)
 
     def train() -> Mapping[str, object]:
-        steps = _progress("train token model", recipe.autoregressive_steps)
+        steps = _progress("train token model")
         token_model = asdict(glm_image.train_autoregressive(pipeline, recipe, steps))
-        decoder = glm_image.train_decoder(pipeline, recipe, _progress("train decoder", recipe.decoder_steps))
+        decoder = glm_image.train_decoder(pipeline, recipe, _progress("train decoder"))
         return {"token_model": token_model, "decoder": {"final_loss": decoder}}
 
     def measure(folder: Path) -> list[object]:
@@ -65,7 +65,7 @@ def make_sd3() -> None:
     pipeline = sd3.build_pipeline(recipe)
 
     def train() -> Mapping[str, object]:
-        return {"final_loss": sd3.train_transformer(pipeline, recipe, _progress("train transformer", recipe.steps))}
+        return {"final_loss": sd3.train_transformer(pipeline, recipe, _progress("train transformer"))}
 
     def measure(folder: Path) -> list[object]:
         return [
@@ -87,7 +87,7 @@ def make_text() -> None:
     model = text.build_model(recipe, tokenizer)
 
     def train() -> Mapping[str, object]:
-        steps = _progress("train text model", recipe.steps)
+        steps = _progress("train text model")
         return {"final_loss": text.train_model(model, tokenizer, recipe, steps)}
 
     def measure(folder: Path) -> list[object]:
@@ -127,9 +127,12 @@ def replace_model(
         fresh.rename(models / name)
 
 
-def _progress(stage: str, steps: int) -> ProgressCallback:
-    report = progress_of(stage, steps)
-    return lambda step, total, loss: report(step)
+def _progress(stage: str) -> ProgressCallback:
+    def report(step: int, total: int, loss: float) -> None:
+        if step % max(1, total // LINES) == 0 or step == total:
+            print(f"{stage}: {step}/{total}, loss {loss:.4f}", file=sys.stderr, flush=True)
+
+    return report
 
 
 MODELS: Mapping[str, Callable[[], None]] = MappingProxyType(
@@ -141,5 +144,4 @@ if __name__ == "__main__":
     parser.add_argument("model", choices=MODELS)
     make = MODELS[parser.parse_args().model]
     torch.set_num_threads(1)
-    with training_progress():
-        make()
+    make()

@@ -1,0 +1,142 @@
+"""Prompt files with their targets and sizes: what of them cannot be used."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from configs.schema import RunConfig
+from configs.sections import DatasetSection, ImageRolloutSection
+from grpo_core.errors import InputError
+from grpo_core.image_size import ImageSize
+from tasks.prompts.curriculum import PromptSet
+from tasks.prompts.hub import DatasetChoice
+from tasks.prompts.read import LONG_PROMPT, Prompt, PromptFile, read_prompts
+from tasks.prompts.sizes import read_sizes, size_place
+from tasks.prompts.targets import pair_targets
+
+MAX_PROBLEMS = 5
+"""Maximum number of sizes that are reported at once; a file may have another one in each row."""
+
+
+@dataclass(frozen=True)
+class PromptFiles:
+    """The prompt files of a configuration, each read once.
+
+    Attributes:
+        sets: the prompt sets of each section, one entry per dataset; None where its file or a target cannot be used.
+        problems: why sets cannot be used.
+        notes: what a person should know about sets that can be used: a column that was found, prompts that are long.
+    """
+
+    sets: Mapping[str, tuple[PromptSet | None, ...]]
+    problems: tuple[InputError, ...]
+    notes: tuple[str, ...]
+
+    def usable(self, section: str) -> tuple[PromptSet, ...]:
+        """The sets of a section that could be read."""
+        return tuple(each for each in self.sets[section] if each is not None)
+
+
+def check(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
+    """Report files and targets that cannot be used."""
+    yield from prompts.problems
+
+
+def read_prompt_files(config: RunConfig) -> PromptFiles:
+    """Read the training and held-out prompts with their targets; a later rescoring may need those."""
+    sets: dict[str, tuple[PromptSet | None, ...]] = {}
+    problems: list[InputError] = []
+    notes: list[str] = []
+    for name, section in config.prompt_sections.items():
+        read: list[PromptSet | None] = []
+        for own, dataset in section.placed(name):
+            try:
+                file, prompts = _read_prompt_set(config, dataset)
+            except InputError as error:
+                problems.append(InputError(error.place.replace("data.", f"{own}.", 1), error.value, error.hint))
+                read.append(None)
+                continue
+            read.append(prompts)
+            notes += [f"{own}.prompts: {dataset.prompts}: {note}" for note in _notes(dataset, file, prompts)]
+        sets[name] = tuple(read)
+    return PromptFiles(sets, tuple(problems), tuple(notes))
+
+
+def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[PromptFile, PromptSet]:
+    """Return the file as it was read, and its prompts with their targets and sizes."""
+    column = dataset.target_column
+    roles = () if column is None else (column,)
+    choice = DatasetChoice(dataset.split, dataset.subset, dataset.revision, dataset.streaming)
+    file = read_prompts(
+        dataset.prompts,
+        column=dataset.prompt_column,
+        columns=dataset.columns,
+        also=roles,
+        limit=dataset.limit if dataset.streaming else None,
+        choice=choice,
+    )
+    default = default_size(config, dataset)
+    # Of a text model, columns of these names are ordinary ones.
+    sizes = read_sizes(file.prompts, source=dataset.prompts, default=default) if default else ()
+    # Images of a folder pair with all prompts of the file, so the limit comes last.
+    targets = pair_targets(file.prompts, folder=dataset.targets, column=column, base=file.folder, sizes=sizes)
+    within = slice(dataset.limit)
+    limited = PromptSet(dataset.name, dataset.weight, file.prompts[within], targets[within], sizes[within])
+    return file, limited
+
+
+def _notes(dataset: DatasetSection, file: PromptFile, prompts: PromptSet) -> Iterator[str]:
+    if dataset.prompt_column is None and file.column != "prompt":
+        yield f"the prompts are column {file.column}"
+    if file.commit is not None and file.commit != dataset.revision:
+        yield f"commit {file.commit}; set revision to it, and the prompts stay these when the dataset changes"
+    lengths = {row: len(prompt.text) for row, prompt in enumerate(prompts.prompts, start=1)}
+    longer = [row for row, length in lengths.items() if length > LONG_PROMPT]
+    if longer:
+        row = max(longer, key=lengths.__getitem__)
+        others = f"; {len(longer) - 1} more have over {LONG_PROMPT}" if len(longer) > 1 else ""
+        yield (
+            f"prompt {prompts.prompts[row - 1].prompt_id} (row {row}) has {lengths[row]} characters{others}: "
+            "memory and time grow with the longest prompt"
+        )
+
+
+def default_size(config: RunConfig, dataset: DatasetSection) -> ImageSize | None:
+    """Return the size of images whose row gives none; None for texts."""
+    if not isinstance(config.rollout, ImageRolloutSection):
+        return None
+    if dataset.width is not None and dataset.height is not None:
+        return ImageSize(dataset.width, dataset.height)
+    return config.rollout.size
+
+
+def sizes_of(
+    config: RunConfig,
+    prompts: PromptFiles,
+    parts: Collection[str],
+    meant: Callable[[str, Prompt], bool] = lambda *_: True,
+) -> Iterator[tuple[ImageSize, str]]:
+    """Yield each size of each dataset once, with the place that gives it: its first row, or a section.
+
+    Args:
+        meant: says of a dataset's name and a prompt whether it counts.
+    """
+    for part in parts:
+        for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
+            default = "rollout" if dataset.width is None else own
+            rows: dict[ImageSize, int] = {}
+            # Texts have no sizes.
+            for row, (prompt, size) in enumerate(zip(known.prompts, known.sizes, strict=False), 1) if known else ():
+                if size not in rows and meant(dataset.name, prompt):
+                    rows[size] = row
+            for size, row in rows.items():
+                by_row = size_place(dataset.prompts, row).replace("data.", f"{own}.", 1)
+                yield size, f"{default}.width and height" if size == default_size(config, dataset) else by_row
+
+
+def first_sizes(problems: list[InputError]) -> list[InputError]:
+    """Return the first problems; the last of them says how many there are besides."""
+    more = len(problems) - MAX_PROBLEMS
+    if more <= 0:
+        return problems
+    *shown, last = problems[:MAX_PROBLEMS]
+    return [*shown, InputError(last.place, last.value, f"{last.hint} {more} more sizes are refused.")]
