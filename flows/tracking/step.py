@@ -1,16 +1,14 @@
 """What trackers get of one iteration, read from the run's artifacts."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from PIL import Image
 
 from tasks.reports.iteration import IterationRecord
-from tasks.reports.samples import Row, read_samples, verified
+from tasks.reports.samples import Row, read_samples
 from tasks.reports.text import in_cell, markdown_table, number, one_line
-from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, ROLLOUTS
+from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, ROLLOUTS, STATES
 from tasks.runs.metrics_table import evaluation_metrics
 from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.reference import ArtifactRef, PrunedArtifactError
@@ -98,9 +96,9 @@ def read_step(
 
 
 def _rewards(store: ArtifactStore, advantages: ArtifactRef) -> Sequence[float]:
-    with tempfile.TemporaryDirectory() as fetched:
+    with store.reading(without=STATES) as read:
         try:
-            folder = store.local_files(advantages, Path(fetched))
+            folder = read(advantages)
         except PrunedArtifactError:
             return ()
         rewards = leading_stream(read_advantages([folder / ADVANTAGES_FILE], ["reward"]))["reward"]
@@ -109,10 +107,10 @@ def _rewards(store: ArtifactStore, advantages: ArtifactRef) -> Sequence[float]:
 
 
 def _heldout(store: ArtifactStore, evaluation: EvaluationView) -> Sequence[HeldoutPrompt]:
-    with tempfile.TemporaryDirectory() as fetched:
+    with store.reading(without=STATES) as read:
         try:
             table = read_samples(
-                verified(store, Path(fetched)),
+                read,
                 evaluation.stages[ROLLOUTS],
                 (),
                 evaluation.stages[ADVANTAGES],

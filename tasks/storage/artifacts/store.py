@@ -6,8 +6,9 @@ be restored. Pruning replaces the manifest by a tombstone and then deletes files
 
 import contextlib
 import functools
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,30 @@ RUN_FILE = "run.json"
 _READING = threading.Lock()
 
 
+Read = Callable[[ArtifactRef], Path]
+"""Returns an artifact's verified folder on this machine, as `ArtifactStore.local_files` does."""
+
+
 class ArtifactStore(ArtifactWriter):
     """Artifacts of one run under a storage root that may be any fsspec URL."""
+
+    @contextlib.contextmanager
+    def reading(self, *, without: str | None = None) -> Iterator[Read]:
+        """Give the function that reads artifacts within the block; at its end, copies of remote ones are removed.
+
+        Args:
+            without: a folder of the artifacts whose files are not needed, as for `local_files`.
+        """
+        with contextlib.ExitStack() as stack:
+            scratch = None
+            if not is_local(self.filesystem):
+                scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-")))
+
+            def read(reference: ArtifactRef) -> Path:
+                folder = None if scratch is None else scratch / reference.uri
+                return self.local_files(reference, folder, without=without)
+
+            yield read
 
     def local_files(self, reference: ArtifactRef, folder: Path | None = None, *, without: str | None = None) -> Path:
         """Return the artifact's folder on this machine, every file verified.
