@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow.parquet as pq
 
 from grpo_core.streams import STREAMS
 from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import Read
+from tasks.storage.artifacts.store import ArtifactStore, Read
 from tasks.storage.tables.advantages import STREAM, read_advantages
 
 ONE_EACH: Mapping[str, Any] = {"on": "sample_id", "how": "left", "validate": "1:1", "maintain_order": "left"}
@@ -83,6 +84,17 @@ def with_advantages(samples: pl.DataFrame, files: Sequence[Path]) -> pl.DataFram
     for stream, part in parts.items():
         samples = samples.join(part.select("sample_id", pl.col("advantage").alias(ADVANTAGE + stream)), **ONE_EACH)
     return samples
+
+
+def read_columns(store: ArtifactStore, reference: ArtifactRef, columns: Sequence[str]) -> pl.DataFrame:
+    """Read columns of an artifact that was verified before, where it lies; those that it does not have are left out."""
+    parts = []
+    for path in sorted(store.filesystem.glob(f"{store.root}/{reference.uri}/*.parquet")):
+        with store.filesystem.open(path) as file:
+            table = pq.ParquetFile(file)
+            known = [name for name in columns if name in table.schema_arrow.names]
+            parts.append(pl.DataFrame(pl.from_arrow(table.read(columns=known))))
+    return pl.concat(parts, how="diagonal")
 
 
 def tables_of(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from tasks.storage.filesystem.files import is_local, load_checked, move_folder, 
 
 if TYPE_CHECKING:
     from configs.sections import StorageSection
+    from tasks.storage.prefect_results import StageRecords
+    from tasks.storage.run_lock import RunLock
 
 RUN_FILE = "run.json"
 _READING = threading.Lock()
@@ -230,14 +233,39 @@ def _log_once(line: str) -> None:
     log(line)
 
 
-_CURRENT: ContextVar[ArtifactStore] = ContextVar("artifact_store")
+@dataclass(frozen=True)
+class StageContext:
+    """What the stages of a context work with.
+
+    Attributes:
+        store: what they read and write.
+        lock: the lock of what they write; None in the processes of a stage, whose caller has it.
+        records: where Prefect records their results; None in the same processes.
+    """
+
+    store: ArtifactStore
+    lock: "RunLock | None" = None
+    records: "StageRecords | None" = None
+
+
+_CURRENT: ContextVar[StageContext] = ContextVar("stage_context")
+
+
+def use_stage_context(context: StageContext) -> None:
+    """Make the stages of the current context work with these."""
+    _CURRENT.set(context)
 
 
 def use_store(store: ArtifactStore) -> None:
-    """Make this the store that tasks of the current context read and write."""
-    _CURRENT.set(store)
+    """Make this the store that the stages of the current context read and write, without lock and records."""
+    _CURRENT.set(StageContext(store))
+
+
+def stage_context() -> StageContext:
+    """Return what the stages of the current context work with."""
+    return _CURRENT.get()
 
 
 def current_store() -> ArtifactStore:
     """Return the store of the current context."""
-    return _CURRENT.get()
+    return _CURRENT.get().store
