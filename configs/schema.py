@@ -188,6 +188,11 @@ class RunConfig(ByPolicy):
         drafts, several = len(renderings), sum(times for times in renderings if times > 1)
         return self.rollout.prompts_per_iteration * {"draft": drafts, "rendering": several}[COMPARED[stream]]
 
+    def is_evaluated(self, iteration: int) -> bool:
+        """Return whether the policy that this iteration makes is evaluated on the held-out prompts."""
+        every = self.evaluate.every
+        return iteration == self.run.iterations or (every > 0 and iteration % every == 0)
+
     def window_start(self, iteration: int) -> int | None:
         """Return the index of an iteration's first noisy denoising step; None if no denoising is trained.
 

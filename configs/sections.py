@@ -73,7 +73,6 @@ class LoraSection(Section, LoraSettings):
     """Low-rank adapters over the frozen model; the names are peft's."""
 
 
-
 Kind = Literal["glm_image", "diffusers", "causal_lm"]
 
 

@@ -57,11 +57,14 @@ def export(plan: ExportPlan) -> ExportSummary:
         OSError: the disk refuses the files, or the hub the upload; the message says what is complete.
     """
     plan.folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=plan.folder.parent, prefix=".grpo-export-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(dir=plan.folder.parent, prefix=".grpo-export-") as scratch,
+        plan.store.reading() as read,
+    ):
         staged = Path(scratch) / "export"
         staged.mkdir()
         section, streams = plan.config.policy, plan.config.policy.streams
-        version = plan.store.local_files(plan.weights, Path(scratch) / "policy")
+        version = read(plan.weights)
         weights = {stream: weights_folder(version, plan.policy, stream, streams) for stream in streams}
         if plan.base is not None:
             family = policy_family(section.kind)

@@ -31,9 +31,9 @@ from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.store import ArtifactStore, current_store, use_store
-from tasks.storage.prefect_results import CURRENT_RECORDS, registered_records
-from tasks.storage.run_lock import CURRENT_LOCK, RunLock
+from tasks.storage.artifacts.store import ArtifactStore, StageContext, current_store, stage_context, use_stage_context
+from tasks.storage.prefect_results import registered_records
+from tasks.storage.run_lock import RunLock
 from tasks.update.update_policy import update_policy_task
 
 P = ParamSpec("P")
@@ -102,7 +102,7 @@ def score_concurrently(
     Raises:
         LockLostError: another process writes the run.
     """
-    CURRENT_LOCK.get().require_held()
+    _require_lock()
     futures = {}
     for section in rewards:
         known = (earlier or {}).get(section.label, ())
@@ -119,13 +119,19 @@ def score_concurrently(
     return made
 
 
+def _require_lock() -> None:
+    lock = stage_context().lock
+    assert lock is not None, "who calls a stage has a lock"
+    lock.require_held()
+
+
 def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Callable[P, R]:
     """Return the stage's task under a name that says which iteration it belongs to, with the placement's retries.
 
     Raises:
         LockLostError: another process writes the run.
     """
-    CURRENT_LOCK.get().require_held()
+    _require_lock()
     task = configured(stage, f"{title}: {stage.name}", placement)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -138,9 +144,7 @@ def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Callabl
 @asynccontextmanager
 async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     """Have the stages of this context write to a run's folder; the memory that they keep is released at the end."""
-    use_store(store)
-    CURRENT_LOCK.set(lock)
-    CURRENT_RECORDS.set(await registered_records())
+    use_stage_context(StageContext(store, lock, await registered_records()))
     # Without a client for the whole run each task opens its own, and a TLS context takes longer than the task.
     client = SyncClientContext.get_or_create()
     with not_waiting_for_ended_server(), run_resources(), client, stages_cancelled_on_signal(), shown_in_ui(store.run):

@@ -15,7 +15,6 @@ from tasks.pruning import Prunable, find_prunable
 from tasks.runs.layout import OTHER_EVALUATIONS, evaluation_folder, policy_folder
 from tasks.runs.reader import RunReader
 from tasks.runs.stored import heldout_rewards
-from tasks.storage.artifacts.reference import ArtifactRef
 
 
 class PolicyKeeper:
@@ -33,11 +32,11 @@ class PolicyKeeper:
         # An earlier start may have evaluated versions that are not due in this one.
         self._rewards = heldout_rewards(run.store) if self._stored else {}
 
-    def delete_unneeded(self, version: int, heldout: Mapping[int, ArtifactRef]) -> None:
+    def delete_unneeded(self, version: int, heldout: Mapping[int, float]) -> None:
         """Delete what is not needed once this version is trained and, where that is due, evaluated.
 
         Args:
-            heldout: advantages of the held-out samples by policy version.
+            heldout: mean held-out reward by policy version.
         """
         run, section = self._run, self._run.config.run.keep_policies
         if section is None:
@@ -53,7 +52,7 @@ class PolicyKeeper:
             Needs(),
             PruneRequest(sources=(run.store.run,), policies_last=section.last, policies_every=section.every),
         )
-        self._rewards |= {each: ref.metrics["reward"] for each, ref in heldout.items() if "reward" in ref.metrics}
+        self._rewards |= heldout
         rewards = {each: reward for each, reward in self._rewards.items() if each in versions}
         if section.best and rewards:
             needs.policies[max(rewards, key=rewards.__getitem__)].append(BEST)

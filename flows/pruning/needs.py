@@ -13,7 +13,6 @@ import yaml
 from configs.loader import check_config
 from configs.schema import RunConfig
 from flows.server.reachable import require_server, server_url
-from flows.training.history import is_evaluated
 from grpo_core.errors import InputError, InputErrors
 from tasks.checkout import CHECKOUT
 from tasks.runs.layout import POLICIES, evaluation_folder
@@ -122,7 +121,7 @@ def _add_training(
         return
     # Other held-out prompts, another number or seed have every version evaluated again.
     alike = planned.evaluate.model_copy(update={"every": config.evaluate.every}) == config.evaluate
-    due = [version for version in versions if is_evaluated(planned, version)]
+    due = [version for version in versions if planned.is_evaluated(version)]
     evaluated = RunReader(store).evaluations()
     scored = {
         version

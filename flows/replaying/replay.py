@@ -12,7 +12,7 @@ from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import compute_advantages, named, recording, update_policy
 from flows.replaying.plan import ReplayPlan, plan_replay
 from flows.training.callbacks import open_callbacks
-from flows.training.history import TrainingHistory, evaluate, is_evaluated
+from flows.training.history import TrainingHistory, evaluate
 from flows.training.summary import TrainSummary, publish_summary, summarize
 from grpo_core.errors import InputError
 from grpo_core.streams import Stream
@@ -48,7 +48,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
     started = time.perf_counter()
     plan = plan_replay(request)
     with open_run(plan.config) as run:
-        history, policy = TrainingHistory(), plan.start or run.base_policy
+        history, policy = TrainingHistory.of(run), plan.start or run.base_policy
         log(introduction(plan))
         async with recording(run.store, run.lock):
             with open_callbacks(run) as callbacks:
@@ -60,11 +60,11 @@ async def replay(request: ReplayForm) -> ReplaySummary:
                     rollouts = tuple(each.rollouts for each in stored.rounds)
                     title, staleness = f"iteration {policy.version + 1}", plan.config.replay.max_staleness
                     policy = update_policy(run, policy, rollouts, advantages, updates, staleness, title)
-                    if is_evaluated(run.config, policy.version):
+                    if run.config.is_evaluated(policy.version):
                         evaluate(run, policy, history)
                     if await callbacks.on_iteration_end(history, policy, stored.rounds, advantages, replayed=True):
                         break
-        summary = summarize(run, policy, history, time.perf_counter() - started)
+        summary = summarize(run, history, time.perf_counter() - started)
         await publish_summary(run, summary)
     section, metrics = plan.config.replay, [record.metrics for record in history.iterations]
     return ReplaySummary(

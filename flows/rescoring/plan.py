@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
-import pyarrow.parquet as pq
 
 from configs.contradictions import reward_contradictions
 from configs.loader import read_rewards_file
@@ -28,6 +27,7 @@ from tasks.runs.layout import RECOMPUTED, RESCORED, REWARDS, STORED, rescoring_f
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.records import StoredIteration
+from tasks.runs.samples import read_columns
 from tasks.runs.stored import first_iteration, read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
@@ -203,11 +203,5 @@ def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> It
 
 def _stored_prompts(run: RescoredRun) -> pl.DataFrame:
     """Read dataset, columns, target and size of the prompt of every sample of the run."""
-    store, parts = run.store, []
-    for rollouts in (sampling_round.rollouts for each in run.iterations for sampling_round in each.rounds):
-        for path in sorted(store.filesystem.glob(f"{store.root}/{rollouts.uri}/*.parquet")):
-            with store.filesystem.open(path) as file:
-                table = pq.ParquetFile(file)
-                wanted = [name for name in _OF_PROMPTS if name in table.schema_arrow.names]
-                parts.append(pl.from_arrow(table.read(columns=wanted)))
-    return pl.concat([part for part in parts if isinstance(part, pl.DataFrame)])
+    rollouts = [part.rollouts for each in run.iterations for part in each.rounds]
+    return pl.concat(read_columns(run.store, each, _OF_PROMPTS) for each in rollouts)

@@ -12,7 +12,7 @@ from configs.schema import RewardsFile, RunConfig
 from configs.scoring import RewardSection
 from flows.rescoring.plan import needed_scores
 from grpo_core.errors import InputError, InputErrors
-from grpo_core.rewards.hacking import HackingSign, hacking_signs
+from grpo_core.rewards.hacking import HackingSign
 from grpo_core.rewards.registry import build_reward
 from tasks.reports.pages import require_page_path, write_page
 from tasks.reports.reward_analysis import analyse, read_scores, score_again
@@ -24,6 +24,7 @@ from tasks.runs.lookup import find_run
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound
+from tasks.runs.run_view import signs_of, watched_series
 from tasks.runs.stored import read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
@@ -153,14 +154,11 @@ def _score_again(
 
 def _watch(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, ...], dict[str, bytes]]:
     """Find signs of reward hacking by the run's rule, and plot them; nothing without scored guardrails."""
-    evaluated = [each for each in read_run(RunReader(store)).evaluations if each.guardrails]
-    if not evaluated:
+    run = read_run(RunReader(store))
+    if not run.guardrail_series:
         return (), {}
-    versions, rewards = [each.version for each in evaluated], [each.reward for each in evaluated]
-    labels = dict.fromkeys(label for each in evaluated for label in each.guardrails)
-    levels = {label: [each.guardrails.get(label) for each in evaluated] for label in labels}
     try:
-        signs = hacking_signs(versions, rewards, levels, config.watch)
+        signs = signs_of(run, config.watch)
     except InputError as error:
         raise InputErrors([error]) from error
-    return signs, {WATCH_PLOT: plot_watch(versions, rewards, levels)}
+    return signs, {WATCH_PLOT: plot_watch(*watched_series(run))}

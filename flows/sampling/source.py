@@ -12,7 +12,6 @@ from configs.sections import (
     PolicySection,
 )
 from configs.validation import validated
-from flows.export.export import RECORD_FILE
 from flows.pipeline.requests import SampleRequest, refuse_overrides
 from flows.preflight.model import source_of
 from grpo_core.errors import InputError, raise_all

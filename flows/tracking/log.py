@@ -45,7 +45,9 @@ class RunTrackers:
 
     def log(self, history: TrainingHistory) -> None:
         """Log the evaluations and iterations of the history that were not logged yet."""
-        for number in sorted({*(record.iteration for record in history.iterations), *history.heldout}):
+        for number in sorted(
+            {*(record.iteration for record in history.iterations), *(each.version for each in history.evaluations)}
+        ):
             names = [name for name in self._names if number > self._last_step(name)]
             if names:
                 self._log_step(history, number, names)
@@ -67,8 +69,7 @@ class RunTrackers:
         from flows.tracking.step import read_step
 
         record = next((each for each in history.iterations if each.iteration == number), None)
-        heldout, guardrails = history.heldout.get(number), history.guardrails.get(number, {})
-        return read_step(self._store, number, record, heldout, guardrails)
+        return read_step(self._store, number, record, history.evaluation_of(number))
 
     def _backend(self, name: str) -> "Backend":
         from accelerate import PartialState

@@ -1,17 +1,16 @@
 """What trackers get of one iteration, read from the run's artifacts."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from PIL import Image
 
-from tasks.metrics.names import GUARDRAILS, HELDOUT
 from tasks.reports.iteration import IterationRecord
-from tasks.reports.samples import Row, read_samples, verified
+from tasks.reports.samples import Row, read_samples
 from tasks.reports.text import in_cell, markdown_table, number, one_line
-from tasks.runs.layout import ADVANTAGES_FILE, ROLLOUTS, stage_folder
+from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, ROLLOUTS, STATES
+from tasks.runs.metrics_table import evaluation_metrics
+from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.reference import ArtifactRef, PrunedArtifactError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.advantages import leading_stream, read_advantages
@@ -82,29 +81,24 @@ def read_step(
     store: ArtifactStore,
     number: int,
     record: IterationRecord | None,
-    heldout: ArtifactRef | None,
-    guardrails: Mapping[str, ArtifactRef],
+    evaluation: EvaluationView | None,
 ) -> Step:
     """Read what is logged of an iteration.
 
     Args:
         record: None before training.
-        heldout: advantages of the evaluation of the policy that it made; None without one.
-        guardrails: scores of the same evaluation by label.
+        evaluation: that of the policy that it made; None without one.
     """
+    heldout = () if evaluation is None else _heldout(store, evaluation)
     if record is not None:
-        return Step(number, record.metrics, _rewards(store, record.advantages), _heldout(store, heldout))
-    metrics = {HELDOUT: heldout.metrics["reward"]} if heldout and "reward" in heldout.metrics else {}
-    for label, scores in guardrails.items():
-        if (name := f"rewards/{label}/mean") in scores.metrics:
-            metrics[f"{GUARDRAILS}{label}"] = scores.metrics[name]
-    return Step(number, metrics, (), _heldout(store, heldout))
+        return Step(number, record.metrics, _rewards(store, record.advantages), heldout)
+    return Step(number, {} if evaluation is None else evaluation_metrics(evaluation), (), heldout)
 
 
 def _rewards(store: ArtifactStore, advantages: ArtifactRef) -> Sequence[float]:
-    with tempfile.TemporaryDirectory() as fetched:
+    with store.reading(without=STATES) as read:
         try:
-            folder = store.local_files(advantages, Path(fetched))
+            folder = read(advantages)
         except PrunedArtifactError:
             return ()
         rewards = leading_stream(read_advantages([folder / ADVANTAGES_FILE], ["reward"]))["reward"]
@@ -112,13 +106,16 @@ def _rewards(store: ArtifactStore, advantages: ArtifactRef) -> Sequence[float]:
     return known
 
 
-def _heldout(store: ArtifactStore, advantages: ArtifactRef | None) -> Sequence[HeldoutPrompt]:
-    rollouts = None if advantages is None else store.find(f"{stage_folder(advantages.folder)}/{ROLLOUTS}")
-    if advantages is None or rollouts is None:
-        return ()
-    with tempfile.TemporaryDirectory() as fetched:
+def _heldout(store: ArtifactStore, evaluation: EvaluationView) -> Sequence[HeldoutPrompt]:
+    with store.reading(without=STATES) as read:
         try:
-            table = read_samples(verified(store, Path(fetched)), [rollouts], (), [advantages], _COLUMNS)
+            table = read_samples(
+                read,
+                evaluation.stages[ROLLOUTS],
+                (),
+                evaluation.stages[ADVANTAGES],
+                _COLUMNS,
+            )
         except PrunedArtifactError:
             return ()
         groups = [group[:MAX_SAMPLES] for group in table.groups[:MAX_PROMPTS]]

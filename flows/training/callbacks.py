@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from flows.pipeline.run import Run
 from flows.pruning.keep import PolicyKeeper
 from flows.tracking.log import RunTrackers, tracking
-from flows.training.history import TrainingHistory, evaluate, report_iteration
+from flows.training.history import TrainingHistory, evaluate
+from flows.training.hooks import call_hook
 from flows.training.publication import Publisher, publishing
 from flows.training.signs import ends_at_sign
-from tasks.progress import log
+from tasks.metrics.names import HELDOUT
+from tasks.progress import advance_run, log
+from tasks.reports.iteration import IterationRecord
+from tasks.reports.text import duration
+from tasks.runs.layout import STAGES
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+
+LOGGED_METRICS = (("reward", "reward"), ("held-out", HELDOUT), ("KL", "kl"), ("entropy", "entropy"))
 
 
 @contextmanager
@@ -45,24 +52,54 @@ class Callbacks:
         *,
         replayed: bool = False,
     ) -> bool:
-        """Report an iteration, whose rounds are another run's if they were `replayed`.
+        """Add an iteration to the history, log one line, begin to publish it, and do what follows it.
+
+        Rounds that were `replayed` are those of another run.
 
         Returns:
             Whether the run ends here, as the hook of `on_iteration` or `watch.on_sign` says.
         """
-        await report_iteration(self.run, history, self.publisher, policy, rounds, advantages, replayed=replayed)
-        stops = self._stopped_by_hook(history, policy)
+        update = policy.checkpoint
+        assert update is not None
+        history.reach(policy)
+        record, changed = history.add_iteration(
+            self.run.store, policy.version, rounds, advantages, update, replayed=replayed
+        )
+        iterations, pace = self.run.config.run.iterations, history.pace
+        advance_run(record.iteration, iterations, pace)
+        log(format_progress_line(record, iterations, pace))
+        # A run that resumes passes iterations whose metrics are stored as they are.
+        if changed or record.iteration == iterations:
+            self.publisher.publish(history.iterations, format_progress_line(record, iterations))
+        # After a resume it gets the previous iterations too, so that its decision is that of an undisturbed run.
+        reason = await call_hook(record)
+        stops = reason is not None and record.iteration < iterations
+        if stops:
+            self._stop(history, policy, reason)
         self.trackers.log(history)
-        self.keeper.delete_unneeded(policy.version, history.heldout)
+        self.keeper.delete_unneeded(policy.version, history.heldout_rewards)
         return await ends_at_sign(self.run, history, policy) or stops
 
-    def _stopped_by_hook(self, history: TrainingHistory, policy: PolicyRef) -> bool:
-        """Whether the hook ends the run before its last iteration, which is logged; its policy is evaluated."""
-        if history.stop_reason is None or policy.version == self.run.config.run.iterations:
-            return False
-        if policy.version not in history.heldout:
+    def _stop(self, history: TrainingHistory, policy: PolicyRef, reason: str | None) -> None:
+        """Evaluate the policy after which the hook ends the run, and log why."""
+        if history.evaluation_of(policy.version) is None:
             # An evaluation looks whether its iteration has been reported.
             self.publisher.finish()
             evaluate(self.run, policy, history)
-        log(f"stopped after iteration {policy.version}: {history.stop_reason}")
-        return True
+        log(f"stopped after iteration {policy.version}: {reason}")
+
+
+def format_progress_line(record: IterationRecord, iterations: int, pace: float | None = None) -> str:
+    """Format an iteration as one line of the log.
+
+    Args:
+        pace: seconds per iteration, for the time that is left; None if it is not known.
+    """
+    parts = [f"{title} {record.metrics[name]:.3f}" for title, name in LOGGED_METRICS if name in record.metrics]
+    parts += [f"{sum(record.seconds.values()):.1f} s"] if record.seconds else []
+    if record.reused:
+        stages = "" if len(record.reused) == len(STAGES) else f"{', '.join(record.reused)} "
+        parts.append(f"{stages}reused from run {', '.join(dict.fromkeys(record.reused.values()))}")
+    left = iterations - record.iteration
+    parts += [f"about {duration(pace * left)} left"] if pace is not None and left else []
+    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}"

@@ -6,7 +6,6 @@ settings, code, prompts or libraries is left to the start, which names and repla
 
 import json
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -18,15 +17,12 @@ from flows.pipeline.warm_start import settle_start
 from flows.preflight.model import trained_model
 from flows.preflight.prompts import read_prompt_files
 from flows.pruning.keep import PolicyKeeper
-from flows.training.history import TrainingHistory, held_out_series, is_evaluated
-from flows.training.pace import find_reused
+from flows.training.history import TrainingHistory
 from flows.training.summary import TrainSummary, summarize
 from grpo_core.errors import InputError, InputErrors
-from grpo_core.rewards.hacking import hacking_signs
-from tasks.reports.iteration import IterationRecord
 from tasks.runs.layout import BASELINES, STORED, Baseline, baseline_folder, evaluation_folder, policy_folder
 from tasks.runs.lookup import CONFIG_SHA256, read_config_file
-from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier
+from tasks.runs.records import StoredEvaluation
 from tasks.runs.stored import find_evaluation, read_iterations, read_policy
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, open_store
@@ -48,16 +44,15 @@ def read_finished(config: RunConfig) -> TrainSummary | None:
     with locked(store, setting="run.name", value=config.run.name) as lock:
         try:
             run = _unchanged_run(config, store, lock)
-            history = None if run is None else _read_history(run)
-            if run is None or history is None:
-                return None
-            policy = read_policy(store, config.run.iterations)
+            history = None if run is None else read_history(run)
         except (InputError, InputErrors, ValueError):
             # The start reports it, if it cannot be replaced.
             return None
+        if run is None or history is None:
+            return None
         # A start that was killed at its end may have left some.
-        PolicyKeeper(run).delete_unneeded(config.run.iterations, history.heldout)
-        return summarize(run, policy, history, time.perf_counter() - started)
+        PolicyKeeper(run).delete_unneeded(config.run.iterations, history.heldout_rewards)
+        return summarize(run, history, time.perf_counter() - started)
 
 
 def _unchanged_run(config: RunConfig, store: ArtifactStore, lock: RunLock) -> Run | None:
@@ -81,40 +76,35 @@ def _read(settings: bytes) -> dict[str, Any]:
     return {name: section for name, section in yaml.safe_load(settings).items() if name not in _ELSEWHERE}
 
 
-def _read_history(run: Run) -> TrainingHistory | None:
-    """Read what a start would pass again; None if a part is missing, damaged, or would be written again."""
-    config, store, history = run.config, run.store, TrainingHistory()
+def read_history(run: Run) -> TrainingHistory | None:
+    """Read the history of a finished run; None if a part is missing, damaged, or would be written again by a start."""
+    config, store, history = run.config, run.store, TrainingHistory.of(run)
     if not note_copied(store):
         return None
-    labels = {section.label for section in config.rewards}
-    versions = [0, *(number for number in range(1, config.run.iterations + 1) if is_evaluated(config, number))]
-    for version in versions if run.heldout else ():
-        done = find_evaluation(store, evaluation_folder(version), config)
-        if done is None:
-            return None
-        history.heldout[version], history.guardrails[version] = done.advantages, done.guardrails
+    evaluations: dict[int, StoredEvaluation] = {}
+    for version in range(config.run.iterations + 1) if run.heldout else ():
+        if version == 0 or config.is_evaluated(version):
+            done = find_evaluation(store, evaluation_folder(version), config)
+            if done is None:
+                return None
+            evaluations[version] = done
     if any(target is not None for each in run.heldout for target in each.targets):
-        history.baselines = _find_baselines(run)
+        history.add_baselines(_find_baselines(run))
         if len(history.baselines) < len(BASELINES):
             return None
-    previous: Mapping[str, float] | None = None
+    if 0 in evaluations:
+        history.add_evaluation(config, 0, evaluations[0])
+    labels = {section.label for section in config.rewards}
     for stored in read_iterations(store, (1, config.run.iterations), STORED):
-        number, update = stored.number, store.find(policy_folder(stored.number))
-        earlier = read_metrics(store, number)
-        if update is None or any(set(each.rewards) != labels for each in stored.rounds):
+        if stored.number in evaluations:
+            history.add_evaluation(config, stored.number, evaluations[stored.number])
+        update = store.find(policy_folder(stored.number))
+        if update is None:
             return None
-        heldout, guardrails = history.heldout.get(number), history.guardrails.get(number)
-        gathered = gather_metrics(stored.rounds, stored.advantages, update, heldout, guardrails, previous)
-        metrics = with_earlier(gathered, earlier, 0.0)
-        if not earlier or metrics != earlier:
+        record, changed = history.add_iteration(store, stored.number, stored.rounds, stored.advantages, update)
+        if changed or not record.stored or any(set(each.rewards) != labels for each in stored.rounds):
             return None
-        reused = find_reused(store, stored.rounds, stored.advantages, update)
-        history.iterations.append(
-            IterationRecord(number, stored.rounds, stored.advantages, metrics, reused=reused, stored=True)
-        )
-        previous = metrics
-    if config.watch.guardrails:
-        history.signs = list(hacking_signs(*held_out_series(history.heldout, history.guardrails), config.watch))
+    history.reach(read_policy(store, config.run.iterations))
     return history
 
 

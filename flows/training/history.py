@@ -4,71 +4,84 @@ The evaluations watch for reward hacking: a guardrail that falls while the rewar
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from configs.schema import RunConfig
 from flows.evaluation.evaluate import evaluate_baselines, evaluate_policy
 from flows.pipeline.events import emit_evaluated, emit_hacking_sign
 from flows.pipeline.run import Run, plan_heldout
-from flows.training.hooks import call_hook
-from flows.training.pace import Pace, find_reused, name_reused
-from flows.training.publication import Publisher
-from grpo_core.rewards.hacking import HackingSign, hacking_signs
-from tasks.progress import advance_run, log
+from grpo_core.rewards.hacking import HackingSign
+from tasks.metrics.names import WALL_TIME
+from tasks.progress import log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
 from tasks.reports.iteration import IterationRecord
-from tasks.reports.text import duration
 from tasks.rollouts.plan import RolloutPlan
-from tasks.runs.layout import ROLLOUTS, UPDATE, WATCH_PLOT, Baseline
+from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, UPDATE, Baseline
 from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier
-from tasks.runs.records import SamplingRound
+from tasks.runs.records import SamplingRound, StoredEvaluation
+from tasks.runs.run_view import EvaluationView, RunHistory, signs_of
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 
-LOGGED_METRICS = (("reward", "reward"), ("held-out", "heldout_reward"), ("KL", "kl"), ("entropy", "entropy"))
-
-Guardrails = Mapping[int, Mapping[str, ArtifactRef]]
-"""Scores of the held-out samples, by policy version and label."""
+_RECENT = 10
+"""How many of the last iterations say how long one takes."""
 
 
-@dataclass
-class TrainingHistory:
-    """The finished iterations and evaluations of a training flow.
+@dataclass(kw_only=True)
+class TrainingHistory(RunHistory):
+    """What a training flow has done, iteration by iteration; `read_history` reads that of a finished run.
 
     Attributes:
         iterations: one record per finished iteration.
         sampled: advantages of the sampled iterations, which may be ahead of the finished ones.
-        heldout: held-out advantages by policy version.
-        baselines: advantages of the images that no policy made.
-        guardrails: scores of the held-out samples by policy version and guardrail.
         signs: guardrails that had fallen at the last evaluation while the reward rose.
-        since: when the current iteration began, on the clock of this process.
-        pace: how fast this start trains.
-        stop_reason: why the hook of `on_iteration` ends the run; None while it does not.
         new_signs: those that had not fallen at the evaluation before.
+        since: when the current iteration began, on the clock of this process.
     """
 
     iterations: list[IterationRecord] = field(default_factory=list)
+    evaluations: list[EvaluationView] = field(default_factory=list)
     sampled: list[ArtifactRef] = field(default_factory=list)
-    heldout: dict[int, ArtifactRef] = field(default_factory=dict)
-    baselines: Mapping[Baseline, ArtifactRef] = field(default_factory=dict)
-    guardrails: dict[int, Mapping[str, ArtifactRef]] = field(default_factory=dict)
-    signs: list[HackingSign] = field(default_factory=list)
+    signs: Sequence[HackingSign] = ()
+    new_signs: Sequence[HackingSign] = ()
     since: float = field(default_factory=time.perf_counter)
-    pace: Pace = field(default_factory=Pace)
-    stop_reason: str | None = None
-    new_signs: list[HackingSign] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, run: Run) -> "TrainingHistory":
+        """Begin the history of a run."""
+        return cls(name=run.config.run.name, folder=run.store.path())
 
     @property
     def last_advantages(self) -> ArtifactRef | None:
         """Advantages of the iteration that was sampled last; None before the first."""
         return self.sampled[-1] if self.sampled else None
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of this run's own stages over all iterations, by stage."""
+        by_stage: dict[str, float] = {}
+        for record in self.iterations:
+            for stage, seconds in record.seconds.items():
+                by_stage[stage] = by_stage.get(stage, 0.0) + seconds
+        return by_stage
+
+    @property
+    def pace(self) -> float | None:
+        """Mean seconds of the last iterations that this start trained; None before the second, as the first loads."""
+        recent = pairwise(self.iterations[-_RECENT - 1 :])
+        times = [each.metrics[WALL_TIME] for before, each in recent if _is_trained(before) and _is_trained(each)]
+        return sum(times) / len(times) if times else None
+
     def lap(self) -> float:
         """Return the seconds since the current iteration began, and begin the next one."""
         before, self.since = self.since, time.perf_counter()
         return self.since - before
+
+    def evaluation_of(self, version: int) -> EvaluationView | None:
+        """Return the evaluation of a policy version; None without one."""
+        return next((each for each in reversed(self.evaluations) if each.version == version), None)
 
     def stopped_by(self, config: RunConfig, version: int) -> bool:
         """Whether the watch ends the run at this policy version, before its last iteration."""
@@ -81,11 +94,76 @@ class TrainingHistory:
             return None
         return read_statistics(run.store, self.sampled[-curriculum.window :])
 
+    def reach(self, policy: PolicyRef) -> None:
+        """Note the policy that the run has reached."""
+        self.policy_version, self.policy_digest = policy.version, policy.digest
 
-def is_evaluated(config: RunConfig, iteration: int) -> bool:
-    """Whether the policy that this iteration makes is evaluated."""
-    every = config.evaluate.every
-    return iteration == config.run.iterations or (every > 0 and iteration % every == 0)
+    def add_baselines(self, baselines: Mapping[Baseline, ArtifactRef]) -> None:
+        """Add the means of images that no policy made, from the advantages of each."""
+        means = {name: scored.metrics.get("reward") for name, scored in baselines.items()}
+        self.baselines = {name: mean for name, mean in means.items() if mean is not None}
+
+    def add_evaluation(self, config: RunConfig, version: int, done: StoredEvaluation) -> None:
+        """Add the evaluation of a policy version, and look for guardrails that have fallen."""
+        self.evaluations.append(EvaluationView.of(version, done))
+        if config.watch.guardrails:
+            known = {sign.guardrail for sign in self.signs}
+            self.signs = signs_of(self, config.watch)
+            self.new_signs = [sign for sign in self.signs if sign.guardrail not in known]
+
+    def add_iteration(
+        self,
+        store: ArtifactStore,
+        iteration: int,
+        rounds: tuple[SamplingRound, ...],
+        advantages: ArtifactRef,
+        update: ArtifactRef,
+        *,
+        replayed: bool = False,
+    ) -> tuple[IterationRecord, bool]:
+        """Add an iteration with the metrics of its stages.
+
+        Args:
+            update: the policy version that it made.
+            replayed: whether the rounds are those of another run, which counts their metrics.
+
+        Returns:
+            Its record, and whether its table of metrics has to be written: it is missing, or was different.
+        """
+        own = () if replayed else rounds
+        previous = self.iterations[-1].metrics if self.iterations else None
+        evaluation, earlier = self.evaluation_of(iteration), read_metrics(store, iteration)
+        gathered = gather_metrics(own, advantages, update, evaluation, previous)
+        record = IterationRecord(
+            iteration=iteration,
+            rounds=rounds,
+            advantages=advantages,
+            metrics=with_earlier(gathered, earlier, self.lap()),
+            heldout=evaluation.reward if evaluation else None,
+            reused=_find_reused(store, own, advantages, update),
+            stored=bool(earlier),
+        )
+        self.iterations.append(record)
+        return record, record.metrics != earlier
+
+
+def _is_trained(record: IterationRecord) -> bool:
+    """Whether this start trained the iteration; stored ones pass in a moment."""
+    return not record.stored and UPDATE not in record.reused and WALL_TIME in record.metrics
+
+
+def _find_reused(
+    store: ArtifactStore, rounds: Sequence[SamplingRound], advantages: ArtifactRef, update: ArtifactRef
+) -> dict[str, str]:
+    """Return the name of the run that a stage's results were copied from, by stage; own results are left out."""
+    stages = {
+        ROLLOUTS: [each.rollouts for each in rounds],
+        REWARDS: [scores for each in rounds for scores in each.rewards.values()],
+        ADVANTAGES: [advantages],
+        UPDATE: [update],
+    }
+    sources = {stage: [store.copied.get(each.folder) for each in parts] for stage, parts in stages.items()}
+    return {stage: runs[0] for stage, runs in sources.items() if runs and runs[0] is not None and all(runs)}
 
 
 def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
@@ -99,16 +177,12 @@ def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
     # A run that resumes passes its previous evaluations, whose events were sent.
     is_new = not read_metrics(run.store, max(policy.version, 1))
     if policy.version == 0:
-        history.baselines = evaluate_baselines(run, plan)
-    done, section = evaluate_policy(run, policy.averaged, plan), run.config.watch
-    history.heldout[policy.version], history.guardrails[policy.version] = done.advantages, done.guardrails
+        history.add_baselines(evaluate_baselines(run, plan))
+    done = evaluate_policy(run, policy.averaged, plan)
+    history.add_evaluation(run.config, policy.version, done)
     if is_new:
         emit_evaluated(run.config.run.name, policy, done)
-    if section.guardrails:
-        known = {sign.guardrail for sign in history.signs}
-        history.signs = list(hacking_signs(*held_out_series(history.heldout, history.guardrails), section))
-        history.new_signs = [sign for sign in history.signs if sign.guardrail not in known]
-        for sign in history.new_signs if is_new else ():
+        for sign in history.new_signs:
             emit_hacking_sign(run.config.run.name, policy, sign)
 
 
@@ -117,81 +191,3 @@ def _is_lost(run: Run, policy: PolicyRef, plan: RolloutPlan) -> bool:
     if policy.checkpoint is None or run.store.pruned_reason(policy.checkpoint) is None:
         return False
     return run.store.find(f"{plan.folder}/{ROLLOUTS}") is None
-
-
-def held_out_series(
-    heldout: Mapping[int, ArtifactRef], guardrails: Guardrails
-) -> tuple[list[int], list[float | None], dict[str, list[float | None]]]:
-    """Return the evaluated versions, the mean reward of each, and the mean of each guardrail by label."""
-    versions = sorted(version for version in heldout if guardrails.get(version))
-    labels = list(guardrails[versions[0]]) if versions else []
-    rewards = [heldout[version].metrics.get("reward") for version in versions]
-    levels = {
-        label: [guardrails[version][label].metrics.get(f"rewards/{label}/mean") for version in versions]
-        for label in labels
-    }
-    return versions, rewards, levels
-
-
-def write_watch_plot(store: ArtifactStore, heldout: Mapping[int, ArtifactRef], guardrails: Guardrails) -> str:
-    """Plot the held-out reward above the guardrails and return the path of the image."""
-    # The plotting library takes a second to import, which a run without guardrails does not need.
-    from tasks.reports.reward_plots import plot_watch
-
-    store.write_file(WATCH_PLOT, plot_watch(*held_out_series(heldout, guardrails)))
-    return store.path(WATCH_PLOT)
-
-
-async def report_iteration(
-    run: Run,
-    history: TrainingHistory,
-    publisher: Publisher,
-    policy: PolicyRef,
-    rounds: tuple[SamplingRound, ...],
-    advantages: ArtifactRef,
-    *,
-    replayed: bool = False,
-) -> None:
-    """Gather the metrics of an iteration, log one line, and begin to publish them.
-
-    Rounds that were `replayed` are those of another run, which counts their metrics.
-    """
-    assert policy.checkpoint is not None
-    iteration, iterations = policy.version, run.config.run.iterations
-    heldout, guardrails = history.heldout.get(iteration), history.guardrails.get(iteration)
-    previous = history.iterations[-1].metrics if history.iterations else None
-    earlier = read_metrics(run.store, iteration)
-    gathered = gather_metrics(() if replayed else rounds, advantages, policy.checkpoint, heldout, guardrails, previous)
-    metrics = with_earlier(gathered, earlier, history.lap())
-    record = IterationRecord(
-        iteration=iteration,
-        rounds=rounds,
-        advantages=advantages,
-        metrics=metrics,
-        heldout=heldout.metrics.get("reward") if heldout else None,
-        reused=find_reused(run.store, () if replayed else rounds, advantages, policy.checkpoint),
-        stored=bool(earlier),
-    )
-    history.iterations.append(record)
-    pace = history.pace.add(trained=UPDATE not in record.reused and not record.stored)
-    advance_run(iteration, iterations, pace)
-    log(format_progress_line(record, iterations, pace))
-    # A run that resumes passes iterations whose metrics are stored as they are.
-    if metrics != earlier or iteration == iterations:
-        publisher.publish(history.iterations, format_progress_line(record, iterations))
-    # After a resume it gets the previous iterations too, so that its decision is that of an undisturbed run.
-    history.stop_reason = await call_hook(record)
-
-
-def format_progress_line(record: IterationRecord, iterations: int, pace: float | None = None) -> str:
-    """Format an iteration as one line of the log.
-
-    Args:
-        pace: seconds per iteration, for the time that is left; None if it is not known.
-    """
-    parts = [f"{title} {record.metrics[name]:.3f}" for title, name in LOGGED_METRICS if name in record.metrics]
-    parts += [f"{sum(record.seconds.values()):.1f} s"] if record.seconds else []
-    parts += [name_reused(record.reused)] if record.reused else []
-    left = iterations - record.iteration
-    parts += [f"about {duration(pace * left)} left"] if pace is not None and left else []
-    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}"

@@ -33,7 +33,7 @@ async def ends_at_sign(run: Run, history: TrainingHistory, policy: PolicyRef) ->
         NotResumedError: nobody resumed it within `watch.pause_timeout`.
     """
     watch, version = run.config.watch, policy.version
-    if not watch.guardrails or version not in history.guardrails:
+    if not watch.guardrails or history.evaluation_of(version) is None:
         return False
     for sign in history.signs:
         log(f"watch, policy {version}: {sign}")

@@ -11,13 +11,12 @@ from configs.sections import TextRolloutSection
 from flows.pipeline.flow_run_page import artifact_key
 from flows.pipeline.run import Run
 from flows.terminal.summaries import training_rows
-from flows.training.history import TrainingHistory, write_watch_plot
+from flows.training.history import TrainingHistory
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
 from tasks.reports.images import image_uri, shrunk
 from tasks.reports.text import in_cell, markdown_table
-from tasks.runs.layout import CONTACT_SHEET
-from tasks.runs.run_view import RunSummary
-from tasks.storage.artifacts.reference import PolicyRef
+from tasks.runs.layout import ADVANTAGES, CONTACT_SHEET, WATCH_PLOT
+from tasks.runs.run_view import RunSummary, summary_of, watched_series
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 
 _SHEET_SIDE = 1000
@@ -48,39 +47,33 @@ class TrainSummary(RunSummary):
     reused: dict[str, int]
 
 
-def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, elapsed: float) -> TrainSummary:
-    """Gather the summary, and store the held-out samples before and after; `elapsed` is the time of this start."""
-    iterations, heldout = history.iterations, history.heldout
-    rewards = [record.metrics["reward"] for record in iterations if "reward" in record.metrics]
-    by_stage = {"total": elapsed}
-    for record in iterations:
-        for stage, seconds in record.seconds.items():
-            by_stage[stage] = by_stage.get(stage, 0.0) + seconds
-    versions = sorted(heldout)
-    ends = (heldout[versions[0]], heldout[versions[-1]]) if versions else None
-    title, texts = f"{run.config.run.name}: held-out prompts", isinstance(run.config.rollout, TextRolloutSection)
+def summarize(run: Run, history: TrainingHistory, elapsed: float) -> TrainSummary:
+    """Summarize a run, and store its held-out samples before and after; `elapsed` is the time of this start."""
+    store, version = run.store, history.policy_version
+    scored = [each.stages[ADVANTAGES][0] for each in history.evaluations]
+    ends = (scored[0], scored[-1]) if scored else None
+    title, texts = f"{history.name}: held-out prompts", isinstance(run.config.rollout, TextRolloutSection)
+    known = summary_of(history).model_dump()
     return TrainSummary(
-        run=run.config.run.name,
-        iterations=len(iterations),
-        reward_first=rewards[0] if rewards else None,
-        reward_last=rewards[-1] if rewards else None,
-        heldout_before=heldout[versions[0]].metrics.get("reward") if versions else None,
-        heldout_after=heldout[versions[-1]].metrics.get("reward") if versions else None,
-        heldout_baselines={
-            name: scored.metrics["reward"] for name, scored in history.baselines.items() if "reward" in scored.metrics
-        },
-        policy_digest=policy.digest,
-        seconds=by_stage,
-        folder=run.store.path(),
-        contact_sheet=write_contact_sheet(run.store, *ends, title) if ends and not texts else None,
-        heldout_texts=write_heldout_texts(run.store, *ends, title) if ends and texts else None,
-        watch=write_watch_plot(run.store, heldout, history.guardrails) if any(history.guardrails.values()) else None,
+        **known | {"iterations": len(history.iterations), "seconds": {"total": elapsed, **history.seconds}},
+        contact_sheet=write_contact_sheet(store, *ends, title) if ends and not texts else None,
+        heldout_texts=write_heldout_texts(store, *ends, title) if ends and texts else None,
+        watch=_write_watch_plot(run, history) if history.guardrail_series else None,
         hacking=[str(sign) for sign in history.signs],
-        stopped_early=policy.version < run.config.run.iterations,
-        quarantined=[reason for reason in run.store.reasons if reason.startswith(QUARANTINE)],
-        previous=[reason for reason in run.store.reasons if reason.startswith(PREVIOUS)],
-        reused=Counter(name for record in iterations for name in dict.fromkeys(record.reused.values())),
+        stopped_early=version < run.config.run.iterations,
+        quarantined=[reason for reason in store.reasons if reason.startswith(QUARANTINE)],
+        previous=[reason for reason in store.reasons if reason.startswith(PREVIOUS)],
+        reused=Counter(name for record in history.iterations for name in dict.fromkeys(record.reused.values())),
     )
+
+
+def _write_watch_plot(run: Run, history: TrainingHistory) -> str:
+    """Plot the held-out reward above the guardrails and return the path of the image."""
+    # The plotting library takes a second to import, which a run without guardrails does not need.
+    from tasks.reports.reward_plots import plot_watch
+
+    run.store.write_file(WATCH_PLOT, plot_watch(*watched_series(history)))
+    return run.store.path(WATCH_PLOT)
 
 
 async def publish_summary(run: Run, summary: TrainSummary) -> None:

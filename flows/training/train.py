@@ -23,7 +23,7 @@ from flows.pipeline.forms import TrainConfig
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards, update_policy
 from flows.training.callbacks import open_callbacks
-from flows.training.history import TrainingHistory, evaluate, is_evaluated
+from flows.training.history import TrainingHistory, evaluate
 from flows.training.prefetch import ScoredRollouts, prefetching
 from flows.training.summary import TrainSummary, publish_summary, summarize
 from tasks.metrics.names import stream_prefix
@@ -38,7 +38,7 @@ async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
     """Start or resume a training run; `accept_code` keeps stored results that other code made, and records it."""
     started = time.perf_counter()
     with open_run(config, accept_code=accept_code) as run:
-        history, policy = TrainingHistory(), run.base_policy
+        history, policy = TrainingHistory.of(run), run.base_policy
         sample = partial(sample_rollouts, run, history)
         async with recording(run.store, run.lock):
             with open_callbacks(run) as callbacks, prefetching(config.run, policy, sample) as prefetcher:
@@ -48,11 +48,11 @@ async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
                     batch = prefetcher.next_batch(iteration)
                     policy = train_policy(run, policy, batch, iteration)
                     prefetcher.publish_policy(policy)
-                    if is_evaluated(config, iteration):
+                    if config.is_evaluated(iteration):
                         evaluate(run, policy, history)
                     if await callbacks.on_iteration_end(history, policy, batch.rounds, batch.advantages):
                         break
-        summary = summarize(run, policy, history, time.perf_counter() - started)
+        summary = summarize(run, history, time.perf_counter() - started)
         await publish_summary(run, summary)
         return summary
 

@@ -1,10 +1,8 @@
 """Stage 3: scores of siblings -> a reward and an advantage per sample and trained stream, or a copy of stored ones."""
 
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -130,8 +128,8 @@ def _describe_copy(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 def copy_advantages_task(advantages: ArtifactRef, folder: str) -> ArtifactRef:
     """Copy the verified advantages of another run's samples with their metrics; the copy counts as taking no time."""
     store = current_store()
-    with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
-        source = store.local_files(advantages, Path(fetched) / "advantages")
+    with store.reading() as read, store.staging() as staged:
+        source = read(advantages)
         for path in sorted(source.glob("*.parquet")):
             shutil.copyfile(path, staged / path.name)
         return store.commit(

@@ -2,8 +2,7 @@
 
 import json
 import math
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +14,10 @@ from torch import Tensor
 from configs.scoring import RewardSection
 from grpo_core.advantages import AdvantageSettings, compared_samples, kl_penalty
 from grpo_core.streams import Stream
-from tasks.runs import layout
+from tasks.runs import samples as runs
+from tasks.runs.layout import STATES
 from tasks.runs.records import SamplingRound
-from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.store import ArtifactStore, Read
 from tasks.storage.tables.lists import padded
 
 _READ = ("sample_id", "iteration", "group_id", "prompt_id", "dataset", "columns")
@@ -68,17 +68,8 @@ def read_samples(
     store: ArtifactStore, rounds: Sequence[SamplingRound], mix: Sequence[RewardSection], settings: AdvantageSettings
 ) -> Samples:
     """Join the rollouts of all sampling rounds with the scores of every reward of the mix."""
-    with tempfile.TemporaryDirectory() as fetched:
-        parts = []
-        for number, each in enumerate(rounds):
-            place = Path(fetched) / str(number)
-            rollouts = store.local_files(each.rollouts, place / "rollouts", without=layout.STATES)
-            scored = {
-                label: store.local_files(reference, place / f"rewards-{index}")
-                for index, (label, reference) in enumerate(each.rewards.items())
-            }
-            parts.append(_read_round(rollouts, scored, mix, settings))
-    samples = pl.concat(parts)
+    with store.reading(without=STATES) as read:
+        samples = pl.concat(_read_round(read, each, mix, settings) for each in rounds)
     # Siblings one after another, as their groups were drawn.
     samples = samples.sort(pl.int_range(pl.len()).min().over("group_id"), maintain_order=True)
     sizes = samples.group_by("group_id").len()["len"].unique().to_list()
@@ -87,7 +78,7 @@ def read_samples(
     prompts = samples.select("dataset", "columns").gather_every(size).rows()
     others = [(name, json.loads(columns)) for name, columns in prompts]
     routed = [[section.scores_prompt(name, columns) for section in mix] for name, columns in others]
-    values = [_by_group(samples[_column(section)], size) for section in mix]
+    values = [_by_group(samples[runs.REWARD + section.label], size) for section in mix]
     return Samples(
         table=samples,
         values=torch.stack(values, -1),
@@ -119,30 +110,16 @@ def _by_group(values: pl.Series, size: int) -> Float[Tensor, "groups samples"]:
     return values.cast(pl.Float64).fill_null(math.nan).to_torch().view(-1, size)
 
 
-def _column(section: RewardSection) -> str:
-    return f"reward:{section.label}"
-
-
 def _read_round(
-    rollouts: Path, rewards: Mapping[str, Path], mix: Sequence[RewardSection], settings: AdvantageSettings
+    read: Read, part: SamplingRound, mix: Sequence[RewardSection], settings: AdvantageSettings
 ) -> pl.DataFrame:
-    files = sorted(rollouts.glob("*.parquet"))
-    scanned = pl.scan_parquet(files)
-    if _DRAFT not in scanned.collect_schema().names():
+    scored = [(section.label, part.rewards[section.label]) for section in mix]
+    table = runs.read_samples(read, [part.rollouts], scored, (), (*_READ, _DRAFT))
+    if _DRAFT not in table.columns:
         # Of texts and of older tables: each sample is its own.
-        scanned = scanned.with_columns(pl.int_range(pl.len(), dtype=pl.Int32).over("group_id").alias(_DRAFT))
-    table = scanned.select(*_READ, _DRAFT).collect()
-    for section in mix:
-        scores = pl.read_parquet(rewards[section.label] / layout.SCORES_FILE, columns=["sample_id", "value"])
-        table = table.join(
-            scores.rename({"value": _column(section)}),
-            on="sample_id",
-            how="left",
-            validate="1:1",
-            maintain_order="left",
-        )
+        table = table.with_columns(pl.int_range(pl.len(), dtype=pl.Int32).over("group_id").alias(_DRAFT))
     if settings.kl_coef > 0:
-        table = table.with_columns(pl.Series("kl_penalty", _penalties(files, settings)))
+        table = table.with_columns(pl.Series("kl_penalty", _penalties(runs.tables_of(read(part.rollouts)), settings)))
     return table
 
 

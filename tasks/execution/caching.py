@@ -33,7 +33,8 @@ from tasks.execution.fingerprint import code_fingerprint
 from tasks.execution.stages import Arguments, Kind, Part, Sharding, Stage, register
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.prefect_results import CURRENT_RECORDS, reference_serializer
+from tasks.storage.artifacts.store import stage_context
+from tasks.storage.prefect_results import reference_serializer
 
 P = ParamSpec("P")
 R = TypeVar("R", ArtifactRef, PolicyRef)
@@ -125,7 +126,7 @@ def configured(stage: Task[P, R], title: str, placement: PlacementSection) -> Ta
     """Return the stage's task with a title, its record in the run's folder and the placement's retries."""
     retried: Any = _retried(stage, placement)
     named: Task[P, R] = copy.copy(retried)
-    named.task_run_name, named.result_storage = title, CURRENT_RECORDS.get()
+    named.task_run_name, named.result_storage = title, stage_context().records
     return named
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,8 +123,8 @@ def fetched_adapter(
     folder = Path(name).expanduser()
     if version is not None:
         assert store is not None, "the version is in a store"
-        with tempfile.TemporaryDirectory(prefix="grpo-") as fetched:
-            yield store.local_files(version, Path(fetched) / "policy")
+        with store.reading() as read:
+            yield read(version)
     elif folder.is_dir():
         yield folder
     elif name.count("/") == 1 and not folder.parent.is_dir() and not name.startswith((".", "~", "/")):

@@ -1,7 +1,6 @@
 """Which model a run trains, and the policy that a process keeps in memory between stages."""
 
 import gc
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -204,8 +203,8 @@ def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
     if new_reference:
         loaded.reference_digest = _CHANGING
     checkpoint = version.checkpoint
-    with tempfile.TemporaryDirectory() as fetched:
-        folder = None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
+    with current_store().reading() as read:
+        folder = None if checkpoint is None else read(checkpoint)
         components = loaded.policy.components
         for stream, component in components.items():
             if new_weights:

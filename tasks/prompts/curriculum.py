@@ -1,10 +1,8 @@
 """Select the prompts of an iteration: equally often or by measured difficulty, from several sets by their weights."""
 
 import math
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -68,9 +66,9 @@ def read_statistics(store: ArtifactStore, advantages: Sequence[ArtifactRef]) -> 
     """
     means: dict[PromptKey, dict[str, float]] = {}
     columns = ["dataset", "prompt_id", "group_id", "group_mean"]
-    with tempfile.TemporaryDirectory() as fetched:
-        for number, reference in enumerate(advantages):
-            files = sorted(store.local_files(reference, Path(fetched) / str(number)).glob("*.parquet"))
+    with store.reading() as read:
+        for reference in advantages:
+            files = sorted(read(reference).glob("*.parquet"))
             groups = pl.DataFrame(leading_stream(read_advantages(files, columns))).drop_nulls().unique()
             for dataset, prompt_id, group_id, mean in groups.select(columns).iter_rows():
                 means.setdefault((dataset, prompt_id), {})[group_id] = mean

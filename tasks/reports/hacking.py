@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.hacking import MIN_DIFFERENCES, HackingRule, hacking_signs
+from grpo_core.rewards.hacking import MIN_DIFFERENCES, HackingRule
 from tasks.reports.text import significant
-from tasks.runs.run_view import RunView
+from tasks.runs.run_view import RunView, signs_of
 
 Points = list[tuple[float, float]]
 
@@ -46,9 +46,7 @@ def hacking_verdict(run: RunView) -> Verdict:
     needed = max(rule.patience, MIN_DIFFERENCES if rule.noise else 0) + 1
     if len(rewards) < needed:
         return _unknown(f"{len(rewards)} of the {needed} evaluations that a sign needs; set evaluate.every")
-    versions = sorted(rewards)
-    levels = {label: [dict(points).get(version) for version in versions] for label, points in measures.items()}
-    signs = hacking_signs([int(version) for version in versions], [rewards[each] for each in versions], levels, rule)
+    signs = signs_of(run, rule, measures)
     if signs:
         found = ", ".join(sign.guardrail for sign in signs)
         stopped = watch.get("on_sign") == "stop" and not run.finished

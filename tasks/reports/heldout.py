@@ -1,19 +1,17 @@
 """The held-out prompts before and after training, kept with the run: a sheet of images, or a page of texts."""
 
 import io
-import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import fmean
 
 from PIL import Image, ImageDraw, ImageFont
 
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.reports.images import PRUNED, fitted
-from tasks.reports.samples import Row, read_samples, verified
+from tasks.reports.samples import Row, read_samples
 from tasks.reports.text import change, fenced, number
-from tasks.runs.layout import CONTACT_SHEET, HELDOUT_TEXTS, ROLLOUTS, stage_folder
+from tasks.runs.layout import CONTACT_SHEET, HELDOUT_TEXTS, ROLLOUTS, STATES, stage_folder
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -51,11 +49,11 @@ def write_heldout_texts(store: ArtifactStore, before: ArtifactRef, after: Artifa
 def _pairs(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef) -> Iterator[Sides]:
     """Read two evaluations, and pair the samples of each prompt by their group id."""
     groups = []
-    with tempfile.TemporaryDirectory() as fetched:
+    with store.reading(without=STATES) as read:
         for side in (before, after):
             rollouts = store.find(f"{stage_folder(side.folder)}/{ROLLOUTS}")
             assert rollouts is not None, "an evaluation keeps its rollouts"
-            table = read_samples(verified(store, Path(fetched)), [rollouts], (), [side], _COLUMNS)
+            table = read_samples(read, [rollouts], (), [side], _COLUMNS)
             images = {} if table.is_text else table.images([row["sample_id"] for row in table.rows])
             for row in table.rows:
                 row["image"] = images.get(row["sample_id"])

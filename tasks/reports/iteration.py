@@ -1,17 +1,16 @@
 """The report and the table of each iteration in Prefect's UI: cheap, and of bounded size."""
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from PIL import Image
 
 from tasks.metrics.names import SECONDS
 from tasks.reports.images import PRUNED, fitted, image_uri
 from tasks.reports.metric_titles import REPORTED, REPORTED_OF_TEXTS, metric_title, with_streams
-from tasks.reports.samples import Row, Samples, best_first, read_samples, verified
+from tasks.reports.samples import Row, Samples, best_first, read_samples
 from tasks.reports.text import change, in_cell, markdown_table, number, one_line, significant, sparkline
+from tasks.runs.layout import STATES
 from tasks.runs.records import SamplingRound
 from tasks.runs.run_view import Noun, dataset_of
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -65,8 +64,8 @@ def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[Iterati
     record = history[-1]
     rollouts = [each.rollouts for each in record.rounds]
     rewards = [pair for each in record.rounds for pair in each.rewards.items()]
-    with tempfile.TemporaryDirectory() as fetched:
-        table = read_samples(verified(store, Path(fetched)), rollouts, rewards, [record.advantages], _COLUMNS)
+    with store.reading(without=STATES) as read:
+        table = read_samples(read, rollouts, rewards, [record.advantages], _COLUMNS)
         lines = [f"# {run}: iteration {record.iteration}", ""]
         lines += [*markdown_table(("metric", "value"), list(_metric_rows(record, table))), ""]
         lines += [*markdown_table(("over iterations", "", "first to last"), list(_curves(history))), ""]

@@ -1,16 +1,14 @@
 """What changed when stored rollouts were scored again: rewards, ranks and advantages before and after, and the page."""
 
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import polars as pl
-import pyarrow as pa
 from PIL import Image
 
 from grpo_core.streams import STREAMS
+from tasks.reports import samples as outputs_of
 from tasks.reports.pages import render
-from tasks.reports.samples import read_samples, verified
 from tasks.reports.statistics import (
     SAMPLE,
     Statistics,
@@ -22,9 +20,11 @@ from tasks.reports.statistics import (
     with_groups,
 )
 from tasks.reports.text import Cells, correlation, counted, number, percent
+from tasks.runs.layout import SCORES_FILE, STATES
 from tasks.runs.records import StoredIteration
+from tasks.runs.samples import ADVANTAGE, REWARD, read_samples, tables_of, with_advantages, with_scores
+from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.advantages import STREAM, leading_stream, read_advantages
 
 BEFORE, AFTER = "before:", "after:"
 """Prefixes of the columns of single rewards, followed by their labels."""
@@ -50,73 +50,55 @@ def read_rescored(
     Raises:
         StaleReferenceError: a table is missing or changed.
     """
-    with tempfile.TemporaryDirectory() as fetched:
-        fetch = verified(store, Path(fetched))
-        samples = pl.concat(
-            (
-                _read_rollouts([fetch(part.rollouts) for part in each.rounds]).with_columns(iteration=each.number)
-                for each in previous
-            ),
-            how="diagonal",
-        )
-        samples = _with_drafts_apart(samples, _read_rated([fetch(each.advantages) for each in previous]))
-        for side, prefix, iterations in (("before", BEFORE, previous), ("after", AFTER, later)):
-            rated = pl.DataFrame(_read_rated([fetch(each.advantages) for each in iterations]))
-            place = pl.col(STREAM).replace_strict({stream: number for number, stream in enumerate(STREAMS)})
-            rated = rated.filter(place == place.min().over("sample_id"))
-            renamed = {name: f"{name}_{side}" for name in ("reward", "advantage")}
-            samples = _joined(samples, rated.drop(STREAM).rename(renamed))
-            scores: dict[str, list[Path]] = {}
-            for each in iterations:
-                for label, reference in (pair for part in each.rounds for pair in part.rewards.items()):
-                    scores.setdefault(label, []).append(fetch(reference))
-            for label, folders in scores.items():
-                values = _read_tables(folders, ("sample_id", "value"))
-                samples = _joined(samples, values.rename({"value": prefix + label}))
+    sides = []
+    with store.reading(without=STATES) as read:
+        for each in previous:
+            pairs, rollouts = _scores(each), [part.rollouts for part in each.rounds]
+            samples = read_samples(read, rollouts, pairs, [each.advantages], (*COLUMNS, DRAFT))
+            sides.append(samples.with_columns(iteration=each.number))
+        samples = _with_drafts_apart(pl.concat(sides, how="diagonal"))
+        samples = _renamed(samples, "before", BEFORE)
+        samples = with_advantages(samples, [path for each in later for path in tables_of(read(each.advantages))])
+        scores: dict[str, list[Path]] = {}
+        for label, reference in (pair for each in later for pair in _scores(each)):
+            scores.setdefault(label, []).append(read(reference) / SCORES_FILE)
+        samples = _renamed(with_scores(samples, scores), "after", AFTER)
     return samples.with_columns(run=pl.lit(store.run))
 
 
-def _files(folders: Iterable[Path]) -> list[Path]:
-    return [path for folder in folders for path in sorted(folder.glob("*.parquet"))]
+def _scores(iteration: StoredIteration) -> list[tuple[str, ArtifactRef]]:
+    return [pair for part in iteration.rounds for pair in part.rewards.items()]
 
 
-def _read_tables(folders: Iterable[Path], columns: Sequence[str]) -> pl.DataFrame:
-    return pl.read_parquet(_files(folders), columns=list(columns))
+def _renamed(samples: pl.DataFrame, side: str, prefix: str) -> pl.DataFrame:
+    """Say of reward, advantage and single rewards whose they are, and drop what is not compared."""
+    samples = samples.select(pl.exclude("dropped", "streams", f"^{ADVANTAGE}.*$"))
+    names = {name: f"{name}_{side}" for name in ("reward", "advantage")}
+    rewards = [name for name in samples.columns if name.startswith(REWARD)]
+    return samples.rename({**names, **{name: prefix + name.removeprefix(REWARD) for name in rewards}})
 
 
-def _read_rollouts(folders: Sequence[Path]) -> pl.DataFrame:
-    drafts = [DRAFT] if DRAFT in pl.read_parquet_schema(_files(folders)[0]) else []
-    return _read_tables(folders, (*COLUMNS, *drafts))
-
-
-def _read_rated(folders: Iterable[Path]) -> pa.Table:
-    return read_advantages(_files(folders), ("sample_id", "reward", "advantage"))
-
-
-def _with_drafts_apart(samples: pl.DataFrame, rated: pa.Table) -> pl.DataFrame:
+def _with_drafts_apart(samples: pl.DataFrame) -> pl.DataFrame:
     """Give samples that have no reward of the first stream a group by their draft."""
-    if len(rated[STREAM].unique()) < 2:
+    streams = [stream for stream in STREAMS if ADVANTAGE + stream in samples.columns]
+    if len(streams) < 2:
         return samples.drop(DRAFT, strict=False)
-    leading = pl.col("sample_id").is_in(leading_stream(rated)["sample_id"].to_pylist())
+    leading = pl.col("streams").list.contains(streams[0])
     own = pl.when(leading).then("group_id").otherwise(pl.format("{}, draft {}", "group_id", DRAFT))
     return samples.with_columns(group_id=own).drop(DRAFT)
-
-
-def _joined(samples: pl.DataFrame, table: pl.DataFrame) -> pl.DataFrame:
-    return samples.join(table, on="sample_id", how="left", validate="1:1", maintain_order="left")
 
 
 def read_outputs(store: ArtifactStore, iterations: Sequence[StoredIteration], samples: pl.DataFrame) -> Outputs:
     """Read images or texts of those samples that are of this run; iterations without any are not opened."""
     wanted = samples.filter(pl.col("run") == store.run)
     outputs: dict[tuple[str, str], Image.Image | str] = {}
-    with tempfile.TemporaryDirectory() as fetched:
+    with store.reading(without=STATES) as read:
         for each in iterations:
             names = wanted.filter(pl.col("iteration") == each.number)["sample_id"].to_list()
             if not names:
                 continue
             rollouts = [part.rollouts for part in each.rounds]
-            table = read_samples(verified(store, Path(fetched)), rollouts, (), (), ("sample_id", "completion"))
+            table = outputs_of.read_samples(read, rollouts, (), (), ("sample_id", "completion"))
             if table.is_text:
                 texts = {row["sample_id"]: row["completion"] for row in table.rows}
                 outputs |= {(store.run, name): texts[name] for name in names}

@@ -1,15 +1,12 @@
 """Analyse rewards from stored scores: spread, saturation, noise, cost, agreement."""
 
 import itertools
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import polars as pl
 
 from configs.scoring import RewardSection
 from grpo_core.rewards.registry import build_reward
-from tasks.reports.samples import verified
 from tasks.reports.statistics import (
     GROUP,
     SAMPLE,
@@ -23,11 +20,13 @@ from tasks.reports.statistics import (
     with_groups,
 )
 from tasks.rewards.rows import batches_of, score_rows
-from tasks.runs.layout import SCORES_FILE
+from tasks.runs.layout import SCORES_FILE, STATES
 from tasks.runs.records import SamplingRound
+from tasks.runs.samples import read_rollouts
 from tasks.storage.artifacts.store import ArtifactStore
 
 NUMBERS = ("value", "raw", "seconds")
+_OF_SAMPLES = ("sample_id", "group_id", "dataset")
 COLUMNS = (*GROUP, "sample_id", "dataset", "label", *NUMBERS, "failure")
 
 EDGE = 1e-6
@@ -43,13 +42,12 @@ def read_scores(store: ArtifactStore, rounds: Mapping[int, Sequence[SamplingRoun
         StaleReferenceError: a table is missing or changed.
     """
     frames = []
-    with tempfile.TemporaryDirectory() as fetched:
-        fetch = verified(store, Path(fetched))
+    with store.reading(without=STATES) as read:
         for iteration, parts in rounds.items():
             for part in parts:
-                samples = _samples(fetch(part.rollouts))
+                samples = read_rollouts([read(part.rollouts)], _OF_SAMPLES)
                 for label, reference in part.rewards.items():
-                    scores = pl.read_parquet(fetch(reference) / SCORES_FILE, columns=["sample_id", *NUMBERS, "failure"])
+                    scores = pl.read_parquet(read(reference) / SCORES_FILE, columns=["sample_id", *NUMBERS, "failure"])
                     frames.append(_joined(samples, scores, label, iteration))
     return pl.concat(frames).with_columns(run=pl.lit(store.run))
 
@@ -62,9 +60,9 @@ def score_again(
     Complete groups are scored until there are at least as many samples as requested.
     """
     frames = []
-    with tempfile.TemporaryDirectory() as fetched:
-        source = verified(store, Path(fetched))(part.rollouts)
-        table = _samples(source)
+    with store.reading(without=STATES) as read:
+        source = read(part.rollouts)
+        table = read_rollouts([source], _OF_SAMPLES)
         groups = table.group_by("group_id", maintain_order=True).len().with_columns(sum=pl.col("len").cum_sum())
         chosen = groups.filter(pl.col("sum") - pl.col("len") < samples)["group_id"].to_list()
         wanted = table.filter(pl.col("group_id").is_in(chosen))
@@ -80,10 +78,6 @@ def score_again(
             kinds = {"sample_id": pl.String, **dict.fromkeys(NUMBERS, pl.Float64), "failure": pl.String}
             frames.append(_joined(wanted, pl.DataFrame(rows, kinds, orient="row"), section.label, iteration))
     return pl.concat(frames).with_columns(run=pl.lit(store.run))
-
-
-def _samples(rollouts: Path) -> pl.DataFrame:
-    return pl.read_parquet(sorted(rollouts.glob("*.parquet")), columns=["sample_id", "group_id", "dataset"])
 
 
 def _joined(samples: pl.DataFrame, scores: pl.DataFrame, label: str, iteration: int) -> pl.DataFrame:

@@ -1,26 +1,23 @@
 """The samples of an iteration or an evaluation: their stored tables joined."""
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import pyarrow.parquet as pq
+import polars as pl
 from PIL import Image
 
 from grpo_core.image_size import ImageSize
 from grpo_core.streams import STREAMS, Stream
 from tasks.reports.images import read_images
-from tasks.runs.layout import ADVANTAGES_FILE, SCORES_FILE, STATES
+from tasks.runs import samples as runs
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.advantages import STREAM, read_advantages
+from tasks.storage.artifacts.store import Read
 
-_RATED = ("reward", "advantage", "dropped")
 _UNRATED: Mapping[str, Any] = MappingProxyType(
-    {**dict.fromkeys(_RATED), "leads": True, "advantages": {"advantage": None}}
+    {**dict.fromkeys(("reward", "advantage", "dropped")), "leads": True, "advantages": {"advantage": None}}
 )
 
 TRAITS = ("dataset", "size")
@@ -28,9 +25,6 @@ TRAITS = ("dataset", "size")
 
 Row = dict[str, Any]
 """Values of one sample by column."""
-
-Fetch = Callable[[ArtifactRef], Path]
-"""Returns an artifact's folder on this machine."""
 
 
 @dataclass(frozen=True)
@@ -75,75 +69,35 @@ class Samples:
 
 
 def read_samples(
-    fetch: Fetch,
+    read: Read,
     rollouts: Iterable[ArtifactRef],
     rewards: Iterable[tuple[str, ArtifactRef]],
     advantages: Iterable[ArtifactRef],
     columns: Sequence[str],
 ) -> Samples:
-    """Join the stored tables of samples.
-
-    There are rollouts of at least one sampling round, any number of scores per label, and without advantages the
-    samples have no rewards. Of the rollouts' columns, those that the modality does not have are left out.
-    """
-    folders = [fetch(part) for part in rollouts]
-    rows = [row for folder in folders for path in sorted(folder.glob("*.parquet")) for row in _read_rows(path, columns)]
-    for row in rows:
-        if "width" in row:
-            row["size"] = str(ImageSize(row["width"], row["height"]))
-    return Samples(rows, folders, _join_scores(rows, fetch, rewards, advantages))
+    """Join the stored tables of samples as `tasks.runs.samples.read_samples` does, for reports."""
+    parts = list(rollouts)
+    table = runs.read_samples(read, parts, rewards, advantages, columns)
+    known = {each for own in table.get_column("streams", default=pl.Series()).drop_nulls() for each in own}
+    streams = [stream for stream in STREAMS if stream in known] or [STREAMS[0]]
+    rows = [_row(row, streams) for row in table.iter_rows(named=True)]
+    return Samples(rows, [read(part) for part in parts], streams[0])
 
 
-def _join_scores(
-    rows: Sequence[Row],
-    fetch: Fetch,
-    rewards: Iterable[tuple[str, ArtifactRef]],
-    advantages: Iterable[ArtifactRef],
-) -> Stream:
-    """Set what stored scores and advantages say of each row, and return the first stream that has rewards."""
-    rated, stream = _read_rated([fetch(part) / ADVANTAGES_FILE for part in advantages])
-    scores: dict[str, dict[str, float | None]] = {}
-    for label, part in rewards:
-        values = _read_rows(fetch(part) / SCORES_FILE, ("sample_id", "value"))
-        scores.setdefault(label, {}).update((row["sample_id"], row["value"]) for row in values)
-    for row in rows:
-        row |= rated.get(row["sample_id"], _UNRATED)
-        row["breakdown"] = {label: values.get(row["sample_id"]) for label, values in scores.items()}
-    return stream
-
-
-def _read_rated(files: Sequence[Path]) -> tuple[dict[str, Row], Stream]:
-    """Read reward and advantages of each sample, and the first stream of all."""
-    table = read_advantages(files, ("sample_id", *_RATED)).to_pylist() if files else []
-    by_sample: dict[str, dict[str, Row]] = defaultdict(dict)
-    for row in table:
-        by_sample[row["sample_id"]][row[STREAM]] = row
-    found = {row[STREAM] for row in table}
-    streams = [stream for stream in STREAMS if stream in found] or [STREAMS[0]]
-    rated: dict[str, Row] = {}
-    for sample_id, rows in by_sample.items():
-        own = [stream for stream in streams if stream in rows]
-        rated[sample_id] = {
-            **{name: rows[own[0]][name] for name in _RATED},
-            "leads": own[0] == streams[0],
-            "advantages": {
-                "advantage" if len(streams) == 1 else f"advantage, {stream}": rows[stream]["advantage"]
-                for stream in own
-            },
-        }
-    return rated, streams[0]
-
-
-def verified(store: ArtifactStore, fetched: Path) -> Fetch:
-    """Verify artifacts when they are read; remote ones are copied below the folder `fetched`."""
-    return lambda reference: store.local_files(reference, fetched / reference.folder, without=STATES)
-
-
-def _read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
-    file = pq.ParquetFile(path)
-    known = [name for name in columns if name in file.schema_arrow.names]
-    rows: list[Row] = file.read(columns=known).to_pylist()
-    return rows
+def _row(stored: Row, streams: Sequence[Stream]) -> Row:
+    """Lay out what the joined tables say of a sample."""
+    own = stored.pop("streams", None)
+    row = {name: value for name, value in stored.items() if not name.startswith((runs.REWARD, runs.ADVANTAGE))}
+    if "width" in row:
+        row["size"] = str(ImageSize(row["width"], row["height"]))
+    if own is None:
+        row |= _UNRATED
+    else:
+        row["leads"] = own[0] == streams[0]
+        titles = {each: "advantage" if len(streams) == 1 else f"advantage, {each}" for each in own}
+        row["advantages"] = {title: stored[runs.ADVANTAGE + each] for each, title in titles.items()}
+    labels = [name.removeprefix(runs.REWARD) for name in stored if name.startswith(runs.REWARD)]
+    return row | {"breakdown": {label: stored[runs.REWARD + label] for label in labels}}
 
 
 def varying(parts: Iterable[Iterable[Row]]) -> list[str]:

@@ -1,7 +1,6 @@
 """Stage 2: stored images or texts -> the scores of one reward. Weights are not applied here."""
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from tasks.rewards.stored import in_scope, joined_folder, provenance_json, sampl
 from tasks.runs.layout import SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import ArtifactStore, current_store
+from tasks.storage.artifacts.store import ArtifactStore, Read, current_store
 from tasks.storage.artifacts.tombstones import IMAGES_REMOVED
 from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import REWARDS, SCHEMA_VERSION
@@ -72,9 +71,9 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
     """Join the shards' rows in one table, unless together more samples could not be scored than is allowed."""
     started = time.perf_counter()
     store, section = current_store(), arguments["section"]
-    with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
-        source = store.local_files(arguments["rollouts"], Path(fetched) / "rollouts", without=STATES)
-        folders = [store.local_files(part, Path(fetched) / str(number)) for number, part in enumerate(parts)]
+    with store.reading(without=STATES) as read, store.staging() as staged:
+        source = read(arguments["rollouts"])
+        folders = [read(part) for part in parts]
         table = pl.concat([pl.read_parquet(folder / SCORES_FILE) for folder in folders])
         failures = table.filter(pl.col("failure").is_not_null()).select("sample_id", "failure").rows()
         _require_enough(section, [f"{name}: {why}" for name, why in failures], len(in_scope(section, _samples(source))))
@@ -129,9 +128,9 @@ def score_reward_task(
     configure_torch(placement)
     store, reward = current_store(), build_reward(section.reward, section.settings)
     provenance = provenance_json(section)
-    with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
-        known = _known_scores(store, earlier, provenance, Path(fetched))
-        source = store.local_files(rollouts, Path(fetched) / "rollouts", without=STATES)
+    with store.reading(without=STATES) as read, store.staging() as staged:
+        known = _known_scores(read, earlier, provenance)
+        source = read(rollouts)
         everything = _samples(source)
         samples = _shard(everything, part)
         wanted = samples_to_score(section, samples, known["sample_id"])
@@ -147,12 +146,11 @@ def score_reward_task(
         return _commit(store, staged, folder, section.label, table, started)
 
 
-def _known_scores(store: ArtifactStore, earlier: Sequence[ArtifactRef], provenance: str, fetched: Path) -> pl.DataFrame:
+def _known_scores(read: Read, earlier: Sequence[ArtifactRef], provenance: str) -> pl.DataFrame:
     """Return the earlier scores that stay valid, the last of each sample; failed samples are scored again."""
     tables = [pl.DataFrame(schema=_SCORES)]
-    for index, reference in enumerate(earlier):
-        folder = store.local_files(reference, fetched / f"earlier-{index}")
-        table = pl.read_parquet(folder / SCORES_FILE)
+    for reference in earlier:
+        table = pl.read_parquet(read(reference) / SCORES_FILE)
         standing = table.filter(pl.col("failure").is_null() & (pl.col("provenance") == provenance))
         tables.append(standing.select(_SCORES.names()))
     return pl.concat(tables).unique("sample_id", keep="last")

@@ -9,13 +9,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import polars as pl
-import pyarrow.parquet as pq
 
 from configs.scoring import RewardSection
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import provenance_of
 from tasks.execution.stages import SHARDS
-from tasks.runs.layout import SCORES_FILE
+from tasks.runs.samples import read_columns
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -78,13 +77,9 @@ class StoredScores:
     """The tables of scores of one sampling round, from any run; each is read once."""
 
     def __init__(self, store: ArtifactStore, rollouts: ArtifactRef, candidates: Sequence[ArtifactRef]) -> None:
-        self._samples = pl.concat(
-            _read(store, path, ["sample_id", "group_id", "dataset", "columns"])
-            for path in sorted(store.filesystem.glob(f"{store.root}/{rollouts.uri}/*.parquet"))
-        )
-        columns = ["sample_id", "failure", "provenance"]
+        self._samples = read_columns(store, rollouts, ("sample_id", "group_id", "dataset", "columns"))
         self._tables = [
-            (each, _read(store, f"{store.root}/{each.uri}/{SCORES_FILE}", columns).drop_nulls("provenance"))
+            (each, read_columns(store, each, ("sample_id", "failure", "provenance")).drop_nulls("provenance"))
             for each in candidates
         ]
 
@@ -104,11 +99,6 @@ class StoredScores:
                 scored.update(valid)
         missing = samples_to_score(section, self._samples, scored)
         return NeededScores(section, None, tuple(earlier), len(missing))
-
-
-def _read(store: ArtifactStore, path: str, columns: list[str]) -> pl.DataFrame:
-    with store.filesystem.open(path) as file:
-        return pl.DataFrame(pl.from_arrow(pq.ParquetFile(file).read(columns=columns)))
 
 
 def joined_folder(folder: str) -> str:

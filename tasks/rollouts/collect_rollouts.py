@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,9 +76,9 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
     """Join the shards' files under one manifest, without reading their content."""
     started = time.perf_counter()
     store, plan = current_store(), arguments["plan"]
-    with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
+    with store.reading() as read, store.staging() as staged:
         for number, part in enumerate(parts):
-            folder = store.local_files(part, Path(fetched) / str(number))
+            folder = read(part)
             for path in sorted(folder.rglob("*.parquet")):
                 _link_or_copy(path, staged / path.relative_to(folder).with_name(f"part-{number:05d}.parquet"))
         return store.commit(

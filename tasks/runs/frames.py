@@ -1,7 +1,8 @@
 """The tables of a run as polars frames, for scripts and notebooks: every file verified, nothing changed."""
 
+import contextlib
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,14 +11,15 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.images import decode_stored
-from grpo_core.streams import STREAMS
 from tasks.prompts.files import nearest_names
 from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, evaluation_folder, iteration_folder
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
-from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.advantages import STREAM, read_advantages
+from tasks.runs.samples import ADVANTAGE, read_samples, tables_of
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore, Read
+from tasks.storage.tables.advantages import read_advantages
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -97,7 +99,9 @@ class StoredRun:
         `stream` says whose actions the advantage is for. Of tokens there is a row per draft, that of its first
         rendering; of denoising steps one per rendering that is compared with others.
         """
-        return self._advantages(self._iterations(iterations))
+        return _joined(
+            [pl.DataFrame(read_advantages(files)) for files in self._files(self._iterations(iterations), ADVANTAGES)]
+        )
 
     def samples(
         self, *, prompt: str | None = None, iterations: Iterable[int] | None = None, images: bool = True
@@ -152,47 +156,52 @@ class StoredRun:
                     raise InputError("columns", name, f"The {stage} have no such column: {nearest_names(name, known)}.")
             return table.select(list(columns) if columns else pl.exclude(IMAGE))
 
-        return _joined([select(table).collect() for table in self._scan(folders, stage)])
-
-    def _advantages(self, folders: Sequence[str], columns: Sequence[str] | None = None) -> pl.DataFrame:
-        return _joined([pl.DataFrame(read_advantages(files, columns)) for files in self._files(folders, ADVANTAGES)])
+        return _joined([select(table).collect() for table in map(pl.scan_parquet, self._files(folders, stage))])
 
     def _samples(self, folders: Sequence[str], prompt: str | None, *, images: bool) -> pl.DataFrame:
-        def select(table: pl.LazyFrame) -> pl.LazyFrame:
-            known = table.collect_schema().names()
-            if prompt is not None:
-                # Also of upper case: neither side of the comparison is a pattern.
-                table = table.filter(pl.col("prompt").str.to_lowercase().str.contains(prompt.lower(), literal=True))
-            return table.select([name for name in _SHOWN if name in known and (images or name != IMAGE)])
-
-        samples = _joined([select(table).collect() for table in self._scan(folders, ROLLOUTS)])
-        if samples.is_empty():
-            return samples
-        advantages = self._advantages(folders, ("sample_id", "iteration", "reward", "advantage"))
-        values = self._table(folders, REWARDS, ("sample_id", "iteration", "reward", "value"))
-        # The names of held-out samples are those of any other policy's too, and their iteration is its version.
-        keys = ["sample_id", "iteration"]
-        for table in (*_rated(advantages, keys), _one_column_each(values, keys)):
-            if not table.is_empty():
-                samples = samples.join(table, on=keys, how="left", maintain_order="left")
-        return samples
-
-    def _scan(self, folders: Sequence[str], stage: str) -> Iterator[pl.LazyFrame]:
-        """Yield a stage's tables one at a time, to be collected before the next."""
-        return (pl.scan_parquet(files) for files in self._files(folders, stage))
+        lowered = pl.col("prompt").str.to_lowercase()
+        # Also of upper case: neither side of the comparison is a pattern.
+        where = None if prompt is None else lowered.str.contains(prompt.lower(), literal=True)
+        columns = [name for name in _SHOWN if images or name != IMAGE]
+        tables = []
+        for folder in folders:
+            with self._reading(folder) as (found, read):
+                scores = [(each.folder.rsplit("/", 1)[-1], each) for each in found(REWARDS)]
+                tables.append(read_samples(read, found(ROLLOUTS), scores, found(ADVANTAGES), columns, where))
+        samples = _joined(tables).select(pl.exclude("dropped", "streams"))
+        streams = [name for name in samples.columns if name.startswith(ADVANTAGE)]
+        return samples if len(streams) > 1 else samples.drop(streams)
 
     def _files(self, folders: Sequence[str], stage: str) -> Iterator[list[Path]]:
         """Yield the files of a stage's tables, to be read before the next; remote ones are copied first."""
-        reader = RunReader(self._store)
         for folder in folders:
-            for artifact in _artifacts(reader, folder, stage):
-                with tempfile.TemporaryDirectory() as fetched:
-                    found = reader.find(artifact)
-                    files = None if found is None else reader.verified_folder(found, Path(fetched))
-                    if reader.damages:
-                        raise _damaged(self.name, reader.damages[0].place, reader.damages[0].reason)
-                    if files is not None:
-                        yield sorted(files.glob("*.parquet"))
+            with self._reading(folder) as (found, read):
+                yield from (tables_of(read(each)) for each in found(stage))
+
+    @contextlib.contextmanager
+    def _reading(self, folder: str) -> Iterator[tuple[Callable[[str], list[ArtifactRef]], Read]]:
+        """Give two functions: which artifacts of a stage the folder has, and where one of them can be read."""
+        reader = RunReader(self._store)
+
+        def require_undamaged() -> None:
+            for damage in reader.damages:
+                raise _damaged(self.name, damage.place, damage.reason)
+
+        def found(stage: str) -> list[ArtifactRef]:
+            artifacts = [reader.find(each) for each in _artifacts(reader, folder, stage)]
+            require_undamaged()
+            return [each.reference for each in artifacts if each is not None]
+
+        with tempfile.TemporaryDirectory() as fetched:
+
+            def read(reference: ArtifactRef) -> Path:
+                artifact = reader.find(reference.folder)
+                local = None if artifact is None else reader.verified_folder(artifact, Path(fetched))
+                require_undamaged()
+                assert local is not None, "what cannot be read is reported"
+                return local
+
+            yield found, read
 
 
 def _artifacts(reader: RunReader, folder: str, stage: str) -> Iterator[str]:
@@ -206,25 +215,6 @@ def _artifacts(reader: RunReader, folder: str, stage: str) -> Iterator[str]:
             yield f"{each}/{ROLLOUTS}"
         if stage == REWARDS:
             yield from (f"{each}/{REWARDS}/{label}" for label in reader.artifact_names(f"{each}/{REWARDS}"))
-
-
-def _rated(advantages: pl.DataFrame, keys: list[str]) -> Iterator[pl.DataFrame]:
-    """Yield reward and advantage of each sample by its first stream, and of several streams the advantages of each."""
-    if advantages.is_empty():
-        return
-    place = pl.col(STREAM).replace_strict({stream: number for number, stream in enumerate(STREAMS)})
-    yield advantages.filter(place == place.min().over(keys)).drop(STREAM)
-    if advantages[STREAM].n_unique() > 1:
-        named = advantages.with_columns(pl.format("advantages/{}", STREAM).alias(STREAM))
-        yield named.pivot(STREAM, index=keys, values="advantage", maintain_order=True)
-
-
-def _one_column_each(values: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
-    """Return a column `rewards/<label>` per reward."""
-    if values.is_empty():
-        return values
-    named = values.with_columns(pl.format("rewards/{}", "reward").alias("reward"))
-    return named.pivot("reward", index=keys, values="value", maintain_order=True)
 
 
 def _joined(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:

@@ -11,6 +11,7 @@ from tasks.metrics.names import GUARDRAILS, HELDOUT, SECONDS, WALL_TIME
 from tasks.metrics.pooled import stage_metrics
 from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, STAGES, UPDATE, metrics_file
 from tasks.runs.records import SamplingRound
+from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.parquet import joint_digest, part_digests, read_table, write_table
@@ -23,16 +24,14 @@ def gather_metrics(
     rounds: Sequence[SamplingRound],
     advantages: ArtifactRef,
     update: ArtifactRef,
-    heldout: ArtifactRef | None,
-    guardrails: Mapping[str, ArtifactRef] | None = None,
+    evaluation: EvaluationView | None,
     previous: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Return the metrics of all stages of an iteration, with the seconds that each took when it ran.
 
     Args:
         rounds: rollouts and rewards; empty for a replay, which samples none.
-        heldout: advantages of the evaluation of the policy that the iteration made; None without an evaluation.
-        guardrails: scores of the same evaluation by label.
+        evaluation: that of the policy that the iteration made; None without one.
         previous: metrics of the iteration before; None for the first.
     """
     stages: dict[tuple[str, str], list[ArtifactRef]] = {}
@@ -42,12 +41,13 @@ def gather_metrics(
             stages.setdefault((REWARDS, label), []).append(scores)
     stages |= {(ADVANTAGES, ""): [advantages], (UPDATE, ""): [update]}
     metrics = {f"{SECONDS}{stage}": 0.0 for stage in STAGES} | stage_metrics(stages, previous, sampling=ROLLOUTS)
-    if heldout is not None and "reward" in heldout.metrics:
-        metrics[HELDOUT] = heldout.metrics["reward"]
-    for label, scores in (guardrails or {}).items():
-        if f"rewards/{label}/mean" in scores.metrics:
-            metrics[f"{GUARDRAILS}{label}"] = scores.metrics[f"rewards/{label}/mean"]
-    return metrics
+    return metrics | ({} if evaluation is None else evaluation_metrics(evaluation))
+
+
+def evaluation_metrics(evaluation: EvaluationView) -> dict[str, float]:
+    """Return the held-out reward, where a sample has one, and the mean of each guardrail by their metrics' names."""
+    reward = {} if evaluation.reward is None else {HELDOUT: evaluation.reward}
+    return reward | {f"{GUARDRAILS}{label}": mean for label, mean in evaluation.guardrails.items()}
 
 
 def read_metrics(store: ArtifactStore, iteration: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ from tasks.runs.layout import (
 )
 from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256
 from tasks.runs.reader import RunReader, StoredArtifact
-from tasks.runs.run_view import EvaluationView, IterationView, RunView, Stages
+from tasks.runs.run_view import EvaluationView, IterationView, RunView, Stages, means_of
 from tasks.runs.starts import read_starts
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
@@ -121,12 +121,9 @@ def read_evaluation(reader: RunReader, version: int, of: str | None = None) -> E
 
 
 def _read_guardrails(reader: RunReader, evaluation: str) -> dict[str, float]:
-    folder, means = f"{evaluation}/{GUARDRAILS}", {}
-    for label in reader.artifact_names(folder):
-        found = reader.find(f"{folder}/{label}")
-        if found is not None and f"rewards/{label}/mean" in found.reference.metrics:
-            means[label] = found.reference.metrics[f"rewards/{label}/mean"]
-    return means
+    folder = f"{evaluation}/{GUARDRAILS}"
+    found = {label: reader.find(f"{folder}/{label}") for label in reader.artifact_names(folder)}
+    return means_of({label: each.reference for label, each in found.items() if each is not None})
 
 
 def _read_baselines(reader: RunReader) -> dict[str, float]:

@@ -1,14 +1,17 @@
-"""Frozen records of a run for reports: its iterations and its evaluations; the summary of a run."""
+"""The history of a run, which a training appends to and `read_run` reads from its folder; its signs and summary."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel
 
+from grpo_core.rewards.hacking import HackingRule, HackingSign, hacking_signs
 from grpo_core.streams import Stream
+from tasks.metrics.names import SECONDS
 from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, STAGES
 from tasks.runs.reader import Damage, MovedFiles
+from tasks.runs.records import StoredEvaluation
 from tasks.runs.starts import RunStart
 from tasks.storage.artifacts.reference import ArtifactRef
 
@@ -55,6 +58,16 @@ class EvaluationView:
     stages: Stages
     guardrails: Mapping[str, float]
 
+    @classmethod
+    def of(cls, version: int, stored: StoredEvaluation) -> "EvaluationView":
+        """Describe an evaluation of which every stage is there."""
+        stages = {
+            ROLLOUTS: (stored.rollouts,),
+            REWARDS: tuple(stored.rewards.values()),
+            ADVANTAGES: (stored.advantages,),
+        }
+        return cls(version, stages, means_of(stored.guardrails))
+
     @property
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the rewards; empty without advantages."""
@@ -63,9 +76,7 @@ class EvaluationView:
     @property
     def scores(self) -> dict[str, float]:
         """Mean of each reward alone, before its weight, by label."""
-        parts = {part.folder.rsplit("/", 1)[-1]: part.metrics for part in self.stages.get(REWARDS, ())}
-        means = {label: metrics.get(f"rewards/{label}/mean") for label, metrics in parts.items()}
-        return {label: mean for label, mean in means.items() if mean is not None}
+        return means_of({part.folder.rsplit("/", 1)[-1]: part for part in self.stages.get(REWARDS, ())})
 
     @property
     def seconds(self) -> float:
@@ -78,35 +89,110 @@ class EvaluationView:
         return self.metrics.get("reward")
 
 
-@dataclass(frozen=True)
-class RunView:
-    """Everything about a run except its samples.
+def means_of(scores: Mapping[str, ArtifactRef]) -> dict[str, float]:
+    """Return the mean of each table of scores by its label; a reward that scored no sample has none."""
+    means = {label: part.metrics.get(f"rewards/{label}/mean") for label, part in scores.items()}
+    return {label: mean for label, mean in means.items() if mean is not None}
+
+
+class MeasuredIteration(Protocol):
+    """An iteration with its metrics."""
+
+    @property
+    def iteration(self) -> int:
+        """Its number, from 1."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Its metrics by name."""
+
+
+@dataclass(kw_only=True)
+class RunHistory:
+    """The iterations and evaluations of a run, as far as they are done.
 
     Attributes:
+        name: name of the run.
         folder: path or URL of the run.
-        starts: its starts, in order.
-        config_text: content of config.yaml; None without a readable one.
         iterations: iterations in order; only those that have at least one valid stage.
-        shown: the iteration to show; None where it has no valid stage.
+        evaluations: evaluations by the versions of their policies, in order.
         baselines: mean held-out reward of images that no policy made, by their name in BASELINES.
         policy_version: number of updates; 0 is the initial model.
         policy_digest: sha256 of that policy's weights; None where no valid file states it.
+    """
+
+    name: str
+    folder: str
+    iterations: Sequence[MeasuredIteration] = field(default_factory=list)
+    evaluations: Sequence[EvaluationView] = field(default_factory=list)
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    policy_version: int = 0
+    policy_digest: str | None = None
+
+    @property
+    def evaluated(self) -> tuple[EvaluationView, ...]:
+        """The evaluations that have a reward."""
+        return tuple(each for each in self.evaluations if each.reward is not None)
+
+    @property
+    def heldout_rewards(self) -> dict[int, float]:
+        """Mean held-out reward by policy version, where a sample has one."""
+        return {each.version: each.reward for each in self.evaluations if each.reward is not None}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Measured seconds by stage over all iterations, of the evaluations, and in total."""
+        by_stage = {
+            stage: sum(each.metrics.get(f"{SECONDS}{stage}", 0.0) for each in self.iterations) for stage in STAGES
+        }
+        by_stage |= {"evaluation": sum(each.seconds for each in self.evaluations)} if self.evaluations else {}
+        return {"total": sum(by_stage.values()), **by_stage}
+
+    def series(self, metric: str) -> list[tuple[float, float]]:
+        """(iteration, value) of a metric, where it was measured."""
+        return [(float(each.iteration), each.metrics[metric]) for each in self.iterations if metric in each.metrics]
+
+    def heldout_series(self, metric: str = "reward") -> list[tuple[float, float]]:
+        """(policy version, value) of a metric of the evaluations; version 0 is before training."""
+        return [(float(each.version), each.metrics[metric]) for each in self.evaluations if metric in each.metrics]
+
+    @property
+    def guardrail_series(self) -> dict[str, list[tuple[float, float]]]:
+        """(policy version, mean over the held-out samples) of each guardrail, by label."""
+        return _by_label({each.version: each.guardrails for each in self.evaluations})
+
+    @property
+    def heldout_scores(self) -> dict[str, list[tuple[float, float]]]:
+        """The same of each reward alone, before its weight."""
+        return _by_label({each.version: each.scores for each in self.evaluations})
+
+    @property
+    def dataset_rewards(self) -> dict[str, str]:
+        """Name of the reward's metric by dataset, sorted; empty with a single dataset."""
+        seen = [*(each.metrics for each in self.iterations), *(each.metrics for each in self.evaluations)]
+        names = {name for metrics in seen for name in metrics}
+        found = {dataset: name for name in names if (dataset := dataset_of(name)) is not None}
+        return dict(sorted(found.items()))
+
+
+@dataclass(kw_only=True)
+class RunView(RunHistory):
+    """Everything that a run's folder has except its samples.
+
+    Attributes:
+        starts: its starts, in order.
+        config_text: content of config.yaml; None without a readable one.
+        shown: the iteration to show; None where it has no valid stage.
         moved: files in `quarantine/`, then those in `previous/`.
         damages: files that differ from what was written.
         unverified: number of artifacts that are not shown and were too large to verify.
     """
 
-    name: str
-    folder: str
+    iterations: Sequence[IterationView] = field(default_factory=list)
     starts: tuple[RunStart, ...]
     config_text: str | None
     config: Mapping[str, Any]
-    iterations: tuple[IterationView, ...]
     shown: IterationView | None
-    evaluations: tuple[EvaluationView, ...]
-    baselines: Mapping[str, float]
-    policy_version: int
-    policy_digest: str | None
     moved: tuple[MovedFiles, ...]
     damages: tuple[Damage, ...]
     unverified: int
@@ -136,46 +222,6 @@ class RunView:
     def finished(self) -> bool:
         """Whether every configured iteration is done."""
         return self.planned is not None and self.policy_version >= self.planned
-
-    @property
-    def evaluated(self) -> tuple[EvaluationView, ...]:
-        """The evaluations that have a reward."""
-        return tuple(each for each in self.evaluations if each.reward is not None)
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Measured seconds by stage over all iterations, of the evaluations, and in total."""
-        by_stage = {
-            stage: sum(view.metrics.get(f"seconds/{stage}", 0.0) for view in self.iterations) for stage in STAGES
-        }
-        by_stage |= {"evaluation": sum(view.seconds for view in self.evaluations)} if self.evaluations else {}
-        return {"total": sum(by_stage.values()), **by_stage}
-
-    def series(self, metric: str) -> list[tuple[float, float]]:
-        """(iteration, value) of a metric, where it was measured."""
-        return [(float(view.iteration), view.metrics[metric]) for view in self.iterations if metric in view.metrics]
-
-    def heldout_series(self, metric: str = "reward") -> list[tuple[float, float]]:
-        """(policy version, value) of a metric of the evaluations; version 0 is before training."""
-        return [(float(view.version), view.metrics[metric]) for view in self.evaluations if metric in view.metrics]
-
-    @property
-    def guardrail_series(self) -> dict[str, list[tuple[float, float]]]:
-        """(policy version, mean over the held-out samples) of each guardrail, by label."""
-        return _by_label({view.version: view.guardrails for view in self.evaluations})
-
-    @property
-    def heldout_scores(self) -> dict[str, list[tuple[float, float]]]:
-        """The same of each reward alone, before its weight."""
-        return _by_label({view.version: view.scores for view in self.evaluations})
-
-    @property
-    def dataset_rewards(self) -> dict[str, str]:
-        """Name of the reward's metric by dataset, sorted; empty with a single dataset."""
-        seen = [*(view.metrics for view in self.iterations), *(view.metrics for view in self.evaluations)]
-        names = {name for metrics in seen for name in metrics}
-        found = {dataset: name for name in names if (dataset := dataset_of(name)) is not None}
-        return dict(sorted(found.items()))
 
 
 def _by_label(means: Mapping[int, Mapping[str, float]]) -> dict[str, list[tuple[float, float]]]:
@@ -213,8 +259,8 @@ class RunSummary(BaseModel):
     folder: str
 
 
-def summary_of(run: RunView) -> RunSummary:
-    """Summarize a run that was read from its folder."""
+def summary_of(run: RunHistory) -> RunSummary:
+    """Summarize a run."""
     rewards, evaluated = run.series("reward"), run.evaluated
     return RunSummary(
         run=run.name,
@@ -228,6 +274,38 @@ def summary_of(run: RunView) -> RunSummary:
         seconds=run.seconds,
         folder=run.folder,
     )
+
+
+def watched_series(
+    run: RunHistory, measures: Mapping[str, Sequence[tuple[float, float]]] | None = None
+) -> tuple[list[int], list[float | None], dict[str, list[float | None]]]:
+    """Return the evaluated versions, the held-out reward of each, and the level of each measure, None without one.
+
+    Args:
+        measures: (policy version, level) by label; None for the guardrails. Versions without any are left out.
+    """
+    levels = {label: dict(points) for label, points in (run.guardrail_series if measures is None else measures).items()}
+    rewards = run.heldout_rewards
+    versions = [each.version for each in run.evaluations if any(each.version in points for points in levels.values())]
+    return (
+        versions,
+        [rewards.get(version) for version in versions],
+        {label: [points.get(version) for version in versions] for label, points in levels.items()},
+    )
+
+
+def signs_of(
+    run: RunHistory, rule: HackingRule, measures: Mapping[str, Sequence[tuple[float, float]]] | None = None
+) -> tuple[HackingSign, ...]:
+    """Find the measures that fell while the held-out reward rose, as of the last evaluation.
+
+    Args:
+        measures: as for `watched_series`.
+
+    Raises:
+        InputError: as `hacking_signs`.
+    """
+    return hacking_signs(*watched_series(run, measures), rule)
 
 
 def dataset_of(metric: str) -> str | None:

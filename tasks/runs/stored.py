@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from configs.loader import read_config
 from configs.schema import RunConfig
 from configs.yaml_files import read_mapping
@@ -32,6 +30,7 @@ from tasks.runs.layout import (
 from tasks.runs.lookup import find_run, read_config_file, read_description, spans
 from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound, StoredEvaluation, StoredIteration
+from tasks.runs.samples import read_columns
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.schemas import READABLE_VERSIONS
@@ -152,13 +151,8 @@ def _require(store: ArtifactStore, folder: str) -> ArtifactRef:
 
 def read_samplers(store: ArtifactStore, rollouts: Sequence[ArtifactRef]) -> frozenset[tuple[int, str]]:
     """Return version and digest of the policies that sampled the rows of these rollouts."""
-    found: set[tuple[int, str]] = set()
-    for reference in rollouts:
-        for path in sorted(store.filesystem.glob(f"{store.root}/{reference.uri}/*.parquet")):
-            with store.filesystem.open(path) as file:
-                rows = pq.ParquetFile(file).read(columns=["policy_version", "policy_digest"]).to_pydict()
-            found |= set(zip(rows["policy_version"], rows["policy_digest"], strict=True))
-    return frozenset(found)
+    parts = [read_columns(store, each, ("policy_version", "policy_digest")) for each in rollouts]
+    return frozenset(row for part in parts for row in part.unique().rows())
 
 
 def find_evaluation(

@@ -5,7 +5,6 @@ Only the reference is kept here, as JSON with a checksum; it is always decoded b
 """
 
 import json
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +167,3 @@ async def registered_records() -> StageRecords:
     records = StageRecords()
     await records.asave("stages", overwrite=True)
     return records
-
-
-CURRENT_RECORDS: ContextVar[StageRecords] = ContextVar("stage_records")
-"""The storage of the results of stages in the current context."""

@@ -10,7 +10,6 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 from grpo_core.errors import InputError
@@ -165,7 +164,3 @@ def _is_at(descriptor: int, path: Path) -> bool:
     except FileNotFoundError:
         return False
     return os.path.samestat(there, os.fstat(descriptor))
-
-
-CURRENT_LOCK: ContextVar[RunLock] = ContextVar("run_lock")
-"""The lock that stages of the current context need."""

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextvars import copy_context
@@ -57,9 +56,9 @@ def carry_out_together(
 def _verify(job: UpdateJob, store: ArtifactStore) -> None:
     """Read everything once, so that damaged files are quarantined here and not by several processes at once."""
     references = [*job.rollouts, job.advantages, *([job.policy.checkpoint] if job.policy.checkpoint else [])]
-    with tempfile.TemporaryDirectory() as fetched:
-        for number, reference in enumerate(references):
-            store.local_files(reference, Path(fetched) / str(number))
+    with store.reading() as read:
+        for reference in references:
+            read(reference)
 
 
 class _Progress(Silence):

@@ -6,9 +6,11 @@ be restored. Pruning replaces the manifest by a tombstone and then deletes files
 
 import contextlib
 import functools
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +26,37 @@ from tasks.storage.filesystem.files import is_local, load_checked, move_folder, 
 
 if TYPE_CHECKING:
     from configs.sections import StorageSection
+    from tasks.storage.prefect_results import StageRecords
+    from tasks.storage.run_lock import RunLock
 
 RUN_FILE = "run.json"
 _READING = threading.Lock()
 
 
+Read = Callable[[ArtifactRef], Path]
+"""Returns an artifact's verified folder on this machine, as `ArtifactStore.local_files` does."""
+
+
 class ArtifactStore(ArtifactWriter):
     """Artifacts of one run under a storage root that may be any fsspec URL."""
+
+    @contextlib.contextmanager
+    def reading(self, *, without: str | None = None) -> Iterator[Read]:
+        """Give the function that reads artifacts within the block; at its end, copies of remote ones are removed.
+
+        Args:
+            without: a folder of the artifacts whose files are not needed, as for `local_files`.
+        """
+        with contextlib.ExitStack() as stack:
+            scratch = None
+            if not is_local(self.filesystem):
+                scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-")))
+
+            def read(reference: ArtifactRef) -> Path:
+                folder = None if scratch is None else scratch / reference.uri
+                return self.local_files(reference, folder, without=without)
+
+            yield read
 
     def local_files(self, reference: ArtifactRef, folder: Path | None = None, *, without: str | None = None) -> Path:
         """Return the artifact's folder on this machine, every file verified.
@@ -207,14 +233,39 @@ def _log_once(line: str) -> None:
     log(line)
 
 
-_CURRENT: ContextVar[ArtifactStore] = ContextVar("artifact_store")
+@dataclass(frozen=True)
+class StageContext:
+    """What the stages of a context work with.
+
+    Attributes:
+        store: what they read and write.
+        lock: the lock of what they write; None in the processes of a stage, whose caller has it.
+        records: where Prefect records their results; None in the same processes.
+    """
+
+    store: ArtifactStore
+    lock: "RunLock | None" = None
+    records: "StageRecords | None" = None
+
+
+_CURRENT: ContextVar[StageContext] = ContextVar("stage_context")
+
+
+def use_stage_context(context: StageContext) -> None:
+    """Make the stages of the current context work with these."""
+    _CURRENT.set(context)
 
 
 def use_store(store: ArtifactStore) -> None:
-    """Make this the store that tasks of the current context read and write."""
-    _CURRENT.set(store)
+    """Make this the store that the stages of the current context read and write, without lock and records."""
+    _CURRENT.set(StageContext(store))
+
+
+def stage_context() -> StageContext:
+    """Return what the stages of the current context work with."""
+    return _CURRENT.get()
 
 
 def current_store() -> ArtifactStore:
     """Return the store of the current context."""
-    return _CURRENT.get()
+    return _CURRENT.get().store

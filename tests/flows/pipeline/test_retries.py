@@ -18,8 +18,8 @@ from tasks.execution.errors import LostStageError, RetriesExhaustedError, StageT
 from tasks.execution.stages import Arguments, Part, Sharding
 from tasks.rollouts import collect_rollouts as rollouts
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import ArtifactStore, current_store, use_store
-from tasks.storage.prefect_results import CURRENT_RECORDS, registered_records
+from tasks.storage.artifacts.store import ArtifactStore, StageContext, current_store, use_stage_context
+from tasks.storage.prefect_results import registered_records
 from tests.flows.conftest import Runs, Start, heard_of
 
 LIMITS = RetrySection(lost=2, timeout=1, storage=1, service=0, delay=0.01)
@@ -143,8 +143,8 @@ class Sharded:
 
         @flow
         async def whole() -> ArtifactRef:
-            use_store(ArtifactStore(str(root), "run"))
-            CURRENT_RECORDS.set(await registered_records())
+            store = ArtifactStore(str(root), "run")
+            use_stage_context(StageContext(store, records=await registered_records()))
             return configured(self.task, "all of it", placement)("whole", placement)
 
         return asyncio.run(whole())

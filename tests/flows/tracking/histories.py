@@ -12,6 +12,7 @@ from configs.schema import RunConfig
 from flows.tracking.log import tracking
 from flows.training.history import TrainingHistory
 from tasks.reports.iteration import IterationRecord
+from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import TINY
 from tests.tasks.reports.made_runs import RunMaker, whole_run
@@ -42,9 +43,10 @@ class TrackedRun:
         return read_config(TINY, [f"run.name={self.store.run}", f"run.trackers=[{names}]", "run.project=mine"])
 
     def history(self, iterations: int) -> TrainingHistory:
-        history = TrainingHistory()
-        for version in {0, 2} & {*range(iterations + 1)}:
-            history.heldout[version] = self._found(f"evaluations/{version:06d}/advantages")
+        history = TrainingHistory(name=self.store.run, folder=self.store.path())
+        for version in sorted({0, 2} & {*range(iterations + 1)}):
+            stages = {name: (self._found(f"evaluations/{version:06d}/{name}"),) for name in ("rollouts", "advantages")}
+            history.evaluations.append(EvaluationView(version, stages, {}))
         for number in range(1, iterations + 1):
             advantages = self._found(f"iteration_{number:06d}/advantages")
             history.iterations.append(IterationRecord(number, (), advantages, METRICS[number]))

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from flows.training import pace
-from flows.training.history import format_progress_line
-from flows.training.pace import Pace
+from flows.training.callbacks import format_progress_line
+from flows.training.history import TrainingHistory
 from tasks.reports.iteration import IterationRecord
 from tasks.storage.artifacts.reference import ArtifactRef
 
@@ -29,9 +28,9 @@ def test_the_end_of_a_line(reused: dict[str, str], each: float | None, end: str)
     assert line == f"iteration 2/60: reward 0.500, {end}"
 
 
-def test_stored_iterations_and_the_start_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, 1.0, 100.0, 110.0, 130.0])
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: next(times))
-    run = Pace()
-    measured = [run.add(trained=trained) for trained in (False, False, True, True, True)]
-    assert measured == [None, None, None, 10.0, 15.0]
+def test_stored_iterations_and_the_first_that_is_trained_do_not_count() -> None:
+    history, paces = TrainingHistory(name="run", folder="runs/run"), []
+    for stored, seconds in ((True, 900.0), (True, 900.0), (False, 100.0), (False, 10.0), (False, 20.0)):
+        history.iterations.append(replace(RECORD, stored=stored, metrics={"wall_time": seconds}))
+        paces.append(history.pace)
+    assert paces == [None, None, None, 10.0, 15.0]

@@ -7,7 +7,8 @@ from pathlib import Path
 import polars as pl
 
 from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier, write_metrics
-from tasks.runs.records import SamplingRound
+from tasks.runs.records import SamplingRound, StoredEvaluation
+from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -29,6 +30,12 @@ UPDATE = artifact("policies/000001", 0.5, kl=0.1)
 ADVANTAGES = artifact("iteration_000001/advantages", 0.25, reward=0.4)
 
 
+def evaluation(guardrails: dict[str, ArtifactRef] | None = None) -> EvaluationView:
+    advantages = artifact("evaluations/000001/advantages", 9.0, reward=0.7)
+    rollouts = artifact("evaluations/000001/rollouts", 5.0)
+    return EvaluationView.of(1, StoredEvaluation(rollouts, advantages, {}, guardrails or {}))
+
+
 def test_metrics_of_all_stages_with_their_seconds() -> None:
     # The rewards are computed side by side, so the slowest is what the stage took.
     rewards = {
@@ -36,7 +43,7 @@ def test_metrics_of_all_stages_with_their_seconds() -> None:
         "b": artifact("iteration_000001/rewards/b", 0.75, b=2.0),
     }
     rounds = [SamplingRound(artifact("iteration_000001/rollouts", 2.0, tokens=80.0), rewards)]
-    heldout = artifact("evaluations/000001/advantages", 9.0, reward=0.7)
+    heldout = evaluation()
     previous = {"num_tokens": 20.0, "kl": 0.3}
     assert "num_tokens" not in gather_metrics(rounds, ADVANTAGES, UPDATE, heldout, previous={"kl": 0.3})
     assert gather_metrics(rounds, ADVANTAGES, UPDATE, heldout, previous=previous) == {
@@ -96,12 +103,11 @@ def test_a_replay_has_advantages_and_an_update_and_no_running_moments() -> None:
 
 
 def test_guardrails_have_a_metric_each_where_they_apply() -> None:
-    heldout = artifact("evaluations/000001/advantages", 9.0, reward=0.7)
     guardrails = {
         "jpeg": artifact("c", 7.0, **{"rewards/jpeg/mean": 0.3, "rewards/jpeg/null": 1.0}),
         "words": artifact("d", 7.0, **{"rewards/words/null": 4.0}),  # it applied to no sample
     }
-    metrics = gather_metrics((), ADVANTAGES, UPDATE, heldout, guardrails)
+    metrics = gather_metrics((), ADVANTAGES, UPDATE, evaluation(guardrails))
     assert metrics["guardrails/jpeg"] == 0.3
     assert not [name for name in metrics if "words" in name or name.startswith("rewards")]
     assert metrics["step_time"] == 0.25 + 0.5

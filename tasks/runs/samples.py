@@ -1,0 +1,102 @@
+"""The samples of sampling rounds: rollouts, each reward's values and the advantages, joined by sample_id."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow.parquet as pq
+
+from grpo_core.streams import STREAMS
+from tasks.runs.layout import SCORES_FILE
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore, Read
+from tasks.storage.tables.advantages import STREAM, read_advantages
+
+ONE_EACH: Mapping[str, Any] = {"on": "sample_id", "how": "left", "validate": "1:1", "maintain_order": "left"}
+"""How a table of samples is joined with another that has at most one row for each of them."""
+
+REWARD, ADVANTAGE = "rewards/", "advantages/"
+"""Prefixes of the columns of single rewards, followed by a label, and of advantages, followed by a stream."""
+
+
+def read_samples(
+    read: Read,
+    rollouts: Iterable[ArtifactRef],
+    rewards: Iterable[tuple[str, ArtifactRef]],
+    advantages: Iterable[ArtifactRef],
+    columns: Sequence[str],
+    where: pl.Expr | None = None,
+) -> pl.DataFrame:
+    """Read a row per sample, in the stored order.
+
+    Args:
+        rollouts: those of at least one sampling round.
+        rewards: tables of scores by label; a label has one per round.
+        advantages: tables over these rounds; samples may be missing there.
+        columns: columns of the rollouts; those that the modality does not have are left out.
+        where: condition on the columns of the rollouts; None for all samples.
+
+    Returns:
+        The columns; with advantages `reward`, `advantage` and `dropped` by the sample's first stream, `streams`, those
+        that it has a row for, and `advantages/<stream>` of each; with scores `rewards/<label>`, the value of each
+        reward before its weight. null stands for what does not apply or was not computed.
+    """
+    samples = read_rollouts([read(part) for part in rollouts], columns, where)
+    samples = with_advantages(samples, [path for part in advantages for path in tables_of(read(part))])
+    scores: dict[str, list[Path]] = {}
+    for label, part in rewards:
+        scores.setdefault(label, []).append(read(part) / SCORES_FILE)
+    return with_scores(samples, scores)
+
+
+def read_rollouts(folders: Iterable[Path], columns: Sequence[str], where: pl.Expr | None = None) -> pl.DataFrame:
+    """Read these columns of rollouts, as far as they have them, in the stored order; `where` chooses rows."""
+    return pl.concat((part for folder in folders for part in _parts(folder, columns, where)), how="diagonal")
+
+
+def _parts(folder: Path, columns: Sequence[str], where: pl.Expr | None) -> Iterator[pl.DataFrame]:
+    for path in tables_of(folder):
+        table = pl.scan_parquet(path)
+        known = set(table.collect_schema().names())
+        chosen = table if where is None else table.filter(where)
+        yield chosen.select([name for name in columns if name in known]).collect()
+
+
+def with_scores(samples: pl.DataFrame, scores: Mapping[str, Sequence[Path]]) -> pl.DataFrame:
+    """Join the values of each reward from its tables, by label, as `rewards/<label>`."""
+    for label, files in scores.items():
+        values = pl.read_parquet(list(files), columns=["sample_id", "value"])
+        samples = samples.join(values.rename({"value": REWARD + label}), **ONE_EACH)
+    return samples
+
+
+def with_advantages(samples: pl.DataFrame, files: Sequence[Path]) -> pl.DataFrame:
+    """Join what tables of advantages say of each sample, as :func:`read_samples` does; unchanged without tables."""
+    if not files:
+        return samples
+    rated = pl.DataFrame(read_advantages(files, ("sample_id", "reward", "advantage", "dropped")))
+    parts = {stream: rated.filter(pl.col(STREAM) == stream).drop(STREAM) for stream in STREAMS}
+    parts = {stream: part for stream, part in parts.items() if not part.is_empty()}
+    first = pl.concat(parts.values()).unique("sample_id", keep="first")
+    own = pl.concat(part.select("sample_id", streams=pl.lit(stream)) for stream, part in parts.items())
+    samples = samples.join(first, **ONE_EACH).join(own.group_by("sample_id", maintain_order=True).all(), **ONE_EACH)
+    for stream, part in parts.items():
+        samples = samples.join(part.select("sample_id", pl.col("advantage").alias(ADVANTAGE + stream)), **ONE_EACH)
+    return samples
+
+
+def read_columns(store: ArtifactStore, reference: ArtifactRef, columns: Sequence[str]) -> pl.DataFrame:
+    """Read columns of an artifact that was verified before, where it lies; those that it does not have are left out."""
+    parts = []
+    for path in sorted(store.filesystem.glob(f"{store.root}/{reference.uri}/*.parquet")):
+        with store.filesystem.open(path) as file:
+            table = pq.ParquetFile(file)
+            known = [name for name in columns if name in table.schema_arrow.names]
+            parts.append(pl.DataFrame(pl.from_arrow(table.read(columns=known))))
+    return pl.concat(parts, how="diagonal")
+
+
+def tables_of(folder: Path) -> list[Path]:
+    """Return the Parquet files of an artifact, without those in its folders."""
+    return sorted(folder.glob("*.parquet"))
