@@ -70,13 +70,9 @@ def score_again(
             reward = build_reward(section.reward, section.settings)
             names = frozenset(wanted["sample_id"])
             batches = batches_of(source, section.batch_size, names, with_tokens=reward.needs_tokens)
-            rows = [
-                (row.sample_id, row.score.value, row.score.raw, row.seconds, row.score.failure)
-                for batch in batches
-                for row in score_rows(reward, section, batch)
-            ]
+            rows = [row for batch in batches for row in score_rows(reward, section, batch)]
             kinds = {"sample_id": pl.String, **dict.fromkeys(NUMBERS, pl.Float64), "failure": pl.String}
-            frames.append(_joined(wanted, pl.DataFrame(rows, kinds, orient="row"), section.label, iteration))
+            frames.append(_joined(wanted, pl.DataFrame(rows, kinds), section.label, iteration))
     return pl.concat(frames).with_columns(run=pl.lit(store.run))
 
 

@@ -8,8 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
@@ -19,13 +17,12 @@ from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import LostStageError
 from tasks.execution.resources import resource
 from tasks.progress import listener
-from tasks.rewards.rows import Row, ScoredRow, score_rows
+from tasks.rewards.rows import Row, score_rows
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-_SCORED = TypeAdapter(list[ScoredRow])
 
 
-def score_in_processes(section: RewardSection, batches: Iterable[list[Row]]) -> Iterator[list[ScoredRow]]:
+def score_in_processes(section: RewardSection, batches: Iterable[list[Row]]) -> Iterator[list[Row]]:
     """Score batches in the section's own processes; the results come in the order of the batches.
 
     Args:
@@ -36,7 +33,7 @@ def score_in_processes(section: RewardSection, batches: Iterable[list[Row]]) -> 
         InputError: as the reward raised it, or a process died twice at the same batch.
         RemoteStageError: the reward raised an error of another class.
     """
-    waiting: deque[Future[list[ScoredRow]]] = deque()
+    waiting: deque[Future[list[Row]]] = deque()
     # Taken here: each thread's copy of the context would make its own.
     children = resource(ChildProcesses)
     threads = ThreadPoolExecutor(section.processes, thread_name_prefix="scoring")
@@ -51,13 +48,14 @@ def score_in_processes(section: RewardSection, batches: Iterable[list[Row]]) -> 
         threads.shutdown(wait=True, cancel_futures=True)
 
 
-def _score(children: ChildProcesses, section: RewardSection, batch: list[Row]) -> list[ScoredRow]:
+def _score(children: ChildProcesses, section: RewardSection, batch: list[Row]) -> list[Row]:
     label, described = f"score {section.label}", section.model_dump_json()
     payload = {"section": described, "rows": [_encoded(row) for row in batch]}
     with children.borrow(described, label, child_command("scoring"), _ONE_THREAD) as process:
         for attempt in (1, 2):
             try:
-                return _SCORED.validate_python(process.request(label, payload, None, listener()))
+                rows: list[Row] = process.request(label, payload, None, listener())
+                return rows
             except LostStageError as error:
                 if attempt == 2:
                     hint = "A scoring process died twice at the same samples; lower it, or check the memory."
@@ -78,18 +76,16 @@ def _decoded(row: Mapping[str, Any]) -> Row:
     return row if image is None else {**row, "image": {**image, "bytes": base64.b64decode(image["bytes"])}}
 
 
-def scoring_handler() -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
+def scoring_handler() -> Callable[[dict[str, Any]], list[Row]]:
     """Set this process to one thread, and return the function that scores the parent's batches."""
     # torch may already be imported, so its environment variables come too late.
     import torch
 
     torch.set_num_threads(1)
 
-    def score(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    def score(payload: dict[str, Any]) -> list[Row]:
         section = RewardSection.model_validate_json(payload["section"])
-        rows = [_decoded(row) for row in payload["rows"]]
-        scored: list[dict[str, Any]] = _SCORED.dump_python(score_rows(_reward(payload["section"]), section, rows))
-        return scored
+        return score_rows(_reward(payload["section"]), section, [_decoded(row) for row in payload["rows"]])
 
     return score
 

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,9 @@ from tasks.prompts.targets import TargetReference, load_target
 
 Row = Mapping[str, Any]
 
+SCORES = ("sample_id", "value", "raw", "failure", "seconds")
+"""Columns of a score."""
+
 _READ = ("sample_id", "group_id", "dataset", "prompt", "columns")
 _READ_OF_TOKENS = ("token_ids",)
 _READ_OF_IMAGES = ("target_uri", "target_sha256", "image", "defect")
@@ -28,21 +30,6 @@ _PRUNED = (
     "It was removed by `grpo prune`, so no reward can score the sample any more. Leave out the rewards and guardrails "
     "that have no stored scores of these samples; the others still work."
 )
-
-
-@dataclass(frozen=True)
-class ScoredRow:
-    """A reward's score of one sample.
-
-    Attributes:
-        sample_id: name of the sample.
-        score: of the sample.
-        seconds: its equal share of the time of its batch.
-    """
-
-    sample_id: str
-    score: Score
-    seconds: float
 
 
 def batches_of(source: Path, size: int, wanted: frozenset[str], *, with_tokens: bool) -> Iterator[list[Row]]:
@@ -70,8 +57,12 @@ def _rows_of(source: Path, more: tuple[str, ...]) -> Iterator[Row]:
             yield from record.to_pylist()
 
 
-def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> list[ScoredRow]:
-    """Score the rows that the reward is meant for; the others get NOT_APPLICABLE."""
+def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> list[Row]:
+    """Score the rows that the reward is meant for; the others get NOT_APPLICABLE.
+
+    Returns:
+        One row per row, with the columns of :data:`SCORES`; `seconds` is an equal share of the batch's time.
+    """
     begun = time.perf_counter()
     # Siblings share their prompt.
     prompts = {(row["dataset"], row["columns"]) for row in rows}
@@ -83,9 +74,16 @@ def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> l
     scores = [_floored(score, row) for score, row in zip(score_samples(reward, batch), chosen, strict=True)]
     share = (time.perf_counter() - begun) / max(1, len(wanted))
     by_index = dict(zip(wanted, scores, strict=True))
+    cells = [(row["sample_id"], by_index.get(index, NOT_APPLICABLE)) for index, row in enumerate(rows)]
     return [
-        ScoredRow(row["sample_id"], by_index.get(index, NOT_APPLICABLE), share if index in by_index else 0.0)
-        for index, row in enumerate(rows)
+        {
+            "sample_id": sample_id,
+            "value": score.value,
+            "raw": score.raw,
+            "failure": score.failure,
+            "seconds": share if index in by_index else 0.0,
+        }
+        for index, (sample_id, score) in enumerate(cells)
     ]
 
 

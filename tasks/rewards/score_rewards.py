@@ -19,7 +19,7 @@ from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsh
 from tasks.models.resident import configure_torch
 from tasks.progress import progress_of
 from tasks.rewards.process_pool import score_in_processes
-from tasks.rewards.rows import ScoredRow, batches_of, score_rows
+from tasks.rewards.rows import SCORES, Row, batches_of, score_rows
 from tasks.rewards.stored import in_scope, joined_folder, provenance_json, samples_to_score, scores_key
 from tasks.runs.layout import SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
@@ -30,9 +30,7 @@ from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import REWARDS, SCHEMA_VERSION
 
 STAGE = "score reward"
-_SCORES = pl.Schema(
-    {"sample_id": pl.String, "value": pl.Float64, "raw": pl.Float64, "failure": pl.String, "seconds": pl.Float64}
-)
+_SCORES = pl.Schema({name: pl.String if name in ("sample_id", "failure") else pl.Float64 for name in SCORES})
 
 _ONE_EACH: Mapping[str, Any] = MappingProxyType(
     {"on": "sample_id", "how": "left", "validate": "1:1", "maintain_order": "left"}
@@ -183,7 +181,7 @@ def _score(
     Args:
         meant: number of samples in scope, scored before or not; max_failures is a share of these.
     """
-    scored: list[ScoredRow] = []
+    scored: list[Row] = []
     failed: list[str] = []
     batches = batches_of(source, section.batch_size, wanted, with_tokens=reward.needs_tokens) if wanted else iter(())
     if section.processes:
@@ -192,11 +190,10 @@ def _score(
         results = (score_rows(reward, section, batch) for batch in batches)
     for rows in results:
         scored += rows
-        failed += [f"{row.sample_id}: {row.score.failure}" for row in rows if row.score.failure is not None]
+        failed += [f"{row['sample_id']}: {row['failure']}" for row in rows if row["failure"] is not None]
         _require_enough(section, failed, meant)
         report_progress(len(scored))
-    cells = [(row.sample_id, row.score.value, row.score.raw, row.score.failure, row.seconds) for row in scored]
-    return pl.DataFrame(cells, _SCORES, orient="row")
+    return pl.DataFrame(scored, _SCORES)
 
 
 def _statistics(label: str, table: pl.DataFrame) -> dict[str, float]:

@@ -1,3 +1,5 @@
+from collections.abc import Iterator
+
 import pytest
 
 from grpo_core.rewards.registry import REWARDS
@@ -5,9 +7,21 @@ from tests.attacks.attack import Attack
 from tests.attacks.listing import NOT_ATTACKED, all_attacks
 
 ATTACKS = all_attacks()
+TIMES = "the text, and twelve times "
+VARIANTS = ("mirrored", "upside down and mirrored", "turned a quarter to the right", "slanting", "of another text")
+"""Of the writing that is repeated: those that are read like another one."""
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=[f"{attack.scored_by}: {attack.what}" for attack in ATTACKS])
+def to_try() -> Iterator[object]:
+    """Yield the attacks that may fail, which one that may reach everything cannot."""
+    for attack in ATTACKS:
+        if attack.at_most != 1.0:
+            slow = attack.what.removeprefix(TIMES) in VARIANTS and attack.what.startswith(TIMES)
+            marks = [pytest.mark.slow] if slow else []
+            yield pytest.param(attack, id=f"{attack.scored_by}: {attack.what}", marks=marks)
+
+
+@pytest.mark.parametrize("attack", list(to_try()))
 def test_an_attack_reaches_no_more_than_it_may(attack: Attack) -> None:
     if missing := attack.missing():
         pytest.skip(missing)

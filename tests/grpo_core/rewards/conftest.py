@@ -15,6 +15,7 @@ import torchvision
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizerFast
 
+from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.aesthetic import LAYERS
 from grpo_core.rewards.reward import ScoringBatch
 from tests.grpo_core.rewards.stub import Stub, serve
@@ -202,6 +203,13 @@ def put_into(cache: Path, repo: str, files: Mapping[str, bytes]) -> Path:
     (root / "refs").mkdir(exist_ok=True)
     (root / "refs" / "main").write_text(COMMIT)
     return snapshot
+
+
+def refusal(call: Callable[..., object], *args: Any, **keywords: Any) -> tuple[str, object]:
+    """Return place and value of the InputError that the call must raise."""
+    with pytest.raises(InputError) as caught:
+        call(*args, **keywords)
+    return caught.value.place, caught.value.value
 
 
 def noise(seed: int, width: int, height: int) -> Image.Image:

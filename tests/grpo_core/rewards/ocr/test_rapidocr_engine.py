@@ -85,9 +85,9 @@ def test_large_images_are_shrunk_before_they_are_read(monkeypatch: pytest.Monkey
 
 
 def test_threads_read_the_same() -> None:
-    images = [draw(text, size=128) for text in ("Exit", "Library", "Coffee", "Today")]
+    images = [draw(text, size=96) for text in ("Exit", "Library", "Today")]
     alone = [ENGINE.read(image) for image in images]
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(ENGINE.read, images)) == alone
 
 
@@ -158,11 +158,10 @@ def test_writing_that_reads_both_ways(upright: str, turned: str, both: bool) -> 
     assert reads_both_ways(upright, turned) == both
 
 
+@pytest.mark.parametrize("size", [(512, 128), pytest.param((512, 512), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", ["NOON", "NO ON", "up", "SIS", "ZOOS", "O"])
-def test_upright_writing_that_reads_both_ways_is_not_passed_over(text: str) -> None:
+def test_upright_writing_that_reads_both_ways_is_not_passed_over(text: str, size: tuple[int, int]) -> None:
     font = ImageFont.truetype(str(LATIN[1]), 64)
-    for size in ((512, 128), (512, 512)):
-        image = Image.new("RGB", size, "white")
-        ImageDraw.Draw(image).text((40, size[1] // 2 - 40), text, font=font, fill="black")
-        read = RapidEngine(False, 320, 768).read(image)
-        assert "".join(read).replace("0", "O") == text
+    image = Image.new("RGB", size, "white")
+    ImageDraw.Draw(image).text((40, size[1] // 2 - 40), text, font=font, fill="black")
+    assert "".join(ENGINE.read(image)).replace("0", "O") == text

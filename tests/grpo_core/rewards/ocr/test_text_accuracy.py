@@ -33,14 +33,16 @@ def wrapped(text: str) -> list[str]:
     return [" ".join(words[:half]), " ".join(words[half:])] if len(words) > 2 else [text]
 
 
-def test_english_in_every_font_and_colour() -> None:
-    looks = zip(ENGLISH, itertools.cycle(LATIN), itertools.cycle(COLOURS), strict=False)
+@pytest.mark.parametrize(("count", "right"), [(7, 7), pytest.param(28, 26, marks=pytest.mark.slow)])
+def test_english_in_every_font_and_colour(count: int, right: int) -> None:
+    looks = zip(ENGLISH[:count], itertools.cycle(LATIN), itertools.cycle(COLOURS), strict=False)
     images = [draw(*wrapped(text), font=font, colours=colours) for text, font, colours in looks]
-    scores = TextAccuracyReward().score(make_batch(images, prompts=[f'A sign "{text}"' for text in ENGLISH]))
-    assert len(scores) == 28
-    assert sum(score == Score(1.0, 0.0) for score in scores) >= 26
+    scores = TextAccuracyReward().score(make_batch(images, prompts=[f'A sign "{text}"' for text in ENGLISH[:count]]))
+    assert len(scores) == count
+    assert sum(score == Score(1.0, 0.0) for score in scores) >= right
 
 
+@pytest.mark.slow
 def test_chinese_in_every_colour() -> None:
     looks = zip(CHINESE_TEXTS, itertools.cycle(COLOURS), strict=False)
     images = [draw(text, font=CHINESE, colours=colours) for text, colours in looks]
@@ -92,8 +94,10 @@ def test_two_signs_side_by_side_are_read_row_by_row_and_separated() -> None:
 def test_an_image_too_long_for_its_width_is_refused() -> None:
     assert TextAccuracyReward().max_aspect == 8.0
     for size in ((4, 2000), (2000, 4), (81, 10)):
-        with pytest.raises(InputError, match=rf"sample s0: got 'image of {size[0]}x{size[1]} pixels'.*at most 8 times"):
+        with pytest.raises(InputError) as caught:
             score_one(Image.new("RGB", size), TARGET)
+        assert caught.value.place == "rewards.text_accuracy, sample s0"
+        assert caught.value.value == f"image of {size[0]}x{size[1]} pixels"
     assert score_one(Image.new("RGB", (80, 10)), TARGET).value == 0.0
 
 
@@ -119,8 +123,10 @@ def test_a_column_stands_before_the_quotes() -> None:
 @pytest.mark.parametrize("given", [7, {"text": "x"}, ["x", None], True])
 def test_a_column_without_text_is_refused(given: object) -> None:
     batch = make_batch([flat(255)], columns={"writing": [given]})
-    with pytest.raises(InputError, match=r"text_accuracy, sample s0, column writing: got "):
+    with pytest.raises(InputError) as caught:
         TextAccuracyReward(column="writing").score(batch)
+    assert caught.value.place == "rewards.text_accuracy, sample s0, column writing"
+    assert caught.value.value == given
 
 
 def test_a_breakdown_is_tried_again_and_then_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
