@@ -294,29 +294,21 @@ class ActionLogprobs:
 
 
 @dataclass(frozen=True)
-class TrainingRows:
+class TrainingRows(SampledActions):
     """The stored actions of one stream joined with their advantages: the input of one update of its component.
 
     Attributes:
         sample_ids: stable name of each row.
-        actions: as stored.
-        rollout_logprobs: as recorded while sampling.
         advantages: one per row; finite.
-        finished: False for a row that was truncated at its maximum length.
         on_policy: whether the weights before the update are those that sampled the row.
-        max_length: of SampledActions.
         old_logprobs: under the weights before the update; None until they are computed.
         old_entropy: of the same distributions, nats; None until they are computed, or if not needed.
         ref_logprobs: under the reference; None until they are computed, or without a reference.
     """
 
     sample_ids: tuple[str, ...]
-    actions: Actions
-    rollout_logprobs: Float[Tensor, "batch time"]
     advantages: Float[Tensor, " batch"]
-    finished: Bool[Tensor, " batch"]
     on_policy: Bool[Tensor, " batch"]
-    max_length: int
     old_logprobs: Float[Tensor, "batch time"] | None = None
     old_entropy: Float[Tensor, "batch time"] | None = None
     ref_logprobs: Float[Tensor, "batch time"] | None = None

@@ -1,30 +1,43 @@
 """Estimate the GPU memory and disk space that a configuration needs, part by part, before anything is loaded.
 
-Parameters are counted on the model built on the meta device, with its adapters; gradients, optimizer moments and the
-key-value cache follow exactly. Activations are a formula for a pre-norm layer with a gated MLP under
-scaled_dot_product_attention: checked against tensors in memory on a CPU, not against a GPU with the released weights.
-Kernels' workspaces and the allocator's fragmentation are in ERROR_MARGIN, not in the parts.
-
-Symbols: b bytes per value, h hidden, m intermediate, d heads x head_dim, L ids per row, T of them sampled.
+Weights, adapters, copies, gradients, optimizer moments and a policy version's files are exact: their parameters are
+counted on the model built on the meta device. What a pass computes is approximate: bytes for each position of a row,
+block and unit of hidden width, taken from the tensors that autograd keeps on a CPU of SD3's, FLUX's, Qwen-Image's,
+Z-Image's and GLM-Image's blocks: 69 to 131 bytes in fp32, 42 to 96 in 16 bits, where norms and adapters keep copies in
+fp32. It has not been compared with a GPU; kernels' workspaces and the allocator's fragmentation are in ERROR_MARGIN.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import CHUNK_TOKENS
-from grpo_core.policies.trained import TrainedModel, TrainingChoice
+from grpo_core.policies.denoising.images import PIXELS_AT_ONCE
+from grpo_core.policies.protocol import policy_family
+from grpo_core.policies.sizes import ComponentSizes, ModelSizes, count_parameters
+from grpo_core.policies.trained import TrainingChoice
 from grpo_core.streams import Stream
 
-GIB = 1024**3
+GIB, MIB = 1024**3, 1024**2
 ERROR_MARGIN = 0.15
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP32 = 4
+
+_KEPT_BY_BLOCK = {4: 92, 2: 78}
+"""Bytes that a block keeps for its backward pass, for each position and unit of hidden width, by bytes per value."""
+
+_MADE_BY_BLOCK = 16
+"""Values that a block's forward pass has at once, for each position and unit of hidden width; a backward pass has their
+gradients too."""
+
+_SCORED_ID = 26
+"""Bytes for each id that a token can be: fp32 log-probs with two gradients, entropies and a stored support."""
+
+_STATE_BYTES = 2
+"""States are stored in 16 bits."""
 
 Phase = Literal["always", "sampling", "decoding", "update", "backward", "optimizer step"]
 
@@ -39,12 +52,14 @@ class MemoryPart:
             the update stage, or in one phase of it (backward, optimizer step).
         bytes: its size.
         formula: how the size is computed, in words.
+        exact: whether it is counted; otherwise it is estimated by a formula.
     """
 
     name: str
     phase: Phase
     bytes: int
     formula: str
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,8 +96,11 @@ class MemoryEstimate:
         return int(max(self.rollout_peak, self.update_peak) * (1 + ERROR_MARGIN))
 
     def rows(self) -> list[tuple[str, float, str]]:
-        """Return (part, GiB, formula in words) of every part, then of both peaks and of the GPU memory needed."""
-        parts = [(part.name, part.bytes / GIB, f"{part.formula} ({part.phase})") for part in self.parts]
+        """Return (part, GiB, how it is known) of every part, then of both peaks and of the GPU memory needed."""
+        parts = [
+            (part.name, part.bytes / GIB, f"{'exact' if part.exact else 'approximate'}, {part.phase}: {part.formula}")
+            for part in self.parts
+        ]
         return [
             *parts,
             ("peak of the rollout stage", self.rollout_peak / GIB, "always + the larger of sampling and decoding"),
@@ -102,7 +120,7 @@ class Workload:
         micro_batch_size: rows per forward and backward pass.
         eight_bit_optimizer: the optimizer's moments take one byte each.
         sizes: of the images, each once; empty: texts, or images of the size in the settings.
-        averages: moving averages of the trained parameters that are kept.
+        averages: copies of the trained parameters that an update keeps, such as a moving average.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -142,48 +160,67 @@ def estimate_resources(
 ) -> ModelEstimate:
     """Estimate the GPU memory and disk space of a model of this kind; nothing is loaded.
 
-    It stands beside the kind's family and not in it: a corrected estimate leaves the stages' cache keys alone.
-
     Args:
+        settings: the family's, of its sampler.
         choices: what of each trained component is trained.
         workloads: of the same components.
 
     Raises:
         InputError: its configuration is not on this machine, or no parameter is trained.
     """
-    module = import_module(f"grpo_core.policies.{kind}.estimate")
+    workload = next(iter(workloads.values()))
     # Adapters too are counted without memory; initializing them takes seconds elsewhere.
     with torch.device("meta"):
-        estimate: ModelEstimate = module.estimate(model, settings, choices, workloads)
-    return estimate
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Count the elements of all parameters, shared ones once."""
-    return sum(parameter.numel() for parameter in module.parameters())
+        sizes = policy_family(kind).sizes(model, settings, choices, workload.sizes)
+    trainings = {
+        stream: TrainingEstimate(component, choices[stream], workloads[stream])
+        for stream, component in sizes.components.items()
+    }
+    counted = sizes.described + "".join(training.adapters for training in trainings.values())
+    states = 0
+    if "denoising" in choices and sizes.state_values is None:
+        counted += "; size of states not known"
+    elif "denoising" in choices and sizes.state_values:
+        # The latents before and after each noisy step.
+        states = (settings.sde_window_size + 1) * sizes.state_values * _STATE_BYTES
+        largest = max(sizes.tokens, key=lambda size: sizes.tokens[size])
+        counted += f"; {states / MIB:.3g} MiB of states per image of {largest}"
+    group_size = max(each.group_size for each in workloads.values())
+    return ModelEstimate(
+        memory=MemoryEstimate(
+            tuple(
+                part
+                for part in (
+                    *_weights(sizes, BYTES[workload.dtype]),
+                    *_training(trainings),
+                    *_sampling(sizes, workload),
+                    *_decoding(sizes, min(getattr(settings, "decode_batch_size", 0), group_size), workload),
+                )
+                if part.bytes
+            )
+        ),
+        checkpoint=sum(training.checkpoint for training in trainings.values()),
+        counted=counted,
+        tokens=sizes.tokens,
+        states=states,
+    )
 
 
 class TrainingEstimate:
-    """What training adds to a model: adapters or a reference, gradients, moments, averages, and a policy version."""
+    """What training adds to a model: adapters, copies, gradients, moments, a backward pass, and a policy version."""
 
-    def __init__(self, trained: TrainedModel, choice: TrainingChoice, workload: Workload) -> None:
-        """Count parameters.
-
-        Args:
-            trained: the model on the meta device, with the choice applied.
-        """
-        self.choice, self.workload, self.b = choice, workload, BYTES[workload.dtype]
-        adapters = choice.lora is not None
-        self.trained = sum(parameter.numel() for parameter in trained.trainable_parameters().values())
-        self.parameters = count_parameters(trained.model) - (self.trained if adapters else 0)
+    def __init__(self, sizes: ComponentSizes, choice: TrainingChoice, workload: Workload) -> None:
+        """Count parameters."""
+        self.sizes, self.choice, self.workload, self.b = sizes, choice, workload, BYTES[workload.dtype]
+        self.trained = sum(parameter.numel() for parameter in sizes.trained.trainable_parameters().values())
         # peft keeps adapters in fp32 for a model of any dtype.
-        self.trained_bytes = FP32 if adapters else self.b
+        self.trained_bytes = FP32 if choice.lora is not None else self.b
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a policy version on disk: adapters or the model, their moving averages, AdamW's two moments."""
-        saved = (self.trained if self.choice.lora else self.parameters) * (1 + self.workload.averages)
-        return saved * self.trained_bytes + 2 * self.trained * self.trained_bytes
+        """Bytes of a policy version on disk: adapters or the model, their copies, AdamW's two moments."""
+        saved = self.trained if self.choice.lora else count_parameters(self.sizes.trained.model)
+        return (saved * (1 + self.workload.averages) + 2 * self.trained) * self.trained_bytes
 
     @property
     def adapters(self) -> str:
@@ -196,121 +233,82 @@ class TrainingEstimate:
         moment = 1 if self.workload.eight_bit_optimizer else each
         what = f"{count / 1e6:.4g} M trained parameters x {each} bytes"
         copied = self.choice.lora is not None or self.choice.reference == "device"
-        copies = count * each if copied and not self.choice.starts_as_base else 0
+        reference = count * each if copied and not self.choice.starts_as_base else 0
+        moments = f"2 x {count} moments x {moment} bytes"
         return [
-            MemoryPart("adapters", "always", count * each if self.choice.lora else 0, what),
-            MemoryPart("reference model", "always", copies, "the trained parameters once more"),
-            MemoryPart("moving averages", "update", self.workload.averages * count * each, what),
-            MemoryPart("gradients", "update", count * each, what),
-            MemoryPart("optimizer moments", "update", 2 * count * moment, f"2 x {count} moments x {moment} bytes"),
+            MemoryPart("adapters", "always", count * each if self.choice.lora else 0, what, exact=True),
+            MemoryPart("reference model", "always", reference, "the trained parameters once more", exact=True),
+            MemoryPart("moving averages", "update", self.workload.averages * count * each, what, exact=True),
+            MemoryPart("gradients", "update", count * each, what, exact=True),
+            MemoryPart("optimizer moments", "update", 2 * count * moment, moments, exact=True),
             # The multi-tensor step makes one more tensor for each parameter.
             MemoryPart("optimizer temporaries", "optimizer step", count * each, what),
         ]
 
+    def backward_parts(self) -> list[MemoryPart]:
+        """Return what a microbatch keeps for its backward pass, and the largest step of that pass."""
+        sizes, rows, b = self.sizes, self.workload.micro_batch_size, self.b
+        checkpointed = self.choice.gradient_checkpointing
+        values = rows * sizes.passes * sizes.positions * sizes.width
+        # Checkpointing keeps each block's input and computes one block at a time again (arXiv:1604.06174).
+        kept = values * sizes.steps * sizes.blocks * (b if checkpointed else _KEPT_BY_BLOCK[b])
+        block = values * (2 * _MADE_BY_BLOCK * b + (_KEPT_BY_BLOCK[b] if checkpointed else 0))
+        which = "each block's input" if checkpointed else "every block's"
+        formula = f"{rows} rows x {sizes.steps * sizes.passes} passes x {sizes.positions} positions: {which}"
+        return [
+            MemoryPart("activations", "backward", kept, formula),
+            MemoryPart("backward pass at work", "backward", max(block, self._logits()), "one block, or the log-probs"),
+        ]
 
-def combine_parts(
-    weights: Mapping[str, int],
-    value_bytes: int,
-    components: Mapping[Stream, tuple[TrainingEstimate, Sequence[MemoryPart]]],
-    others: Iterable[MemoryPart],
-) -> MemoryEstimate:
-    """Join all parts of a model's memory: weights, what training adds, and the others; parts of no bytes are left out.
+    def _logits(self) -> int:
+        """Return the bytes of a microbatch's log-probs, whose logits are made for a chunk of tokens at a time."""
+        sizes, b = self.sizes, self.b
+        scored, head = self.workload.micro_batch_size * sizes.scored, sizes.vocabulary * sizes.width * b
+        at_once = min(scored, CHUNK_TOKENS) * _SCORED_ID * sizes.vocabulary
+        whole = 2 * scored * sizes.vocabulary * b if sizes.whole_logits else 0
+        # Where the head is trained, its gradient is added up.
+        return 3 * scored * sizes.width * b + at_once + whole + (0 if self.choice.lora else head)
 
-    Of the updates of several components only the one that needs most counts: one ends before the next begins.
 
-    Args:
-        weights: number of parameters of each network, by the name of its part.
-        value_bytes: bytes of a parameter.
-        components: what training adds to each, and the parts of its backward pass.
-        others: the parts of sampling and decoding.
-    """
-    parts = [
-        MemoryPart(name, "always", count * value_bytes, f"{count / 1e9:.3g} B parameters x {value_bytes} bytes")
-        for name, count in weights.items()
-    ]
-    parts.append(MemoryPart("device overhead", "always", GIB, "CUDA context and the libraries' own buffers"))
+def _weights(sizes: ModelSizes, value_bytes: int) -> Iterator[MemoryPart]:
+    for name, count in sizes.networks.items():
+        formula = f"{count / 1e9:.3g} B parameters x {value_bytes} bytes"
+        yield MemoryPart(name, "always", count * value_bytes, formula, exact=True)
+    yield MemoryPart("device overhead", "always", GIB, "CUDA context and the libraries' own buffers")
+    for name, kept in sizes.kept_bytes.items():
+        yield MemoryPart(name, "always", kept, "kept at most")
+
+
+def _training(trainings: Mapping[Stream, TrainingEstimate]) -> Iterator[MemoryPart]:
+    """Yield what training adds. Of several updates the one that needs most counts: one ends before the next begins."""
     updates: list[MemoryEstimate] = []
-    for stream, (training, backward) in components.items():
-        prefix = f"{stream} " if updates else ""
-        always = [part for part in training.parts() if part.phase == "always"]
-        parts += [replace(part, name=f"{prefix}{part.name}") for part in always]
-        updates.append(MemoryEstimate((*(part for part in training.parts() if part not in always), *backward)))
-    largest = max(updates, key=lambda update: update.update_peak)
-    return MemoryEstimate(tuple(part for part in (*parts, *largest.parts, *others) if part.bytes))
+    for stream, training in trainings.items():
+        parts = training.parts()
+        for part in (part for part in parts if part.phase == "always"):
+            yield replace(part, name=f"{stream} {part.name}") if updates else part
+        updates.append(
+            MemoryEstimate((*(part for part in parts if part.phase != "always"), *training.backward_parts()))
+        )
+    yield from max(updates, key=lambda update: update.update_peak).parts
 
 
-def sampling_parts(config: Any, workload: Workload, length: int, vocabulary: int, ids: int) -> list[MemoryPart]:
-    """Return the key-value cache, and one step's logits with the sampling distribution in fp32 and fp64.
-
-    Args:
-        config: of the transformer that samples tokens, trained or not.
-        length: ids of a row.
-        vocabulary: width of the output head.
-        ids: how many of them can be sampled.
-    """
-    sequences, b = workload.prompts_per_batch * workload.group_size, BYTES[workload.dtype]
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    each = 2 * config.num_hidden_layers * heads * _head_dim(config) * b
-    distribution = sequences * (vocabulary * b + (FP32 + 4 * 8) * ids)
-    formula = f"{sequences} rows x {length} ids x {each} bytes"
-    return [
-        MemoryPart("key-value cache", "sampling", sequences * length * each, formula),
-        MemoryPart("sampling distribution", "sampling", distribution, "one step's logits, fp64 sums"),
-    ]
+def _sampling(sizes: ModelSizes, workload: Workload) -> Iterator[MemoryPart]:
+    """Yield the key-value cache, and one step's logits with the sampling distribution in fp32 and fp64."""
+    rows, b = workload.prompts_per_batch * workload.group_size, BYTES[workload.dtype]
+    yield MemoryPart("key-value cache", "sampling", rows * sizes.cached * b, f"{rows} rows x {sizes.cached} values")
+    distribution = rows * sizes.head * (b + FP32 + 4 * 8)
+    yield MemoryPart("sampling distribution", "sampling", distribution, "one step's logits, fp64 sums")
 
 
-def backward_parts(
-    training: TrainingEstimate,
-    config: Any,
-    length: int,
-    tokens: int,
-    ids: int,
-    *,
-    norms: int = 2,
-    whole_logits: bool = False,
-) -> list[MemoryPart]:
-    """Return what a transformer's microbatch keeps for its backward pass, and the largest step of that pass.
+def _decoding(sizes: ModelSizes, rows: int, workload: Workload) -> Iterator[MemoryPart]:
+    """Yield the largest tensors while images are made: a block for all rows, or the autoencoder's.
+
+    The autoencoder has about 4 tensors of [channels, height, width] for an image, or for all that it decodes at once.
 
     Args:
-        config: of the transformer.
-        length: ids of a row.
-        tokens: how many of them are scored.
-        ids: how many ids can be sampled.
-        norms: of a layer.
-        whole_logits: all logits are computed at once, because another operation follows the output head.
+        rows: images that are denoised at once.
     """
-    rows, b, h, lora = training.workload.micro_batch_size, training.b, config.hidden_size, training.choice.lora
-    # GPT-2's family leaves out the MLP's width where it is four times the hidden size.
-    names = ("intermediate_size", "n_inner", "ffn_dim")
-    m = next((getattr(config, name) for name in names if getattr(config, name, None)), 4 * h)
-    d, heads = config.num_attention_heads * _head_dim(config), config.num_attention_heads
-    # A layer keeps, per token: fp32 inputs of norms; queries, outputs, keys and values repeated for every head; both
-    # halves of the MLP and the activated gate; the mask. Adapters keep the inputs of their layers in fp32; in half
-    # precision each makes its own copy, and the MLP's halves pass its backward pass in fp32.
-    layer = norms * FP32 * (h + 1) + 4 * d * b + FP32 * heads + 3 * m * b + length * b
-    if lora is None:
-        layer += (2 * h + d + m) * b + norms * h * b
-        step = 5 * m * b
-    else:
-        layer += FP32 * ((2 if b == FP32 else 4) * h + d + m + 6 * lora.rank)
-        step = 2 * m * (b + 2 * FP32)
-    checkpointed = training.choice.gradient_checkpointing
-    # Checkpointing keeps each layer's input and computes one layer at a time again (arXiv:1604.06174).
-    kept = rows * length * (config.num_hidden_layers * (h * b if checkpointed else layer) + FP32 * h + length)
-    at_work = rows * length * (step + (layer if checkpointed else 0))
-    scored = rows * tokens
-    # fp32 log-probs with two gradients, entropies and a stored support: 26 bytes for each id of a chunk of tokens.
-    chunk = min(scored, CHUNK_TOKENS) * 26 * ids
-    if lora is None:
-        chunk = max(chunk + ids * h * b, 3 * ids * h * b)  # the head's gradient
-    logits = 3 * scored * h * b + chunk + (2 * scored * ids * b if whole_logits else 0)
-    which = "each layer's input" if checkpointed else "every layer's"
-    step_formula = f"one layer, or log-probs of {min(scored, CHUNK_TOKENS)} of {scored} tokens"
-    return [
-        MemoryPart("activations", "backward", kept, f"{rows} rows x {length} ids: {which}"),
-        MemoryPart("backward pass at work", "backward", max(at_work, logits), step_formula),
-    ]
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    decoded = max(sizes.image_pixels, min(rows * sizes.image_pixels, PIXELS_AT_ONCE))
+    values = max(_MADE_BY_BLOCK * rows * sizes.image_values, 4 * sizes.image_channels * decoded)
+    formula = f"a block for {rows} images, or the autoencoder"
+    yield MemoryPart("decoding", "decoding", values * BYTES[workload.dtype], formula)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from grpo_core.groups import GroupRequest, RolloutGroup
+    from grpo_core.image_size import ImageSize
+    from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained import TrainedModel, TrainingChoice
     from grpo_core.records import ActionLogprobs, DenoisingBatch, Entropies
 
@@ -158,6 +160,20 @@ class PolicyFamily(Protocol):
 
         Raises:
             InputError: a choice matches nothing in the model.
+        """
+
+    def sizes(
+        self, model: str, settings: Any, choices: Mapping[Stream, "TrainingChoice"], images: Sequence["ImageSize"]
+    ) -> "ModelSizes":
+        """Return what decides the memory of the model, which is built on the meta device with what is trained of it.
+
+        Args:
+            settings: the family's, of its sampler.
+            choices: what of each trained component is trained.
+            images: sizes of the images; empty: that of the settings.
+
+        Raises:
+            InputError: its configuration is not on this machine, or a choice matches nothing in the model.
         """
 
 

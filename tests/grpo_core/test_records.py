@@ -19,10 +19,10 @@ SUPPORT = TokenSupport(torch.tensor([5, 6, 7, 8, 9, 10]), torch.tensor([[2, 1], 
 def rows() -> TrainingRows:
     batch = TokenBatch(("a", "b", "c"), IDS, MASK, 0.9)
     return TrainingRows(
-        ("s0", "s1", "s2"),
-        batch,
-        -IDS.float(),
-        torch.tensor([1.0, 2.0, 3.0]),
+        sample_ids=("s0", "s1", "s2"),
+        actions=batch,
+        rollout_logprobs=-IDS.float(),
+        advantages=torch.tensor([1.0, 2.0, 3.0]),
         finished=torch.tensor([True, False, True]),
         on_policy=torch.tensor([False, True, True]),
         max_length=2,

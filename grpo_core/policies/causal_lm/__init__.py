@@ -10,5 +10,4 @@ compatibility  whether a model can be sampled and scored, tried on a small copy 
 small_copy     the copy: random weights, narrow layers
 policy         the Policy protocol on top of these
 family         checks, without importing the models' libraries
-estimate       GPU memory and disk space
 """

@@ -16,8 +16,16 @@ from grpo_core.streams import Stream
 if TYPE_CHECKING:
     import torch
 
+    from grpo_core.image_size import ImageSize
     from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+    from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained import TrainingChoice
+
+PROMPT_TOKENS = 512
+"""Assumed number of ids of the longest prompt of a batch."""
+
+_AFTER_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Configuration fields that announce an operation after the output head."""
 
 
 class CausalLMFamily:
@@ -99,6 +107,41 @@ class CausalLMFamily:
         if choice.lora is not None and choice.lora.targets is None:
             notes += filter(None, [describe_left_out(trained)])
         return tuple(notes)
+
+    def sizes(
+        self,
+        model: str,
+        settings: CausalLMSettings,
+        choices: Mapping[Stream, "TrainingChoice"],
+        images: Sequence["ImageSize"],
+    ) -> "ModelSizes":
+        """Count the model, with the longest prompt as PROMPT_TOKENS."""
+        from grpo_core.policies.causal_lm.adapters import build_on_meta
+        from grpo_core.policies.causal_lm.loading import read_config
+        from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters
+
+        config, choice = read_config(model), choices["tokens"]
+        text, trained = config.get_text_config(), build_on_meta(model, config, choice)
+        adapters = trained.trainable_parameters().values() if choice.lora is not None else ()
+        parameters = count_parameters(trained.model) - sum(each.numel() for each in adapters)
+        # The last sampled token is never fed back.
+        length = PROMPT_TOKENS + settings.max_completion_length - 1
+        component = ComponentSizes(
+            trained=trained,
+            width=text.hidden_size,
+            blocks=text.num_hidden_layers,
+            positions=length,
+            scored=settings.max_completion_length,
+            vocabulary=text.vocab_size,
+            whole_logits=any(getattr(text, name, None) not in (None, 1, 1.0) for name in _AFTER_HEAD),
+        )
+        return ModelSizes(
+            networks={"weights": parameters},
+            components={"tokens": component},
+            described=f"{parameters / 1e6:.4g} M parameters in {text.num_hidden_layers} layers",
+            cached=length * cached_values(text),
+            head=text.vocab_size,
+        )
 
 
 FAMILY: PolicyFamily = CausalLMFamily()

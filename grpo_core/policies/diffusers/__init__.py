@@ -9,5 +9,4 @@ prompts         prompts that are longer than what the text encoders read
 loading         the pipeline, its networks on the meta device, default targets of adapters
 policy          the Policy protocol on top of these
 family          checks, without importing the models' libraries
-estimate        GPU memory and disk space
 """

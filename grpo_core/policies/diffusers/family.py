@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.modality import Modality
-from grpo_core.policies.diffusers.guidance import call_settings
+from grpo_core.policies.diffusers.guidance import call_settings, passes_per_step
 from grpo_core.policies.diffusers.saved_pipeline import read_saved_pipeline, refuse_size
 from grpo_core.policies.diffusers.settings import DiffusersSettings
 from grpo_core.policies.pipeline_files import refuse_missing_folder, refuse_missing_weights
@@ -16,8 +16,13 @@ from grpo_core.streams import Stream
 if TYPE_CHECKING:
     import torch
 
+    from grpo_core.image_size import ImageSize
     from grpo_core.policies.diffusers.policy import DiffusersPolicy
+    from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained import TrainingChoice
+
+PROMPT_TOKENS = 512
+"""Assumed number of ids of a prompt where neither the settings nor the pipeline give one."""
 
 
 class DiffusersFamily:
@@ -76,6 +81,54 @@ class DiffusersFamily:
         saved = require_saved_pipeline(model)
         train_transformer(build_on_meta(model, saved), choices["denoising"], model, initial_state=dict)
         return ()
+
+    def sizes(
+        self,
+        model: str,
+        settings: DiffusersSettings,
+        choices: Mapping[Stream, "TrainingChoice"],
+        images: Sequence["ImageSize"],
+    ) -> "ModelSizes":
+        """Count every network of the pipeline, and the positions of the image that has most."""
+        from grpo_core.policies.diffusers.loading import (
+            TRANSFORMER,
+            build_on_meta,
+            is_network,
+            require_saved_pipeline,
+            train_transformer,
+        )
+        from grpo_core.policies.diffusers.prompt_cache import MAX_BYTES
+        from grpo_core.policies.sizes import ComponentSizes, ModelSizes, count_blocks, count_parameters, hidden_width
+
+        saved = require_saved_pipeline(model)
+        networks = {part: build_on_meta(model, saved, part) for part in saved.parts if is_network(saved, part)}
+        transformer = networks[TRANSFORMER]
+        counts = {f"{part} weights": count_parameters(network) for part, network in networks.items()}
+        width, blocks = hidden_width(saved.transformer), count_blocks(transformer)
+        patches = {size: saved.patches(size) for size in images or (settings.size,)}
+        largest = max(patches, key=lambda size: patches[size])
+        prompt = settings.max_sequence_length or saved.pipeline_class.call.get("max_sequence_length")
+        positions = patches[largest] + (prompt if isinstance(prompt, int) else PROMPT_TOKENS)
+        component = ComponentSizes(
+            trained=train_transformer(transformer, choices["denoising"], model, initial_state=dict),
+            width=width,
+            blocks=blocks,
+            positions=positions,
+            # Without noisy steps a microbatch has rows at one noise level each (DiffusionNFT).
+            steps=max(1, settings.sde_window_size),
+            passes=passes_per_step(saved, settings),
+        )
+        return ModelSizes(
+            networks=counts,
+            components={"denoising": component},
+            described=f"transformer {counts[f'{TRANSFORMER} weights'] / 1e9:.3g} B parameters in {blocks} blocks",
+            image_values=component.passes * positions * width,
+            image_pixels=largest.pixels,
+            image_channels=saved.vae_width,
+            state_values=saved.latent_values(largest),
+            kept_bytes={"prompt embeddings": MAX_BYTES},
+            tokens=patches,
+        )
 
 
 FAMILY: PolicyFamily = DiffusersFamily()

@@ -43,7 +43,7 @@ def passes_per_step(pipeline: SavedPipeline, settings: DiffusersSettings) -> int
 
 
 def _refuse_settings(pipeline: SavedPipeline, settings: DiffusersSettings) -> None:
-    call, name = pipeline.pipeline_class.call, pipeline.pipeline_class.name
+    call, name = pipeline.pipeline_class.call, pipeline.class_name
     # FLUX.1-schnell: its pipeline has both kinds of guidance, and the model takes no guidance as an input.
     needs_none = "guidance_scale" in call and call.get("true_cfg_scale") == 1.0 and not pipeline.embeds_guidance
     none = pipeline.pipeline_class.no_guidance

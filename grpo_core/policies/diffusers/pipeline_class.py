@@ -1,22 +1,20 @@
-"""What a class of pipeline can do, read from the source of diffusers without importing it, which takes seconds.
+"""What a class of pipeline can do: of those that were tried from a table, of any other from its signature.
 
 Any text-to-image pipeline can be trained whose own `__call__` makes every denoising step through its scheduler and lets
 everything else be given: the prompts, the size, the first latents, and that latents are returned undecoded.
 """
 
-import ast
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 _NEEDED = ("prompt", "height", "width", "num_inference_steps", "generator", "latents", "output_type")
 _GUIDANCE = ("guidance_scale", "true_cfg_scale")
 # An `image` may be a condition that can be left out.
 _OTHER_INPUTS = ("control_image", "mask_image", "masked_image_latents", "video", "num_frames", "prior_token_ids")
-# The function below the decorator is the one that is called with gradients.
-_DECORATORS = ("torch.no_grad()", "torch.inference_mode()")
 
 
 @dataclass(frozen=True)
@@ -24,117 +22,114 @@ class PipelineClass:
     """One class of pipeline.
 
     Attributes:
-        name: of the class.
-        call: default of each argument of its `__call__`; None also where it is no constant.
-        parts: names of its parts.
+        call: default of each argument of its `__call__`; of a class in TRIED, of those that settings give alone.
         packs: whether two by two latents become one position of the transformer, outside of it.
         no_guidance: highest scale that is no classifier-free guidance: 1 where predictions are interpolated, 0 where
             their difference is added.
-        longest_prompt: largest `max_sequence_length` that its `check_inputs` lets pass; None: it compares with none.
+        longest_prompt: largest `max_sequence_length` that it takes; None: any, or not known.
         problem: why its denoising cannot be trained, as a sentence; None if it can.
     """
 
-    name: str
     call: Mapping[str, object]
-    parts: tuple[str, ...]
-    packs: bool
-    no_guidance: int
-    longest_prompt: int | None
-    problem: str | None
+    packs: bool = False
+    no_guidance: int = 1
+    longest_prompt: int | None = None
+    problem: str | None = None
+
+
+def _tried(guidance: float | None, length: int | None = None, **differing: Any) -> PipelineClass:
+    """Describe a class with classifier-free guidance, a negative prompt and a length of prompts."""
+    call = {"guidance_scale": guidance, "negative_prompt": None, "max_sequence_length": length}
+    return PipelineClass(call | differing.pop("call", {}), **differing)
+
+
+_FLUX = _tried(3.5, 512, call={"true_cfg_scale": 1.0}, packs=True, longest_prompt=512)
+_Z_IMAGE = _tried(5.0, 512, no_guidance=0)
+
+TRIED: Mapping[str, PipelineClass] = MappingProxyType(
+    {
+        "AuraFlowPipeline": _tried(3.5, 256),
+        "BriaFiboPipeline": _tried(5, 3000, packs=True, longest_prompt=3000),
+        "ChromaPipeline": _tried(5.0, 512, packs=True, longest_prompt=512),
+        "ErnieImagePipeline": PipelineClass({"guidance_scale": 4.0, "negative_prompt": ""}),
+        "FluxKontextPipeline": _FLUX,
+        "FluxPipeline": _FLUX,
+        "Krea2Pipeline": _tried(4.5, 512, packs=True, no_guidance=0),
+        "Lumina2Pipeline": _tried(4.0, 256, longest_prompt=512),
+        "NucleusMoEImagePipeline": _tried(4.0, packs=True),
+        "OvisImagePipeline": _tried(5.0, 256, call={"negative_prompt": ""}, packs=True, longest_prompt=256),
+        "QwenImagePipeline": _tried(None, 512, call={"true_cfg_scale": 4.0}, packs=True, longest_prompt=1024),
+        "StableDiffusion3Pipeline": _tried(7.0, 256, longest_prompt=512),
+        "ZImageOmniPipeline": _Z_IMAGE,
+        "ZImagePipeline": _Z_IMAGE,
+    }
+)
+"""Classes of diffusers of which a tiny pipeline with random weights was trained; they are known without an import."""
 
 
 @cache
 def find_pipeline_class(name: str) -> PipelineClass | None:
-    """Find a class of pipeline in the installed diffusers; None if it has none of this name."""
-    for source in _sources():
-        if f"\nclass {name}(" in source:
-            return next(_described(each) for each in _classes(source) if each.name == name)
-    return None
+    """Find a class of pipeline in the installed diffusers; None if it has none of this name.
+
+    A class outside of TRIED is imported with its libraries, which takes seconds.
+    """
+    if name in TRIED:
+        return TRIED[name]
+    import diffusers
+
+    found = getattr(diffusers, name, None)
+    is_pipeline = isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)
+    return describe_class(found) if is_pipeline else None
 
 
-def pipeline_classes() -> Iterator[PipelineClass]:
-    """Yield every class of pipeline of the installed diffusers."""
-    for source in _sources():
-        yield from (_described(each) for each in _classes(source) if each.name.endswith("Pipeline"))
-
-
-def _sources() -> Iterator[str]:
-    return (file.read_text() for file in sorted((_package() / "pipelines").glob("**/pipeline_*.py")))
-
-
-def _classes(source: str) -> list[ast.ClassDef]:
-    return [each for each in ast.parse(source).body if isinstance(each, ast.ClassDef)]
-
-
-def _package() -> Path:
-    spec = find_spec("diffusers")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0])
-
-
-@cache
-def _text_to_image_classes() -> frozenset[str]:
-    """Return the classes that diffusers' AutoPipelineForText2Image can choose."""
-    tree = ast.parse((_package() / "pipelines" / "auto_pipeline.py").read_text())
-    assigned = (each for each in tree.body if isinstance(each, ast.Assign))
-    (mapping,) = (each for each in assigned if ast.unparse(each.targets[0]) == "AUTO_TEXT2IMAGE_PIPELINES_MAPPING")
-    return frozenset(each.id for each in ast.walk(mapping.value) if isinstance(each, ast.Name))
-
-
-def _described(source: ast.ClassDef) -> PipelineClass:
-    functions = {each.name: each for each in source.body if isinstance(each, ast.FunctionDef)}
-    call, init = functions.get("__call__"), functions.get("__init__")
-    arguments = {} if call is None else _defaults(call)
-    parts = () if init is None else tuple(each.arg for each in init.args.args[1:])
-    problem = "It has no call of its own." if call is None else _problem(source.name, call, arguments, parts)
-    bound = _bound(functions.get("do_classifier_free_guidance"), "self._guidance_scale")
+def describe_class(pipeline: Any) -> PipelineClass:
+    """Describe an imported class by its signatures and attributes."""
+    parameters = inspect.signature(pipeline.__call__).parameters
+    call = {name: each.default for name, each in list(parameters.items())[1:]}
     return PipelineClass(
-        name=source.name,
-        call=arguments,
-        parts=parts,
-        packs="_pack_latents" in functions,
-        no_guidance=1 if bound is None else bound,
-        longest_prompt=_bound(functions.get("check_inputs"), "max_sequence_length"),
-        problem=problem,
+        call=call,
+        packs=hasattr(pipeline, "_pack_latents"),
+        no_guidance=0 if _guides_below_one(pipeline) else 1,
+        problem=_problem(pipeline, call),
     )
 
 
-def _bound(function: ast.FunctionDef | None, value: str) -> int | None:
-    """Return n of a condition `value > n` in a function; None if it has none."""
-    compared = (each for each in (() if function is None else ast.walk(function)) if isinstance(each, ast.Compare))
-    for each in compared:
-        match each:
-            case ast.Compare(left, [ast.Gt()], [ast.Constant(int() | float() as bound)]) if ast.unparse(left) == value:
-                return int(bound)
-    return None
+def _guides_below_one(pipeline: Any) -> bool:
+    """Return whether a scale of 1/2 is guidance."""
+    guides = getattr(pipeline, "do_classifier_free_guidance", None)
+    try:
+        return isinstance(guides, property) and bool(guides.__get__(SimpleNamespace(_guidance_scale=0.5)))
+    except AttributeError:
+        # It also depends on the model, which may have been distilled.
+        return False
 
 
-def _defaults(function: ast.FunctionDef) -> dict[str, object]:
-    names = [each.arg for each in function.args.args[1:]]
-    given = function.args.defaults
-    values: list[object] = [None] * (len(names) - len(given))
-    values += [each.value if isinstance(each, ast.Constant) else None for each in given]
-    return dict(zip(names, values, strict=True))
-
-
-def _problem(name: str, call: ast.FunctionDef, arguments: Mapping[str, object], parts: tuple[str, ...]) -> str | None:
+def _problem(pipeline: Any, call: Mapping[str, object]) -> str | None:
     """Return the first reason why this pipeline cannot be trained."""
-    if missing := [each for each in _NEEDED if each not in arguments]:
+    if missing := [each for each in _NEEDED if each not in call]:
         return f"Its call takes no {', '.join(missing)}."
-    if other := [each for each in _OTHER_INPUTS if each in arguments]:
+    if other := [each for each in _OTHER_INPUTS if each in call]:
         return f"It does not make images from text alone: its call takes {', '.join(other)}."
-    if "image" in arguments and name not in _text_to_image_classes():
+    if "image" in call and not _makes_images_from_text(pipeline):
         return "It does not make images from text alone: its call takes an image."
-    if not any(each in arguments for each in _GUIDANCE):
+    if not any(each in call for each in _GUIDANCE):
         return "Its guidance is not an argument of its call."
+    parts = inspect.signature(pipeline.__init__).parameters
     if missing := [each for each in ("scheduler", "transformer") if each not in parts]:
         return f"It has no {' and no '.join(missing)}."
-    body = ast.unparse(call)
-    if "self.encode_prompt(" not in body:
+    if not hasattr(pipeline, "encode_prompt"):
         return "It does not encode its prompts by a method encode_prompt, so its text encoders would run in each pass."
-    if "self.scheduler.step(" not in body or "images=" not in body:
-        return "Its call does not go from the steps of one scheduler to images."
-    if not any(ast.unparse(each) in _DECORATORS for each in call.decorator_list):
-        return "Its call cannot run with gradients: it is not decorated with torch.no_grad()."
+    outputs = [each for name, each in vars(inspect.getmodule(pipeline)).items() if name.endswith("Output")]
+    if not any("images" in getattr(each, "__dataclass_fields__", {}) for each in outputs):
+        return "Its call does not return images."
+    # The function below torch.no_grad() is the one that is called with gradients.
+    if not hasattr(vars(pipeline).get("__call__"), "__wrapped__"):
+        return "Its call cannot run with gradients: it is not its own, decorated with torch.no_grad()."
     return None
+
+
+def _makes_images_from_text(pipeline: Any) -> bool:
+    """Return whether diffusers' AutoPipelineForText2Image can choose the class."""
+    from diffusers.pipelines.auto_pipeline import AUTO_TEXT2IMAGE_PIPELINES_MAPPING
+
+    return pipeline in AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()

@@ -26,6 +26,7 @@ class SavedPipeline:
     """A saved pipeline whose denoising can be trained.
 
     Attributes:
+        class_name: of the pipeline.
         pipeline_class: what its class can do.
         parts: library and class of each of its parts, by name.
         transformer: configuration of the denoising model.
@@ -33,6 +34,7 @@ class SavedPipeline:
         is_distilled: trained to need no classifier-free guidance, by its own index.
     """
 
+    class_name: str
     pipeline_class: PipelineClass
     parts: Mapping[str, tuple[str, str]]
     transformer: Mapping[str, Any]
@@ -81,11 +83,23 @@ class SavedPipeline:
         table = name in ("SD3Transformer2DModel", "CogView3PlusTransformer2DModel")
         return found.get("pos_embed_max_size") if table else None
 
+    def patches(self, size: ImageSize) -> int:
+        """Return the positions of an image; in patches of 16 pixels where the configuration does not say it."""
+        unit = self.pixel_unit or 16
+        return -(-size.height // unit) * -(-size.width // unit)
+
     @property
-    def latent_channels(self) -> int | None:
-        """Number of channels of a latent; None where the configuration does not say it."""
-        found = self.vae.get("latent_channels", self.vae.get("z_dim"))
-        return found if isinstance(found, int) else None
+    def vae_width(self) -> int:
+        """Channels of the autoencoder's block before its last, at full resolution."""
+        widths = self.vae.get("block_out_channels") or self.vae.get("decoder_block_out_channels")
+        return int(widths[min(1, len(widths) - 1)] if widths else self.vae.get("base_dim", 128))
+
+    def latent_values(self, size: ImageSize) -> int | None:
+        """Return how many numbers an image's latents are; None where the configuration does not say it."""
+        scale, channels = self.vae_scale, self.vae.get("latent_channels", self.vae.get("z_dim"))
+        if scale is None or not isinstance(channels, int):
+            return None
+        return channels * (size.height // scale) * (size.width // scale)
 
 
 def read_saved_pipeline(model: str) -> SavedPipeline | None:
@@ -113,6 +127,7 @@ def _read(model: str, folder: Path) -> SavedPipeline:
         raise InputError(_PLACE, model, hint)
     refuse_missing_parts(model, parts)
     return SavedPipeline(
+        class_name=index["_class_name"],
         pipeline_class=described,
         parts=parts,
         transformer=read_pipeline_file(model, folder / "transformer" / "config.json"),

@@ -9,5 +9,4 @@ token_model     the token model as a component: sampling and scoring
 decoder         the diffusion decoder as a component: stored tokens -> images
 policy          the Policy protocol on top of these
 family          checks, without importing the models' libraries
-estimate        GPU memory and disk space
 """

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
+from grpo_core.image_size import ImageSize
 from grpo_core.modality import Modality
 from grpo_core.policies.denoising.saved_scheduler import refuse_scheduler
 from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
     import torch
 
     from grpo_core.policies.glm_image.policy import GlmImagePolicy
+    from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained import TrainingChoice
+
+PROMPT_TOKENS = 256
+"""Assumed number of ids of the longest prompt of a batch, grid tags included."""
 
 _PIPELINE = "GlmImagePipeline"
 
@@ -96,6 +101,79 @@ class GlmImageFamily:
         if "denoising" in choices:
             train_decoder(networks.decoder, choices["denoising"], base_name=model)
         return ()
+
+    def sizes(
+        self,
+        model: str,
+        settings: GlmImageSettings,
+        choices: Mapping[Stream, "TrainingChoice"],
+        images: Sequence[ImageSize],
+    ) -> "ModelSizes":
+        """Count every network, and the ids and patches of the images that have most of them."""
+        from grpo_core.policies.glm_image.decoder import train_decoder
+        from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
+        from grpo_core.policies.glm_image.token_model import train_token_model
+        from grpo_core.policies.sizes import (
+            ComponentSizes,
+            ModelSizes,
+            cached_values,
+            count_blocks,
+            count_parameters,
+            hidden_width,
+        )
+
+        configs = find_configs(model)
+        networks, text = build_on_meta(configs), configs.autoregressive.text_config
+        counts = {
+            "autoregressive weights": count_parameters(networks.autoregressive),
+            "decoder weights": count_parameters(networks.decoder),
+            "autoencoder weights": count_parameters(networks.vae),
+            "glyph encoder weights": count_parameters(networks.text_encoder),
+        }
+        vae, width, blocks = networks.vae.config, hidden_width(networks.decoder.config), count_blocks(networks.decoder)
+        scale = 2 ** (len(vae.block_out_channels) - 1)
+        unit = 2 * networks.decoder.config.patch_size * scale
+        grids = {size: token_grids(size, unit) for size in images or (settings.size,)}
+        tokens, pixels = max(each.tokens for each in grids.values()), max(size.pixels for size in grids)
+        # The decoder has four patches per large token.
+        patches = 4 * max(each.large.tokens for each in grids.values())
+        # The last sampled token is never fed back.
+        length = PROMPT_TOKENS + tokens - 1
+        components: dict[Stream, ComponentSizes] = {}
+        if choice := choices.get("tokens"):
+            components["tokens"] = ComponentSizes(
+                trained=train_token_model(networks.autoregressive, choice, base_name=model, initial_state=dict),
+                width=text.hidden_size,
+                blocks=text.num_hidden_layers,
+                positions=length,
+                scored=tokens,
+                vocabulary=configs.autoregressive.vq_config.num_embeddings,
+            )
+        if choice := choices.get("denoising"):
+            components["denoising"] = ComponentSizes(
+                trained=train_decoder(networks.decoder, choice, base_name=model, initial_state=dict),
+                width=width,
+                blocks=blocks,
+                positions=patches,
+                steps=max(1, settings.sde_window_size),
+                passes=2 if settings.guidance_scale > 1 else 1,
+            )
+        return ModelSizes(
+            networks=counts,
+            components=components,
+            described=(
+                f"token model {counts['autoregressive weights'] / 1e9:.3g} B parameters, decoder "
+                f"{counts['decoder weights'] / 1e9:.3g} B, images in units of {unit} pixels"
+            ),
+            cached=length * cached_values(text),
+            head=text.vision_vocab_size,
+            # The passes of guidance run one after the other.
+            image_values=patches * width,
+            image_pixels=pixels,
+            image_channels=vae.block_out_channels[min(1, len(vae.block_out_channels) - 1)],
+            state_values=vae.latent_channels * pixels // scale**2,
+            tokens={size: each.tokens for size, each in grids.items()},
+        )
 
 
 FAMILY: PolicyFamily = GlmImageFamily()

@@ -105,7 +105,7 @@ EDITED = [
         {
             "grpo_core/losses/policy_loss.py": "def clipped",
             "grpo_core/rewards/image_statistics/statistics.py": "class JpegReward",
-            "grpo_core/policies/glm_image/estimate.py": "def decoding_part",
+            "grpo_core/policies/estimate.py": "def estimate_resources",
         },
         {"update policy", "score jpeg"},
     ),

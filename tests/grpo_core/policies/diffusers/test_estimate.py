@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from grpo_core.image_size import ImageSize
-from grpo_core.policies.denoising.estimate import count_blocks
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.settings import DiffusersSettings
 from grpo_core.policies.estimate import ModelEstimate, Workload, estimate_resources
+from grpo_core.policies.sizes import count_blocks
 from grpo_core.policies.trained import LoraSettings, TrainingChoice
 from grpo_core.records import DenoisingBatch
 from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, request, settings

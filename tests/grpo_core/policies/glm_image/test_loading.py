@@ -12,7 +12,6 @@ from diffusers import GlmImagePipeline
 from data.image_quality import read_scene
 from data.shapes import split_scenes
 from grpo_core.errors import InputError
-from grpo_core.policies.estimate import count_parameters
 from grpo_core.policies.glm_image.loading import (
     RELEASED_MODEL,
     Components,
@@ -24,6 +23,7 @@ from grpo_core.policies.glm_image.loading import (
 )
 from grpo_core.policies.glm_image.processor import UnitProcessor
 from grpo_core.policies.glm_image.token_model import LANGUAGE_MODEL_LINEARS
+from grpo_core.policies.sizes import count_parameters
 from grpo_core.policies.trained import LoraSettings, TrainingChoice, train_model
 from tests.tiny_policy import MODEL
 

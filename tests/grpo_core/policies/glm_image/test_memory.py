@@ -10,12 +10,18 @@ from torch import nn
 from transformers import DynamicCache, GlmImageForConditionalGeneration
 
 from grpo_core.image_size import ImageSize
-from grpo_core.policies.estimate import MemoryEstimate, TrainingEstimate, Workload, backward_parts, sampling_parts
+from grpo_core.policies.estimate import MemoryEstimate, TrainingEstimate, Workload, estimate_resources
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, score_tokens
-from grpo_core.policies.glm_image.estimate import decoding_part, estimate
-from grpo_core.policies.glm_image.loading import ComponentConfigs, build_on_meta, load_pipeline, released_configs
+from grpo_core.policies.glm_image.loading import (
+    RELEASED_MODEL,
+    ComponentConfigs,
+    build_on_meta,
+    load_pipeline,
+    released_configs,
+)
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.glm_image.token_model import LANGUAGE_MODEL_LINEARS, train_token_model
+from grpo_core.policies.sizes import ComponentSizes, cached_values
 from grpo_core.policies.trained import LoraSettings, TrainedModel, TrainingChoice
 from tests.grpo_core.policies.causal_lm.made_models import CONFIGS, make_model
 from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes
@@ -40,8 +46,12 @@ def trained_model(configs: ComponentConfigs, choice: TrainingChoice, dtype: str 
     return trained
 
 
-def training_of(trained: TrainedModel, choice: TrainingChoice, dtype: Any) -> TrainingEstimate:
-    return TrainingEstimate(trained, choice, dataclasses.replace(WORKLOAD, dtype=dtype))
+def training_of(
+    trained: TrainedModel, configs: ComponentConfigs, choice: TrainingChoice, dtype: Any
+) -> TrainingEstimate:
+    text, codes = configs.autoregressive.text_config, configs.autoregressive.vq_config.num_embeddings
+    sizes = ComponentSizes(trained, text.hidden_size, text.num_hidden_layers, LENGTH, scored=TOKENS, vocabulary=codes)
+    return TrainingEstimate(sizes, choice, dataclasses.replace(WORKLOAD, dtype=dtype))
 
 
 def bytes_of(parameters: Any) -> int:
@@ -52,7 +62,8 @@ def bytes_of(parameters: Any) -> int:
 def test_weights_are_the_bytes_of_a_loaded_pipeline(tiny_folder: Path, dtype: Any) -> None:
     pipeline = load_pipeline(str(tiny_folder), dtype=getattr(torch, dtype), device=torch.device("cpu"))
     workload = dataclasses.replace(WORKLOAD, dtype=dtype)
-    memory = estimate(str(tiny_folder), SETTINGS, {"tokens": choice_of(lora=True)}, {"tokens": workload}).memory
+    choices = {"tokens": choice_of(lora=True)}
+    memory = estimate_resources("glm_image", str(tiny_folder), SETTINGS, choices, {"tokens": workload}).memory
     networks: dict[str, nn.Module] = {
         "autoregressive weights": pipeline.vision_language_encoder,
         "decoder weights": pipeline.transformer,
@@ -74,7 +85,7 @@ def test_training_state_is_what_adamw_and_autograd_make(tiny_configs: ComponentC
     adamw = torch.optim.AdamW(parameters)
     adamw.step()
     moments = [state[key] for state in adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    training = training_of(trained, choice, dtype)
+    training = training_of(trained, tiny_configs, choice, dtype)
     memory = MemoryEstimate(tuple(training.parts()))
     assert memory.part("optimizer moments") == bytes_of(moments)
     assert memory.part("gradients") == bytes_of(parameters)
@@ -113,10 +124,9 @@ def test_a_backward_pass_peaks_near_the_estimate(
             trained.model, encoded, tokens, mask, vocabulary=codes, temperature=1.0, entropy="differentiable"
         )
         scored.logprobs.sum().backward()
-    training, config = training_of(trained, choice, dtype), tiny_configs.autoregressive.text_config
-    estimated = sum(part.bytes for part in backward_parts(training, config, LENGTH, TOKENS, codes, norms=4))
-    # A layer frees what it kept while its backward pass goes on, which the estimate leaves out.
-    assert watched.peak <= estimated <= 1.4 * watched.peak
+    estimated = sum(part.bytes for part in training_of(trained, tiny_configs, choice, dtype).backward_parts())
+    # The estimate is for blocks with a wider MLP than the tiny model's.
+    assert 1 < estimated / watched.peak < 2.1
 
 
 @torch.no_grad()
@@ -127,7 +137,7 @@ def test_a_cache_is_the_bytes_of_a_filled_one(tiny_configs: ComponentConfigs) ->
     positions = torch.arange(LENGTH).expand(3, 8, -1)
     trained.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
     filled = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert sampling_parts(tiny_configs.autoregressive.text_config, WORKLOAD, LENGTH, 1, 1)[0].bytes == filled
+    assert 8 * LENGTH * cached_values(tiny_configs.autoregressive.text_config) * 4 == filled
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -138,12 +148,14 @@ def test_a_cache_of_any_language_model_is_estimated(kind: str) -> None:
     model = make_model(kind)
     cache = model(input_ids=ids, use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert sampling_parts(CONFIGS[kind].get_text_config(), WORKLOAD, 5, 1, 1)[0].bytes == held
+    assert 8 * 5 * cached_values(CONFIGS[kind].get_text_config()) * 4 == held
 
 
 def test_the_autoencoder_peaks_at_three_quarters_of_the_estimate() -> None:
-    networks = build_on_meta(released_configs())
+    networks, size = build_on_meta(released_configs()), ImageSize(384, 512)
     latents = torch.empty(1, 16, 64, 48, device="meta")
     with torch.no_grad(), PeakBytes([*networks.vae.parameters(), latents]) as watched:
         networks.vae.decode(latents)
-    assert decoding_part(networks, ImageSize(384, 512), 32, 0, 4).bytes * 3 == watched.peak * 4
+    settings = GlmImageSettings(height=size.height, width=size.width, decode_batch_size=1)
+    found = estimate_resources("glm_image", RELEASED_MODEL, settings, {"tokens": choice_of(True)}, {"tokens": WORKLOAD})
+    assert found.memory.part("decoding") * 3 == watched.peak * 4
