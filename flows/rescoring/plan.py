@@ -27,10 +27,10 @@ from tasks.runs.layout import RECOMPUTED, RESCORED, REWARDS, STORED, rescoring_f
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.records import StoredIteration
-from tasks.runs.samples import read_columns
 from tasks.runs.stored import first_iteration, read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
+from tasks.storage.tables.parquet import read_columns
 
 _OF_PROMPTS = ("dataset", "columns", "target_uri", "width", "height")
 
@@ -203,5 +203,6 @@ def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> It
 
 def _stored_prompts(run: RescoredRun) -> pl.DataFrame:
     """Read dataset, columns, target and size of the prompt of every sample of the run."""
-    rollouts = [part.rollouts for each in run.iterations for part in each.rounds]
-    return pl.concat(read_columns(run.store, each, _OF_PROMPTS) for each in rollouts)
+    store, rollouts = run.store, [part.rollouts.uri for each in run.iterations for part in each.rounds]
+    tables = (read_columns(store.filesystem, f"{store.root}/{uri}", _OF_PROMPTS) for uri in rollouts)
+    return pl.concat(pl.DataFrame(table) for table in tables)

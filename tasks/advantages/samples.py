@@ -15,7 +15,7 @@ from configs.scoring import RewardSection
 from grpo_core.advantages import AdvantageSettings, compared_samples, kl_penalty
 from grpo_core.streams import Stream
 from tasks.runs import samples as runs
-from tasks.runs.layout import STATES
+from tasks.runs.layout import REWARD_COLUMN, STATES
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, Read
 from tasks.storage.tables.lists import padded
@@ -78,7 +78,7 @@ def read_samples(
     prompts = samples.select("dataset", "columns").gather_every(size).rows()
     others = [(name, json.loads(columns)) for name, columns in prompts]
     routed = [[section.scores_prompt(name, columns) for section in mix] for name, columns in others]
-    values = [_by_group(samples[runs.REWARD + section.label], size) for section in mix]
+    values = [_by_group(samples[REWARD_COLUMN + section.label], size) for section in mix]
     return Samples(
         table=samples,
         values=torch.stack(values, -1),

@@ -20,9 +20,9 @@ from tasks.reports.statistics import (
     with_groups,
 )
 from tasks.reports.text import Cells, correlation, counted, number, percent
-from tasks.runs.layout import SCORES_FILE, STATES
+from tasks.runs.layout import ADVANTAGE_COLUMN, REWARD_COLUMN, SCORES_FILE, STATES
 from tasks.runs.records import StoredIteration
-from tasks.runs.samples import ADVANTAGE, REWARD, read_samples, tables_of, with_advantages, with_scores
+from tasks.runs.samples import read_samples, tables_of, with_advantages, with_scores
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -72,15 +72,15 @@ def _scores(iteration: StoredIteration) -> list[tuple[str, ArtifactRef]]:
 
 def _renamed(samples: pl.DataFrame, side: str, prefix: str) -> pl.DataFrame:
     """Say of reward, advantage and single rewards whose they are, and drop what is not compared."""
-    samples = samples.select(pl.exclude("dropped", "streams", f"^{ADVANTAGE}.*$"))
+    samples = samples.select(pl.exclude("dropped", "streams", f"^{ADVANTAGE_COLUMN}.*$"))
     names = {name: f"{name}_{side}" for name in ("reward", "advantage")}
-    rewards = [name for name in samples.columns if name.startswith(REWARD)]
-    return samples.rename({**names, **{name: prefix + name.removeprefix(REWARD) for name in rewards}})
+    rewards = [name for name in samples.columns if name.startswith(REWARD_COLUMN)]
+    return samples.rename({**names, **{name: prefix + name.removeprefix(REWARD_COLUMN) for name in rewards}})
 
 
 def _with_drafts_apart(samples: pl.DataFrame) -> pl.DataFrame:
     """Give samples that have no reward of the first stream a group by their draft."""
-    streams = [stream for stream in STREAMS if ADVANTAGE + stream in samples.columns]
+    streams = [stream for stream in STREAMS if ADVANTAGE_COLUMN + stream in samples.columns]
     if len(streams) < 2:
         return samples.drop(DRAFT, strict=False)
     leading = pl.col("streams").list.contains(streams[0])

@@ -6,13 +6,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import polars as pl
 from PIL import Image
 
 from grpo_core.image_size import ImageSize
 from grpo_core.streams import STREAMS, Stream
 from tasks.reports.images import read_images
-from tasks.runs import samples as runs
+from tasks.runs.layout import ADVANTAGE_COLUMN, REWARD_COLUMN
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import Read
 
@@ -76,10 +75,12 @@ def read_samples(
     columns: Sequence[str],
 ) -> Samples:
     """Join the stored tables of samples as `tasks.runs.samples.read_samples` does, for reports."""
+    # Polars takes a tenth of a second to import, which a command that is refused does not need.
+    from tasks.runs import samples as stored
+
     parts = list(rollouts)
-    table = runs.read_samples(read, parts, rewards, advantages, columns)
-    known = {each for own in table.get_column("streams", default=pl.Series()).drop_nulls() for each in own}
-    streams = [stream for stream in STREAMS if stream in known] or [STREAMS[0]]
+    table = stored.read_samples(read, parts, rewards, advantages, columns)
+    streams = [each for each in STREAMS if f"{ADVANTAGE_COLUMN}{each}" in table.columns] or [STREAMS[0]]
     rows = [_row(row, streams) for row in table.iter_rows(named=True)]
     return Samples(rows, [read(part) for part in parts], streams[0])
 
@@ -87,7 +88,7 @@ def read_samples(
 def _row(stored: Row, streams: Sequence[Stream]) -> Row:
     """Lay out what the joined tables say of a sample."""
     own = stored.pop("streams", None)
-    row = {name: value for name, value in stored.items() if not name.startswith((runs.REWARD, runs.ADVANTAGE))}
+    row = {name: value for name, value in stored.items() if not name.startswith((REWARD_COLUMN, ADVANTAGE_COLUMN))}
     if "width" in row:
         row["size"] = str(ImageSize(row["width"], row["height"]))
     if own is None:
@@ -95,9 +96,9 @@ def _row(stored: Row, streams: Sequence[Stream]) -> Row:
     else:
         row["leads"] = own[0] == streams[0]
         titles = {each: "advantage" if len(streams) == 1 else f"advantage, {each}" for each in own}
-        row["advantages"] = {title: stored[runs.ADVANTAGE + each] for each, title in titles.items()}
-    labels = [name.removeprefix(runs.REWARD) for name in stored if name.startswith(runs.REWARD)]
-    return row | {"breakdown": {label: stored[runs.REWARD + label] for label in labels}}
+        row["advantages"] = {title: stored[ADVANTAGE_COLUMN + each] for each, title in titles.items()}
+    labels = [name.removeprefix(REWARD_COLUMN) for name in stored if name.startswith(REWARD_COLUMN)]
+    return row | {"breakdown": {label: stored[REWARD_COLUMN + label] for label in labels}}
 
 
 def varying(parts: Iterable[Iterable[Row]]) -> list[str]:

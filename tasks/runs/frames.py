@@ -12,11 +12,11 @@ from PIL import Image
 from grpo_core.errors import InputError
 from grpo_core.rewards.images import decode_stored
 from tasks.prompts.files import nearest_names
-from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, evaluation_folder, iteration_folder
+from tasks.runs.layout import ADVANTAGE_COLUMN, ADVANTAGES, REWARDS, ROLLOUTS, evaluation_folder, iteration_folder
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
-from tasks.runs.samples import ADVANTAGE, read_samples, tables_of
+from tasks.runs.samples import read_samples, tables_of
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, Read
 from tasks.storage.tables.advantages import read_advantages
@@ -169,7 +169,7 @@ class StoredRun:
                 scores = [(each.folder.rsplit("/", 1)[-1], each) for each in found(REWARDS)]
                 tables.append(read_samples(read, found(ROLLOUTS), scores, found(ADVANTAGES), columns, where))
         samples = _joined(tables).select(pl.exclude("dropped", "streams"))
-        streams = [name for name in samples.columns if name.startswith(ADVANTAGE)]
+        streams = [name for name in samples.columns if name.startswith(ADVANTAGE_COLUMN)]
         return samples if len(streams) > 1 else samples.drop(streams)
 
     def _files(self, folders: Sequence[str], stage: str) -> Iterator[list[Path]]:

@@ -23,6 +23,9 @@ STAGES = (ROLLOUTS, REWARDS, ADVANTAGES, UPDATE)
 STATES = "states"
 """Folder of an artifact of rollouts: the latents of their noisy denoising steps, which only an update reads."""
 
+REWARD_COLUMN, ADVANTAGE_COLUMN = "rewards/", "advantages/"
+"""Prefixes of columns of joined samples: single rewards, followed by a label; advantages, followed by a stream."""
+
 SCORES_FILE, ADVANTAGES_FILE = "scores.parquet", "advantages.parquet"
 STATE_FILE, OPTIMIZER_FILE = "training_state.json", "optimizer.safetensors"
 POLICIES, EVALUATIONS, OTHER_EVALUATIONS = "policies", "evaluations", "evaluations_of"

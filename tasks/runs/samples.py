@@ -5,19 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-import pyarrow.parquet as pq
 
 from grpo_core.streams import STREAMS
-from tasks.runs.layout import SCORES_FILE
+from tasks.runs.layout import ADVANTAGE_COLUMN, REWARD_COLUMN, SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import ArtifactStore, Read
+from tasks.storage.artifacts.store import Read
 from tasks.storage.tables.advantages import STREAM, read_advantages
 
 ONE_EACH: Mapping[str, Any] = {"on": "sample_id", "how": "left", "validate": "1:1", "maintain_order": "left"}
 """How a table of samples is joined with another that has at most one row for each of them."""
-
-REWARD, ADVANTAGE = "rewards/", "advantages/"
-"""Prefixes of the columns of single rewards, followed by a label, and of advantages, followed by a stream."""
 
 
 def read_samples(
@@ -67,7 +63,7 @@ def with_scores(samples: pl.DataFrame, scores: Mapping[str, Sequence[Path]]) -> 
     """Join the values of each reward from its tables, by label, as `rewards/<label>`."""
     for label, files in scores.items():
         values = pl.read_parquet(list(files), columns=["sample_id", "value"])
-        samples = samples.join(values.rename({"value": REWARD + label}), **ONE_EACH)
+        samples = samples.join(values.rename({"value": REWARD_COLUMN + label}), **ONE_EACH)
     return samples
 
 
@@ -82,19 +78,10 @@ def with_advantages(samples: pl.DataFrame, files: Sequence[Path]) -> pl.DataFram
     own = pl.concat(part.select("sample_id", streams=pl.lit(stream)) for stream, part in parts.items())
     samples = samples.join(first, **ONE_EACH).join(own.group_by("sample_id", maintain_order=True).all(), **ONE_EACH)
     for stream, part in parts.items():
-        samples = samples.join(part.select("sample_id", pl.col("advantage").alias(ADVANTAGE + stream)), **ONE_EACH)
+        samples = samples.join(
+            part.select("sample_id", pl.col("advantage").alias(ADVANTAGE_COLUMN + stream)), **ONE_EACH
+        )
     return samples
-
-
-def read_columns(store: ArtifactStore, reference: ArtifactRef, columns: Sequence[str]) -> pl.DataFrame:
-    """Read columns of an artifact that was verified before, where it lies; those that it does not have are left out."""
-    parts = []
-    for path in sorted(store.filesystem.glob(f"{store.root}/{reference.uri}/*.parquet")):
-        with store.filesystem.open(path) as file:
-            table = pq.ParquetFile(file)
-            known = [name for name in columns if name in table.schema_arrow.names]
-            parts.append(pl.DataFrame(pl.from_arrow(table.read(columns=known))))
-    return pl.concat(parts, how="diagonal")
 
 
 def tables_of(folder: Path) -> list[Path]:

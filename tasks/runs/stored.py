@@ -30,9 +30,9 @@ from tasks.runs.layout import (
 from tasks.runs.lookup import find_run, read_config_file, read_description, spans
 from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound, StoredEvaluation, StoredIteration
-from tasks.runs.samples import read_columns
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.parquet import read_columns
 from tasks.storage.tables.schemas import READABLE_VERSIONS
 
 BEST = "best"
@@ -151,8 +151,11 @@ def _require(store: ArtifactStore, folder: str) -> ArtifactRef:
 
 def read_samplers(store: ArtifactStore, rollouts: Sequence[ArtifactRef]) -> frozenset[tuple[int, str]]:
     """Return version and digest of the policies that sampled the rows of these rollouts."""
-    parts = [read_columns(store, each, ("policy_version", "policy_digest")) for each in rollouts]
-    return frozenset(row for part in parts for row in part.unique().rows())
+    found: set[tuple[int, str]] = set()
+    for reference in rollouts:
+        rows = read_columns(store.filesystem, f"{store.root}/{reference.uri}", ("policy_version", "policy_digest"))
+        found |= set(zip(*(column.to_pylist() for column in rows.columns), strict=True))
+    return frozenset(found)
 
 
 def find_evaluation(

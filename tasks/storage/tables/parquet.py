@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec import AbstractFileSystem
 
 MEASURED = ("seconds",)
 """Columns that differ between runs and that no later stage reads."""
@@ -130,6 +131,16 @@ def part_digests(path: Path) -> list[str]:
     if DIGESTS.encode() not in metadata:
         raise ValueError(f"{path.name} has no digests of its batches; use the version that wrote it")
     return [str(digest) for digest in json.loads(metadata[DIGESTS.encode()])]
+
+
+def read_columns(filesystem: AbstractFileSystem, folder: str, columns: Sequence[str]) -> pa.Table:
+    """Read columns of an artifact's tables where they lie, unverified; those that a table lacks are left out."""
+    parts = []
+    for path in sorted(filesystem.glob(f"{folder}/*.parquet")):
+        with filesystem.open(path) as stream:
+            file = pq.ParquetFile(stream)
+            parts.append(file.read(columns=[name for name in columns if name in file.schema_arrow.names]))
+    return pa.concat_tables(parts, promote_options="default")
 
 
 def read_table(folder: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
