@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.validation import Section, validated
-from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
+from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest, refuse_overrides
 from grpo_core.errors import InputError
 from tasks.garbage_collection import collection_paused
 from tasks.progress import Lines, Silence, listen, log
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flows.rescoring.rescore import Rescoring
     from flows.training.hooks import IterationHook
     from flows.training.summary import TrainSummary
+    from tasks.storage.artifacts.store import ArtifactStore
 
 Overrides = Mapping[str, object] | Sequence[str]
 """Settings to change: values by dotted key, `{"update.learning_rate": 1e-4}`, or texts as of `--set`."""
@@ -62,16 +63,16 @@ def train(
         InputError, InputErrors: everything that is wrong with the input, before anything is written.
     """
     from configs.loader import as_config
+    from flows.preflight.files import refuse_missing_files
 
     given = as_config(config, _texts(overrides))
-
-    def body() -> "Coroutine[Any, Any, TrainSummary] | TrainSummary":
-        from flows.preflight.files import refuse_missing_files
-
-        refuse_missing_files(given)
-        if on_iteration is None and (finished := read_finished(given)) is not None:
-            log(f"{finished.run} has finished, and its files are as they were written: nothing to do")
+    refuse_missing_files(given)
+    if on_iteration is None:
+        finished = _reporting(lambda: read_finished(given), progress=progress)
+        if finished is not None:
             return finished
+
+    def body() -> "Coroutine[Any, Any, TrainSummary]":
         start_server()
         from flows.pipeline.run import changed_run
         from flows.preflight.inputs import check_inputs
@@ -111,6 +112,7 @@ def replay(
     def body() -> "Coroutine[Any, Any, ReplaySummary]":
         request = _request(ReplayRequest, source, "source", options)
         require_runs([request.source], request.root)
+        refuse_overrides(request.overrides, request.hint_against)
         start_server()
         from flows.replaying.plan import plan_replay
 
@@ -135,8 +137,12 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
     """
 
     def body() -> "Coroutine[Any, Any, EvaluateSummary]":
+        from tasks.runs.stored import stored_config
+
         request = _request(EvaluateRequest, run, "run", options)
-        require_runs([request.run], request.root)
+        (store,) = require_runs([request.run], request.root)
+        refuse_overrides(request.overrides, request.hint_against)
+        stored_config(store, request.changes)
         start_server()
         from flows.evaluation.plan import plan_evaluate
 
@@ -172,10 +178,13 @@ def rescore(
     with _rewards_file(rewards) as file:
 
         def body() -> "Coroutine[Any, Any, Rescoring]":
+            from configs.loader import read_rewards_file
+
             sources = (runs,) if isinstance(runs, str) else runs
             given = options if file is None else {**options, "rewards": file}
             request = _request(RescoreRequest, sources, "sources", given)
             require_runs(request.sources, request.root)
+            read_rewards_file(request.rewards, "--rewards")
             start_server()
             from flows.rescoring.plan import plan_rescore
 
@@ -187,27 +196,33 @@ def rescore(
         return _run(body, progress=progress)
 
 
-def _run(body: Callable[[], Coroutine[Any, Any, R] | R], hook: "IterationHook | None" = None, *, progress: bool) -> R:
+def _run(body: Callable[[], Coroutine[Any, Any, R]], hook: "IterationHook | None" = None, *, progress: bool) -> R:
     """Run a flow in a context of its own, so that listeners and hooks end with it.
 
     Args:
-        body: checks the input and returns the flow, or its result where nothing has to run. It may ask a person, so
-            its messages are lines; bars begin with the flow.
+        body: checks the input and returns the flow. It may ask a person, so bars begin with the flow.
     """
 
     def run() -> R:
         from flows.training.hooks import use_hook
 
         use_hook(hook)
-        listen(Lines() if progress else Silence())
         with collection_paused():
             work = body()
-        if not isinstance(work, Coroutine):
-            return work
         from flows.terminal.progress import training_progress
 
         with closing(work), training_progress() if progress else nullcontext():
             return _run_to_the_end(work)
+
+    return _reporting(run, progress=progress)
+
+
+def _reporting(call: Callable[[], R], *, progress: bool) -> R:
+    """Call a function in a context of its own, whose messages are lines on stderr."""
+
+    def run() -> R:
+        listen(Lines() if progress else Silence())
+        return call()
 
     return contextvars.copy_context().run(run)
 
@@ -235,7 +250,10 @@ def read_finished(config: "RunConfig") -> "TrainSummary | None":
     with collection_paused():
         from flows.training.finished import read_finished as read
 
-        return contextvars.copy_context().run(read, config)
+        finished = contextvars.copy_context().run(read, config)
+    if finished is not None:
+        log(f"{finished.run} has finished, and its files are as they were written: nothing to do")
+    return finished
 
 
 def start_server() -> None:
@@ -288,12 +306,11 @@ def _texts(overrides: Overrides) -> tuple[str, ...]:
     return tuple(f"{key}={json.dumps(value, default=os.fspath)}" for key, value in overrides.items())
 
 
-def require_runs(sources: Sequence[str], root: str) -> None:
-    """Refuse names of runs that do not exist before the models' libraries are imported."""
+def require_runs(sources: Sequence[str], root: str) -> "list[ArtifactStore]":
+    """Find runs by name or folder; one that does not exist is refused before the models' libraries are imported."""
     from tasks.runs.lookup import find_run
 
-    for source in sources:
-        find_run(source, root)
+    return [find_run(source, root) for source in sources]
 
 
 @contextmanager

@@ -23,9 +23,6 @@ from tasks.runs.stored import choose_policy, find_evaluation, stored_config
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 
-# The evaluation of a policy does not depend on any other section of its run.
-_CHANGEABLE = ("evaluate", "rollout", "rewards", "advantages", "watch", "placement", "storage.cache")
-
 # A reward's provenance covers its settings; these fields say how it is computed.
 _WITHOUT_EFFECT = {"settings", "max_failures", "batch_size", "processes", "pool"}
 
@@ -58,10 +55,10 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     Raises:
         InputError, InputErrors: with the option or the key, the value and the hint.
     """
-    refuse_overrides(request.overrides, _hint_against)
+    refuse_overrides(request.overrides, request.hint_against)
     store = find_run(request.run, request.root)
     described = read_description(store)
-    own, config = stored_config(store), stored_config(store, [*_prompt_overrides(request), *request.overrides])
+    own, config = stored_config(store), stored_config(store, request.changes)
     if not config.evaluate.sets:
         hint = f"{store.run} has no held-out prompts (evaluate.prompts); name a file of them."
         raise InputErrors([InputError("--prompts", None, hint)])
@@ -81,21 +78,6 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
         rollouts = rollouts.model_copy(update={"folder": folder})
         stored = find_evaluation(store, folder, config, policy)
     return EvaluatePlan(store, config, inputs.model, policy, heldout, rollouts, stored, (*notes, *inputs.notes))
-
-
-def _hint_against(path: str) -> str | None:
-    if any(path == part or path.startswith((f"{part}.", f"{part}_")) for part in _CHANGEABLE):
-        return None
-    return f"An evaluation takes the policy as it was trained; {', '.join(_CHANGEABLE[:-1])} can be changed."
-
-
-def _prompt_overrides(request: EvaluateRequest) -> list[str]:
-    """Replace the run's held-out prompts by the requested file; targets are found in the same way."""
-    if request.prompts is None:
-        return []
-    unset = dict.fromkeys(("split", "subset", "revision", "prompt_column", "columns", "limit"))
-    changed: dict[str, object] = {"prompts": request.prompts, "datasets": [], "streaming": False, **unset}
-    return [f"evaluate.{key}={json.dumps(value)}" for key, value in changed.items()]
 
 
 def _determining(config: RunConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Write the folder of `grpo init`, and check the result as a run would, so that it trains as it is."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -61,6 +62,8 @@ def write_folder(request: InitRequest) -> list[Path]:
         raise InputError("DIR", request.folder, "It is there and not empty; name a new folder.")
     if request.targets is not None and request.prompts is None:
         raise InputError("--targets", request.targets, "Give the --prompts that they belong to.")
+    if request.targets is not None and request.kind == "text":
+        raise InputError("--targets", request.targets, "A language model draws no images; leave it out.")
     files = _files(request, folder)
     # The first folder that does not exist yet.
     made = next((each for each in reversed((folder, *folder.parents)) if not each.exists()), None)
@@ -99,35 +102,53 @@ def _files(request: InitRequest, folder: Path) -> Mapping[Path, str]:
 
 
 def _config(request: InitRequest, folder: Path) -> str:
-    shipped, adapted = CHECKOUT / templates.TINY[request.kind], templates.MODALITIES[request.kind] == "image"
-    tiny = request.model is None or Path(request.model).expanduser().resolve() == shipped
-    name, function = folder.resolve().name, request.reward if ":" in request.reward else None
-    if request.reward == OWN:
-        function = f"{request.folder.rstrip('/')}/{REWARD}:reward"
-    lora = templates.LORA.format(
-        rank=16 if tiny else 32, alpha=32.0 if tiny else 64.0, checkpointing="false" if tiny else "true"
-    )
-    heldout = templates.EVALUATE.format(prompts=_quoted(f"{request.folder.rstrip('/')}/{HELDOUT}"))
-    return templates.CONFIG.format(
-        file=folder / CONFIG,
-        name=_quoted(name if re.fullmatch(NAME_PATTERN, name) else "mine"),
-        iterations=20 if tiny else 200,
-        kind=templates.POLICIES[request.kind],
-        model=_quoted(request.model or _shipped(templates.TINY[request.kind])),
-        dtype="float32" if tiny else "bfloat16",
-        lora=lora if adapted or not tiny else "  lora: null                # trains every weight\n",
-        prompts=_quoted(request.prompts or f"{request.folder.rstrip('/')}/{PROMPTS}"),
-        targets=templates.TARGETS.format(folder=_quoted(request.targets)) if request.targets is not None else "",
-        batch=8 if tiny else 4,
-        sampling=templates.SAMPLING[request.kind, tiny],
-        reward="function" if function else _quoted(request.reward),
-        settings=templates.SETTINGS.format(function=_quoted(function)) if function else "",
-        learning_rate=templates.LEARNING_RATES[request.kind, tiny],
-        kl_coef=templates.KL_COEFS[request.kind],
-        rows=64,
-        micro=32 if tiny else 4,
-        evaluate=heldout if request.prompts is None else templates.NO_EVALUATE,
-    )
+    shipped, place = templates.SHIPPED[request.kind], request.folder.rstrip("/")
+    name, model = folder.resolve().name, shipped["policy.model"]
+    tiny = request.model is None or Path(request.model).expanduser().resolve() == CHECKOUT / model
+    function = f"{place}/{REWARD}:reward" if request.reward == OWN else request.reward
+    reward = f"function\n    name: mine\n    settings: {{function: {_quoted(function)}}}"
+    values = {
+        **(shipped if tiny else {}),
+        "run.name": _quoted(name if re.fullmatch(NAME_PATTERN, name) else "mine"),
+        "policy.model": _quoted(request.model or _shipped(model)),
+        "data.prompts": _quoted(request.prompts or f"{place}/{PROMPTS}"),
+        "rewards.reward": reward if ":" in function else _quoted(request.reward),
+    }
+    if request.prompts is None:
+        values["evaluate.prompts"] = _quoted(f"{place}/{HELDOUT}")
+    if request.targets is not None:
+        values["data.targets"] = _quoted(request.targets)
+    text = (templates.CONFIGS / f"{request.kind}.yaml").read_text(encoding="utf-8")
+    text = fill(text.replace(CONFIG, str(folder / CONFIG)), values)
+    if request.prompts is None:
+        return text
+    # Nothing is held out of prompts that were given.
+    rest, section, below = text.partition("evaluate:\n")
+    return rest + "".join(f"# {line}\n" for line in (section + below).splitlines())
+
+
+_SETTING = re.compile(r"(?P<start> *(?:# |- )?(?P<key>\w+): )(?P<value>.*?)(?P<comment> +#.*)?")
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Give settings of a configuration other values; comments stay.
+
+    Args:
+        text: YAML, with each setting on a line of its own. One that is commented out becomes a setting.
+        values: YAML by section and key, such as `policy.rank`; it replaces all that is below the key.
+    """
+    lines, section, replaced, left = [], "", math.inf, dict(values)
+    for line in text.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if depth > replaced:
+            continue
+        section, replaced = section if depth else line.partition(":")[0], math.inf
+        found = _SETTING.fullmatch(line)
+        if found and (value := left.pop(f"{section}.{found['key']}", None)) is not None:
+            line, replaced = f"{found['start'].replace('# ', '')}{value}{found['comment'] or ''}", depth
+        lines.append(line)
+    assert not left, f"the configuration has no {', '.join(left)}"
+    return "\n".join(lines) + "\n"
 
 
 def _quoted(value: str) -> str:

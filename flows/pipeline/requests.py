@@ -3,6 +3,7 @@
 Nothing that takes long to import is imported here: options are shown and checked at once.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from typer import Argument, Option
 
 from configs.validation import NAME_PATTERN, Name, Section
 from grpo_core.errors import InputError, raise_all
+from grpo_core.streams import STREAMS
 
 Overrides = Annotated[tuple[str, ...], Option("--set", metavar="KEY=VALUE")]
 Root = Annotated[
@@ -32,6 +34,28 @@ Version = Annotated[str | None, Option(metavar="N|best"), Field(pattern=r"^(best
 
 MAX_STALENESS = 4
 """Versions; as many as systems allow that sample while they train (Fu et al., 2025, AReaL, arXiv:2505.24298)."""
+
+
+# The stored rollouts or an option of the command decide these.
+_FIXED_IN_REPLAYS = {
+    "data": "Prompts are those of the stored rollouts; leave it out.",
+    "storage": "A replay is stored next to its source; name that root with --root.",
+    "replay": "Give it as an option; see grpo replay --help.",
+    "run.name": "Name the replay with --run.",
+    "run.continue_from": "Name the source's policy to start from with --policy.",
+    "run.iterations": "A replay makes one update for each of the source's --iterations.",
+    "policy.kind": "The stored rollouts are of the source's model; leave it out.",
+    "policy.train": "The stored rollouts are of the source's streams; leave it out.",
+    "policy.model": "The stored rollouts are of the source's model; leave it out.",
+    **{
+        f"update.{name}": "The stored rollouts are of the source's algorithm; leave it out."
+        for name in ("algorithm", *(f"{stream}.algorithm" for stream in STREAMS))
+    },
+}
+
+# The evaluation of a policy does not depend on any other section of its run.
+_IN_EVALUATIONS = ("evaluate", "rollout", "rewards", "advantages", "watch", "placement", "storage.cache")
+_IN_SAMPLES = ("rollout", "placement")
 
 
 def refuse_overrides(overrides: Sequence[str], hint: Callable[[str], str | None]) -> None:
@@ -60,6 +84,21 @@ class EvaluateRequest(Section):
     )
     overrides: Overrides = Field((), description="change the run's configuration, as section.key=value")
     root: Root = "runs"
+
+    def hint_against(self, path: str) -> str | None:
+        """Return what to do instead of changing this setting; None where it can be changed."""
+        if any(path == part or path.startswith((f"{part}.", f"{part}_")) for part in _IN_EVALUATIONS):
+            return None
+        return f"An evaluation takes the policy as it was trained; {', '.join(_IN_EVALUATIONS[:-1])} can be changed."
+
+    @property
+    def changes(self) -> list[str]:
+        """All overrides: the requested file replaces the run's held-out prompts; targets are found in the same way."""
+        if self.prompts is None:
+            return list(self.overrides)
+        unset = dict.fromkeys(("split", "subset", "revision", "prompt_column", "columns", "limit"))
+        changed: dict[str, object] = {"prompts": self.prompts, "datasets": [], "streaming": False, **unset}
+        return [*(f"evaluate.{key}={json.dumps(value)}" for key, value in changed.items()), *self.overrides]
 
 
 class RescoreRequest(Section):
@@ -100,6 +139,11 @@ class ReplayRequest(Section):
     )
     overrides: Overrides = Field((), description="change the source's configuration, as section.key=value")
     root: Root = "runs"
+
+    def hint_against(self, path: str) -> str | None:
+        """Return what to do instead of changing this setting; None where it can be changed."""
+        fixed = (hint for key, hint in _FIXED_IN_REPLAYS.items() if path == key or path.startswith(f"{key}."))
+        return next(fixed, None)
 
     @property
     def run_name(self) -> str:
@@ -144,6 +188,11 @@ class SampleRequest(Section):
     )
     overrides: Overrides = Field((), description="change rollout or placement, such as rollout.temperature=0.7")
     root: Root = "runs"
+
+    def hint_against(self, path: str) -> str | None:
+        """Return what to do instead of changing this setting; None where it can be changed."""
+        changeable = path.partition(".")[0] in _IN_SAMPLES
+        return None if changeable else f"Only {' and '.join(_IN_SAMPLES)} can be changed for samples."
 
 
 class DeployRequest(Section):

@@ -13,7 +13,6 @@ from flows.pipeline.requests import ReplayRequest, refuse_overrides
 from flows.pipeline.warm_start import model_problems
 from flows.preflight.inputs import check_inputs, checked_once
 from grpo_core.errors import InputError, raise_all
-from grpo_core.streams import STREAMS
 from tasks.runs.layout import RECOMPUTED, STORED
 from tasks.runs.lookup import CONFIG_FILE, find_run, spans
 from tasks.runs.records import StoredIteration
@@ -27,23 +26,6 @@ from tasks.runs.stored import (
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import STATES_REMOVED, removed_by
-
-# The stored rollouts or an option of the command decide these.
-_FIXED = {
-    "data": "Prompts are those of the stored rollouts; leave it out.",
-    "storage": "A replay is stored next to its source; name that root with --root.",
-    "replay": "Give it as an option; see grpo replay --help.",
-    "run.name": "Name the replay with --run.",
-    "run.continue_from": "Name the source's policy to start from with --policy.",
-    "run.iterations": "A replay makes one update for each of the source's --iterations.",
-    "policy.kind": "The stored rollouts are of the source's model; leave it out.",
-    "policy.train": "The stored rollouts are of the source's streams; leave it out.",
-    "policy.model": "The stored rollouts are of the source's model; leave it out.",
-    **{
-        f"update.{name}": "The stored rollouts are of the source's algorithm; leave it out."
-        for name in ("algorithm", *(f"{stream}.algorithm" for stream in STREAMS))
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -70,10 +52,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     Raises:
         InputError, InputErrors: with the option or the key, the value and the hint.
     """
-    refuse_overrides(
-        request.overrides,
-        lambda path: next((hint for key, hint in _FIXED.items() if path == key or path.startswith(f"{key}.")), None),
-    )
+    refuse_overrides(request.overrides, request.hint_against)
     store = find_run(request.source, request.root)
     name = request.run_name
     _require_own_folder(store, name)

@@ -27,8 +27,6 @@ from tasks.runs.stored import adapter_version, choose_policy, chosen_version, st
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, use_store
 
-_CHANGEABLE = ("rollout", "placement")
-
 
 class _Sampling(ByPolicy):
     """The sections that samples need."""
@@ -76,8 +74,7 @@ def open_source(request: SampleRequest) -> Source:
     Raises:
         InputError, InputErrors: with the option, the value and the hint.
     """
-    only = f"Only {' and '.join(_CHANGEABLE)} can be changed for samples."
-    refuse_overrides(request.overrides, lambda path: None if path.partition(".")[0] in _CHANGEABLE else only)
+    refuse_overrides(request.overrides, request.hint_against)
     folder = Path(request.source).expanduser()
     source = _open_folder(folder, request) if _is_model(folder) else _open_run(request)
     source.spec.family.refuse_prompts(source_of(source.config), source.config.rollout, request.prompts)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flows import StopTraining, functions, replay, rescore, train
+from flows.pipeline.lineage import ChangedRunError
 from flows.training.summary import TrainSummary
 from tasks.reports.iteration import IterationRecord
 from tests.flows.conftest import TINY, Runs, Start, refused
@@ -57,6 +58,20 @@ def test_a_reason_to_stop_is_logged_and_another_error_ends_the_run(
     assert "stopped after iteration 1: good enough" in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError, match="of the hook"):
         train(TINY, overrides=overrides, on_iteration=raises(ZeroDivisionError("of the hook")), progress=False)
+
+
+def test_other_settings_are_refused_unless_someone_is_asked(finished: Runs) -> None:
+    overrides = finished.overrides(run__name="run", run__on_change="refuse", update__kl_coef=0.5)
+    (error,) = refused(lambda: train(TINY, overrides=overrides, progress=False))
+    assert (error.place, error.value) == ("run.name", "run")
+    asked: list[int] = []
+
+    def ask(change: ChangedRunError) -> list[str]:
+        asked.append(change.iterations)
+        return ["run.name=other", "run.iterations=1"]
+
+    other = train(TINY, overrides=overrides, ask=ask, progress=False)
+    assert (other.run, other.iterations, asked) == ("other", 1, [2])
 
 
 def test_rewards_may_be_a_list_and_options_are_checked(finished: Runs) -> None:

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 from configs.loader import read_config
 from flows.command_line.main import application
 from flows.command_line.questions import ask_for_init
+from flows.init.templates import CONFIGS, MODALITIES, Kind
 from flows.init.write import InitRequest, write_folder
 from flows.preflight.inputs import run_checks
+from grpo_core.policies.protocol import policy_family
 from tests.flows.conftest import Runs, refused
 
 REWARDS = {"image": ("own", "jpeg", "sharpness"), "diffusers": ("own", "jpeg"), "text": ("own", "format")}
@@ -50,6 +52,12 @@ def test_every_combination_can_be_trained(own: Path, kind: str) -> None:
         assert bool(config.evaluate.sets) == (prompts is None)
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_configurations_for_models_of_full_size_are_valid(kind: Kind) -> None:
+    config = read_config(CONFIGS / f"{kind}.yaml")
+    assert policy_family(config.policy.kind).modality == MODALITIES[kind]
+
+
 def test_an_own_function_is_named_by_its_file(own: Path) -> None:
     (own / "mine.py").write_text("def redness(images, **columns):\n    return [1.0 for image in images]\n")
     (reward,) = read_config(write(own / "run", reward=f"{own / 'mine.py'}:redness")).rewards
@@ -70,6 +78,7 @@ def test_own_images_are_targets(own: Path) -> None:
         ({"kind": "text", "reward": "jpeg"}, "rewards.0.reward"),
         ({"model": "./nowhere"}, "policy.model"),
         ({"targets": "images"}, "--targets"),
+        ({"kind": "text", "prompts": "mine.txt", "targets": "images"}, "--targets"),
     ],
 )
 def test_what_cannot_be_used_leaves_nothing_behind(tmp_path: Path, given: dict[str, Any], place: str) -> None:

@@ -3,6 +3,13 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.flows.conftest import REPOSITORY, Runs
+
+Command = tuple[list[str], int, str]
+"""Arguments, exit code, and a word of what is printed."""
 
 PROGRAM = """
 import contextlib, io, json, sys
@@ -29,7 +36,7 @@ REQUESTS = [
     ["inspect", "absent"],
     ["ui", "--host", "::"],
 ]
-COMMANDS = [
+COMMANDS: list[Command] = [
     *((arguments, 2, arguments[-1] if arguments[1] == "--host" else "absent") for arguments in REQUESTS),
     *(([arguments[0], "--help"], 0, "Usage") for arguments in REQUESTS),
     (["--version"], 0, "grpo 0."),
@@ -43,10 +50,32 @@ COMMANDS = [
 ]
 
 
-def test_answers_at_once() -> None:
-    command = [sys.executable, "-c", PROGRAM, json.dumps([arguments for arguments, _, _ in COMMANDS])]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+def answer(commands: Sequence[Command], folder: Path) -> None:
+    """Give these commands to one program in a folder: each answers with its exit code, and without heavy imports."""
+    for name in ("configs", "data"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    command = [sys.executable, "-c", PROGRAM, json.dumps([arguments for arguments, _, _ in commands])]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     answers = json.loads(ended.stdout)
-    for (arguments, code, said), (answered, output, heavy) in zip(COMMANDS, answers, strict=True):
+    for (arguments, code, said), (answered, output, heavy) in zip(commands, answers, strict=True):
         assert (answered, heavy) == (code, []), (arguments, output)
         assert said in output, (arguments, output)
+
+
+def test_answers_at_once(tmp_path: Path) -> None:
+    answer(COMMANDS, tmp_path)
+
+
+def test_a_typo_is_refused_at_once_where_the_run_is_finished(finished: Runs, tmp_path: Path) -> None:
+    train = ["train", "runs/run/config.yaml", "--set", "storage.root=runs", "--set"]
+    typos = [
+        ([*train, "update.lerning_rate=1"], "update.learning_rate"),
+        ([*train, "data.prompts=data/prompts/shapes_trian.jsonl"], "shapes_train.jsonl"),
+        ([*train, "policy.model=data/models/tiny"], "policy.model"),
+        (["inspect", "rnu"], "The nearest of the 1 in runs: run"),
+        (["evaluate", "run", "--set", "rollout.temprature=1"], "rollout.temperature"),
+        (["evaluate", "run", "--set", "update.learning_rate=1"], "--set"),
+        (["replay", "run", "--set", "data.prompts=other.txt"], "--set"),
+        (["rescore", "run", "--rewards", "configs/rewards/mx.yaml", "--name", "y"], "configs/rewards/mix.yaml"),
+    ]
+    answer([(arguments, 2, said) for arguments, said in typos], tmp_path)
