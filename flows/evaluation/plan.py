@@ -26,7 +26,7 @@ from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 
 # The evaluation of a policy does not depend on any other section of its run.
-_CHANGEABLE = ("evaluate", "rollout", "rewards", "advantages", "watch", "placement", "storage.cache")
+_CHANGEABLE = ("evaluate", "rollout", "rewards", "advantages", "guardrails", "placement", "storage.cache")
 
 # A reward's provenance covers its settings; these fields say how it is computed.
 _WITHOUT_EFFECT = {"settings", "max_failures", "batch_size", "processes", "pool"}
@@ -113,7 +113,7 @@ def check_inputs(config: RunConfig) -> PromptFiles:
 
 def _determining(config: RunConfig) -> dict[str, Any]:
     """Return what determines the samples and scores of an evaluation, except the prompts and the policy."""
-    rewards, rollout = (*config.rewards, *config.watch.guardrails), config.evaluation_rollout
+    rewards, rollout = (*config.rewards, *config.guardrails.rewards), config.evaluation_rollout
     return {
         "rollout": rollout.model_dump(mode="json", exclude=set(rollout.training_settings)),
         "mix": [section.model_dump(mode="json", exclude=_WITHOUT_EFFECT) for section in config.rewards],

@@ -127,7 +127,7 @@ def estimate_model(
     config: RunConfig, choices: Mapping[Stream, TrainingChoice], sizes: tuple[ImageSize, ...] = ()
 ) -> ModelEstimate:
     """Estimate the memory of one GPU for images of these sizes, or of the rollout's, and the size of a checkpoint."""
-    renderings = config.renderings_of_drafts
+    renderings = config.images_of_samples
     compared = {"draft": len(renderings), "rendering": max(renderings)}
     workloads = {
         stream: Workload(

@@ -105,8 +105,8 @@ def check_inputs(config: RunConfig) -> RunInputs:
     prompts = run_checks(config)
     try:
         require_pools(pools_of(config))
-        if config.watch.on_sign == "pause":
-            require_ui("watch.on_sign", "pause")
+        if config.guardrails.on_fall == "pause":
+            require_ui("guardrails.on_fall", "pause")
         # A hub name may be downloaded here, so everything else has been checked.
         store = open_store(config.storage, config.run.name)
         model = trained_model(config)
@@ -267,7 +267,7 @@ def _reward_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputE
     """Rewards score training and held-out samples, guardrails only the latter."""
     scored: list[tuple[str, RewardSection, Sequence[str]]] = [
         *((f"rewards.{index}", each, ("data", "evaluate")) for index, each in enumerate(config.rewards)),
-        *((f"watch.guardrails.{index}", each, ("evaluate",)) for index, each in enumerate(config.watch.guardrails)),
+        *((f"guardrails.rewards.{index}", each, ("evaluate",)) for index, each in enumerate(config.guardrails.rewards)),
     ]
     for place, section, parts in scored:
         reward = build_reward(section.reward, section.settings)

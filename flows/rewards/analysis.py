@@ -17,9 +17,17 @@ from grpo_core.rewards.registry import build_reward
 from tasks.reports.pages import require_page_path, write_page
 from tasks.reports.reward_analysis import analyse, read_scores, score_again
 from tasks.reports.reward_page import render_reward_page
-from tasks.reports.reward_plots import plot_rewards, plot_watch
+from tasks.reports.reward_plots import plot_guardrails, plot_rewards
 from tasks.reports.statistics import Statistics
-from tasks.runs.layout import ANALYSIS, REPORT_FILE, REPORT_PAGE, REWARDS_FILE, STORED, WATCH_PLOT, rescoring_folder
+from tasks.runs.layout import (
+    ANALYSIS,
+    GUARDRAILS_PLOT,
+    REPORT_FILE,
+    REPORT_PAGE,
+    REWARDS_FILE,
+    STORED,
+    rescoring_folder,
+)
 from tasks.runs.lookup import find_run
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
@@ -38,14 +46,14 @@ class AnalysisSummary(BaseModel):
     Attributes:
         run: name of the run.
         folder: where the page, the plots and the metrics are stored.
-        watch: guardrails that have fallen while the held-out reward rose, in words.
+        fallen: guardrails that have fallen while the held-out reward rose, in words.
         not_repeated: rewards that could not score again, and why.
         analysis: every metric.
     """
 
     run: str
     folder: str
-    watch: list[str]
+    fallen: list[str]
     not_repeated: dict[str, str]
     analysis: Statistics
 
@@ -82,8 +90,8 @@ def analyse_rewards(
     again, not_repeated = _score_again(store, sections, rounds, repeats)
     scores = read_scores(store, rounds)
     analysis = analyse(scores, again)
-    signs, watch = _watch(store, config)
-    plots = {**plot_rewards(analysis, scores), **watch}
+    signs, plot = _fallen(store, config)
+    plots = {**plot_rewards(analysis, scores), **plot}
     title = f"{store.run}: rewards" + (f" of the rescoring {rescored}" if rescored else "")
     page = render_reward_page(analysis, plots, title)
     report = json.dumps(analysis, indent=1)
@@ -94,7 +102,7 @@ def analyse_rewards(
     return AnalysisSummary(
         run=store.run,
         folder=store.path(ANALYSIS),
-        watch=[str(sign) for sign in signs],
+        fallen=[str(sign) for sign in signs],
         not_repeated=not_repeated,
         analysis=analysis,
     )
@@ -151,7 +159,7 @@ def _score_again(
     return score_again(store, last, rounds[last][0], able, samples), unable
 
 
-def _watch(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, ...], dict[str, bytes]]:
+def _fallen(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, ...], dict[str, bytes]]:
     """Find signs of reward hacking by the run's rule, and plot them; nothing without scored guardrails."""
     evaluated = [each for each in read_run(RunReader(store)).evaluations if each.guardrails]
     if not evaluated:
@@ -160,7 +168,7 @@ def _watch(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, 
     labels = dict.fromkeys(label for each in evaluated for label in each.guardrails)
     levels = {label: [each.guardrails.get(label) for each in evaluated] for label in labels}
     try:
-        signs = hacking_signs(versions, rewards, levels, config.watch)
+        signs = hacking_signs(versions, rewards, levels, config.guardrails)
     except InputError as error:
         raise InputErrors([error]) from error
-    return signs, {WATCH_PLOT: plot_watch(versions, rewards, levels)}
+    return signs, {GUARDRAILS_PLOT: plot_guardrails(versions, rewards, levels)}

@@ -40,10 +40,11 @@ def training_rows(summary: "TrainSummary") -> list[tuple[str, str]]:
     files = {
         "images before and after": summary.contact_sheet,
         "completions before and after": summary.heldout_texts,
-        "reward and its guardrails": summary.watch,
+        "reward and its guardrails": summary.guardrails_plot,
     }
     rows += [(title, relative(path)) for title, path in files.items() if path]
-    rows += [("stopped by the watch" if summary.stopped_early else "watch", sign) for sign in summary.hacking]
+    title = "stopped by a guardrail" if summary.stopped_early else "guardrail fell"
+    rows += [(title, sign) for sign in summary.hacking]
     return [*rows, *(("moved away", reason) for reason in (*summary.quarantined, *summary.previous))]
 
 

@@ -48,7 +48,7 @@ class Callbacks:
         """Report an iteration, whose rounds are another run's if they were `replayed`.
 
         Returns:
-            Whether the run ends here, as the hook of `on_iteration` or `watch.on_sign` says.
+            Whether the run ends here, as the hook of `on_iteration` or `guardrails.on_fall` says.
         """
         await report_iteration(self.run, history, self.publisher, policy, rounds, advantages, replayed=replayed)
         stops = self._stopped_by_hook(history, policy)

@@ -1,6 +1,6 @@
 """The history of a training flow: its evaluations, and the metrics of each iteration.
 
-The evaluations watch for reward hacking: a guardrail that falls while the reward rises.
+Evaluations look for reward hacking: a guardrail that falls while the reward rises.
 """
 
 import time
@@ -20,7 +20,7 @@ from tasks.prompts.curriculum import PromptStatistics, read_statistics
 from tasks.reports.iteration import IterationRecord
 from tasks.reports.text import duration
 from tasks.rollouts.plan import RolloutPlan
-from tasks.runs.layout import ROLLOUTS, UPDATE, WATCH_PLOT, Baseline
+from tasks.runs.layout import GUARDRAILS_PLOT, ROLLOUTS, UPDATE, Baseline
 from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -71,8 +71,8 @@ class TrainingHistory:
         return self.since - before
 
     def stopped_by(self, config: RunConfig, version: int) -> bool:
-        """Whether the watch ends the run at this policy version, before its last iteration."""
-        return bool(self.signs) and config.watch.on_sign == "stop" and version < config.run.iterations
+        """Whether a guardrail ends the run at this policy version, before its last iteration."""
+        return bool(self.signs) and config.guardrails.on_fall == "stop" and version < config.run.iterations
 
     def statistics(self, run: Run) -> PromptStatistics | None:
         """Rewards of the prompts within the curriculum's window; None when the curriculum is uniform."""
@@ -100,11 +100,11 @@ def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
     is_new = not read_metrics(run.store, max(policy.version, 1))
     if policy.version == 0:
         history.baselines = evaluate_baselines(run, plan)
-    done, section = evaluate_policy(run, policy.averaged, plan), run.config.watch
+    done, section = evaluate_policy(run, policy.averaged, plan), run.config.guardrails
     history.heldout[policy.version], history.guardrails[policy.version] = done.advantages, done.guardrails
     if is_new:
         emit_evaluated(run.config.run.name, policy, done)
-    if section.guardrails:
+    if section.rewards:
         known = {sign.guardrail for sign in history.signs}
         history.signs = list(hacking_signs(*held_out_series(history.heldout, history.guardrails), section))
         history.new_signs = [sign for sign in history.signs if sign.guardrail not in known]
@@ -133,13 +133,13 @@ def held_out_series(
     return versions, rewards, levels
 
 
-def write_watch_plot(store: ArtifactStore, heldout: Mapping[int, ArtifactRef], guardrails: Guardrails) -> str:
+def write_guardrails_plot(store: ArtifactStore, heldout: Mapping[int, ArtifactRef], guardrails: Guardrails) -> str:
     """Plot the held-out reward above the guardrails and return the path of the image."""
     # The plotting library takes a second to import, which a run without guardrails does not need.
-    from tasks.reports.reward_plots import plot_watch
+    from tasks.reports.reward_plots import plot_guardrails
 
-    store.write_file(WATCH_PLOT, plot_watch(*held_out_series(heldout, guardrails)))
-    return store.path(WATCH_PLOT)
+    store.write_file(GUARDRAILS_PLOT, plot_guardrails(*held_out_series(heldout, guardrails)))
+    return store.path(GUARDRAILS_PLOT)
 
 
 async def report_iteration(

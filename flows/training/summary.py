@@ -11,7 +11,7 @@ from configs.sections import TextRolloutSection
 from flows.pipeline.flow_run_page import artifact_key
 from flows.pipeline.run import Run
 from flows.terminal.summaries import training_rows
-from flows.training.history import TrainingHistory, write_watch_plot
+from flows.training.history import TrainingHistory, write_guardrails_plot
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
 from tasks.reports.images import image_uri, shrunk
 from tasks.reports.text import in_cell, markdown_table
@@ -30,9 +30,9 @@ class TrainSummary(RunSummary):
     Attributes:
         contact_sheet: image of the held-out samples before and after; None for text and without held-out prompts.
         heldout_texts: page of the held-out completions before and after; None for images.
-        watch: plot of the held-out reward and the guardrails; None without guardrails.
+        guardrails_plot: plot of the held-out reward and the guardrails; None without guardrails.
         hacking: guardrails that had fallen at the last evaluation while the reward rose, in words.
-        stopped_early: whether the watch, or a hook, ended the run before its last iteration.
+        stopped_early: whether a guardrail, or a hook, ended the run before its last iteration.
         quarantined: damaged files that this start moved to `quarantine/`, and why.
         reused: number of iterations with results of another run, by its name; their seconds are not counted.
         previous: what this start moved to `previous/`, made by an older configuration, and why.
@@ -40,7 +40,7 @@ class TrainSummary(RunSummary):
 
     contact_sheet: str | None
     heldout_texts: str | None
-    watch: str | None
+    guardrails_plot: str | None
     hacking: list[str]
     stopped_early: bool
     quarantined: list[str]
@@ -74,7 +74,9 @@ def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, elapsed: fl
         folder=run.store.path(),
         contact_sheet=write_contact_sheet(run.store, *ends, title) if ends and not texts else None,
         heldout_texts=write_heldout_texts(run.store, *ends, title) if ends and texts else None,
-        watch=write_watch_plot(run.store, heldout, history.guardrails) if any(history.guardrails.values()) else None,
+        guardrails_plot=(
+            write_guardrails_plot(run.store, heldout, history.guardrails) if any(history.guardrails.values()) else None
+        ),
         hacking=[str(sign) for sign in history.signs],
         stopped_early=policy.version < run.config.run.iterations,
         quarantined=[reason for reason in run.store.reasons if reason.startswith(QUARANTINE)],
