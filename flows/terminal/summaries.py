@@ -154,7 +154,7 @@ def show_export(summary: "ExportSummary", usage: str, console: Console | None = 
     """Print what was written, where it is, and the lines of Python that use it."""
     console = console or stderr()
     rows = [
-        ("written", "a whole model" if summary.kind == "model" else "an adapter, in peft's format"),
+        ("written", "a merged model" if summary.kind == "merged" else "an adapter, in peft's format"),
         ("policy digest", summary.policy_digest[:16]),
         ("folder", relative(summary.folder)),
         *([("hub", summary.url)] if summary.url else []),
