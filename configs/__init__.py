@@ -1,7 +1,7 @@
 """The shipped configuration files, and the schema of a configuration.
 
 sections        the sections about prompts, rollouts, placement and storage
-scoring         the sections about rewards and the watch for reward hacking
+scoring         the sections about rewards and guardrails
 training        the sections about advantages and the update
 validation      the base of every section and request; plain values -> one of them, or every error at once
 schema          the complete configuration of a run, of a replay, and of a file of rewards; what identifies a run

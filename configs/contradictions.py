@@ -174,10 +174,10 @@ def _targets(config: RunConfig, section: RewardSection, place: str, parts: Seque
 
 
 def _guardrails(config: RunConfig) -> Iterator[InputError]:
-    watch = config.watch
-    yield from _labels("watch.guardrails", watch.guardrails)
-    for index, section in enumerate(watch.guardrails):
-        place = f"watch.guardrails.{index}"
+    guardrails = config.guardrails
+    yield from _labels("guardrails.rewards", guardrails.rewards)
+    for index, section in enumerate(guardrails.rewards):
+        place = f"guardrails.rewards.{index}"
         # Guardrails score only held-out samples.
         yield from _reward(config, section, place, ("evaluate",))
         plain = RewardSection(reward=section.reward)
@@ -185,14 +185,15 @@ def _guardrails(config: RunConfig) -> Iterator[InputError]:
             if getattr(section, field) != getattr(plain, field):
                 hint = "A guardrail is only watched and not part of the reward; leave it out."
                 yield InputError(f"{place}.{field}", getattr(section, field), hint)
-    if watch.guardrails and not config.evaluate.sets:
+    if guardrails.rewards and not config.evaluate.sets:
         hint = "They are scored on held-out samples; set evaluate.prompts, or leave them out."
-        yield InputError("watch.guardrails", [section.label for section in watch.guardrails], hint)
-    if watch.on_sign != "report" and not watch.guardrails:
-        yield InputError("watch.on_sign", watch.on_sign, "Nothing is watched; name watch.guardrails, or leave it out.")
-    if watch.on_sign != "report" and watch.guardrails and not config.evaluate.every:
+        yield InputError("guardrails.rewards", [section.label for section in guardrails.rewards], hint)
+    if guardrails.on_fall != "report" and not guardrails.rewards:
+        hint = "Nothing is watched; name guardrails.rewards, or leave it out."
+        yield InputError("guardrails.on_fall", guardrails.on_fall, hint)
+    if guardrails.on_fall != "report" and guardrails.rewards and not config.evaluate.every:
         hint = "Only the first and the last policy are evaluated; set evaluate.every, or leave it out."
-        yield InputError("watch.on_sign", watch.on_sign, hint)
+        yield InputError("guardrails.on_fall", guardrails.on_fall, hint)
 
 
 def _batches(config: RunConfig) -> Iterator[InputError]:
@@ -281,5 +282,5 @@ def pools_of(config: RunConfig) -> list[tuple[str, str]]:
     stages = {name: getattr(placement, name).pool for name in ("rollouts", "rewards", "advantages", "update")}
     named = [(f"placement.{name}.pool", pool) for name, pool in stages.items()]
     sections = [(f"rewards.{index}.pool", section.pool) for index, section in enumerate(config.rewards)]
-    guards = [(f"watch.guardrails.{index}.pool", each.pool) for index, each in enumerate(config.watch.guardrails)]
+    guards = [(f"guardrails.rewards.{index}.pool", each.pool) for index, each in enumerate(config.guardrails.rewards)]
     return [(place, pool) for place, pool in (*named, *sections, *guards) if pool is not None]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationInfo, model_validator
 
-from configs.scoring import RewardSection, WatchSection
+from configs.scoring import GuardrailsSection, RewardSection
 from configs.sections import (
     DataSection,
     DatasetSection,
@@ -142,7 +142,7 @@ class RunConfig(ByPolicy):
         UpdateSection | DenoisingUpdateSection | NftUpdateSection | StreamUpdatesSection, BeforeValidator(_read_update)
     ] = UpdateSection()
     evaluate: EvaluateSection = EvaluateSection()
-    watch: WatchSection = WatchSection()
+    guardrails: GuardrailsSection = GuardrailsSection()
     placement: PlacementSection = PlacementSection()
     storage: StorageSection = StorageSection()
 
@@ -168,25 +168,25 @@ class RunConfig(ByPolicy):
         return self.policy.streams
 
     @property
-    def renderings_of_drafts(self) -> tuple[int, ...]:
-        """How often each draft of a training prompt is rendered."""
-        return self.rollout.renderings_of_drafts(self.streams)
+    def images_of_samples(self) -> tuple[int, ...]:
+        """How many images each token sample of a training prompt gets; a text counts as one."""
+        return self.rollout.images_of_samples(self.streams)
 
     @property
     def samples_per_iteration(self) -> int:
         """Number of images or texts that an iteration samples."""
-        return self.rollout.prompts_per_iteration * sum(self.renderings_of_drafts)
+        return self.rollout.prompts_per_iteration * sum(self.images_of_samples)
 
     def groups_per_prompt(self, stream: Stream) -> int:
-        """Return the number of a prompt's groups of siblings: its drafts, or the renderings of each of some drafts."""
-        several = sum(times > 1 for times in self.renderings_of_drafts)
+        """Return the number of a prompt's groups of siblings: its token samples, or the images of each of some."""
+        several = sum(times > 1 for times in self.images_of_samples)
         return {"draft": 1, "rendering": several}[COMPARED[stream]]
 
     def rows_of(self, stream: Stream) -> int:
         """Return the number of rows of a stream that an iteration trains on: all that are compared with others."""
-        renderings = self.renderings_of_drafts
-        drafts, several = len(renderings), sum(times for times in renderings if times > 1)
-        return self.rollout.prompts_per_iteration * {"draft": drafts, "rendering": several}[COMPARED[stream]]
+        images = self.images_of_samples
+        samples, several = len(images), sum(times for times in images if times > 1)
+        return self.rollout.prompts_per_iteration * {"draft": samples, "rendering": several}[COMPARED[stream]]
 
     def is_evaluated(self, iteration: int) -> bool:
         """Return whether the policy that this iteration makes is evaluated on the held-out prompts."""

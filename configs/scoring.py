@@ -1,4 +1,4 @@
-"""The sections of a configuration about rewards: each reward of the mix, and the watch for reward hacking."""
+"""The sections of a configuration about rewards: each reward of the mix, and guardrails against reward hacking."""
 
 import re
 from collections.abc import Mapping
@@ -68,11 +68,11 @@ class RewardSection(Section, RewardTerm):
         return self.streams is None or stream in self.streams
 
 
-class WatchSection(Section, HackingRule):
-    """Held-out guardrails that should not fall while the reward rises."""
+class GuardrailsSection(Section, HackingRule):
+    """Held-out scores that should not fall while the reward rises."""
 
-    guardrails: tuple[RewardSection, ...] = Field((), description="scored on held-out samples, never trained on")
-    on_sign: Literal["report", "stop", "pause"] = Field(
+    rewards: tuple[RewardSection, ...] = Field((), description="scored on held-out samples, never trained on")
+    on_fall: Literal["report", "stop", "pause"] = Field(
         "report",
         description="when a guardrail falls: only report it, end the run, or wait for a person to resume it in the UI",
     )

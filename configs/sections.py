@@ -250,10 +250,10 @@ class _GroupsSection(Section):
     group_size: int = Field(8, ge=2, description="samples per prompt; advantages compare siblings, so at least 2")
     prompts_per_batch: PositiveInt = Field(4, description="prompts sampled at once")
 
-    def renderings_of_drafts(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:
-        """Return how often each draft of a prompt is rendered, if these streams are trained.
+    def images_of_samples(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:
+        """Return how many images each token sample of a prompt gets, if these streams are trained.
 
-        Where drafts are compared there are group_size of them. Where only renderings are, there is one draft.
+        Where tokens are trained there are group_size samples. Where only denoising is, there is one with all images.
         """
         if any(COMPARED[stream] == "draft" for stream in streams):
             return (1,) * self.group_size
@@ -287,22 +287,22 @@ class ImageRolloutSection(_GroupsSection, ImageSettings):
 class GlmImageRolloutSection(ImageRolloutSection, GlmImageSettings):
     """How groups of GLM-Image's images are sampled."""
 
-    training_settings = ImageRolloutSection.training_settings | {"renderings", "rendered_drafts"}
+    training_settings = ImageRolloutSection.training_settings | {"images_per_sample", "samples_with_images"}
 
     shared_noise: bool = Field(True, description="siblings share the decoder's first noise")
-    rendered_drafts: PositiveInt = Field(
-        1, description="with both parts trained: drafts of a prompt that are rendered several times"
+    samples_with_images: PositiveInt = Field(
+        1, description="with tokens and denoising trained: token samples of a prompt that get several images"
     )
-    renderings: PositiveInt = Field(
-        1, description="with both parts trained: images of each of these drafts, at least 2; of other drafts there is 1"
+    images_per_sample: PositiveInt = Field(
+        1, description="with tokens and denoising trained: images of each of these, at least 2; the others get 1"
     )
 
-    def renderings_of_drafts(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:
-        """Return how often each draft of a prompt is rendered; uneven where both parts are trained."""
+    def images_of_samples(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:
+        """Return how many images each token sample of a prompt gets; uneven where both streams are trained."""
         if {COMPARED[stream] for stream in streams} != {"draft", "rendering"}:
-            return super().renderings_of_drafts(streams)
-        several = min(self.rendered_drafts, self.group_size)
-        return (self.renderings,) * several + (1,) * (self.group_size - several)
+            return super().images_of_samples(streams)
+        several = min(self.samples_with_images, self.group_size)
+        return (self.images_per_sample,) * several + (1,) * (self.group_size - several)
 
 
 class DiffusersRolloutSection(ImageRolloutSection, DiffusersSettings):

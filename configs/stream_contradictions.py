@@ -28,7 +28,7 @@ def stream_contradictions(config: RunConfig) -> Iterator[InputError]:
         return
     yield from _noise(config)
     yield from _negative_prompt(config)
-    yield from _renderings(config)
+    yield from _images_per_sample(config)
     yield from _evaluation(config)
     for stream, update in config.updates.items():
         place = config.update_path(stream)
@@ -83,25 +83,25 @@ def _unused_noise(rollout: DenoisingSettings, why: str, without: Sequence[str] =
             yield InputError(f"rollout.{field.name}", value, f"{why} leave it out.")
 
 
-def _renderings(config: RunConfig) -> Iterator[InputError]:
+def _images_per_sample(config: RunConfig) -> Iterator[InputError]:
     rollout = config.rollout
     if not isinstance(rollout, GlmImageRolloutSection):
         return
     if len(config.streams) == 1:
-        for name in ("rendered_drafts", "renderings"):
+        for name in ("samples_with_images", "images_per_sample"):
             if (value := getattr(rollout, name)) != 1:
                 hint = (
-                    "With one part trained rollout.group_size says everything: the drafts that are compared, or the "
-                    "renderings of one draft; leave it out."
+                    "With one stream trained, rollout.group_size is the number of token samples that are compared, or "
+                    "of images of one; leave it out."
                 )
                 yield InputError(f"rollout.{name}", value, hint)
         return
-    if rollout.renderings == 1:
-        hint = "The decoder is trained by comparing renderings of one draft; give at least 2, such as 5."
-        yield InputError("rollout.renderings", 1, hint)
-    if rollout.rendered_drafts > rollout.group_size:
-        hint = f"A prompt has {rollout.group_size} drafts (rollout.group_size); give at most that, such as 1."
-        yield InputError("rollout.rendered_drafts", rollout.rendered_drafts, hint)
+    if rollout.images_per_sample == 1:
+        hint = "Denoising is trained by comparing images of one token sample; give at least 2, such as 5."
+        yield InputError("rollout.images_per_sample", 1, hint)
+    if rollout.samples_with_images > rollout.group_size:
+        hint = f"A prompt has {rollout.group_size} token samples (rollout.group_size); give at most that, such as 1."
+        yield InputError("rollout.samples_with_images", rollout.samples_with_images, hint)
 
 
 def _evaluation(config: RunConfig) -> Iterator[InputError]:

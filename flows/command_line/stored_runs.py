@@ -63,7 +63,7 @@ def list_runs(
 @commands.command()
 @takes_request(ExportRequest)
 def export(request: ExportRequest, as_json: Json = False) -> None:
-    """Write a policy version as a folder that diffusers, transformers and peft load: adapter or whole model."""
+    """Write a policy version as a folder that diffusers, transformers and peft load: adapter or merged model."""
     from flows.export.plan import plan_export
 
     plan = plan_export(request)
@@ -74,7 +74,7 @@ def export(request: ExportRequest, as_json: Json = False) -> None:
     from flows.terminal.summaries import show_export
 
     summary = write_export(plan)
-    show_export(summary, usage(plan.config, request.push_to_hub or request.folder, whole=summary.kind == "model"))
+    show_export(summary, usage(plan.config, request.push_to_hub or request.folder, merged=summary.kind == "merged"))
     if as_json:
         typer.echo(summary.model_dump_json())
 

@@ -94,7 +94,7 @@ def evaluate_policy(run: Run, policy: PolicyRef, plan: RolloutPlan) -> StoredEva
     rollouts = collect_rollouts(run, policy, plan, run.config.evaluation_rollout)
     rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
     advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), plan.folder, plan.title)
-    guardrails = score_rewards(run, rollouts, plan, run.config.watch.guardrails, GUARDRAILS)
+    guardrails = score_rewards(run, rollouts, plan, run.config.guardrails.rewards, GUARDRAILS)
     return StoredEvaluation(rollouts, advantages, rewards, guardrails)
 
 

@@ -82,7 +82,7 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
 
 def _determining(config: RunConfig) -> dict[str, Any]:
     """Return what determines the samples and scores of an evaluation, except the prompts and the policy."""
-    rewards, rollout = (*config.rewards, *config.watch.guardrails), config.evaluation_rollout
+    rewards, rollout = (*config.rewards, *config.guardrails.rewards), config.evaluation_rollout
     return {
         "rollout": rollout.model_dump(mode="json", exclude=set(rollout.training_settings)),
         "mix": [section.model_dump(mode="json", exclude=_WITHOUT_EFFECT) for section in config.rewards],

@@ -35,7 +35,7 @@ class ExportSummary(BaseModel):
     Attributes:
         policy: policy version.
         policy_digest: sha256 of its weights.
-        kind: `adapter`, in the formats of peft and diffusers, or `model`.
+        kind: `adapter`, in the formats of peft and diffusers, or `merged`, a model.
         folder: absolute path.
         url: address of the repository on the hub; None where it was not pushed.
     """
@@ -81,7 +81,7 @@ def export(plan: ExportPlan) -> ExportSummary:
         run=plan.store.run,
         policy=plan.policy.version,
         policy_digest=plan.policy.digest,
-        kind="adapter" if plan.base is None else "model",
+        kind="adapter" if plan.base is None else "merged",
         folder=str(plan.folder),
         url=None if plan.repository is None else _push(plan.folder, plan.repository),
     )
@@ -106,7 +106,7 @@ def write_adapter(stream: Stream, weights: Path, folder: Path, section: PolicySe
     if stream != "denoising":
         return
     if config.get("modules_to_save"):
-        hint = "diffusers loads adapters alone; export the whole model with --merge."
+        hint = "diffusers loads adapters alone; export the merged model with --merged."
         raise InputError("policy.lora.modules_to_save", config["modules_to_save"], hint)
     # In diffusers names and settings have a prefix, and alpha is among the settings alone.
     renamed = {f"{_DIFFUSERS_PREFIX}{name.removeprefix(_PEFT_PREFIX)}": value for name, value in state.items()}

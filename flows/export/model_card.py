@@ -24,7 +24,7 @@ def model_card(plan: ExportPlan) -> str:
     sections = {
         "Training": markdown_table(["", ""], [[in_cell(cell) for cell in row] for row in _facts(plan)]),
         "Held-out rewards": _heldout_lines(plan),
-        "Use": ["```python", usage(plan.config, exported, whole=plan.base is not None), "```"],
+        "Use": ["```python", usage(plan.config, exported, merged=plan.base is not None), "```"],
         "Licence": [_LICENCE],
     }
     body = [f"# {plan.store.run}, version {plan.policy.version}", "", _summary(plan)]
@@ -41,14 +41,14 @@ def _summary(plan: ExportPlan) -> str:
     what = "An image generator" if _is_image(plan) else "A language model"
     several = len(plan.config.policy.streams) > 1
     form = "the adapters of both its parts" if several else "an adapter"
-    return f"{what} trained with rewards (GRPO). This is {'the whole model' if plan.base is not None else form}."
+    return f"{what} trained with rewards (GRPO). This is {'the merged model' if plan.base is not None else form}."
 
 
 def _metadata(plan: ExportPlan) -> str:
     from huggingface_hub import ModelCardData
 
-    whole = "diffusers" if _is_image(plan) else "transformers"
-    library = whole if plan.base is not None or "denoising" in plan.config.policy.streams else "peft"
+    of_models = "diffusers" if _is_image(plan) else "transformers"
+    library = of_models if plan.base is not None or "denoising" in plan.config.policy.streams else "peft"
     model = plan.config.policy.model
     data = ModelCardData(
         # The hub refuses a name that is none of its own.

@@ -55,8 +55,8 @@ def plan_export(request: ExportRequest) -> ExportPlan:
     if policy.checkpoint is None:
         _refuse_initial(store, config, request.policy)
     assert policy.checkpoint is not None
-    whole = request.merge or not config.policy.trains_adapters
-    base = _require_base(store, config, recorded) if whole else None
+    merged = request.merged or not config.policy.trains_adapters
+    base = _require_base(store, config, recorded) if merged else None
     if request.push_to_hub is not None:
         _require_hub(request.push_to_hub)
     return ExportPlan(store, config, policy, recorded, base, policy.checkpoint, folder, request.push_to_hub, notes)
@@ -83,7 +83,7 @@ def _require_base(store: ArtifactStore, config: RunConfig, recorded: str) -> Pat
     """Return the folder of the model that was trained, which has to be the one that the run began with."""
     digest = initial_digest(config.policy, store, adapter_version(config))
     if recorded and digest != recorded:
-        hint = f"Its files have changed since {store.run} began ({recorded[:12]}); restore them, or leave out --merge."
+        hint = f"Its files have changed since {store.run} began ({recorded[:12]}); restore them, or leave out --merged."
         raise InputError("policy.model", digest[:12], hint)
     return model_folder(config.policy.model, config.policy.revision)
 

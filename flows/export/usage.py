@@ -18,28 +18,28 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 IMAGE_PROMPT, TEXT_PROMPT = "a lighthouse at dusk", "Write a haiku about rain."
 
 
-def usage(config: RunConfig, exported: str, *, whole: bool) -> str:
+def usage(config: RunConfig, exported: str, *, merged: bool) -> str:
     """Return a script that draws one image, or answers one prompt.
 
     Args:
         config: of the run.
         exported: folder or hub name of the export.
-        whole: whether the export is a model; otherwise an adapter of the run's model.
+        merged: whether the export is a model; otherwise an adapter of the run's model.
     """
     rollout = config.evaluation_rollout
     if isinstance(rollout, TextRolloutSection):
-        return _text_usage(config, rollout, exported, whole)
-    return _image_usage(config, rollout, exported, whole)
+        return _text_usage(config, rollout, exported, merged)
+    return _image_usage(config, rollout, exported, merged)
 
 
 def _image_usage(
-    config: RunConfig, rollout: GlmImageRolloutSection | DiffusersRolloutSection, exported: str, whole: bool
+    config: RunConfig, rollout: GlmImageRolloutSection | DiffusersRolloutSection, exported: str, merged: bool
 ) -> str:
-    model, pipeline = exported if whole else config.policy.model, _PIPELINES[config.policy.kind]
+    model, pipeline = exported if merged else config.policy.model, _PIPELINES[config.policy.kind]
     own = isinstance(rollout, GlmImageRolloutSection) and _has_own_processor(config.policy.model)
     code = ", trust_remote_code=True" if own else ""
-    code += _revision(config, whole)
-    adapters = {} if whole else {stream: _ADAPTERS[stream] for stream in config.policy.streams}
+    code += _revision(config, merged)
+    adapters = {} if merged else {stream: _ADAPTERS[stream] for stream in config.policy.streams}
     imports = [name for stream in adapters for name in _ADAPTER_IMPORTS.get(stream, ())]
     lines = ["import torch", f"from diffusers import {pipeline}", *imports, ""]
     lines += [f'pipe = {pipeline}.from_pretrained("{model}", dtype=torch.{config.policy.dtype}{code})']
@@ -77,9 +77,9 @@ def _guidance(
     return call_settings(saved, rollout)
 
 
-def _revision(config: RunConfig, whole: bool) -> str:
+def _revision(config: RunConfig, merged: bool) -> str:
     revision = config.policy.revision
-    return "" if whole or revision is None else f', revision="{revision}"'
+    return "" if merged or revision is None else f', revision="{revision}"'
 
 
 def _has_own_processor(model: str) -> bool:
@@ -88,16 +88,16 @@ def _has_own_processor(model: str) -> bool:
     return index.is_file() and json.loads(index.read_text())["processor"][0] != "glm_image"
 
 
-def _text_usage(config: RunConfig, rollout: TextRolloutSection, exported: str, whole: bool) -> str:
-    model = exported if whole else config.policy.model
+def _text_usage(config: RunConfig, rollout: TextRolloutSection, exported: str, merged: bool) -> str:
+    model = exported if merged else config.policy.model
     lines = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         f'tokenizer = AutoTokenizer.from_pretrained("{model}")',
     ]
-    settings = f', dtype="{config.policy.dtype}"{_revision(config, whole)}'
+    settings = f', dtype="{config.policy.dtype}"{_revision(config, merged)}'
     lines += [f'model = AutoModelForCausalLM.from_pretrained("{model}"{settings})']
-    if not whole:
+    if not merged:
         lines = ["from peft import PeftModel", *lines, f'model = PeftModel.from_pretrained(model, "{exported}")']
     if _uses_template(config.policy.model, rollout):
         system = rollout.system_prompt

@@ -54,7 +54,7 @@ _FIXED_IN_REPLAYS = {
 }
 
 # The evaluation of a policy does not depend on any other section of its run.
-_IN_EVALUATIONS = ("evaluate", "rollout", "rewards", "advantages", "watch", "placement", "storage.cache")
+_IN_EVALUATIONS = ("evaluate", "rollout", "rewards", "advantages", "guardrails", "placement", "storage.cache")
 _IN_SAMPLES = ("rollout", "placement")
 
 
@@ -159,8 +159,8 @@ class ExportRequest(Section):
     policy: Version = Field(
         None, description="policy version, or best: the highest held-out reward; by default the last valid one"
     )
-    merge: Annotated[bool, Option("--merge")] = Field(
-        False, description="write the whole model with the adapter merged into its weights"
+    merged: Annotated[bool, Option("--merged")] = Field(
+        False, description="write the model with the adapter merged into its weights"
     )
     push_to_hub: Annotated[str | None, Option(metavar="REPO")] = Field(
         None, min_length=1, description="also upload the folder to this repository of the Hugging Face hub"

@@ -129,7 +129,7 @@ def estimate_model(
     config: RunConfig, choices: Mapping[Stream, TrainingChoice], sizes: tuple[ImageSize, ...] = ()
 ) -> ModelEstimate:
     """Estimate the memory of one GPU for images of these sizes, or of the rollout's, and the size of a checkpoint."""
-    renderings = config.renderings_of_drafts
+    renderings = config.images_of_samples
     compared = {"draft": len(renderings), "rendering": max(renderings)}
     workloads = {
         stream: Workload(
@@ -228,8 +228,8 @@ def _server(config: RunConfig) -> Iterator[Finding]:
     url, pools = server_url(), pools_of(config)
     try:
         require_pools(pools)
-        if config.watch.on_sign == "pause":
-            require_ui("watch.on_sign", "pause")
+        if config.guardrails.on_fall == "pause":
+            require_ui("guardrails.on_fall", "pause")
         require_server()
     except (InputError, InputErrors) as error:
         yield from _problems("server", error.errors if isinstance(error, InputErrors) else [error])

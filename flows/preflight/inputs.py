@@ -85,8 +85,8 @@ def check_inputs(config: RunConfig) -> RunInputs:
     files = run_checks(config)
     try:
         require_pools(pools_of(config))
-        if config.watch.on_sign == "pause":
-            require_ui("watch.on_sign", "pause")
+        if config.guardrails.on_fall == "pause":
+            require_ui("guardrails.on_fall", "pause")
         inputs = _check_model(config, files)
         with training_choices(config.policy, inputs.store, inputs.model.adapter) as choices:
             for choice in choices.values():

@@ -17,7 +17,7 @@ def check(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
     """Rewards score training and held-out samples, guardrails only the latter."""
     scored: list[tuple[str, RewardSection, Sequence[str]]] = [
         *((f"rewards.{index}", each, ("data", "evaluate")) for index, each in enumerate(config.rewards)),
-        *((f"watch.guardrails.{index}", each, ("evaluate",)) for index, each in enumerate(config.watch.guardrails)),
+        *((f"guardrails.rewards.{index}", each, ("evaluate",)) for index, each in enumerate(config.guardrails.rewards)),
     ]
     for place, section, parts in scored:
         reward = build_reward(section.reward, section.settings)

@@ -17,14 +17,21 @@ from grpo_core.rewards.registry import build_reward
 from tasks.reports.pages import require_page_path, write_page
 from tasks.reports.reward_analysis import analyse, read_scores, score_again
 from tasks.reports.reward_page import render_reward_page
-from tasks.reports.reward_plots import plot_rewards, plot_watch
+from tasks.reports.reward_plots import plot_rewards
 from tasks.reports.statistics import Statistics
-from tasks.runs.layout import ANALYSIS, REPORT_FILE, REPORT_PAGE, REWARDS_FILE, STORED, WATCH_PLOT, rescoring_folder
+from tasks.runs.layout import (
+    ANALYSIS,
+    REPORT_FILE,
+    REPORT_PAGE,
+    REWARDS_FILE,
+    STORED,
+    rescoring_folder,
+)
 from tasks.runs.lookup import find_run
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound
-from tasks.runs.run_view import signs_of, watched_series
+from tasks.runs.run_view import guardrail_curves, signs_of
 from tasks.runs.stored import read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
@@ -39,14 +46,14 @@ class AnalysisSummary(BaseModel):
     Attributes:
         run: name of the run.
         folder: where the page, the plots and the metrics are stored.
-        watch: guardrails that have fallen while the held-out reward rose, in words.
+        fallen: guardrails that have fallen while the held-out reward rose, in words.
         not_repeated: rewards that could not score again, and why.
         analysis: every metric.
     """
 
     run: str
     folder: str
-    watch: list[str]
+    fallen: list[str]
     not_repeated: dict[str, str]
     analysis: Statistics
 
@@ -83,8 +90,8 @@ def analyse_rewards(
     again, not_repeated = _score_again(store, sections, rounds, repeats)
     scores = read_scores(store, rounds)
     analysis = analyse(scores, again)
-    signs, watch = _watch(store, config)
-    plots = {**plot_rewards(analysis, scores), **watch}
+    signs, plot = _fallen(store, config)
+    plots = {**plot_rewards(analysis, scores), **plot}
     title = f"{store.run}: rewards" + (f" of the rescoring {rescored}" if rescored else "")
     page = render_reward_page(analysis, plots, title)
     report = json.dumps(analysis, indent=1)
@@ -95,7 +102,7 @@ def analyse_rewards(
     return AnalysisSummary(
         run=store.run,
         folder=store.path(ANALYSIS),
-        watch=[str(sign) for sign in signs],
+        fallen=[str(sign) for sign in signs],
         not_repeated=not_repeated,
         analysis=analysis,
     )
@@ -152,13 +159,13 @@ def _score_again(
     return score_again(store, last, rounds[last][0], able, samples), unable
 
 
-def _watch(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, ...], dict[str, bytes]]:
+def _fallen(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, ...], dict[str, bytes]]:
     """Find signs of reward hacking by the run's rule, and plot them; nothing without scored guardrails."""
     run = read_run(RunReader(store))
     if not run.guardrail_series:
         return (), {}
     try:
-        signs = signs_of(run, config.watch)
+        signs = signs_of(run, config.guardrails)
     except InputError as error:
         raise InputErrors([error]) from error
-    return signs, {WATCH_PLOT: plot_watch(*watched_series(run))}
+    return signs, {GUARDRAILS_PLOT: plot_guardrails(*guardrail_curves(run))}

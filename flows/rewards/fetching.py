@@ -51,4 +51,4 @@ def _sections(name: str) -> Iterator[RewardSection]:
         yield from read_rewards_file(name, "REWARD").rewards
         return
     config = read_config(name)
-    yield from (*config.rewards, *config.watch.guardrails)
+    yield from (*config.rewards, *config.guardrails.rewards)

@@ -76,9 +76,9 @@ def show_analysis(analysis: Statistics, console: Console) -> None:
 
 
 def show_notes(summary: "AnalysisSummary", console: Console) -> None:
-    """Print the watch's signs, which rewards could not be scored again, and where the page and the plots are."""
+    """Print signs of reward hacking, which rewards could not be scored again, and where the page and plots are."""
     rows = [
-        *(("watch", sign) for sign in summary.watch),
+        *(("guardrail fell", sign) for sign in summary.fallen),
         *((label, f"was not scored again: {reason}") for label, reason in summary.not_repeated.items()),
         ("page and plots", relative(summary.folder)),
     ]

@@ -40,10 +40,11 @@ def training_rows(summary: "TrainSummary") -> list[tuple[str, str]]:
     files = {
         "images before and after": summary.contact_sheet,
         "completions before and after": summary.heldout_texts,
-        "reward and its guardrails": summary.watch,
+        "reward and its guardrails": summary.guardrails_plot,
     }
     rows += [(title, relative(path)) for title, path in files.items() if path]
-    rows += [("stopped by the watch" if summary.stopped_early else "watch", sign) for sign in summary.hacking]
+    title = "stopped by a guardrail" if summary.stopped_early else "guardrail fell"
+    rows += [(title, sign) for sign in summary.hacking]
     return [*rows, *(("moved away", reason) for reason in (*summary.quarantined, *summary.previous))]
 
 
@@ -153,7 +154,7 @@ def show_export(summary: "ExportSummary", usage: str, console: Console | None = 
     """Print what was written, where it is, and the lines of Python that use it."""
     console = console or stderr()
     rows = [
-        ("written", "a whole model" if summary.kind == "model" else "an adapter, in peft's format"),
+        ("written", "a merged model" if summary.kind == "merged" else "an adapter, in peft's format"),
         ("policy digest", summary.policy_digest[:16]),
         ("folder", relative(summary.folder)),
         *([("hub", summary.url)] if summary.url else []),

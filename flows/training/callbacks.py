@@ -57,7 +57,7 @@ class Callbacks:
         Rounds that were `replayed` are those of another run.
 
         Returns:
-            Whether the run ends here, as the hook of `on_iteration` or `watch.on_sign` says.
+            Whether the run ends here, as the hook of `on_iteration` or `guardrails.on_fall` says.
         """
         update = policy.checkpoint
         assert update is not None

@@ -1,6 +1,6 @@
 """The history of a training flow: its evaluations, and the metrics of each iteration.
 
-The evaluations watch for reward hacking: a guardrail that falls while the reward rises.
+Evaluations look for reward hacking: a guardrail that falls while the reward rises.
 """
 
 import time
@@ -84,8 +84,8 @@ class TrainingHistory(RunHistory):
         return next((each for each in reversed(self.evaluations) if each.version == version), None)
 
     def stopped_by(self, config: RunConfig, version: int) -> bool:
-        """Whether the watch ends the run at this policy version, before its last iteration."""
-        return bool(self.signs) and config.watch.on_sign == "stop" and version < config.run.iterations
+        """Whether a guardrail ends the run at this policy version, before its last iteration."""
+        return bool(self.signs) and config.guardrails.on_fall == "stop" and version < config.run.iterations
 
     def statistics(self, run: Run) -> PromptStatistics | None:
         """Rewards of the prompts within the curriculum's window; None when the curriculum is uniform."""
@@ -106,9 +106,9 @@ class TrainingHistory(RunHistory):
     def add_evaluation(self, config: RunConfig, version: int, done: StoredEvaluation) -> None:
         """Add the evaluation of a policy version, and look for guardrails that have fallen."""
         self.evaluations.append(EvaluationView.of(version, done))
-        if config.watch.guardrails:
+        if config.guardrails.rewards:
             known = {sign.guardrail for sign in self.signs}
-            self.signs = signs_of(self, config.watch)
+            self.signs = signs_of(self, config.guardrails)
             self.new_signs = [sign for sign in self.signs if sign.guardrail not in known]
 
     def add_iteration(

@@ -21,7 +21,7 @@ class NotResumedError(RuntimeError):
 
 
 async def ends_at_sign(run: Run, history: TrainingHistory, policy: PolicyRef) -> bool:
-    """Report guardrails that have fallen at this version, and do what `watch.on_sign` says.
+    """Report guardrails that have fallen at this version, and do what `guardrails.on_fall` says.
 
     A run pauses when a guardrail has newly fallen. Resuming it accepts the sign, which is stored, so that a later start
     does not pause there again.
@@ -30,20 +30,20 @@ async def ends_at_sign(run: Run, history: TrainingHistory, policy: PolicyRef) ->
         Whether the run ends here.
 
     Raises:
-        NotResumedError: nobody resumed it within `watch.pause_timeout`.
+        NotResumedError: nobody resumed it within `guardrails.pause_timeout`.
     """
-    watch, version = run.config.watch, policy.version
-    if not watch.guardrails or history.evaluation_of(version) is None:
+    guardrails, version = run.config.guardrails, policy.version
+    if not guardrails.rewards or history.evaluation_of(version) is None:
         return False
     for sign in history.signs:
-        log(f"watch, policy {version}: {sign}")
+        log(f"guardrail, policy {version}: {sign}")
     stops, resumed = history.stopped_by(run.config, version), _read_resumed(run.store)
     _write_signs(run.store, history, version, resumed, stops)
     if stops:
-        log(f"stopped after iteration {version}, because watch.on_sign is stop")
-    ask = watch.on_sign == "pause" and bool(history.new_signs) and version < run.config.run.iterations
+        log(f"stopped after iteration {version}, because guardrails.on_fall is stop")
+    ask = guardrails.on_fall == "pause" and bool(history.new_signs) and version < run.config.run.iterations
     if ask and policy.digest not in resumed:
-        await _wait_for_a_person(policy, watch.pause_timeout)
+        await _wait_for_a_person(policy, guardrails.pause_timeout)
         _write_signs(run.store, history, version, [*resumed, policy.digest], stops)
     return stops
 
@@ -55,8 +55,8 @@ async def _wait_for_a_person(policy: PolicyRef, timeout: int) -> None:
         await apause_flow_run(timeout=timeout, poll_interval=_SECONDS_BETWEEN_POLLS, key=policy.digest[:16])
     except FlowPauseTimeout as error:
         raise NotResumedError(
-            f"nobody resumed the run within {timeout:,} s (watch.pause_timeout); the same command asks again, and "
-            "with --set watch.on_sign=report it goes on"
+            f"nobody resumed the run within {timeout:,} s (guardrails.pause_timeout); the same command asks again, and "
+            "with --set guardrails.on_fall=report it goes on"
         ) from error
     log(f"resumed after iteration {policy.version}")
 

@@ -15,8 +15,8 @@ from flows.training.history import TrainingHistory
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
 from tasks.reports.images import image_uri, shrunk
 from tasks.reports.text import in_cell, markdown_table
-from tasks.runs.layout import ADVANTAGES, CONTACT_SHEET, WATCH_PLOT
-from tasks.runs.run_view import RunSummary, summary_of, watched_series
+from tasks.runs.layout import ADVANTAGES, CONTACT_SHEET, GUARDRAILS_PLOT
+from tasks.runs.run_view import RunSummary, guardrail_curves, summary_of
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 
 _SHEET_SIDE = 1000
@@ -29,9 +29,9 @@ class TrainSummary(RunSummary):
     Attributes:
         contact_sheet: image of the held-out samples before and after; None for text and without held-out prompts.
         heldout_texts: page of the held-out completions before and after; None for images.
-        watch: plot of the held-out reward and the guardrails; None without guardrails.
+        guardrails_plot: plot of the held-out reward and the guardrails; None without guardrails.
         hacking: guardrails that had fallen at the last evaluation while the reward rose, in words.
-        stopped_early: whether the watch, or a hook, ended the run before its last iteration.
+        stopped_early: whether a guardrail, or a hook, ended the run before its last iteration.
         quarantined: damaged files that this start moved to `quarantine/`, and why.
         reused: number of iterations with results of another run, by its name; their seconds are not counted.
         previous: what this start moved to `previous/`, made by an older configuration, and why.
@@ -39,7 +39,7 @@ class TrainSummary(RunSummary):
 
     contact_sheet: str | None
     heldout_texts: str | None
-    watch: str | None
+    guardrails_plot: str | None
     hacking: list[str]
     stopped_early: bool
     quarantined: list[str]
@@ -58,7 +58,7 @@ def summarize(run: Run, history: TrainingHistory, elapsed: float) -> TrainSummar
         **known | {"iterations": len(history.iterations), "seconds": {"total": elapsed, **history.seconds}},
         contact_sheet=write_contact_sheet(store, *ends, title) if ends and not texts else None,
         heldout_texts=write_heldout_texts(store, *ends, title) if ends and texts else None,
-        watch=_write_watch_plot(run, history) if history.guardrail_series else None,
+        guardrails_plot=_write_guardrails_plot(run, history) if history.guardrail_series else None,
         hacking=[str(sign) for sign in history.signs],
         stopped_early=version < run.config.run.iterations,
         quarantined=[reason for reason in store.reasons if reason.startswith(QUARANTINE)],
@@ -67,13 +67,13 @@ def summarize(run: Run, history: TrainingHistory, elapsed: float) -> TrainSummar
     )
 
 
-def _write_watch_plot(run: Run, history: TrainingHistory) -> str:
+def _write_guardrails_plot(run: Run, history: TrainingHistory) -> str:
     """Plot the held-out reward above the guardrails and return the path of the image."""
     # The plotting library takes a second to import, which a run without guardrails does not need.
-    from tasks.reports.reward_plots import plot_watch
+    from tasks.reports.reward_plots import plot_guardrails
 
-    run.store.write_file(WATCH_PLOT, plot_watch(*watched_series(history)))
-    return run.store.path(WATCH_PLOT)
+    run.store.write_file(GUARDRAILS_PLOT, plot_guardrails(*guardrail_curves(history)))
+    return run.store.path(GUARDRAILS_PLOT)
 
 
 async def publish_summary(run: Run, summary: TrainSummary) -> None:

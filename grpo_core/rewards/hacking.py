@@ -52,7 +52,7 @@ class HackingRule:
     noise: NonNegativeFloat = 5.0
 
     def __post_init__(self) -> None:
-        check_fields(self, "watch")
+        check_fields(self, "guardrails")
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ def hacking_signs(
         InputError: versions that do not rise, or other numbers of evaluations.
     """
     if any(later <= earlier for earlier, later in itertools.pairwise(versions)):
-        raise InputError("watch.versions", list(versions), "Give each evaluated policy once, in order.")
-    _check_length("watch.rewards", rewards, versions)
+        raise InputError("versions", list(versions), "Give each evaluated policy once, in order.")
+    _check_length("rewards", rewards, versions)
     signs = []
     for name, levels in guardrails.items():
-        _check_length(f"watch.guardrails.{name}", levels, versions)
+        _check_length(f"guardrails.{name}", levels, versions)
         rows = [
             (version, reward, level)
             for version, reward, level in zip(versions, rewards, levels, strict=True)

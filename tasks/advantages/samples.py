@@ -21,7 +21,7 @@ from tasks.storage.artifacts.store import ArtifactStore, Read
 from tasks.storage.tables.lists import padded
 
 _READ = ("sample_id", "iteration", "group_id", "prompt_id", "dataset", "columns")
-_DRAFT = "draft"
+_DRAFT = "token_sample"
 
 
 @dataclass(frozen=True)

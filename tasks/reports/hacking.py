@@ -30,10 +30,10 @@ class Verdict:
 
 def hacking_verdict(run: RunView) -> Verdict:
     """Apply the run's own rule to its guardrails and to the rewards of weight 0, which are measured only."""
-    section = run.config.get("watch")
-    watch = section if isinstance(section, Mapping) else {}
+    section = run.config.get("guardrails")
+    settings = section if isinstance(section, Mapping) else {}
     try:
-        rule = HackingRule(**{each.name: watch[each.name] for each in fields(HackingRule) if each.name in watch})
+        rule = HackingRule(**{each.name: settings[each.name] for each in fields(HackingRule) if each.name in settings})
     except InputError as error:
         return _unknown(f"the rule in config.yaml is not valid: {error}")
     rewards = dict(run.heldout_series())
@@ -41,7 +41,7 @@ def hacking_verdict(run: RunView) -> Verdict:
         return _unknown("no policy was evaluated on held-out prompts; set evaluate.prompts")
     measures = {**run.guardrail_series, **_measured_only(run)}
     if not measures:
-        hint = "set watch.guardrails, or give a reward the weight 0"
+        hint = "set guardrails.rewards, or give a reward the weight 0"
         return _unknown(f"every held-out measure is trained on; {hint}")
     needed = max(rule.patience, MIN_DIFFERENCES if rule.noise else 0) + 1
     if len(rewards) < needed:
@@ -49,8 +49,8 @@ def hacking_verdict(run: RunView) -> Verdict:
     signs = signs_of(run, rule, measures)
     if signs:
         found = ", ".join(sign.guardrail for sign in signs)
-        stopped = watch.get("on_sign") == "stop" and not run.finished
-        note = ("the run was stopped for it (watch.on_sign)",) if stopped else ()
+        stopped = settings.get("on_fall") == "stop" and not run.finished
+        note = ("the run was stopped for it (guardrails.on_fall)",) if stopped else ()
         return Verdict("signs", f"signs in {found}", (*map(str, signs), *note))
     return Verdict("none", f"no sign in {', '.join(measures)}", tuple(_trends(rewards, measures)))
 

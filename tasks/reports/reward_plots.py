@@ -176,7 +176,7 @@ def plot_cost(analysis: Statistics) -> Figure | None:
     return figure
 
 
-def plot_watch(versions: Sequence[int], rewards: Series, guardrails: Mapping[str, Series]) -> bytes:
+def plot_guardrails(versions: Sequence[int], rewards: Series, guardrails: Mapping[str, Series]) -> bytes:
     """Plot the reward above, and below it each guardrail as a multiple of its first value, as PNG.
 
     A reward that rises while they fall is being hacked. A guardrail without values, or whose first value is zero, has

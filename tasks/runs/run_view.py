@@ -276,7 +276,7 @@ def summary_of(run: RunHistory) -> RunSummary:
     )
 
 
-def watched_series(
+def guardrail_curves(
     run: RunHistory, measures: Mapping[str, Sequence[tuple[float, float]]] | None = None
 ) -> tuple[list[int], list[float | None], dict[str, list[float | None]]]:
     """Return the evaluated versions, the held-out reward of each, and the level of each measure, None without one.
@@ -300,12 +300,12 @@ def signs_of(
     """Find the measures that fell while the held-out reward rose, as of the last evaluation.
 
     Args:
-        measures: as for `watched_series`.
+        measures: as for `guardrail_curves`.
 
     Raises:
         InputError: as `hacking_signs`.
     """
-    return hacking_signs(*watched_series(run, measures), rule)
+    return hacking_signs(*guardrail_curves(run, measures), rule)
 
 
 def dataset_of(metric: str) -> str | None:

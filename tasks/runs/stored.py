@@ -168,7 +168,7 @@ def find_evaluation(
         policy: policy that must have sampled it; None for any.
     """
     rewards = {section.label: f"{REWARDS}/{section.label}" for section in config.rewards}
-    guardrails = {section.label: f"{GUARDRAILS}/{section.label}" for section in config.watch.guardrails}
+    guardrails = {section.label: f"{GUARDRAILS}/{section.label}" for section in config.guardrails.rewards}
     valid: dict[str, ArtifactRef] = {}
     for stage in (ROLLOUTS, ADVANTAGES, *rewards.values(), *guardrails.values()):
         found = store.find(f"{folder}/{stage}")

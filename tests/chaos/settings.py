@@ -15,12 +15,12 @@ IMAGES = {
     "evaluate.target_column": "target",
     "evaluate.every": 2,
     "evaluate.samples_per_prompt": 1,
-    "watch.guardrails": [{"reward": "jpeg"}],
+    "guardrails.rewards": [{"reward": "jpeg"}],
 }
 BOTH_STREAMS = {
     **IMAGES,
     "policy.train": ["tokens", "denoising"],
-    "rollout.renderings": 2,
+    "rollout.images_per_sample": 2,
     "rollout.num_inference_steps": 3,
     "rollout.sde_window_size": 1,
     "rollout.sde_window_range": [0, 2],

@@ -22,7 +22,7 @@ SIZE = {"height": 64, "width": 64, "prompts_per_iteration": 2, "group_size": 4}
 TWO = [{"name": "a", "prompts": "a.txt"}, {"name": "b", "prompts": "b.txt"}]
 JOINT = {
     "policy": {"model": "m", "train": ["tokens", "denoising"]},
-    "rollout": {**SIZE, "renderings": 2, "num_inference_steps": 10},
+    "rollout": {**SIZE, "images_per_sample": 2, "num_inference_steps": 10},
 }
 GUARD = {"reward": "sharpness"}
 HELD_OUT = {"prompts": "q.txt", "every": 1}
@@ -121,8 +121,8 @@ def test_everything_is_reported_at_once() -> None:
             ["other"],
         ),
         (
-            {"watch": {"guardrails": [{**GUARD, "streams": ["tokens"]}]}, "evaluate": HELD_OUT},
-            "watch.guardrails.0.streams",
+            {"guardrails": {"rewards": [{**GUARD, "streams": ["tokens"]}]}, "evaluate": HELD_OUT},
+            "guardrails.rewards.0.streams",
             ("tokens",),
         ),
         ({"rewards": [{"reward": "answer"}]}, "rewards.0.reward", "answer"),
@@ -149,12 +149,12 @@ def test_everything_is_reported_at_once() -> None:
             "default",
         ),
         (
-            {"evaluate": HELD_OUT, "watch": {"guardrails": [{**GUARD, "weight": 0.5}]}},
-            "watch.guardrails.0.weight",
+            {"evaluate": HELD_OUT, "guardrails": {"rewards": [{**GUARD, "weight": 0.5}]}},
+            "guardrails.rewards.0.weight",
             0.5,
         ),
-        ({"watch": {"guardrails": [GUARD]}}, "watch.guardrails", ["sharpness"]),
-        ({"watch": {"on_sign": "stop"}}, "watch.on_sign", "stop"),
+        ({"guardrails": {"rewards": [GUARD]}}, "guardrails.rewards", ["sharpness"]),
+        ({"guardrails": {"on_fall": "stop"}}, "guardrails.on_fall", "stop"),
     ],
 )
 def test_refused(sections: dict[str, Any], place: str, value: object) -> None:
@@ -181,7 +181,7 @@ def test_refused(sections: dict[str, Any], place: str, value: object) -> None:
         {"data": {"prompts": "p", "width": 96, "height": 64}},
         {"data": {"datasets": TWO}, "evaluate": {"datasets": TWO}},
         {"data": {"datasets": TWO}, "rewards": [{**JPEG, "datasets": ["a"]}, {**OTHER, "datasets": ["b"]}]},
-        {"evaluate": HELD_OUT, "watch": {"guardrails": [GUARD], "on_sign": "stop"}},
+        {"evaluate": HELD_OUT, "guardrails": {"rewards": [GUARD], "on_fall": "stop"}},
         {**JOINT, "rewards": [{**JPEG, "streams": ["tokens"]}, {**OTHER, "streams": ["denoising"]}]},
         {**JOINT, "rewards": [JPEG, {**OTHER, "weight": 0.0, "streams": ["denoising"]}]},
         {"rewards": [{**JPEG, "streams": ["tokens"]}]},

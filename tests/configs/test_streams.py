@@ -14,7 +14,7 @@ from grpo_core.seeds import derive_seed
 
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}
 SIZE = {"height": 64, "width": 64, "prompts_per_iteration": 3, "group_size": 12, "num_inference_steps": 10}
-JOINT: dict[str, Any] = {"policy": {"train": ["tokens", "denoising"]}, "rollout": {"renderings": 5}}
+JOINT: dict[str, Any] = {"policy": {"train": ["tokens", "denoising"]}, "rollout": {"images_per_sample": 5}}
 DECODER: dict[str, Any] = {"policy": {"train": ["denoising"]}}
 PIPELINE: dict[str, Any] = {"policy": {"kind": "diffusers"}, "rollout": {"guidance_scale": 4.5}}
 TEXT: dict[str, Any] = {
@@ -64,7 +64,7 @@ class TestStreams:
             # 12 drafts, one of them 5 times: 16 images of a prompt.
             (JOINT, ("tokens", "denoising"), (5,) + (1,) * 11, {"tokens": 36, "denoising": 15}, 48),
             (
-                {**JOINT, "rollout": {"renderings": 2, "rendered_drafts": 12}},
+                {**JOINT, "rollout": {"images_per_sample": 2, "samples_with_images": 12}},
                 ("tokens", "denoising"),
                 (2,) * 12,
                 {"tokens": 36, "denoising": 72},
@@ -82,7 +82,7 @@ class TestStreams:
     ) -> None:
         config = configured(change)
         assert config.streams == streams
-        assert config.renderings_of_drafts == renderings
+        assert config.images_of_samples == renderings
         assert {stream: config.rows_of(stream) for stream in config.streams} == rows
         assert config.samples_per_iteration == samples
 
@@ -168,19 +168,19 @@ class TestRefusals:
             ([{"policy": {"train": ["denoising", "denoising"]}}], "policy.train", ["denoising", "denoising"]),
             ([TEXT, DECODER], "policy.train", ["denoising"]),
             ([PIPELINE, {"policy": {"train": ["tokens"]}}], "policy.train", ["tokens"]),
-            ([PIPELINE, JOINT, {"rollout": {"renderings": None}}], "policy.train", ["tokens", "denoising"]),
+            ([PIPELINE, JOINT, {"rollout": {"images_per_sample": None}}], "policy.train", ["tokens", "denoising"]),
             ([{"rollout": {"noise_level": 0.5}}], "rollout.noise_level", 0.5),
             ([{"rollout": {"sde_type": "cps"}}], "rollout.sde_type", "cps"),
-            ([{"rollout": {"renderings": 2}}], "rollout.renderings", 2),
-            ([DECODER, {"rollout": {"rendered_drafts": 3}}], "rollout.rendered_drafts", 3),
-            ([JOINT, {"rollout": {"renderings": 1}}], "rollout.renderings", 1),
+            ([{"rollout": {"images_per_sample": 2}}], "rollout.images_per_sample", 2),
+            ([DECODER, {"rollout": {"samples_with_images": 3}}], "rollout.samples_with_images", 3),
+            ([JOINT, {"rollout": {"images_per_sample": 1}}], "rollout.images_per_sample", 1),
             # Not its minibatches as well, which no row is left for.
             (
-                [JOINT, {"rollout": {"renderings": 1}, "update": {"denoising": {"minibatch_size": 4}}}],
-                "rollout.renderings",
+                [JOINT, {"rollout": {"images_per_sample": 1}, "update": {"denoising": {"minibatch_size": 4}}}],
+                "rollout.images_per_sample",
                 1,
             ),
-            ([JOINT, {"rollout": {"rendered_drafts": 13}}], "rollout.rendered_drafts", 13),
+            ([JOINT, {"rollout": {"samples_with_images": 13}}], "rollout.samples_with_images", 13),
             ([DECODER, {"rollout": {"noise_level": 0.0}}], "rollout.noise_level", 0.0),
             ([PIPELINE, {"rollout": {"sde_window_range": [0, 10]}}], "rollout.sde_window_range", [0, 10]),
             ([JOINT, {"rollout": {"sde_window_size": 6}}], "rollout.sde_window_range", [0, 5]),
@@ -270,7 +270,7 @@ class TestRefusals:
         wrong = found(
             JOINT,
             {
-                "rollout": {"renderings": 1, "noise_level": 0.0},
+                "rollout": {"images_per_sample": 1, "noise_level": 0.0},
                 "update": {
                     "tokens": {"kl_estimator": "exact", "minibatch_size": 37},
                     "denoising": {"clip_range": 0.2},
@@ -279,7 +279,7 @@ class TestRefusals:
         )
         assert [place for place, _ in wrong] == [
             "rollout.noise_level",
-            "rollout.renderings",
+            "rollout.images_per_sample",
             "update.tokens.kl_estimator",
             "update.denoising.clip_range",
             "update.tokens.minibatch_size",

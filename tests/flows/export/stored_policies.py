@@ -31,7 +31,7 @@ SHIPPED: Mapping[type, tuple[Path, Path]] = {
 
 
 HALVES = (
-    *("policy.train=[tokens, denoising]", "rollout.renderings=2", "rollout.sde_window_range=[0, 3]"),
+    *("policy.train=[tokens, denoising]", "rollout.images_per_sample=2", "rollout.sde_window_range=[0, 3]"),
     *("rollout.num_inference_steps=4", "rollout.guidance_scale=1.5", "update={}"),
 )
 """Settings of a run that trains both halves of the image model."""

@@ -108,6 +108,6 @@ def test_other_kinds_of_adapters_are_loaded_as_they_are(kind: str, tmp_path: Pat
 
 def test_an_adapter_with_whole_modules_is_refused(tmp_path: Path) -> None:
     made = adapted(LoraSettings(4, 8.0, modules_to_save=("proj_out",)))
-    with pytest.raises(InputError, match="--merge") as caught:
+    with pytest.raises(InputError, match="--merged") as caught:
         exported(made, tmp_path)
     assert caught.value.place == "policy.lora.modules_to_save"

@@ -119,7 +119,7 @@ def test_the_adapter_gives_our_logprobs_in_plain_peft(root: Path, adapted: Causa
     assert "| reward | 0.500 | 0.900 |" in card
 
 
-@pytest.mark.parametrize(("run", "options"), [("adapted", {}), ("adapted", {"merge": True}), ("full", {})])
+@pytest.mark.parametrize(("run", "options"), [("adapted", {}), ("adapted", {"merged": True}), ("full", {})])
 def test_the_lines_of_the_card_answer_as_the_policy(
     run: str,
     options: dict[str, Any],
@@ -153,7 +153,7 @@ def same(first: Image.Image, second: Image.Image) -> bool:
 def test_the_merged_pipeline_draws_our_pixels(
     root: Path, drawing: GlmImagePolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = exported(root, "drawing", tmp_path / "merged", merge=True)
+    folder = exported(root, "drawing", tmp_path / "merged", merged=True)
     pipe = GlmImagePipeline.from_pretrained(folder, trust_remote_code=True)
     pipe.set_progress_bar_config(disable=True)
     prompt, seeds, settings = "a red circle", [5, 6], drawing.settings
@@ -193,11 +193,11 @@ def test_the_image_adapter_gives_our_logprobs_in_plain_peft(
 
 @torch.no_grad()
 @pytest.mark.usefixtures("modules")
-@pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
+@pytest.mark.parametrize("merged", [False, True], ids=["adapters", "merged"])
 def test_the_lines_of_the_card_load_both_halves(
-    merge: bool, root: Path, painting: GlmImagePolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    merged: bool, root: Path, painting: GlmImagePolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = exported(root, "painting", tmp_path / "both", merge=merge)
+    folder = exported(root, "painting", tmp_path / "both", merged=merged)
     pipe = run_card(folder, monkeypatch)["pipe"]
     tokens = painting.tokens.sample(["a red circle"], 2, [1, 2]).actions
     theirs = painting.tokens._score(pipe.vision_language_encoder, tokens, entropy="none").logprobs
@@ -211,17 +211,17 @@ def test_the_lines_of_the_card_load_both_halves(
         return found
 
     ours = drawn(painting.decoder.pipeline)
-    torch.testing.assert_close(drawn(pipe), ours, atol=1e-5 if merge else 0, rtol=0)
+    torch.testing.assert_close(drawn(pipe), ours, atol=1e-5 if merged else 0, rtol=0)
     with painting.decoder.trained.reference():
         assert not torch.allclose(drawn(painting.decoder.pipeline), ours, atol=1e-2)
-    expected = set() if merge else {"tokens", "denoising"}
+    expected = set() if merged else {"tokens", "denoising"}
     assert {path.name for path in folder.iterdir() if path.name in STREAMS} == expected
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
+@pytest.mark.parametrize("merged", [False, True], ids=["adapter", "merged"])
 def test_the_lines_of_the_card_draw_with_any_pipeline(
-    merge: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    merged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where `grpo sample` draws from the export."""
     model, file = SHIPPED[DiffusersPolicy]
@@ -230,7 +230,7 @@ def test_the_lines_of_the_card_draw_with_any_pipeline(
     policy = DiffusersPolicy.load(str(model), settings, choice)  # type: ignore[arg-type]
     disturb(policy.denoising.trainable_parameters(), 0.05)
     store_run(tmp_path / "runs", "steps", policy, {})
-    folder = exported(tmp_path / "runs", "steps", tmp_path / "steps", merge=merge)
+    folder = exported(tmp_path / "runs", "steps", tmp_path / "steps", merged=merged)
     pipe = run_card(folder, monkeypatch)["pipe"]
     call = policy.denoising.call_arguments(["a red circle"], None, policy.settings.size)
 
@@ -240,7 +240,7 @@ def test_the_lines_of_the_card_draw_with_any_pipeline(
         return found
 
     ours = drawn(policy.denoising.pipeline)
-    torch.testing.assert_close(drawn(pipe), ours, atol=1e-5 if merge else 0, rtol=0)
+    torch.testing.assert_close(drawn(pipe), ours, atol=1e-5 if merged else 0, rtol=0)
     with policy.denoising.trained.reference():
         assert not torch.allclose(drawn(policy.denoising.pipeline), ours, atol=1e-2)
     request = SampleRequest(source=str(folder), prompts=("a red circle",), out=str(tmp_path / "out"))
@@ -252,7 +252,7 @@ def test_the_lines_of_the_card_draw_with_any_pipeline(
     with Image.open(written.file) as image:
         low, high = zip(*ImageChops.difference(image, expected).getextrema(), strict=True)
     assert min(low) == 0
-    assert max(high) <= (1 if merge else 0)
+    assert max(high) <= (1 if merged else 0)
 
 
 def _fill(folder: Path) -> None:
@@ -339,5 +339,5 @@ def test_merged_weights_that_are_not_finite_leave_nothing_behind(tmp_path: Path)
     store_run(tmp_path / "runs", "broken", policy, {})
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match="NaN"):
-        exported(tmp_path / "runs", "broken", tmp_path / "out" / "merged", merge=True)
+        exported(tmp_path / "runs", "broken", tmp_path / "out" / "merged", merged=True)
     assert not list((tmp_path / "out").iterdir())

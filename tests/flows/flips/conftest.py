@@ -15,7 +15,7 @@ from tests.flows.rescoring.test_rescore import JPEG, scored_again
 SETTINGS: dict[str, object] = {
     "run__iterations": 1,
     "policy__train": ["tokens", "denoising"],
-    "rollout__renderings": 2,
+    "rollout__images_per_sample": 2,
     "rollout__num_inference_steps": 3,
     "rollout__sde_window_size": 1,
     "rollout__sde_window_range": [0, 2],

@@ -136,4 +136,4 @@ def test_the_form_begins_with_what_is_required_and_folds_the_rest() -> None:
     assert sections["run"] == {"$ref": "#/definitions/RunSection"}
     assert sections["rollout"]["$ref"] == "#/definitions/GlmImageRolloutSection"
     folded = {name for name, section in sections.items() if section.get("oneOf")}
-    assert folded == {"advantages", "update", "evaluate", "watch", "placement", "storage"}
+    assert folded == {"advantages", "update", "evaluate", "guardrails", "placement", "storage"}

@@ -125,8 +125,8 @@ def test_how_a_reward_is_asked_and_what_is_watched_leave_the_run_as_it_is(prompt
     reasons(prompts)
     requested = ["rewards.0.max_failures=0.4", "rewards.0.batch_size=3", "rewards.0.processes=1"]
     heldout = [f"evaluate.prompts={prompts}", "evaluate.targets=null", "evaluate.target_column=null"]
-    watch = ['watch={"guardrails": [{"reward": "sharpness"}], "rise": 0.5}']
-    assert reasons(prompts, *requested, *heldout, *watch) == []
+    guarded = ['guardrails={"rewards": [{"reward": "sharpness"}], "rise": 0.5}']
+    assert reasons(prompts, *requested, *heldout, *guarded) == []
     assert reasons(prompts, "rewards.0.clamp=[0.0, 0.5]") == [
         "the configuration changed: rewards.jpeg.clamp None -> [0.0, 0.5]"
     ]
@@ -145,7 +145,7 @@ def test_an_edited_reward_function_is_another_run(prompts: Path) -> None:
 def test_a_guardrail_asks_nothing_of_the_prompts_that_are_trained_on(prompts: Path) -> None:
     heldout = write(prompts.parent / "heldout.jsonl", target="blue-heart-top-left-black.png")
     targets = [f"evaluate.prompts={heldout}", "evaluate.targets=data/targets", "evaluate.target_column=target"]
-    assert reasons(prompts, *targets, 'watch.guardrails=[{"reward": "ssim"}]') == []
+    assert reasons(prompts, *targets, 'guardrails.rewards=[{"reward": "ssim"}]') == []
 
 
 def test_the_description_says_the_versions(prompts: Path) -> None:

@@ -40,9 +40,9 @@ def test_a_run_and_its_exports_answer_alike(tmp_path: Path) -> None:
     assert [each.text for each in samples(run, seed=3, samples=2)] == expected
     # A sample depends on nothing but its prompt, its index and the seed.
     assert [each.text for each in samples(run, PROMPTS[1:], seed=3)] == expected[2:3]
-    for name, merge in (("adapter", False), ("merged", True)):
+    for name, merged in (("adapter", False), ("merged", True)):
         folder = tmp_path / name
-        export(plan_export(ExportRequest(run=str(run), folder=str(folder), merge=merge)))
+        export(plan_export(ExportRequest(run=str(run), folder=str(folder), merged=merged)))
         assert [each.text for each in samples(folder, seed=3, samples=2)] == expected
 
 

@@ -38,7 +38,7 @@ def summary(**changes: Any) -> TrainSummary:
         "folder": "/elsewhere/r",
         "contact_sheet": None,
         "heldout_texts": None,
-        "watch": None,
+        "guardrails_plot": None,
         "hacking": [],
         "stopped_early": False,
         "quarantined": [],
@@ -54,7 +54,7 @@ def test_a_training_shows_rewards_times_and_where_to_look() -> None:
         assert expected in text
 
 
-@pytest.mark.parametrize("field", ["contact_sheet", "heldout_texts", "watch"])
+@pytest.mark.parametrize("field", ["contact_sheet", "heldout_texts", "guardrails_plot"])
 def test_a_training_names_each_file_that_it_wrote(field: str) -> None:
     assert "/elsewhere/r/file" in shown(show_training, summary(**{field: "/elsewhere/r/file"}))
 

@@ -54,7 +54,9 @@ def hacked_rewards(folder: Path) -> str:
 
 
 def start(runs: Runs, rewards: str, *, iterations: int = PLANNED, **changes: Any) -> Start:
-    watch = {"patience": 1, "noise": 0.0, "rise": 0.01, "fall": 0.2, "on_sign": "stop"} | changes.pop("watch", {})
+    guarded = {"patience": 1, "noise": 0.0, "rise": 0.01, "fall": 0.2, "on_fall": "stop"} | changes.pop(
+        "guardrails", {}
+    )
     falling = {"function": f"{rewards}:falling"}
     guardrail = {"reward": "function", "name": "second", "settings": falling, "batch_size": 999}
     settings: dict[str, Any] = {
@@ -68,20 +70,20 @@ def start(runs: Runs, rewards: str, *, iterations: int = PLANNED, **changes: Any
         "evaluate__limit": 1,
         "evaluate__samples_per_prompt": 1,
         "rewards": [{"reward": "function", "settings": {"function": f"{rewards}:rising"}, "batch_size": 999}],
-        "watch": {"guardrails": [guardrail], **watch},
+        "guardrails": {"rewards": [guardrail], **guarded},
     }
     return runs.start_text(**settings, **changes)
 
 
 def test_a_hacked_run_stops_where_the_guardrail_fell_and_continues_without_stop(empty: Runs, rewards: str) -> None:
-    stopped = start(empty, rewards, watch={"fall": 0.6})
+    stopped = start(empty, rewards, guardrails={"fall": 0.6})
     # The guardrail is .8 - .2 n at the n-th evaluation, the first being before training: .8, .6, .4, .2.
     assert (stopped.summary.iterations, stopped.summary.stopped_early) == (3, True)
     (sign,) = stopped.summary.hacking
     assert "second fell from 0.8 to 0.2" in sign
-    assert stopped.summary.watch is not None
-    assert Path(stopped.summary.watch).read_bytes().startswith(b"\x89PNG")
-    note = json.loads(empty.path("watch.json", run="text").read_text())
+    assert stopped.summary.guardrails_plot is not None
+    assert Path(stopped.summary.guardrails_plot).read_bytes().startswith(b"\x89PNG")
+    note = json.loads(empty.path("guardrails.json", run="text").read_text())
     assert (note["version"], note["signs"], note["stopped"]) == (3, [sign], True)
     page = empty.root / "page.html"
     arguments = ["inspect", "text", "--root", str(empty.root), "--html", str(page)]
@@ -89,11 +91,11 @@ def test_a_hacked_run_stops_where_the_guardrail_fell_and_continues_without_stop(
     assert result.exit_code == 0, result.output
     assert "second fell from" in page.read_text()
 
-    again = start(empty, rewards, watch={"fall": 0.6})
+    again = start(empty, rewards, guardrails={"fall": 0.6})
     assert again.stages == ()
     assert (again.summary.policy_digest, again.summary.hacking) == (stopped.summary.policy_digest, [sign])
 
-    on = start(empty, rewards, watch={"fall": 0.6, "on_sign": "report"})
+    on = start(empty, rewards, guardrails={"fall": 0.6, "on_fall": "report"})
     assert (on.summary.iterations, on.summary.stopped_early, len(on.summary.hacking)) == (PLANNED, False, 1)
     assert {stage.partition(":")[0] for stage in on.stages} == {"iteration 4", "evaluation of policy 4"}
 
@@ -125,17 +127,17 @@ def test_a_paused_run_that_is_resumed_ends_as_one_that_never_paused(
     empty: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signs, "_SECONDS_BETWEEN_POLLS", 0.2)
-    watched, own = {"on_sign": "pause", "pause_timeout": 60}, hacked_rewards(tmp_path / "paused")
+    watched, own = {"on_fall": "pause", "pause_timeout": 60}, hacked_rewards(tmp_path / "paused")
     with pytest.raises(signs.NotResumedError, match="nobody resumed the run within 1 s"):
-        start(empty, own, run="watched", iterations=2, watch={**watched, "pause_timeout": 1})
+        start(empty, own, run="watched", iterations=2, guardrails={**watched, "pause_timeout": 1})
     with person() as seen:
-        resumed = start(empty, own, run="watched", iterations=2, watch=watched)
+        resumed = start(empty, own, run="watched", iterations=2, guardrails=watched)
     assert (seen, resumed.summary.iterations, resumed.summary.stopped_early) == (["Paused"], 2, False)
     # Without a person: what was accepted is not asked again.
-    assert start(empty, own, run="watched", iterations=2, watch={**watched, "pause_timeout": 1}).stages == ()
+    assert start(empty, own, run="watched", iterations=2, guardrails={**watched, "pause_timeout": 1}).stages == ()
 
     straight = hacked_rewards(tmp_path / "straight")
-    other = start(Runs(tmp_path / "other"), straight, iterations=2, watch={**watched, "on_sign": "report"})
+    other = start(Runs(tmp_path / "other"), straight, iterations=2, guardrails={**watched, "on_fall": "report"})
     assert resumed.summary.policy_digest == other.summary.policy_digest
     # Each once, though the run was started three times, and the sign once, though it stays.
     assert events("watched") == [*(("grpo.evaluated", version) for version in (0, 1, 2)), ("grpo.hacking-sign", 1)]
@@ -155,30 +157,30 @@ def events(run: str) -> list[tuple[str, int]]:
 
 def test_a_pause_needs_a_ui(empty: Runs, rewards: str) -> None:
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
-        (error,) = refused(lambda: start(empty, rewards, watch={"on_sign": "pause"}))
-    assert (error.place, error.value) == ("watch.on_sign", "pause")
+        (error,) = refused(lambda: start(empty, rewards, guardrails={"on_fall": "pause"}))
+    assert (error.place, error.value) == ("guardrails.on_fall", "pause")
 
 
 def test_a_guardrail_that_holds_says_nothing(empty: Runs, rewards: str) -> None:
-    quiet = start(empty, rewards, iterations=1, watch={"fall": 0.9})
+    quiet = start(empty, rewards, iterations=1, guardrails={"fall": 0.9})
     assert (quiet.summary.hacking, quiet.summary.stopped_early, quiet.summary.iterations) == ([], False, 1)
-    assert json.loads(empty.path("watch.json", run="text").read_text())["signs"] == []
+    assert json.loads(empty.path("guardrails.json", run="text").read_text())["signs"] == []
 
 
 @pytest.mark.parametrize(
     ("changes", "place"),
     [
-        ({"watch__guardrails": []}, "watch.on_sign"),
-        ({"evaluate__every": 0}, "watch.on_sign"),
-        ({"evaluate__prompts": None}, "watch.guardrails"),
-        ({"watch__guardrails": [{"reward": "answer", "weight": 2.0}]}, "watch.guardrails.0.weight"),
-        ({"watch__guardrails": [{"reward": "ssim"}]}, "watch.guardrails.0.reward"),
-        ({"watch__guardrails": [{"reward": "answer"}] * 2}, "watch.guardrails"),
-        ({"watch__fall": 1.5}, "watch.fall"),
-        ({"watch__stop": True}, "watch.stop"),
+        ({"guardrails__rewards": []}, "guardrails.on_fall"),
+        ({"evaluate__every": 0}, "guardrails.on_fall"),
+        ({"evaluate__prompts": None}, "guardrails.rewards"),
+        ({"guardrails__rewards": [{"reward": "answer", "weight": 2.0}]}, "guardrails.rewards.0.weight"),
+        ({"guardrails__rewards": [{"reward": "ssim"}]}, "guardrails.rewards.0.reward"),
+        ({"guardrails__rewards": [{"reward": "answer"}] * 2}, "guardrails.rewards"),
+        ({"guardrails__fall": 1.5}, "guardrails.fall"),
+        ({"guardrails__stop": True}, "guardrails.stop"),
     ],
 )
 def test_an_impossible_watch_is_refused(empty: Runs, changes: dict[str, Any], place: str) -> None:
-    plain = {"watch__guardrails": [{"reward": "answer"}], "watch__on_sign": "stop", "evaluate__every": 1}
+    plain = {"guardrails__rewards": [{"reward": "answer"}], "guardrails__on_fall": "stop", "evaluate__every": 1}
     errors = refused(lambda: empty.start_text(**{**plain, **changes}))
     assert any(error.place.startswith(place) for error in errors), errors

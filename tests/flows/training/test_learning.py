@@ -91,7 +91,7 @@ def test_groups_without_spread_are_drawn_again_up_to_the_bound(empty: Runs) -> N
     ],
 )
 def test_every_stream_gets_its_groups(tokens: int, denoising: int, missing: int) -> None:
-    drawn = ["rollout.prompts_per_iteration=8", "rollout.rendered_drafts=2"]
+    drawn = ["rollout.prompts_per_iteration=8", "rollout.samples_with_images=2"]
     config = read_config(REPOSITORY / "configs" / "tiny_both.yaml", drawn)
     assert missing_prompts(config, {"groups_kept": tokens, "denoising/groups_kept": denoising}) == missing
 

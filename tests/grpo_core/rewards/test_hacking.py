@@ -182,13 +182,13 @@ def test_noise_is_the_standard_deviation(count: int) -> None:
 def test_wrong_rules_are_refused(setting: str, value: object) -> None:
     with pytest.raises(InputError) as caught:
         HackingRule(**{setting: value})  # type: ignore[arg-type]
-    assert (caught.value.place, str(caught.value.value)) == (f"watch.{setting}", str(value))
+    assert (caught.value.place, str(caught.value.value)) == (f"guardrails.{setting}", str(value))
 
 
 def test_wrong_evaluations_are_refused() -> None:
-    with pytest.raises(InputError, match=r"watch\.versions: got \[1, 1\]"):
+    with pytest.raises(InputError, match=r"versions: got \[1, 1\]"):
         hacking_signs([1, 1], [0.1, 0.2], {}, RULE)
-    with pytest.raises(InputError, match=r"watch\.rewards: got '1 values'. There are 2 evaluations"):
+    with pytest.raises(InputError, match=r"rewards: got '1 values'. There are 2 evaluations"):
         hacking_signs([1, 2], [0.1], {}, RULE)
-    with pytest.raises(InputError, match=r"watch\.guardrails\.edges: got '3 values'"):
+    with pytest.raises(InputError, match=r"guardrails\.edges: got '3 values'"):
         hacking_signs([1, 2], [0.1, 0.2], {"edges": [1.0, 2.0, 3.0]}, RULE)

@@ -9,7 +9,7 @@ from tests.tasks.reports.made_runs import RunMaker
 
 MEASURED = "rewards: [{reward: ssim, weight: 0}]\n"
 TRAINED = "rewards: [{reward: ssim, weight: 1}]\n"
-STOPPED = "watch: {on_sign: stop}\n"
+STOPPED = "guardrails: {on_fall: stop}\n"
 RISES = (-0.2, -0.2, -0.2, 0.4, 0.4, 0.4)
 FALLS, STAYS = (0.8, 0.8, 0.8, 0.4, 0.4, 0.4), (0.8, 0.81, 0.8, 0.8, 0.81, 0.8)
 
@@ -25,8 +25,8 @@ FALLS, STAYS = (0.8, 0.8, 0.8, 0.4, 0.4, 0.4), (0.8, 0.81, 0.8, 0.8, 0.81, 0.8)
         ("", RISES[::-1], FALLS, "none", "held-out reward: 0.9 with policy 0, 0.3 with policy 5"),
         (MEASURED, RISES, (), "none", "ssim: 0.3 with policy 0, 0.9 with policy 5"),
         (STOPPED, RISES, FALLS, "signs", "the run was stopped for it"),
-        ("watch: {fall: 0.6}\n", RISES, FALLS, "none", "jpeg: 0.8 with policy 0"),
-        ("watch: {fall: 7}\n", RISES, FALLS, "unknown", "watch.fall"),
+        ("guardrails: {fall: 0.6}\n", RISES, FALLS, "none", "jpeg: 0.8 with policy 0"),
+        ("guardrails: {fall: 7}\n", RISES, FALLS, "unknown", "guardrails.fall"),
     ],
 )
 def test_what_is_not_trained_on_decides(

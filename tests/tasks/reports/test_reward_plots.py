@@ -10,11 +10,11 @@ from tasks.reports.reward_plots import (
     normalised,
     plot_agreement,
     plot_cost,
+    plot_guardrails,
     plot_histograms,
     plot_label,
     plot_rewards,
     plot_trend,
-    plot_watch,
 )
 from tests.tasks.reports.made_frames import made_scores
 
@@ -90,11 +90,11 @@ def test_the_image_depends_on_what_was_measured() -> None:
     contents = []
     for last in (0.5, 0.5, 2.0):
         guardrails = {"sharpness": [1.0, None, last], "$zero": [0.0, 0.0, 1.0], "_none": [None] * 3}
-        contents.append(plot_watch([0, 1, 2], [0.1, 0.2, None], guardrails))
+        contents.append(plot_guardrails([0, 1, 2], [0.1, 0.2, None], guardrails))
     assert contents[0] == contents[1] != contents[2]
 
 
 @pytest.mark.parametrize("rewards", [[0.5], [None]])
 def test_a_single_version_without_guardrails(rewards: list[float | None]) -> None:
-    with Image.open(io.BytesIO(plot_watch([3], rewards, {}))) as image:
+    with Image.open(io.BytesIO(plot_guardrails([3], rewards, {}))) as image:
         assert image.width > 600
