@@ -17,10 +17,11 @@ from grpo_core.rewards.registry import build_reward
 from tasks.reports.pages import require_page_path, write_page
 from tasks.reports.reward_analysis import analyse, read_scores, score_again
 from tasks.reports.reward_page import render_reward_page
-from tasks.reports.reward_plots import plot_rewards
+from tasks.reports.reward_plots import plot_guardrails, plot_rewards
 from tasks.reports.statistics import Statistics
 from tasks.runs.layout import (
     ANALYSIS,
+    GUARDRAILS_PLOT,
     REPORT_FILE,
     REPORT_PAGE,
     REWARDS_FILE,
