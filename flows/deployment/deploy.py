@@ -33,7 +33,7 @@ from grpo_core.errors import InputError, InputErrors, raise_all
 from tasks.checkout import CHECKOUT
 
 _SETTINGS = ("PREFECT_CLIENT_MAX_RETRIES", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "PREFECT_RESULTS_DEFAULT_SERIALIZER")
-_ONE_AT_A_TIME = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
+ONE_AT_A_TIME = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
 _CRON_FIELDS = 5
 _ZONES = "Write a name of the tz database, as UTC or Europe/Berlin."
 TAG = "grpo"
@@ -234,7 +234,7 @@ async def _register(
         enforce_parameter_schema=True,
         schedules=schedules,
         concurrency_limit=1 if wanted.is_training else None,
-        concurrency_options=_ONE_AT_A_TIME if wanted.is_training else None,
+        concurrency_options=ONE_AT_A_TIME if wanted.is_training else None,
         tags=tags,
         description=wanted.description,
         paused=known.paused if known is not None else False,

@@ -1,5 +1,6 @@
 """The server is killed during a run and comes back, or its database is lost; it marks runs whose process was killed."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -105,19 +106,19 @@ def test_a_run_survives_the_loss_and_ends_the_same(
         assert states(ui, run)[-1] == "COMPLETED"
 
 
-def shorten_timeout(ui: GrpoUi) -> None:
+async def shorten_timeout(ui: GrpoUi) -> None:
     """Have the automation wait for SILENT seconds only."""
-    with temporary_settings({PREFECT_API_URL: ui.api_url}), get_client(sync_client=True) as client:
-        (found,) = client.read_automations_by_name(NAME)
-        wanted = heartbeat_automation()
-        trigger = wanted.trigger.model_copy(update={"within": timedelta(seconds=SILENT)})
-        shortened = wanted.model_copy(update={"trigger": trigger})
-        client.request("PUT", "/automations/{id}", path_params={"id": found.id}, json=shortened.model_dump(mode="json"))
+    wanted = heartbeat_automation()
+    trigger = wanted.trigger.model_copy(update={"within": timedelta(seconds=SILENT)})
+    with temporary_settings({PREFECT_API_URL: ui.api_url}):
+        async with get_client() as client:
+            (found,) = await client.read_automations_by_name(NAME)
+            await client.update_automation(found.id, wanted.model_copy(update={"trigger": trigger}))
 
 
 def test_only_runs_of_ours_that_died_are_marked_as_crashed(tmp_path: Path) -> None:
     with grpo_ui(tmp_path / "server", {}) as ui:
-        shorten_timeout(ui)
+        asyncio.run(shorten_timeout(ui))
         with (
             flow_process(ui, tmp_path / "ours", "grpo alive") as ours,
             flow_process(ui, tmp_path / "others", "another project's") as others,
