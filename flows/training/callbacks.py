@@ -33,7 +33,8 @@ class Callbacks:
 
     def on_train_begin(self, history: TrainingHistory) -> None:
         """Log the evaluation before the first iteration."""
-        self.trackers.log(history)
+        if 0 in history.heldout:
+            self.trackers.log(0, None, history.heldout[0], history.guardrails.get(0, {}))
         history.lap()
 
     async def on_iteration_end(
@@ -52,7 +53,8 @@ class Callbacks:
         """
         await report_iteration(self.run, history, self.publisher, policy, rounds, advantages, replayed=replayed)
         stops = self._stopped_by_hook(history, policy)
-        self.trackers.log(history)
+        heldout, guardrails = history.heldout.get(policy.version), history.guardrails.get(policy.version, {})
+        self.trackers.log(policy.version, history.iterations[-1], heldout, guardrails)
         self.keeper.delete_unneeded(policy.version, history.heldout)
         return await ends_at_sign(self.run, history, policy) or stops
 
