@@ -52,7 +52,7 @@ class RunSection(Section):
         0, description="rollouts are sampled by a policy this many versions older, during updates; 0: in turn"
     )
     trackers: tuple[str, ...] = Field(
-        (), description="where metrics and samples are logged: tensorboard, wandb, mlflow, trackio, swanlab"
+        (), description="where metrics and held-out images are logged: tensorboard, wandb, mlflow, trackio, swanlab"
     )
     project: str = Field("grpo", min_length=1, description="project of the trackers; mlflow calls it an experiment")
     continue_from: str | None = Field(

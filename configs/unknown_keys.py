@@ -43,7 +43,7 @@ OTHER_MEANING: Mapping[str, str] = MappingProxyType(
         "rollout.generation_batch_size": "Set rollout.prompts_per_iteration, which counts prompts and not completions, "
         "to generation_batch_size / num_generations.",
         "rollout.steps_per_generation": "Set update.minibatch_size to the rows of one optimizer step.",
-        "run.log_completions": "Set run.trackers to a list such as [tensorboard]: trackers get the held-out samples.",
+        "run.log_completions": "`grpo inspect RUN` and Prefect's UI show completions; there is no such setting.",
         "run.max_steps": "Set run.iterations: it counts rounds of sampling and training, max_steps counts optimizer "
         "steps. An iteration has update.epochs x its rows / update.minibatch_size of them.",
         "run.num_train_epochs": "Set run.iterations to num_train_epochs x prompts / rollout.prompts_per_iteration.",

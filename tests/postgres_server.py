@@ -100,11 +100,11 @@ class PostgresServer:
         place = ["-h", "127.0.0.1", "-p", str(self.port), "-U", USER, "-d", database]
         return self._run("psql", *place, "-v", "ON_ERROR_STOP=1", "-Atc", statement).strip()
 
-    def url(self, database: str, *, user: str = USER, password: str = PASSWORD, scheme: str = "postgresql") -> str:
-        """Address of a database, the password escaped."""
+    def url(self, database: str, *, user: str = USER, password: str = PASSWORD) -> str:
+        """Address of a database as Prefect takes it, the password escaped."""
         from urllib.parse import quote
 
-        return f"{scheme}://{user}:{quote(password, safe='')}@127.0.0.1:{self.port}/{database}"
+        return f"postgresql+asyncpg://{user}:{quote(password, safe='')}@127.0.0.1:{self.port}/{database}"
 
 
 def _programs() -> Path | None:

@@ -12,7 +12,7 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, WorkPool
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound
 from prefect.server.schemas.schedules import CronSchedule as Scheduled
 from prefect.utilities.urls import url_for
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -25,15 +25,15 @@ from flows.pipeline.forms import form_schema
 from flows.pipeline.requests import DeployRequest, EvaluateRequest, RescoreRequest
 from flows.prefect_settings import CLIENT
 from flows.rescoring.rescore import rescore
-from flows.server.heartbeat_automation import ensure_automations
-from flows.server.reachable import KIND, is_cloud, require_configured
+from flows.server.heartbeat_automation import ensure_automation
+from flows.server.reachable import KIND, require_configured
 from flows.training.train import train
 from flows.workers.worker import read_or_create_pool
 from grpo_core.errors import InputError, InputErrors, raise_all
 from tasks.checkout import CHECKOUT
 
 _SETTINGS = ("PREFECT_CLIENT_MAX_RETRIES", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "PREFECT_RESULTS_DEFAULT_SERIALIZER")
-_ONE_AT_A_TIME = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
+ONE_AT_A_TIME = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
 _CRON_FIELDS = 5
 _ZONES = "Write a name of the tz database, as UTC or Europe/Berlin."
 TAG = "grpo"
@@ -121,7 +121,7 @@ async def deploy_run(request: DeployRequest, config: RunConfig) -> DeployedRun:
     async with get_client() as client:
         pool = await _pool(client, request)
         refuse_image(request, pool, config)
-        watched = await _watched(client)
+        watched = await ensure_automation(client)
         deployed = [
             await _register(
                 client, each, request, [TAG, config.run.name], pool.type, schedule if each.is_training else None
@@ -148,18 +148,6 @@ async def _pool(client: PrefectClient, request: DeployRequest) -> WorkPool:
             f"The server has none of this name: `prefect work-pool create {request.pool} --type kubernetes`, or docker."
         )
         raise InputError("--pool", request.pool, hint) from error
-
-
-async def _watched(client: PrefectClient) -> bool:
-    """Register the automation for runs without heartbeats; return whether the server has it."""
-    try:
-        await ensure_automations(client)
-    except PrefectHTTPStatusError:
-        # A plan of Prefect Cloud allows a number of automations.
-        if not is_cloud():
-            raise
-        return False
-    return True
 
 
 def refuse_image(request: DeployRequest, pool: WorkPool, config: RunConfig) -> None:
@@ -246,7 +234,7 @@ async def _register(
         enforce_parameter_schema=True,
         schedules=schedules,
         concurrency_limit=1 if wanted.is_training else None,
-        concurrency_options=_ONE_AT_A_TIME if wanted.is_training else None,
+        concurrency_options=ONE_AT_A_TIME if wanted.is_training else None,
         tags=tags,
         description=wanted.description,
         paused=known.paused if known is not None else False,

@@ -1,12 +1,14 @@
-"""`grpo ui`: Prefect's server in this process until a signal ends it, and who may reach it."""
+"""`grpo ui`: Prefect's own server with our settings, and who may reach it."""
 
-import logging
+import contextlib
 import os
-import signal
-import socket
+import runpy
+import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -14,24 +16,23 @@ from typer import Option
 
 from configs.validation import Section
 from flows.prefect_settings import CLIENT, LASTING_SERVER
-from flows.server.database import VARIABLES, choose_database, prepare_database
 from grpo_core.errors import InputError
-
-if TYPE_CHECKING:
-    import uvicorn
 
 AUTH_VARIABLES = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")
 """Variables with the server's user and password; clients read the second."""
 
+DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
+"""Where Prefect reads the address of its database, the first before the second; without one it uses SQLite."""
+
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_EVERYWHERE = ("0.0.0.0", "::")
-_GRACE_SECONDS = 10
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_SECONDS_BETWEEN_TRIES = 0.25
 
 
 class ServerRequest(Section):
     """Starts Prefect's server."""
 
-    port: int = Field(4200, description="port of the page and the API; 0 for a free one")
+    port: int = Field(4200, ge=1, le=65535, description="port of the page and the API")
     host: str = Field("127.0.0.1", description="address to listen on; --auth is required beyond this machine")
     url: str | None = Field(None, description="address that others use, such as a TLS proxy's https://...")
     auth: Annotated[bool, Option("--auth")] = Field(
@@ -40,59 +41,18 @@ class ServerRequest(Section):
     csrf: Annotated[bool, Option("--csrf")] = Field(
         False, description="protect against cross-site requests in the browser"
     )
-    database: Annotated[str | None, Option(metavar="URL")] = Field(
-        None, description="database URL without a password; or set PREFECT_API_DATABASE_CONNECTION_URL"
-    )
 
 
-@dataclass(frozen=True)
-class Access:
-    """How the server can be reached.
-
-    Attributes:
-        url: where browsers, runs and workers find it, without a path; behind a proxy, the proxy's.
-        auth: `user:password` that every request must carry; None for no authentication.
-        csrf: whether a page in a browser needs the server's token to change anything.
-    """
-
-    host: str
-    port: int
-    url: str
-    auth: str | None
-    csrf: bool
-
-    @property
-    def api_url(self) -> str:
-        """Value of PREFECT_API_URL for clients."""
-        return f"{self.url}/api"
-
-    @property
-    def own_api_url(self) -> str:
-        """Value of PREFECT_API_URL on this machine, without a proxy."""
-        return f"{_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(self.host, self.host), self.port)}/api"
-
-    def settings(self) -> Mapping[str, str]:
-        """Return Prefect's settings, as environment variables."""
-        origins = {self.url, _address(self.host, self.port)}
-        if self.host in _LOOPBACK:
-            origins |= {_address("127.0.0.1", self.port), _address("localhost", self.port)}
-        settings = {
-            "PREFECT_SERVER_API_HOST": self.host,
-            "PREFECT_SERVER_API_PORT": str(self.port),
-            "PREFECT_SERVER_UI_API_URL": self.api_url,
-            "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(sorted(origins)),
-            "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": str(self.csrf).lower(),
-        }
-        return settings | ({AUTH_VARIABLES[0]: self.auth} if self.auth else {})
-
-
-def decide_access(request: ServerRequest, environment: Mapping[str, str] = os.environ) -> Access:
-    """Check the options, and refuse those that would leave the server open.
+def server_settings(request: ServerRequest, environment: Mapping[str, str] = os.environ) -> Mapping[str, str]:
+    """Check the options, refuse those that would leave the server open, and return Prefect's settings for the others.
 
     Args:
         request: requests need a user and a password also if the environment sets them for the server; pages need the
             server's token also if the host is not loopback.
-        environment: has the user and the password, which are never shown.
+        environment: has the user and the password, which are never shown, and the address of the database.
+
+    Returns:
+        Environment variables of the server. PREFECT_SERVER_UI_API_URL is where browsers, runs and workers find it.
 
     Raises:
         InputError: other machines can reach the address without authentication; user and password are missing or
@@ -111,7 +71,16 @@ def decide_access(request: ServerRequest, environment: Mapping[str, str] = os.en
         hint = "Add --url with the address under which browsers, runs and workers find it, such as https://prefect.lab."
         raise InputError("--host", host, hint)
     url = _own_url(request.url) if request.url else _address(host, request.port)
-    return Access(host, request.port, url, _secret(environment) if auth else None, request.csrf or not here)
+    origins = {url, *(_address(each, request.port) for each in ([host, "127.0.0.1", "localhost"] if here else [host]))}
+    database = next((environment[name] for name in DATABASE_VARIABLES if environment.get(name)), "sqlite")
+    settings = {
+        "PREFECT_SERVER_UI_API_URL": f"{url}/api",
+        "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(sorted(origins)),
+        "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": str(request.csrf or not here).lower(),
+        # Clients may ask for the driver, but never for the address.
+        "PREFECT_SERVER_DATABASE_DRIVER": "sqlite+aiosqlite" if database.startswith("sqlite") else "postgresql+asyncpg",
+    }
+    return settings | ({AUTH_VARIABLES[0]: _secret(environment)} if auth else {})
 
 
 def _secret(environment: Mapping[str, str]) -> str:
@@ -140,131 +109,52 @@ def _address(host: str, port: int) -> str:
 
 
 def serve(request: ServerRequest, report_progress: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C; report PREFECT_API_URL once requests are accepted.
+    """Run `prefect server start` in this process; report PREFECT_API_URL once requests are accepted.
 
     Raises:
-        InputError: the address would leave the server open or is in use, or the database cannot be used.
-        RuntimeError: the server did not start; its log has the reason.
+        InputError: the address would leave the server open.
+        SystemExit: the server has ended, or could not start; Prefect has printed why.
     """
-    # Before the imports, which take seconds.
-    decide_access(request)
-    with _listening(request.host, request.port) as listener:
-        access = decide_access(request.model_copy(update={"port": int(listener.getsockname()[1])}))
-        choose_database(request.database)
-        report_progress("starting Prefect's server ...")
-        _settle(access)
-        import asyncio
-
-        database = asyncio.run(_prepare())
-        if database.startswith("sqlite"):
-            _filter_sqlite_logs()
-        from prefect.settings import PREFECT_SERVER_DATABASE_DRIVER, temporary_settings
-
-        # Clients may read these settings, where the database's address is hidden.
-        with temporary_settings({PREFECT_SERVER_DATABASE_DRIVER: database.partition("://")[0]}):
-            _serve(access, listener, lambda: _report_addresses(access, database, report_progress))
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
-    except (OSError, OverflowError) as error:
-        hint = f"{error}. Choose another with --port, or end what listens there; a server may be running already."
-        raise InputError("--host and --port", f"{host}:{port}", hint) from error
-
-
-def _settle(access: Access) -> None:
-    """Set the environment, which Prefect reads when it is imported."""
+    settings = server_settings(request)
+    report_progress("starting Prefect's server ...")
+    # Prefect reads the environment when it is imported.
     for name, value in LASTING_SERVER.items():
         os.environ.setdefault(name, value)
     # Other commands report failures themselves, so their console shows no logs.
     if os.environ.get("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL") == CLIENT["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"]:
         os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "NOTSET"
-    os.environ.update(access.settings())
+    os.environ.update(settings)
     # The server would show a client's address to browsers as its own.
     os.environ.pop("PREFECT_API_URL", None)
+    here = f"{_address(_EVERYWHERE.get(request.host, request.host), request.port)}/api"
+    threading.Thread(target=_prepare_server, args=(here, settings, report_progress), daemon=True).start()
+    sys.argv = ["prefect", "--no-prompt", "server", "start", "--host", request.host, "--port", str(request.port)]
+    runpy.run_module("prefect", run_name="__main__")
 
 
-async def _prepare() -> str:
-    from flows.server.heartbeat_automation import extend_deadline
-
-    database = await prepare_database()
-    await extend_deadline()
-    return database
-
-
-def _filter_sqlite_logs() -> None:
-    """Drop log lines that only SQLite causes: an event that found the database locked is retried.
-
-    If the retries fail, the automation misses the end of a run, and does not change a run that has ended.
-    """
-    consumer = logging.getLogger("prefect.server.utilities.messaging.memory")
-    consumer.addFilter(lambda record: not (record.exc_info and "database is locked" in str(record.exc_info[1])))
-    actions = logging.getLogger("prefect.server.events.actions")
-    actions.addFilter(lambda record: "Run is already in terminal state" not in record.getMessage())
-
-
-def _serve(access: Access, listener: socket.socket, report_progress: Callable[[], None]) -> None:
-    import asyncio
-
-    import uvicorn
-    from prefect.server.api.server import create_app
-    from prefect.settings import get_current_settings
-
-    settings = get_current_settings().server
-    config = uvicorn.Config(
-        create_app(final=True),
-        log_level=settings.logging_level.lower(),
-        timeout_keep_alive=settings.api.keepalive_timeout,
-        ws_ping_interval=settings.api.websocket_ping_interval,
-        ws_ping_timeout=settings.api.websocket_ping_timeout,
-        timeout_graceful_shutdown=_GRACE_SECONDS,
-    )
-    server = uvicorn.Server(config)
-    # uvicorn raises the signal that ended it once more, for the previous handlers.
-    signals = (signal.SIGTERM, signal.SIGINT)
-    previous = {number: signal.signal(number, lambda *_: None) for number in signals}
-    try:
-        asyncio.run(_serving(server, access, listener, report_progress))
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    if not server.started:
-        raise RuntimeError("the server did not start; the lines above say why")
-
-
-async def _serving(
-    server: "uvicorn.Server", access: Access, listener: socket.socket, report_progress: Callable[[], None]
-) -> None:
+def _prepare_server(api_url: str, settings: Mapping[str, str], report_progress: Callable[[str], None]) -> None:
+    """Wait until the server answers at this address, register the automation, and report how it is reached."""
+    answers = False
+    while not answers:
+        time.sleep(_SECONDS_BETWEEN_TRIES)
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{api_url}/health", timeout=5):
+            answers = True
+    # The main thread has imported Prefect by then.
     import asyncio
 
     from prefect.client.orchestration import PrefectClient
 
-    from flows.server.heartbeat_automation import ensure_automations
+    from flows.server.heartbeat_automation import ensure_automation
 
-    ended = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not ended.done():
-        await asyncio.sleep(0.05)
-    if server.started and not server.should_exit:
-        try:
-            async with PrefectClient(access.own_api_url, auth_string=access.auth) as client:
-                await ensure_automations(client)
-            report_progress()
-        except BaseException:
-            server.should_exit = True
-            await ended
-            raise
-    await ended
+    async def register() -> None:
+        async with PrefectClient(api_url, auth_string=settings.get(AUTH_VARIABLES[0])) as client:
+            await ensure_automation(client)
 
-
-def _report_addresses(access: Access, database: str, report_progress: Callable[[str], None]) -> None:
-    report_progress(f"Prefect's server and UI: {access.url} (records in {database}); Ctrl-C stops it")
+    asyncio.run(register())
     report_progress("For runs and workers, in their environment:")
-    report_progress(f"    export PREFECT_API_URL={access.api_url}")
-    if access.auth:
+    report_progress(f"    export PREFECT_API_URL={settings['PREFECT_SERVER_UI_API_URL']}")
+    if AUTH_VARIABLES[0] in settings:
         report_progress(f"    export {AUTH_VARIABLES[1]}=...   # the user and password that the server was given")
-    if database.startswith("sqlite"):
-        report_progress(
-            f"SQLite is for one machine without workers; with workers set {VARIABLES[1]} (docs/operations.md)"
-        )
+    if settings["PREFECT_SERVER_DATABASE_DRIVER"].startswith("sqlite"):
+        name = DATABASE_VARIABLES[0]
+        report_progress(f"SQLite is for one machine without workers; with workers set {name} (docs/operations.md)")

@@ -1,13 +1,11 @@
-"""How each of accelerate's trackers goes on with a run, and what it calls an image, a text and a histogram.
+"""How each of accelerate's trackers continues a run: its arguments, and the images of a step where it takes images.
 
-Everything else is accelerate's: these classes give its trackers their arguments and the values to log.
+Everything else is accelerate's.
 """
 
-import importlib
 import os
-import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -15,13 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from PIL import Image
 
 from flows.tracking.step import Step
 from tasks.metrics.names import HELDOUT
 from tasks.runs.layout import TENSORBOARD
-
-REWARDS = "reward_histogram"
-"""Name of the histogram of an iteration's rewards."""
 
 _FLUSHED_EVERY = "x_transaction_log_flush_interval"
 
@@ -49,24 +45,21 @@ class TrackedRun:
 
 
 class Backend:
-    """A tracker of accelerate that gets metrics and settings, and begins a new run at each start.
+    """A tracker of accelerate, which begins a new run at each start.
 
     Attributes:
-        id: what the tracker calls the run, to go on with it; None if it cannot.
+        id: what the tracker calls the run, to continue it; None if it cannot.
     """
 
-    kept = False
-    """Whether a later start goes on with the same run."""
+    continues = False
+    """Whether a later start continues the same run."""
 
-    library: ClassVar[str | None] = None
-    """Module with the classes Image and Histogram; None for a tracker without."""
-
-    histograms = True
-    """Whether the library has histograms."""
+    log_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Options of the tracker's `log`."""
 
     def __init__(self, kind: str, run: TrackedRun) -> None:
         """Start the tracker, and store the settings of a run that is new to it."""
-        self.id: str | None = (run.id or uuid.uuid4().hex[:21]) if self.kept else None
+        self.id: str | None = (run.id or uuid.uuid4().hex[:21]) if self.continues else None
         self.tracker = LOGGER_TYPE_TO_CLASS[kind](**self.arguments(run))
         # The flow runs in one process, so nothing has to be left to the first of several.
         self.tracker.main_process_only = False
@@ -83,27 +76,14 @@ class Backend:
         self.tracker.store_init_configuration(dict(run.config))
 
     def log(self, step: Step) -> None:
-        """Log everything of an iteration that the tracker can show."""
-        self.tracker.log({**step.metrics, **self.media(step)}, step=step.number)
+        """Log the images of an iteration, if the tracker takes a list of them, and its metrics."""
+        if step.images and hasattr(self.tracker, "log_images"):
+            self.log_images(step.images, step.number)
+        self.tracker.log(dict(step.metrics), step=step.number, **self.log_options)
 
-    def media(self, step: Step) -> dict[str, Any]:
-        """Return the histogram, an image with its caption for each held-out prompt, and texts, by name."""
-        if self.library is None:
-            return {}
-        library = importlib.import_module(self.library)
-        made: dict[str, Any] = {}
-        if step.rewards and self.histograms:
-            made[REWARDS] = library.Histogram(step.rewards)
-        for each in step.heldout:
-            if each.strip is not None:
-                made[f"heldout/{each.title}"] = library.Image(each.strip, caption=each.caption)
-        if any(each.texts for each in step.heldout):
-            made["heldout"] = self.texts(library, step)
-        return made
-
-    def texts(self, library: Any, step: Step) -> Any:
-        """Return the held-out prompts with their completions and rewards as an object of the tracker's library."""
-        raise NotImplementedError
+    def log_images(self, images: Mapping[str, Sequence[Image.Image]], number: int) -> None:
+        """Log the images of each held-out prompt under its title."""
+        self.tracker.log_images({title: list(shown) for title, shown in images.items()}, step=number)
 
     def finish(self) -> None:
         """Write what is left, and close the run."""
@@ -111,9 +91,9 @@ class Backend:
 
 
 class TensorBoard(Backend):
-    """Writes to the folder `tensorboard`; a start that goes on replaces the steps after the last one."""
+    """Writes to the folder `tensorboard`; a start that continues the run replaces the steps after the last one."""
 
-    kept = True
+    continues = True
 
     def arguments(self, run: TrackedRun) -> dict[str, Any]:
         """Return the folder, and the first step that a reader takes from the new file only."""
@@ -128,26 +108,21 @@ class TensorBoard(Backend):
         for summary in hparams(settings, {"reward": 0.0, HELDOUT: 0.0}):
             self.tracker.tracker.file_writer.add_summary(summary)
 
-    def log(self, step: Step) -> None:
-        """Log scalars, the histogram, a strip of images for each held-out prompt, and the prompts with rewards."""
-        writer = self.tracker.tracker
-        if step.rewards:
-            writer.add_histogram(REWARDS, np.asarray(step.rewards), global_step=step.number)
-        strips = {f"heldout/{each.title}": each.strip for each in step.heldout if each.strip is not None}
-        for title, strip in strips.items():
-            writer.add_image(title, np.asarray(strip), global_step=step.number, dataformats="HWC")
-        # Its last line writes everything to disk.
-        self.tracker.log({**step.metrics, **({"heldout": step.page} if step.heldout else {})}, step=step.number)
+    def log_images(self, images: Mapping[str, Sequence[Image.Image]], number: int) -> None:
+        """Log the images of each held-out prompt, which have one size, as one grid."""
+        grids = {title: np.stack([np.asarray(image) for image in shown]) for title, shown in images.items()}
+        self.tracker.log_images(grids, step=number, dataformats="NHWC")
 
 
 class WandB(Backend):
     """Weights & Biases: offline unless WANDB_MODE says otherwise or an API key is configured."""
 
-    kept = True
-    library = "wandb"
+    continues = True
+    # A step that is committed is kept if the process is killed.
+    log_options = MappingProxyType({"commit": True})
 
     def arguments(self, run: TrackedRun) -> dict[str, Any]:
-        """Go on with the run of this id where there is one."""
+        """Continue the run of this id where there is one."""
         import wandb
 
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -166,68 +141,39 @@ class WandB(Backend):
             **mode,
         }
 
-    def log(self, step: Step) -> None:
-        """Log and commit the iteration, so that it is kept if the process is killed."""
-        self.tracker.log({**step.metrics, **self.media(step)}, step=step.number, commit=True)
-
-    def texts(self, library: Any, step: Step) -> Any:
-        """Return a table with a row per completion."""
-        rows = [
-            [each.prompt, reward, text]
-            for each in step.heldout
-            for reward, text in zip(each.rewards, each.texts, strict=False)
-        ]
-        return library.Table(columns=["prompt", "reward", "completion"], data=rows)
-
 
 class MLflow(Backend):
-    """MLflow, at MLFLOW_TRACKING_URI or on local files; it has no histograms."""
+    """MLflow, at MLFLOW_TRACKING_URI or on local files."""
 
-    kept = True
+    continues = True
 
     def arguments(self, run: TrackedRun) -> dict[str, Any]:
-        """Go on with the run of this id where there is one."""
+        """Continue the run of this id where there is one."""
         return {"experiment_name": run.project, "run_name": run.name, "run_id": run.id}
 
     def log(self, step: Step) -> None:
-        """Log metrics, images with steps, and the held-out prompts with their rewards as a Markdown file."""
-        import mlflow
-
+        """Log the metrics; MLflow itself names the run."""
         self.id = self.tracker.tracker.info.run_id
-        for each in step.heldout:
-            if each.strip is not None:
-                # It refuses other letters in a name.
-                title = re.sub(r"[^A-Za-z0-9_. -]", "_", f"heldout {each.title}")
-                mlflow.log_image(each.strip, key=title, step=step.number)
-        if step.heldout:
-            mlflow.log_text(step.page, f"heldout/{step.number:06d}.md")
         super().log(step)
 
 
 class Trackio(Backend):
     """trackio, in its local folder or in the Space that its own variables name."""
 
-    kept = True
-    library = "trackio"
+    continues = True
 
     def arguments(self, run: TrackedRun) -> dict[str, Any]:
-        """Go on with the run of this name; trackio knows runs by their names, so the name has the id."""
+        """Continue the run of this name; trackio knows runs by their names, so the name has the id."""
         return {"run_name": run.project, "name": f"{run.name}-{self.id}", "resume": "allow"}
-
-    def texts(self, library: Any, step: Step) -> Any:
-        """Return them as Markdown."""
-        return library.Markdown(step.page)
 
 
 class SwanLab(Backend):
-    """SwanLab: offline unless SWANLAB_MODE or SWANLAB_API_KEY is set; it has no histograms."""
+    """SwanLab: offline unless SWANLAB_MODE or SWANLAB_API_KEY is set."""
 
-    kept = True
-    library = "swanlab"
-    histograms = False
+    continues = True
 
     def arguments(self, run: TrackedRun) -> dict[str, Any]:
-        """Go on with the run of this id where there is one."""
+        """Continue the run of this id where there is one."""
         known = {"SWANLAB_MODE", "SWANLAB_API_KEY"} & {*os.environ}
         return {
             "run_name": run.project,
@@ -238,12 +184,8 @@ class SwanLab(Backend):
             **({} if known else {"mode": "offline"}),
         }
 
-    def texts(self, library: Any, step: Step) -> Any:
-        """Return them as Markdown."""
-        return library.Text(step.page)
-
 
 BACKENDS: Mapping[str, type[Backend]] = MappingProxyType(
     {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio, "swanlab": SwanLab}
 )
-"""Trackers that go on with a run and show samples, by name; the others are served by `Backend`."""
+"""Trackers that continue a run, by name; the others are served by `Backend`."""

@@ -1,4 +1,4 @@
-"""Log what a training or a replay has finished; a tracker that fails is left out, and the training goes on."""
+"""Log what a training or a replay has finished; without a tracker that fails the training continues."""
 
 import contextlib
 import json
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import RunConfig
-from flows.training.history import TrainingHistory
 from tasks.progress import log
+from tasks.reports.iteration import IterationRecord
 from tasks.runs.layout import TRACKERS_FILE
+from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import dump_checked, is_local, load_checked
 
@@ -32,8 +33,8 @@ def tracking(config: RunConfig, store: ArtifactStore) -> Iterator["RunTrackers"]
 class RunTrackers:
     """The trackers of one start of a run.
 
-    `trackers.json` has the id of the run in each tracker and the step that was logged last. A start that goes on logs
-    later steps only; a tracker that is new to the run gets all of them, those from the cache too.
+    `trackers.json` has the id of the run in each tracker and the step that was logged last. A later start logs later
+    steps only; a tracker that is new to the run gets all of them, those from the cache too.
     """
 
     def __init__(self, config: RunConfig, store: ArtifactStore) -> None:
@@ -43,33 +44,29 @@ class RunTrackers:
         self._records = _read_records(store) if self._names else {}
         self._open: dict[str, Backend] = {}
 
-    def log(self, history: TrainingHistory) -> None:
-        """Log the evaluations and iterations of the history that were not logged yet."""
-        for number in sorted(
-            {*(record.iteration for record in history.iterations), *(each.version for each in history.evaluations)}
-        ):
-            names = [name for name in self._names if number > self._last_step(name)]
-            if names:
-                self._log_step(history, number, names)
+    def log(self, number: int, record: IterationRecord | None, evaluation: EvaluationView | None) -> None:
+        """Log an iteration, and the evaluation of the policy that it made, in every tracker that does not have it yet.
 
-    def _last_step(self, name: str) -> int:
-        return int(self._records.get(name, {}).get("step", -1))
-
-    def _log_step(self, history: TrainingHistory, number: int, names: list[str]) -> None:
+        Args:
+            number: iterations done; 0 before training.
+            record: None before training.
+            evaluation: None without one.
+        """
         step: Step | None = None
-        for name in names:
+        for name in [name for name in self._names if number > self._last_step(name)]:
             with self._leaving_out(name):
-                step = step or self._read_step(history, number)
+                if step is None:
+                    from flows.tracking.step import read_step
+
+                    step = read_step(self._store, number, record, evaluation)
                 backend = self._backend(name)
                 backend.log(step)
                 self._records[name] = {"id": backend.id, "step": number}
-        self._store.write_file(TRACKERS_FILE, dump_checked(self._records))
+        if step is not None:
+            self._store.write_file(TRACKERS_FILE, dump_checked(self._records))
 
-    def _read_step(self, history: TrainingHistory, number: int) -> "Step":
-        from flows.tracking.step import read_step
-
-        record = next((each for each in history.iterations if each.iteration == number), None)
-        return read_step(self._store, number, record, history.evaluation_of(number))
+    def _last_step(self, name: str) -> int:
+        return int(self._records.get(name, {}).get("step", -1))
 
     def _backend(self, name: str) -> "Backend":
         from accelerate import PartialState
@@ -102,7 +99,7 @@ class RunTrackers:
             self._names.remove(name)
             self._open.pop(name, None)
             reason = next(iter(str(error).strip().splitlines()), "")
-            log(f"tracker {name} failed ({type(error).__name__}: {reason}); the run goes on without it")
+            log(f"tracker {name} failed ({type(error).__name__}: {reason}); the run continues without it")
 
     def finish(self) -> None:
         """Close the trackers."""
@@ -128,7 +125,7 @@ def flat_settings(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _read_records(store: ArtifactStore) -> dict[str, dict[str, Any]]:
-    """Read trackers.json; without a valid one every tracker begins anew."""
+    """Read trackers.json; without a valid one every tracker begins a new run."""
     try:
         found = load_checked(store.read_file(TRACKERS_FILE) or dump_checked({}))
     except ValueError as error:

@@ -40,7 +40,8 @@ class Callbacks:
 
     def on_train_begin(self, history: TrainingHistory) -> None:
         """Log the evaluation before the first iteration."""
-        self.trackers.log(history)
+        if (evaluation := history.evaluation_of(0)) is not None:
+            self.trackers.log(0, None, evaluation)
         history.lap()
 
     async def on_iteration_end(
@@ -76,7 +77,7 @@ class Callbacks:
         stops = reason is not None and record.iteration < iterations
         if stops:
             self._stop(history, policy, reason)
-        self.trackers.log(history)
+        self.trackers.log(record.iteration, record, history.evaluation_of(record.iteration))
         self.keeper.delete_unneeded(policy.version, history.heldout_rewards)
         return await ends_at_sign(self.run, history, policy) or stops
 

@@ -22,6 +22,7 @@ from prefect.flow_engine import run_flow_async
 from prefect.states import Cancelled
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
+from flows.server.heartbeat_automation import ensure_automation
 from flows.server.reachable import KIND
 from flows.workers.stage_flows import STAGE_FLOWS
 from grpo_core.errors import InputError
@@ -182,7 +183,7 @@ def needs_the_machine(parameters: Mapping[str, Any]) -> bool:
 
 
 async def serve(pool: str, idle: float | None = None, limit: int | None = None) -> None:
-    """Serve a pool; pool, queue and deployments of the stages are created if they are missing.
+    """Serve a pool; pool, queue, deployments of the stages and the heartbeat automation are created if missing.
 
     Args:
         pool: name of the work pool.
@@ -195,6 +196,7 @@ async def serve(pool: str, idle: float | None = None, limit: int | None = None) 
     async with get_client() as client:
         await _require_pool(client, pool)
         await register_stages(client, pool)
+        await ensure_automation(client)
         queues = [queue.name for queue in await client.read_work_queues(work_pool_name=pool)]
     name, shift = f"{pool}-{platform.node()}-{os.getpid()}", Shift(anyio.Lock(), idle, limit)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

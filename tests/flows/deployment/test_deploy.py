@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
@@ -10,14 +12,13 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from flows.deployment.deploy import credential_problems, deploy_run
+from flows.deployment.deploy import ONE_AT_A_TIME, credential_problems, deploy_run, job_variables
 from flows.pipeline.requests import DeployRequest
-from flows.server.heartbeat_automation import HEARTBEAT_TIMEOUT
 from flows.server.heartbeat_automation import NAME as AUTOMATION
 from grpo_core.errors import InputError
 from tasks.checkout import CHECKOUT
 from tests.flows.conftest import TINY
-from tests.flows.deployment.deployed import MIX, POOL, deployed, make_pool, on_the_server
+from tests.flows.deployment.deployed import MIX, deployed, make_pool, on_the_server
 
 
 @pytest.fixture(scope="module")
@@ -25,76 +26,67 @@ def pool(server: None) -> str:
     return make_pool()
 
 
-class TestRegistered:
-    def test_training_alone_by_default(self, pool: str) -> None:
-        told = deployed(run="alone")
-        (name, found), *others = on_the_server("alone").items()
-        assert (name, others) == ("grpo train/alone", [])
-        assert [each.name for each in told.deployments] == [name]
-        assert found.parameters == {"config": read_config(TINY, ["run.name=alone"]).model_dump(mode="json")}
-        assert (found.work_pool_name, found.tags) == (pool, ["grpo", "alone"])
-        assert found.global_concurrency_limit is not None
-        assert found.global_concurrency_limit.limit == 1
-        assert found.concurrency_options is not None
-        assert found.concurrency_options.collision_strategy == "CANCEL_NEW"
-        assert found.schedules == []
-        # Without the first, the automation takes runs of Prefect's own workers for dead.
-        assert found.job_variables["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(
-            int(HEARTBEAT_TIMEOUT.seconds / 2.5)
-        )
-        assert found.job_variables["working_dir"] == "."
-        assert found.enforce_parameter_schema
-        # Silent runs are looked after.
-        with get_client(sync_client=True) as client:
-            assert len(client.read_automations_by_name(AUTOMATION)) == 1
+async def replace_schedule(name: str, changed: Mapping[str, Any]) -> None:
+    """As a person does in the UI."""
+    async with get_client() as client:
+        found = await client.read_deployment_by_name(name)
+        (schedule,) = found.schedules
+        await client.delete_deployment_schedule(found.id, schedule.id)
+        requested = {"schedule": schedule.schedule.model_dump(mode="json"), "active": True, **changed}
+        await client.request("POST", "/deployments/{id}/schedules", path_params={"id": found.id}, json=[requested])
 
-    def test_a_second_time_brings_up_to_date_and_adds_nothing(self, pool: str) -> None:
+
+class TestRegistered:
+    def test_a_second_time_brings_up_to_date_and_keeps_what_a_person_changed(self, pool: str) -> None:
         first = deployed(run="twice", cron="0 2 * * *", timezone="Europe/Berlin", evaluate=True, rescore=(str(MIX),))
         names = ["grpo train/twice", "grpo evaluate/twice-evaluate", "grpo rescore/twice-rescore-mix"]
         assert [(each.name, each.updated) for each in first.deployments] == [(name, False) for name in names]
-        again = deployed(run="twice", cron="30 3 * * 1", evaluate=True, rescore=(str(MIX),), overrides=["run.seed=7"])
+        found = on_the_server("twice")
+        assert sorted(found) == sorted(names)
+        training, evaluation, rescoring = (found[name] for name in names)
+        config = read_config(TINY, ["run.name=twice"]).model_dump(mode="json")
+        assert training.parameters == {"config": config}
+        assert (training.work_pool_name, training.tags) == (pool, ["grpo", "twice"])
+        assert training.global_concurrency_limit is not None
+        assert training.global_concurrency_limit.limit == 1
+        assert training.concurrency_options == ONE_AT_A_TIME
+        assert training.job_variables == job_variables("process")
+        assert training.enforce_parameter_schema
+        assert (evaluation.schedules, rescoring.schedules) == ([], [])
+        # A rescoring names its file as workers find it.
+        request = rescoring.parameters["request"]
+        assert (request["sources"], request["rewards"], request["name"]) == (
+            ["twice"],
+            "configs/rewards/mix.yaml",
+            "mix",
+        )
+        assert (CHECKOUT / request["rewards"]).is_file()
+
+        given = {"parameters": {"config": {"run": {"name": "twice"}}}, "slug": "nightly"}
+        asyncio.run(replace_schedule(names[0], given))
+        again = deployed(run="twice", evaluate=True, rescore=(str(MIX),), overrides=["run.seed=7"])
         assert [(each.name, each.id, each.updated) for each in again.deployments] == [
             (each.name, each.id, True) for each in first.deployments
         ]
-        found = on_the_server("twice")
-        assert sorted(found) == sorted(names)
-        assert found[names[0]].parameters["config"]["run"]["seed"] == 7
-        (schedule,) = found[names[0]].schedules
-        assert (schedule.schedule.cron, schedule.schedule.timezone, schedule.active) == ("30 3 * * 1", "UTC", True)
-        assert [found[name].schedules for name in names[1:]] == [[], []]
-        # A rescoring names its file as workers find it.
-        request = found[names[2]].parameters["request"]
-        rescoring = (request["sources"], request["rewards"], request["name"])
-        assert rescoring == (["twice"], "configs/rewards/mix.yaml", "mix")
-        assert (CHECKOUT / request["rewards"]).is_file()
-
-    def test_a_schedule_stays_as_a_person_changed_it_until_it_is_ended(self, pool: str) -> None:
-        deployed(run="kept", cron="0 2 * * *", timezone="Europe/Berlin")
-        given = {"parameters": {"config": {"run": {"name": "kept"}}}, "slug": "nightly"}
-
-        async def change() -> None:
-            async with get_client() as client:
-                found = await client.read_deployment_by_name("grpo train/kept")
-                (schedule,) = found.schedules
-                await client.delete_deployment_schedule(found.id, schedule.id)
-                requested = {"schedule": schedule.schedule.model_dump(mode="json"), "active": True, **given}
-                await client.request(
-                    "POST", "/deployments/{id}/schedules", path_params={"id": found.id}, json=[requested]
-                )
-
-        asyncio.run(change())
-        told = deployed(run="kept", overrides=["run.seed=7"])
-        assert told.deployments[0].schedule == "0 2 * * * (Europe/Berlin)"
-        (kept,) = on_the_server("kept")["grpo train/kept"].schedules
+        assert again.deployments[0].schedule == "0 2 * * * (Europe/Berlin)"
+        training = on_the_server("twice")[names[0]]
+        assert training.parameters["config"]["run"]["seed"] == 7
+        (kept,) = training.schedules
         assert (kept.schedule.cron, kept.schedule.timezone) == ("0 2 * * *", "Europe/Berlin")
         assert kept.model_dump(include=set(given)) == given
-        assert deployed(run="kept", cron="").deployments[0].schedule is None
-        assert on_the_server("kept")["grpo train/kept"].schedules == []
+        assert deployed(run="twice", cron="").deployments[0].schedule is None
+        assert on_the_server("twice")[names[0]].schedules == []
 
-    def test_a_missing_pool_is_created_for_our_workers(self, pool: str) -> None:
-        file = read_config(TINY, ["run.name=first"])
-        told = asyncio.run(deploy_run(DeployRequest(pool="made-by-deploy"), file))
-        assert (told.pool, told.pool_type) == ("made-by-deploy", "grpo")
+    def test_by_the_command_the_training_alone_on_a_pool_and_a_server_that_are_made_ready(self, server: None) -> None:
+        given = ["deploy", str(TINY), "--run", "alone", "--pool", "made-by-deploy", "--cron", "0 2 * * *", "--json"]
+        ended = CliRunner().invoke(application, given)
+        assert ended.exit_code == 0, ended.output
+        printed = json.loads(ended.stdout.splitlines()[-1])
+        assert [each["name"] for each in printed["deployments"]] == ["grpo train/alone"]
+        assert (printed["pool"], printed["pool_type"], printed["root"]) == ("made-by-deploy", "grpo", "runs")
+        assert printed["deployments"][0]["schedule"] == "0 2 * * * (UTC)"
+        with get_client(sync_client=True) as client:
+            assert len(client.read_automations_by_name(AUTOMATION)) == 1
 
     def test_a_container_pool_gets_the_image_and_enters_its_checkout(self, pool: str) -> None:
         async def pods() -> None:
@@ -150,14 +142,3 @@ class TestRefused:
         values = {"a": [{"b": "https://user:word@host/x"}], "c": "s3://bucket/key", "d": "mail@host", "e": 3}
         (found,) = credential_problems(values)
         assert (found.place, found.value) == ("a.0.b", "https://***@host/x")
-
-
-def test_the_command_prints_one_json_object(pool: str) -> None:
-    given = ["deploy", str(TINY), "--run", "told", "--pool", pool, "--cron", "0 2 * * *", "--evaluate", "--json"]
-    ended = CliRunner().invoke(application, given)
-    assert ended.exit_code == 0, ended.output
-    told = json.loads(ended.stdout.splitlines()[-1])
-    assert [each["name"] for each in told["deployments"]] == ["grpo train/told", "grpo evaluate/told-evaluate"]
-    assert (told["pool"], told["pool_type"], told["root"]) == (POOL, "process", "runs")
-    assert f"prefect worker start --pool {POOL}" in ended.stderr
-    assert "0 2 * * * (UTC)" in ended.stderr

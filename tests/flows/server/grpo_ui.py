@@ -55,7 +55,7 @@ class GrpoUi:
             time.sleep(0.1)
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and wait; the exit code."""
+        """Send a signal and wait; the exit code, negative if the signal ended it."""
         assert self.process is not None
         self.process.send_signal(number)
         return self.process.wait(60)
@@ -80,11 +80,3 @@ def grpo_ui(home: Path, environment: Mapping[str, str], *arguments: str) -> Iter
     finally:
         if ui.process is not None and ui.process.poll() is None:
             ui.end(signal.SIGKILL)
-
-
-def ui_refused(home: Path, environment: Mapping[str, str], *arguments: str) -> tuple[int, str]:
-    """Exit code and message of a start that should come to nothing."""
-    ui = GrpoUi(home, environment, *arguments)
-    command = [sys.executable, "-m", "flows.command_line.main", "ui", "--port", str(ui.port), *arguments]
-    ended = subprocess.run(command, env=ui.environment, capture_output=True, text=True, timeout=120)
-    return ended.returncode, ended.stderr

@@ -4,10 +4,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import prefect
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
@@ -25,26 +24,35 @@ from grpo_core.errors import InputError, InputErrors
 
 
 @contextmanager
-def answering(status: int, body: bytes) -> Iterator[str]:
-    """Something that gives one answer to everything."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}/api"
         finally:
             server.shutdown()
             thread.join()
+
+
+class Quiet(BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def answering(status: int, body: bytes) -> AbstractContextManager[str]:
+    """Something that gives one answer to everything."""
+
+    class Handler(Quiet):
+        def do_GET(self) -> None:
+            self.answer(status, body)
+
+    return served(Handler)
 
 
 def refusal(url: str) -> InputError:
@@ -56,13 +64,13 @@ def refusal(url: str) -> InputError:
 def test_nobody_answers() -> None:
     error = refusal("http://127.0.0.1:1/api")
     assert (error.place, error.value) == ("PREFECT_API_URL", "http://127.0.0.1:1/api")
-    assert "grpo ui" in error.hint
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reachable, "_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(reachable, "_TIMEOUT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        assert "No server answers" in refusal(f"http://127.0.0.1:{mute.getsockname()[1]}/api").hint
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}/api"
+        assert refusal(url).value == url
 
 
 def test_an_address_that_swallows_packets_is_given_up_after_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +82,7 @@ def test_an_address_that_swallows_packets_is_given_up_after_five_seconds(monkeyp
 
     monkeypatch.setattr(socket, "create_connection", swallow)
     monkeypatch.setattr(time, "sleep", seconds.append)
-    assert "No server answers" in refusal("http://127.0.0.1:4200/api").hint
+    assert refusal("http://127.0.0.1:4200/api").place == "PREFECT_API_URL"
     assert 1 < sum(seconds) <= 5
 
 
@@ -86,13 +94,13 @@ def test_an_address_that_is_none(url: str) -> None:
 @pytest.mark.parametrize(("status", "body"), [(404, b"no"), (200, b"<html>"), (200, b'"welcome"')])
 def test_an_answer_that_is_not_prefects(status: int, body: bytes) -> None:
     with answering(status, body) as url:
-        assert "http://HOST:PORT/api" in refusal(url).hint
+        assert refusal(url).value == url
 
 
 def test_a_server_that_cannot_answer_now_is_asked_once() -> None:
     with answering(503, b"") as url:
         error = refusal(url.replace("://", "://me:secret@"))
-    assert "503" in error.hint
+    assert error.value == url.replace("://", "://***@")
     assert "secret" not in str(error)
 
 
@@ -115,7 +123,7 @@ def test_releases_that_do_not_go_together(release: str, fits: bool) -> None:
             with temporary_settings({PREFECT_API_URL: url}):
                 require_server()
         else:
-            assert f"The server is Prefect {release} and this is {prefect.__version__}" in refusal(url).hint
+            assert refusal(url).value == url
 
 
 def test_without_a_server_pools_are_refused_and_all_else_is_fine() -> None:
@@ -128,34 +136,19 @@ def test_without_a_server_pools_are_refused_and_all_else_is_fine() -> None:
     assert [error.place for error in refused.value.errors] == ["placement.rollouts.pool", "placement.update.pool"]
 
 
-@contextmanager
-def cloud(key: str) -> Iterator[str]:
+def cloud(key: str) -> AbstractContextManager[str]:
     """Answers as Prefect Cloud does: to an API key only, and without `/admin` routes."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             known = self.headers["Authorization"] == f"Bearer {key}"
-            status = (200 if self.path.endswith("/work_pools/filter") else 404) if known else 401
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(b"[]")
+            self.answer((200 if self.path.endswith("/work_pools/filter") else 404) if known else 401, b"[]")
 
         def do_GET(self) -> None:
-            self.send_response(404)
-            self.end_headers()
+            self.answer(404, b"")
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/api"
-        finally:
-            server.shutdown()
-            thread.join()
+    return served(Handler)
 
 
 def test_prefect_cloud_is_asked_with_the_key_and_never_for_admin_routes() -> None:
@@ -186,11 +179,7 @@ def test_pools_are_looked_up_and_each_problem_is_told() -> None:
     ]
     with pytest.raises(InputErrors) as refused:
         require_pools([*places, ("placement.advantages.pool", "gpu")])
-    missing, paused, plain = (str(error) for error in refused.value.errors)
-    assert "it has: gpu, idle" in missing
-    assert "`grpo worker gpus` creates it" in missing
-    assert "prefect work-pool resume idle" in paused
-    assert "of type process, and stages need one of type grpo" in plain
+    assert [(error.place, error.value) for error in refused.value.errors] == places
 
 
 @pytest.mark.usefixtures("server")

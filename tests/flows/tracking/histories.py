@@ -1,4 +1,4 @@
-"""Histories of stored runs, as a training passes them to its trackers, and readers of what trackers wrote."""
+"""A stored run that is logged as a training logs it, and readers of what trackers wrote."""
 
 import copy
 import shutil
@@ -10,13 +10,13 @@ from typing import Any
 from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.tracking.log import tracking
-from flows.training.history import TrainingHistory
 from tasks.reports.iteration import IterationRecord
 from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import TINY
 from tests.tasks.reports.made_runs import RunMaker, whole_run
 
+EVALUATED = (0, 2)
 METRICS = {number: {"reward": 0.1 * number, "kl": 0.01 * number, "num_tokens": 16.0 * number} for number in (1, 2, 3)}
 
 
@@ -42,16 +42,6 @@ class TrackedRun:
         names = ", ".join(trackers)
         return read_config(TINY, [f"run.name={self.store.run}", f"run.trackers=[{names}]", "run.project=mine"])
 
-    def history(self, iterations: int) -> TrainingHistory:
-        history = TrainingHistory(name=self.store.run, folder=self.store.path())
-        for version in sorted({0, 2} & {*range(iterations + 1)}):
-            stages = {name: (self._found(f"evaluations/{version:06d}/{name}"),) for name in ("rollouts", "advantages")}
-            history.evaluations.append(EvaluationView(version, stages, {}))
-        for number in range(1, iterations + 1):
-            advantages = self._found(f"iteration_{number:06d}/advantages")
-            history.iterations.append(IterationRecord(number, (), advantages, METRICS[number]))
-        return history
-
     def _found(self, folder: str) -> Any:
         found = self.store.find(folder)
         assert found is not None
@@ -61,7 +51,13 @@ class TrackedRun:
         """One start of the run, which ends after this many iterations."""
         with tracking(self.config(*trackers), self.store) as opened:
             for number in range(iterations + 1):
-                opened.log(self.history(number))
+                advantages = self._found(f"iteration_{number:06d}/advantages") if number else None
+                record = IterationRecord(number, (), advantages, METRICS[number]) if number else None
+                opened.log(number, record, self._evaluation(number) if number in EVALUATED else None)
+
+    def _evaluation(self, version: int) -> EvaluationView:
+        stages = {name: (self._found(f"evaluations/{version:06d}/{name}"),) for name in ("rollouts", "advantages")}
+        return EvaluationView(version, stages, {})
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
