@@ -12,6 +12,8 @@ from configs.yaml_files import read_mapping
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.registry import REWARDS, build_reward
 from grpo_core.rewards.weights.fetch import Download, downloads_of
+from tasks.reports.report import Report, Table
+from tasks.reports.text import size
 
 
 def plan_fetch(names: Sequence[str], folder: Path) -> list[Download]:
@@ -38,6 +40,29 @@ def plan_fetch(names: Sequence[str], folder: Path) -> list[Download]:
     if problems:
         raise InputErrors(problems)
     return list(found.values())
+
+
+def downloads_report(downloads: Sequence[Download]) -> Report:
+    """Return what would be downloaded: size, licence, address, and where it goes."""
+    sizes = [each.size() for each in downloads]
+    rows = [
+        {
+            "reward": each.reward,
+            "size": "unknown" if bytes_ is None else size(bytes_),
+            "licence": each.licence or "see its page",
+            "from": each.url or str(each.weights.source),
+            "to": str(each.weights.source) if each.url else "the Hub's cache",
+        }
+        for each, bytes_ in zip(downloads, sizes, strict=True)
+    ]
+    note = f"{size(sum(filter(None, sizes)))} in total"
+    return Report("To download", tables=[Table("", rows, ("licence", "from", "to"), note=note)])
+
+
+def fetched_report(fetched: Sequence[tuple[Download, str]]) -> Report:
+    """Return the settings that name the weights."""
+    facts = [(each.reward, f"{each.setting}: {each.weights.source}") for each, _ in fetched]
+    return Report("Here; in the settings of the rewards" if facts else "These rewards need no weights", facts)
 
 
 def fetch(downloads: Sequence[Download], console: Console) -> list[tuple[Download, str]]:
