@@ -12,8 +12,8 @@ from flows.pipeline.run import Run
 from flows.training.history import TrainingHistory, write_watch_plot
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
 from tasks.reports.images import image_uri, shrunk
-from tasks.reports.report import Report, baseline_facts, seconds_facts
-from tasks.reports.text import change, counted, relative
+from tasks.reports.report import Report, reward_facts, seconds_facts
+from tasks.reports.text import counted, relative
 from tasks.runs.layout import CONTACT_SHEET
 from tasks.runs.run_view import RunSummary
 from tasks.storage.artifacts.reference import PolicyRef
@@ -54,9 +54,7 @@ class TrainSummary(RunSummary):
             "reward and its guardrails": self.watch,
         }
         facts = [
-            ("reward, first → last iteration", change(self.reward_first, self.reward_last)),
-            ("held-out reward, before → after", change(self.heldout_before, self.heldout_after)),
-            *baseline_facts(self.heldout_baselines),
+            *reward_facts(self),
             *seconds_facts(self.seconds),
             *((f"reused from run {name}", counted(count, "iteration")) for name, count in self.reused.items()),
             ("policy digest", (self.policy_digest or "none")[:16]),

@@ -8,9 +8,9 @@ from markupsafe import Markup
 from tasks.reports.comparison import Comparison
 from tasks.reports.pages import render
 from tasks.reports.pairing import PairedDifference
-from tasks.reports.report import Cells, Notice, Report, Table
+from tasks.reports.report import Cells, Notice, Report, Table, reward_facts
 from tasks.reports.samples import TRAITS, varying
-from tasks.reports.text import change, counted, number, one_line
+from tasks.reports.text import counted, number, one_line
 from tasks.runs.run_view import summary_of
 
 MAX_SETTINGS, LETTERS = 30, 160
@@ -64,8 +64,8 @@ def run_rows(comparison: Comparison) -> list[Cells]:
         rows.append(
             {
                 "run": run.label,
-                "reward, first to last": change(summary.reward_first, summary.reward_last),
-                "held-out, before to after": change(summary.heldout_before, summary.heldout_after),
+                # Not all runs have targets.
+                **dict(reward_facts(summary)[:2]),
                 "policy compared": "none" if version is None else f"{version} of {summary.iterations}",
                 "seconds": f"{summary.seconds['total']:.0f}",
                 **({"started": str(run.view.starts[0]) if run.view.starts else "unknown"} if dated else {}),

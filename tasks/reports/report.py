@@ -7,7 +7,8 @@ macro `report` of templates/macros.html.jinja for pages. Everything in it is dat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tasks.reports.text import in_cell, markdown_table, number
+from tasks.reports.text import change, in_cell, markdown_table, number
+from tasks.runs.run_view import RunSummary
 
 Cells = dict[str, str]
 """A row of a table: its cells by heading, in the order of the columns."""
@@ -87,10 +88,15 @@ def markdown_of(report: Report) -> str:
     return "\n".join(lines)
 
 
-def baseline_facts(rewards: Mapping[str, float]) -> list[Fact]:
-    """List the held-out rewards of images that no policy made."""
+def reward_facts(run: RunSummary) -> list[Fact]:
+    """List a run's reward, its held-out reward, and that of images that no policy made."""
     titles = {"blank": "held-out reward, blank images", "target": "held-out reward, the targets"}
-    return [(title, number(rewards[name])) for name, title in titles.items() if name in rewards]
+    baselines = run.heldout_baselines
+    return [
+        ("reward, first → last iteration", change(run.reward_first, run.reward_last)),
+        ("held-out reward, before → after", change(run.heldout_before, run.heldout_after)),
+        *((title, number(baselines[name])) for name, title in titles.items() if name in baselines),
+    ]
 
 
 def seconds_facts(seconds: Mapping[str, float]) -> list[Fact]:

@@ -13,9 +13,8 @@ from tasks.reports.hacking import Verdict
 from tasks.reports.images import TargetReader
 from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title, with_streams
 from tasks.reports.pages import render
-from tasks.reports.report import Notice, Report, baseline_facts
+from tasks.reports.report import Notice, Report, reward_facts
 from tasks.reports.samples import TRAITS, varying
-from tasks.reports.text import change
 from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView, summary_of
@@ -112,9 +111,7 @@ def run_report(run: RunView, verdict: Verdict, warnings: Sequence[str]) -> Repor
     """Return how far a run is, its rewards, and what is damaged or missing."""
     summary = summary_of(run)
     facts = [
-        ("reward, first to last", change(summary.reward_first, summary.reward_last)),
-        ("held-out, before to after", change(summary.heldout_before, summary.heldout_after)),
-        *baseline_facts(summary.heldout_baselines),
+        *reward_facts(summary),
         ("policy updates", f"{summary.iterations}"),
         ("seconds of all stages", f"{summary.seconds['total']:.1f}"),
         ("reward hacking", verdict.summary),
