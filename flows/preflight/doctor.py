@@ -56,20 +56,15 @@ class Diagnosis:
 
     def report(self) -> Report:
         """Return each finding with its hint, and the memory estimate part by part."""
-        findings = [
-            {
-                "": "ok" if each.healthy else "problem",
-                "subject": each.subject,
-                "finding": "\n".join(filter(None, (each.message, each.hint))),
-            }
-            for each in self.findings
-        ]
+        notes = []
+        for each in self.findings:
+            notes += [f"{'ok' if each.healthy else 'problem':<7} {each.subject}: {each.message}"]
+            notes += [f"        {each.hint}"] if each.hint else []
         parts = [
             {"part": part, "GiB": f"{gib:.2f}" if gib >= 0.01 else f"{gib:.2g}", "from": by}
             for part, gib, by in (self.memory.rows() if self.memory else ())
         ]
-        tables = [Table("", findings, ("subject", "finding")), Table("GPU memory, estimated", parts, ("from",))]
-        return Report("", tables=tables)
+        return Report("", tables=[Table("GPU memory, estimated", parts, ("from",))], notes=notes)
 
 
 def examine(config: RunConfig) -> Diagnosis:

@@ -18,7 +18,7 @@ UNLIMITED = 10_000
 """Characters across a console on which nothing folds."""
 
 _STYLES = {"ok": "green", "problem": "red"}
-"""Of cells, by their text."""
+"""Of a note's first word."""
 
 
 def stderr() -> Console:
@@ -48,7 +48,9 @@ def show_report(report: Report, console: Console | None = None) -> None:
     if report.facts:
         console.print(_facts("", report.facts))
     for note in report.notes:
-        console.print(plain(note), soft_wrap=True, highlight=False)
+        line, first = plain(note), note.partition(" ")[0]
+        line.stylize(_STYLES.get(first, ""), 0, len(first))
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def table_of(
@@ -60,14 +62,8 @@ def table_of(
         number = index in right
         table.add_column(plain(heading), overflow="fold", justify="right" if number else "left", no_wrap=number)
     for row in rows:
-        table.add_row(*map(_cell, row))
+        table.add_row(*map(plain, row))
     return table
-
-
-def _cell(text: str) -> Text:
-    cell = plain(text)
-    cell.stylize(_STYLES.get(text, ""))
-    return cell
 
 
 def _facts(title: str, facts: Iterable[Fact]) -> RichTable:
@@ -111,5 +107,5 @@ def _lists(table: Table) -> RichTable:
         shown.add_row(label, "")
         for heading, cell in cells:
             if cell:
-                shown.add_row(f"  {heading}", _cell(cell))
+                shown.add_row(f"  {heading}", plain(cell))
     return shown

@@ -48,7 +48,6 @@ def test_all_of_it_is_data() -> None:
 
 
 def test_a_problem_has_a_colour() -> None:
-    report = Report("", tables=[Table("", [{"": "ok", "subject": "fonts"}, {"": "problem", "subject": "disk"}])])
-    text = shown(report, force_terminal=True)
+    text = shown(Report("", notes=["ok      fonts", "problem disk"]), force_terminal=True)
     assert "\x1b[32mok\x1b[0m" in text
     assert "\x1b[31mproblem\x1b[0m" in text
