@@ -126,9 +126,9 @@ def train(
         checked = resolved(config, run, overrides, *chosen)
         ask = ask_about_change if is_terminal() else None
         summary = functions.train(checked, accept_code=accept_code, ask=ask)
-        from flows.terminal.summaries import show_training
+        from flows.terminal.tables import show_report
 
-        show_training(summary)
+        show_report(summary.report())
         if as_json:
             typer.echo(summary.model_dump_json())
 
@@ -138,9 +138,9 @@ def train(
 def replay(request: ReplayRequest, as_json: Json = False) -> None:
     """Train a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
     summary = functions.replay(request)
-    from flows.terminal.summaries import show_training
+    from flows.terminal.tables import show_report
 
-    show_training(summary)
+    show_report(summary.report())
     if as_json:
         typer.echo(summary.model_dump_json())
 
@@ -150,9 +150,9 @@ def replay(request: ReplayRequest, as_json: Json = False) -> None:
 def rescore(request: RescoreRequest, as_json: Json = False) -> None:
     """Score stored rollouts with other rewards or weights and report what changed; only missing scores are computed."""
     done = functions.rescore(request)
-    from flows.terminal.rewards import show_rescoring
+    from flows.terminal.tables import show_report
 
-    show_rescoring(done)
+    show_report(done.report())
     if as_json:
         typer.echo(done.summary.model_dump_json())
 
@@ -162,9 +162,9 @@ def rescore(request: RescoreRequest, as_json: Json = False) -> None:
 def evaluate(request: EvaluateRequest, as_json: Json = False) -> None:
     """Evaluate a policy version on held-out prompts with fixed seeds; stored results are not computed again."""
     summary = functions.evaluate(request)
-    from flows.terminal.summaries import show_evaluation
+    from flows.terminal.tables import show_report
 
-    show_evaluation(summary)
+    show_report(summary.report())
     if as_json:
         typer.echo(summary.model_dump_json())
 
@@ -183,10 +183,10 @@ def deploy(
 
     checked = resolved(config, run, overrides)
     from flows.deployment.deploy import deploy_run
-    from flows.terminal.summaries import show_deployed
+    from flows.terminal.tables import show_report
 
     deployed = asyncio.run(deploy_run(request, checked))
-    show_deployed(deployed)
+    show_report(deployed.report())
     if as_json:
         typer.echo(deployed.model_dump_json())
 
@@ -197,10 +197,10 @@ def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -
     with handle_errors(as_json):
         checked = resolved(config, None, overrides)
         from flows.preflight.doctor import examine
-        from flows.terminal.summaries import show_diagnosis
+        from flows.terminal.tables import show_report
 
         diagnosis = examine(checked)
-        show_diagnosis(diagnosis)
+        show_report(diagnosis.report())
         if as_json:
             findings = [asdict(finding) for finding in diagnosis.findings]
             needed = diagnosis.memory.needed if diagnosis.memory else None

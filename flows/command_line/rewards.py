@@ -12,6 +12,7 @@ from grpo_core.errors import InputError
 
 if TYPE_CHECKING:
     from grpo_core.rewards.weights.source import Weights
+    from tasks.reports.report import Table
 
 commands = typer.Typer(
     name="rewards",
@@ -26,15 +27,32 @@ def list_rewards(as_json: Json = False) -> None:
     with handle_errors(as_json):
         from rich.console import Console
 
-        from flows.terminal.rewards import show_rewards
-        from grpo_core.rewards.registry import REWARDS, reward_class, reward_settings
+        from flows.terminal.tables import show_report
+        from grpo_core.rewards.registry import REWARDS, reward_settings
+        from tasks.reports.report import Report
 
-        show_rewards({name: reward_class(name) for name in REWARDS}, Console(stderr=as_json))
+        show_report(Report("Rewards", tables=[listed_rewards()]), Console(stderr=as_json))
         if as_json:
             listed = {
                 name: {setting: str(default) for setting, default in reward_settings(name).items()} for name in REWARDS
             }
             typer.echo(json.dumps(listed))
+
+
+def listed_rewards() -> "Table":
+    """Return each reward with what its value means, and its settings with their defaults."""
+    import inspect
+
+    from grpo_core.rewards.registry import REWARDS, reward_class
+    from tasks.reports.report import Table
+
+    rows = []
+    for name in REWARDS:
+        kind = reward_class(name)
+        settings = [f"{each.name}={each.default!r}" for each in inspect.signature(kind).parameters.values()]
+        meaning = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " ")
+        rows.append({"reward": name, "value": meaning, "settings": ", ".join(settings)})
+    return Table("", rows, ("value", "settings"))
 
 
 @commands.command("fetch")
@@ -50,18 +68,17 @@ def fetch_weights(
 ) -> None:
     """Download the published weights of rewards, checked by their sha256; says what, how large, and asks."""
     with handle_errors(as_json):
-        from flows.rewards.fetching import plan_fetch
-        from flows.terminal.rewards import show_downloads, show_fetched
-        from flows.terminal.tables import stderr
+        from flows.rewards.fetching import downloads_report, fetched_report, plan_fetch
+        from flows.terminal.tables import show_report
 
         planned = plan_fetch(rewards, folder)
         missing = {weights: reward for weights, reward in planned.items() if not weights.is_here()}
         if missing:
-            show_downloads(missing, stderr())
+            show_report(downloads_report(missing))
             if not yes:
                 _require_consent(missing)
         paths = {weights: weights.fetch() for weights in planned}
-        show_fetched(planned, stderr())
+        show_report(fetched_report(planned))
         if as_json:
             listed = [
                 {"reward": reward, "setting": weights.setting, "path": paths[weights]}
@@ -91,19 +108,15 @@ def analyse(
     root: Root = "runs",
     as_json: Json = False,
 ) -> None:
-    """Analyse the rewards of a run: range, saturation, spread, agreement, noise and cost, with plots as PNG."""
+    """Analyse the rewards of a run: range, saturation, spread, agreement, noise and cost."""
     with handle_errors(as_json):
-        from rich.console import Console
-
         from flows.rewards.analysis import analyse_rewards
-        from flows.terminal.rewards import show_analysis, show_notes
+        from flows.terminal.tables import show_report
 
         summary = analyse_rewards(
             source, root=root, iterations=iterations, rescored=rescored, repeats=repeats, html=html
         )
-        console = Console(stderr=True)
-        show_analysis(summary.analysis, console)
-        show_notes(summary, console)
+        show_report(summary.report())
         if as_json:
             typer.echo(summary.model_dump_json())
 

@@ -35,9 +35,14 @@ def inspect(
             return
         from rich.console import Console
 
-        from flows.terminal.inspection import report
+        from flows.terminal.inspection import show_run
+        from flows.terminal.tables import show_report
 
-        report(inspection, html, Console(), everything=everything, config=config)
+        console = Console()
+        show_report(inspection.report(html), console)
+        if html is None:
+            found = (inspection.run, inspection.groups, inspection.heldout)
+            show_run(*found, console, everything=everything, config=config)
 
 
 @commands.command("list")
@@ -48,6 +53,7 @@ def list_runs(
     """List the runs below a folder: state, iterations, rewards, when they last made progress."""
     with handle_errors(as_json):
         from flows.inspection.list_runs import list_runs as listed
+        from flows.inspection.list_runs import runs_report
 
         runs = listed(root)
         if as_json:
@@ -55,9 +61,9 @@ def list_runs(
             return
         from rich.console import Console
 
-        from flows.terminal.summaries import show_runs
+        from flows.terminal.tables import show_report
 
-        show_runs(root, runs, Console())
+        show_report(runs_report(root, runs), Console())
 
 
 @commands.command()
@@ -71,10 +77,11 @@ def export(request: ExportRequest, as_json: Json = False) -> None:
         typer.echo(note, err=True)
     from flows.export.export import export as write_export
     from flows.export.usage import usage
-    from flows.terminal.summaries import show_export
+    from flows.terminal.tables import show_report
 
     summary = write_export(plan)
-    show_export(summary, usage(plan.config, request.push_to_hub or request.folder, merged=summary.kind == "merged"))
+    lines = usage(plan.config, request.push_to_hub or request.folder, merged=summary.kind == "merged")
+    show_report(summary.report(lines))
     if as_json:
         typer.echo(summary.model_dump_json())
 
@@ -95,7 +102,7 @@ def sample(request: SampleRequest, as_json: Json = False) -> None:
         typer.echo(note, err=True)
     samples, console = [], Console(stderr=as_json)
     for each in draw_samples(request, source):
-        show_sample(each, console)
+        show_sample(f"{each.prompt} [{each.index}]", each.text, each.file, console)
         samples.append(each.model_dump())
     if as_json:
         typer.echo(json.dumps({"source": source.name, "samples": samples}, ensure_ascii=False))
@@ -108,16 +115,26 @@ def compare(
         typer.Argument(metavar="RUN...", help="runs under the storage root, or their folders; RUN@N: a version"),
     ],
     html: Html = None,
+    evaluation: Annotated[
+        str | None, typer.Option(metavar="NAME", help="compare by an evaluation of other prompts, of evaluations_of/")
+    ] = None,
     root: Root = "runs",
     as_json: Json = False,
 ) -> None:
     """Compare runs with the first: settings, curves, held-out samples side by side, paired differences."""
     with handle_errors(as_json):
-        from flows.comparison.compare_runs import compare as compare_runs
-        from flows.terminal.comparison import show_comparison
+        from rich.console import Console
 
-        compared = compare_runs(runs, root=root, html=html)
-        show_comparison(compared, html, to_stderr=as_json)
+        from flows.comparison.compare_runs import compare as compare_runs
+        from flows.terminal.inspection import show_comparison
+        from flows.terminal.tables import show_report
+        from tasks.reports.compare_page import settings_table, shortened
+
+        compared = compare_runs(runs, root=root, html=html, evaluation=evaluation)
+        console = Console(stderr=as_json)
+        show_report(compared.report(html), console)
+        if html is None:
+            show_comparison(compared.comparison, shortened(settings_table(compared.comparison)), console)
         if as_json:
             typer.echo(compared.summary(html).model_dump_json())
 
@@ -135,17 +152,17 @@ def prune(
     from rich.console import Console
 
     from flows.pruning.prune import prune as prune_runs
-    from flows.terminal.summaries import show_pruned
+    from flows.terminal.tables import show_report
 
     if not (yes or request.dry_run):
         if not is_terminal():
             hint = "Add --yes to delete without a question, or --dry-run to see what would be deleted."
             raise InputError("grpo prune", "no terminal to ask in", hint)
         planned = prune_runs(request.model_copy(update={"dry_run": True}))
-        show_pruned(planned, Console(stderr=True))
+        show_report(planned.report())
         if planned.bytes:
             typer.confirm("Delete this?", abort=True, err=True)
     summary = prune_runs(request)
-    show_pruned(summary, Console(stderr=as_json))
+    show_report(summary.report(), Console(stderr=as_json))
     if as_json:
         typer.echo(summary.model_dump_json())

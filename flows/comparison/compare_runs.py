@@ -4,17 +4,19 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from grpo_core.errors import InputError, raise_all
-from tasks.reports.compare_page import render_compare_page
+from tasks.reports.compare_page import comparison_report, render_compare_page
 from tasks.reports.comparison import Comparison, compare_runs
 from tasks.reports.groups import MEDIUM
 from tasks.reports.images import TargetReader
 from tasks.reports.pages import require_page_path, write_page
+from tasks.reports.pairing import PairedDifference
+from tasks.reports.report import Report
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunSummary, summary_of
@@ -35,38 +37,6 @@ class ComparedSummary(RunSummary):
     policy: int | None
 
 
-class DifferenceSummary(BaseModel):
-    """A score of a run compared with that of the first run, on the held-out prompts of both.
-
-    Attributes:
-        run: label of the run.
-        score: name of the score in the first run.
-        prompts: number of prompts, which are the unit of the confidence interval.
-        samples: samples that were compared, in each run, or in both together where seeds differ.
-        same_seeds: whether all samples of both runs have the same seeds.
-        first: mean in the first run.
-        second: mean in this run.
-        difference: second minus first.
-        low: lower end of its 95 % confidence interval; None with fewer than two prompts.
-        high: upper end.
-        higher: prompts that score higher in this run.
-        lower: prompts that score lower in this run.
-    """
-
-    run: str
-    score: str
-    prompts: int
-    samples: int
-    same_seeds: bool
-    first: float
-    second: float
-    difference: float
-    low: float | None
-    high: float | None
-    higher: int
-    lower: int
-
-
 class CompareSummary(BaseModel):
     """What `--json` prints.
 
@@ -81,7 +51,7 @@ class CompareSummary(BaseModel):
 
     runs: list[ComparedSummary]
     settings: dict[str, list[str | None]]
-    differences: list[DifferenceSummary]
+    differences: list[PairedDifference]
     omissions: list[str]
     warnings: list[str]
     html: str | None
@@ -103,42 +73,40 @@ class ComparedRuns:
                 for run in found.runs
             ],
             settings={path: list(values) for path, values in found.settings.items()},
-            differences=[
-                DifferenceSummary(
-                    run=pairing.label,
-                    score=score,
-                    same_seeds=pairing.same_seeds,
-                    prompts=each.prompts,
-                    # Differences of single prompts are left out.
-                    **vars(each),
-                )
-                for pairing in found.pairings
-                for score, each in pairing.differences.items()
-            ],
+            differences=list(found.differences),
             omissions=list(found.omissions),
             warnings=list(self.warnings),
             html=str(html) if html else None,
         )
 
+    def report(self, html: Path | None) -> Report:
+        """Return the runs, their differences, what is not compared, and where the page is."""
+        notes = [f"page written to {html}"] if html else []
+        return replace(comparison_report(self.comparison, self.warnings), notes=notes)
 
-def compare(names: Sequence[str], *, root: str, html: Path | None = None) -> ComparedRuns:
+
+def compare(
+    names: Sequence[str], *, root: str, html: Path | None = None, evaluation: str | None = None
+) -> ComparedRuns:
     """Read runs without changing them, compare them with the first, and write the page.
 
     Args:
         names: at least two runs under the root, or paths of their folders; RUN@N for policy version N of a run.
         root: a folder or any fsspec URL.
         html: file for the page; None for no page.
+        evaluation: name of an evaluation of other prompts, a folder of `evaluations_of/`; the runs that have it are
+            compared by it.
 
     Raises:
-        InputError, InputErrors: fewer than two runs, one that does not exist, one that is named twice, a version that
-            was not evaluated, or the page cannot be written there.
+        InputError, InputErrors: fewer than two runs, one that does not exist, one that is named twice, a version or
+            other prompts that were not evaluated, or the page cannot be written there.
     """
     if html is not None:
         require_page_path(html)
     readers, versions = _readers(names, root)
     targets = TargetReader(MEDIUM)
     with tempfile.TemporaryDirectory() as fetched:
-        comparison = compare_runs(readers, Path(fetched), targets, versions)
+        comparison = compare_runs(readers, Path(fetched), targets, versions, evaluation)
     damages = [f"{label}: {each.place}: {each.reason}" for label, reader in readers.items() for each in reader.damages]
     missing = [f"the target image {uri} cannot be shown: {reason}" for uri, reason in targets.missing.items()]
     found = ComparedRuns(comparison, (*damages, *missing[:1]))

@@ -31,6 +31,7 @@ from flows.training.train import train
 from flows.workers.worker import read_or_create_pool
 from grpo_core.errors import InputError, InputErrors, raise_all
 from tasks.checkout import CHECKOUT
+from tasks.reports.report import Report
 
 _SETTINGS = ("PREFECT_CLIENT_MAX_RETRIES", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "PREFECT_RESULTS_DEFAULT_SERIALIZER")
 ONE_AT_A_TIME = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
@@ -97,6 +98,24 @@ class DeployedRun(BaseModel):
     deployments: list[DeployedFlow]
     root: str
     watched: bool
+
+    def report(self) -> Report:
+        """Return each deployment with its page, and how to run it."""
+        notes = []
+        for each in self.deployments:
+            notes += [f"  {each.name}, {'updated' if each.updated else 'new'}"]
+            notes += [f"    schedule: {each.schedule or 'none'}"]
+            notes += [f"    {each.url}"] if each.url else []
+        own = self.pool_type == KIND
+        notes += ["A worker, in a checkout of this project:" if self.pool_type in _CHECKOUT_TYPES else "A worker:"]
+        notes += [f"  grpo worker {self.pool}" if own else f"  prefect worker start --pool {self.pool}"]
+        if not self.watched:
+            refused = "The server refused the automation that marks runs without heartbeats as crashed"
+            notes += [f"{refused} (docs/prefect.md)."]
+        notes += ["A run by hand:", f"  prefect deployment run '{self.deployments[0].name}'"]
+        if "://" not in self.root and not self.root.startswith(("/", "~")):
+            notes += [f"Runs are kept in {self.root}/ of the worker's checkout."]
+        return Report(f"{self.run}: registered for the work pool {self.pool}", notes=notes)
 
 
 async def deploy_run(request: DeployRequest, config: RunConfig) -> DeployedRun:

@@ -4,11 +4,10 @@ import time
 from collections.abc import Mapping
 
 from prefect import flow
-from prefect.artifacts import acreate_table_artifact
 from pydantic import BaseModel
 
 from flows.evaluation.plan import EvaluatePlan, plan_evaluate
-from flows.pipeline.flow_run_page import artifact_key
+from flows.pipeline.flow_run_page import publish_report
 from flows.pipeline.forms import EvaluateForm
 from flows.pipeline.run import Run
 from flows.pipeline.stages import (
@@ -19,7 +18,8 @@ from flows.pipeline.stages import (
     score_rewards,
 )
 from tasks.progress import log
-from tasks.reports.text import number
+from tasks.reports.report import Report, Table, seconds_facts
+from tasks.reports.text import counted, number, relative
 from tasks.rollouts.draw_baseline import draw_baseline_task
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import BASELINES, GUARDRAILS, REWARDS, Baseline, baseline_folder
@@ -70,6 +70,29 @@ class EvaluateSummary(BaseModel):
     seconds: dict[str, float]
     folder: str
 
+    def report(self) -> Report:
+        """Return each reward and guardrail, the held-out reward, and where the samples are."""
+        guardrails = {f"{label} (guardrail)": each for label, each in self.guardrails.items()}
+        rows = [
+            {
+                "reward": label,
+                "mean": number(each.mean),
+                "std": number(each.std),
+                "without": f"{each.without:,}",
+                "failed": f"{each.failed:,}",
+            }
+            for label, each in {**self.rewards, **guardrails}.items()
+        ]
+        facts = [
+            ("held-out reward", number(self.heldout)),
+            ("policy digest", self.policy_digest[:16]),
+            *seconds_facts(self.seconds),
+            ("stored in", relative(self.folder)),
+            *([("computed", "nothing: it was stored")] if self.stored else []),
+        ]
+        title = f"{self.run}, policy {self.policy}, {counted(self.samples, 'sample')}"
+        return Report(title, facts, [Table("", rows)])
+
 
 @flow(name="grpo evaluate", flow_run_name="{request.run}")
 async def evaluate(request: EvaluateForm) -> EvaluateSummary:
@@ -85,7 +108,7 @@ async def evaluate(request: EvaluateForm) -> EvaluateSummary:
             async with recording(run.store, lock):
                 done = evaluate_policy(run, plan.policy, plan.rollouts)
     summary = summarize(plan, done, time.perf_counter() - started)
-    await publish(summary)
+    await publish_report(summary.report(), f"evaluate-{summary.run}")
     return summary
 
 
@@ -148,14 +171,3 @@ def metrics_of(label: str, scores: ArtifactRef) -> RewardMetrics:
         without=int(metrics[f"rewards/{label}/null"]),
         failed=int(metrics[f"rewards/{label}/failed"]),
     )
-
-
-async def publish(summary: EvaluateSummary) -> None:
-    """Show the rewards in Prefect's UI."""
-    rows = [
-        {"": kind, "reward": label, **metrics.model_dump()}
-        for kind, group in (("reward", summary.rewards), ("guardrail", summary.guardrails))
-        for label, metrics in group.items()
-    ]
-    description = f"{summary.run}, policy {summary.policy}: held-out reward {number(summary.heldout)}"
-    await acreate_table_artifact(rows, key=artifact_key(f"evaluate-{summary.run}"), description=description)

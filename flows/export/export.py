@@ -20,6 +20,8 @@ from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from grpo_core.streams import Stream
 from tasks.models.files import RECORD_FILE, component_folder, weights_folder
+from tasks.reports.report import Report
+from tasks.reports.text import relative
 from tasks.storage.filesystem.files import settle_folder
 
 CARD_FILE = "README.md"
@@ -46,6 +48,16 @@ class ExportSummary(BaseModel):
     kind: str
     folder: str
     url: str | None
+
+    def report(self, usage: str) -> Report:
+        """Return what was written, where it is, and the lines of Python that use it."""
+        facts = [
+            ("written", "a merged model" if self.kind == "merged" else "an adapter, in peft's format"),
+            ("policy digest", self.policy_digest[:16]),
+            ("folder", relative(self.folder)),
+            *([("hub", self.url)] if self.url else []),
+        ]
+        return Report(f"{self.run}, policy {self.policy}", facts, notes=[usage])
 
 
 def export(plan: ExportPlan) -> ExportSummary:

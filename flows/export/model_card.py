@@ -8,7 +8,8 @@ from flows.export.plan import ExportPlan
 from flows.export.usage import usage
 from grpo_core.policies.protocol import policy_family
 from grpo_core.streams import Stream
-from tasks.reports.text import in_cell, markdown_table, number
+from tasks.reports.report import Fact, Report, Table, markdown_of
+from tasks.reports.text import number
 from tasks.runs.layout import evaluation_folder
 from tasks.runs.records import StoredEvaluation
 from tasks.runs.stored import choose_policy, find_evaluation
@@ -22,8 +23,8 @@ def model_card(plan: ExportPlan) -> str:
     """Return the card: base, data, rewards, held-out rewards before and after, and how the export is used."""
     exported = plan.repository or plan.folder.name
     sections = {
-        "Training": markdown_table(["", ""], [[in_cell(cell) for cell in row] for row in _facts(plan)]),
-        "Held-out rewards": _heldout_lines(plan),
+        "Training": [markdown_of(Report("", _facts(plan)))],
+        "Held-out rewards": [markdown_of(Report("", tables=[_heldout(plan)]))],
         "Use": ["```python", usage(plan.config, exported, merged=plan.base is not None), "```"],
         "Licence": [_LICENCE],
     }
@@ -60,7 +61,7 @@ def _metadata(plan: ExportPlan) -> str:
     return str(data.to_yaml())
 
 
-def _facts(plan: ExportPlan) -> list[tuple[str, str]]:
+def _facts(plan: ExportPlan) -> list[Fact]:
     config = plan.config
     files = [PurePosixPath(each.prompts).name for each in config.data.sets]
     rewards = [f"{each.label} (weight {each.weight:g})" for each in config.rewards]
@@ -90,20 +91,18 @@ def _named(what: str, stream: Stream, config: RunConfig) -> str:
     return what if len(config.policy.streams) == 1 else f"{what}, {stream}"
 
 
-def _heldout_lines(plan: ExportPlan) -> list[str]:
+def _heldout(plan: ExportPlan) -> Table:
     """Return a table of the mean held-out rewards of the base and of the version, as far as they were evaluated."""
     initial, _ = choose_policy(plan.store, 0, plan.base_digest)
     policies = (initial.averaged, plan.policy)
     found = [find_evaluation(plan.store, evaluation_folder(each.version), plan.config, each) for each in policies]
     before, after = found
     if after is None:
-        return [f"Version {plan.policy.version} was not evaluated on held-out prompts."]
+        return Table("", [], note=f"Version {plan.policy.version} was not evaluated on held-out prompts.")
     prompts = ", ".join(PurePosixPath(each.prompts).name for each in plan.config.evaluate.sets)
-    table = markdown_table(
-        ["", "before", f"version {plan.policy.version}"],
-        [[in_cell(name), *(number(_means(each).get(name)) for each in (before, after))] for name in _means(after)],
-    )
-    return [f"Means over {after.rollouts.rows:,} samples of the prompts in {in_cell(prompts)}.", "", *table]
+    means = {"before": _means(before), f"version {plan.policy.version}": _means(after)}
+    rows = [{"": name, **{side: number(known.get(name)) for side, known in means.items()}} for name in _means(after)]
+    return Table("", rows, note=f"Means over {after.rollouts.rows:,} samples of the prompts in {prompts}.")
 
 
 def _means(done: StoredEvaluation | None) -> dict[str, float | None]:

@@ -2,16 +2,17 @@
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_core.errors import InputError
 from tasks.reports.groups import LARGE, Groups, read_groups
-from tasks.reports.hacking import Verdict, hacking_verdict
+from tasks.reports.hacking import Verdict, hacking_notice, hacking_verdict
 from tasks.reports.images import TargetReader
 from tasks.reports.pages import require_page_path, write_page
-from tasks.reports.run_page import Heldout, read_appearances, read_heldout, render_run_page
-from tasks.reports.text import baseline_rows, change
+from tasks.reports.report import Report
+from tasks.reports.run_page import Heldout, read_appearances, read_heldout, render_run_page, run_report, stage_shares
+from tasks.reports.text import relative
 from tasks.runs.layout import ROLLOUTS
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
@@ -84,6 +85,20 @@ class Inspection:
             html=str(html) if html else None,
         )
 
+    def report(self, html: Path | None) -> Report:
+        """Return how far the run is, its rewards, its time by stage, and where it and its page are."""
+        run, verdict = self.run, self.verdict
+        report = run_report(run, verdict, self.warnings)
+        shares = ", ".join(f"{stage} {share:.0%}" for stage, _, share in stage_shares(run))
+        facts = [
+            *report.facts,
+            *([("time by stage", shares)] if shares else []),
+            *([("started", str(run.starts[0]))] if run.starts else []),
+            ("stored in", relative(run.folder)),
+        ]
+        notes = [f"page written to {html}"] if html else []
+        return replace(report, facts=facts, notices=[*report.notices, hacking_notice(verdict.signs)], notes=notes)
+
 
 def _moved(run: RunView, folder: str) -> list[dict[str, str]]:
     return [{"place": each.place, "reason": each.reason} for each in run.moved if each.place.startswith(folder)]
@@ -115,9 +130,7 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
         appearances = read_appearances(reader, run, groups, Path(fetched)) if html is not None else {}
     inspection = Inspection(run, groups, heldout, tuple(_warnings(reader, run, targets)))
     if html is not None:
-        summary, verdict = inspection.summary(html), inspection.verdict
-        page = render_run_page(run, groups, appearances, heldout, verdict, inspection.warnings, heading(summary))
-        write_page(html, page)
+        write_page(html, render_run_page(run, groups, appearances, heldout, inspection.verdict, inspection.warnings))
     return inspection
 
 
@@ -148,16 +161,3 @@ def _pruned(reader: RunReader, run: RunView) -> Iterator[str]:
         if pruned:
             by, on = pruned[0].get("by", "grpo prune"), pruned[0].get("on", "an unknown day")
             yield f"{name}: its images were removed on {on} by `{by}`; everything else is stored"
-
-
-def heading(summary: InspectSummary) -> list[tuple[str, str]]:
-    """Return the names and values at the top of the page and of the terminal's output."""
-    return [
-        ("reward, first to last", change(summary.reward_first, summary.reward_last)),
-        ("held-out, before to after", change(summary.heldout_before, summary.heldout_after)),
-        *baseline_rows(summary.heldout_baselines),
-        ("policy updates", f"{summary.iterations}"),
-        ("seconds of all stages", f"{summary.seconds['total']:.1f}"),
-        ("reward hacking", summary.hacking.summary),
-        ("policy digest", (summary.policy_digest or "unknown")[:12]),
-    ]

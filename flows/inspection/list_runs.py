@@ -1,6 +1,6 @@
 """Read what `grpo list` shows of every run below a folder; only small files are read, and nothing is verified."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -8,6 +8,8 @@ import yaml
 from pydantic import BaseModel
 
 from grpo_core.errors import InputError
+from tasks.reports.report import Report, Table
+from tasks.reports.text import number
 from tasks.runs.layout import ADVANTAGES, evaluation_folder, iteration_folder, policy_folder
 from tasks.runs.lookup import CONFIG_FILE, runs_below
 from tasks.runs.reader import RunReader
@@ -48,6 +50,23 @@ def list_runs(root: str) -> list[ListedRun]:
         raise InputError("ROOT", root, "There is no such folder; name the one of storage.root, by default runs.")
     begun = datetime.min.replace(tzinfo=UTC)
     return sorted((_listed(store) for store in stores), key=lambda each: (each.progress or begun, each.run))
+
+
+def runs_report(root: str, runs: Sequence[ListedRun]) -> Report:
+    """Return a table of runs, in their order."""
+    rows = [
+        {
+            "run": each.run,
+            "state": each.state,
+            "iterations": f"{each.iterations:,} of {'?' if each.planned is None else f'{each.planned:,}'}",
+            "reward": "" if each.reward is None else number(each.reward),
+            "held-out": "" if each.heldout is None else number(each.heldout),
+            "last progress": "" if each.progress is None else f"{each.progress:%Y-%m-%d %H:%M}",
+        }
+        for each in runs
+    ]
+    notes = [] if runs else [f"no runs in {root}; `grpo train CONFIG` starts one"]
+    return Report(root if runs else "", tables=[Table("", rows, ("state", "last progress"))], notes=notes)
 
 
 def _listed(store: ArtifactStore) -> ListedRun:

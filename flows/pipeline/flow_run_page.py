@@ -1,4 +1,4 @@
-"""What Prefect's UI shows of a flow run while it works: the lines of its log, and a progress bar per long stage."""
+"""What Prefect's UI shows of a flow run: the lines of its log, a progress bar per long stage, and its report."""
 
 import contextlib
 import contextvars
@@ -13,6 +13,7 @@ from uuid import UUID
 
 import httpx
 from prefect import get_run_logger
+from prefect.artifacts import acreate_markdown_artifact
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext, TaskRunContext
@@ -20,6 +21,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from tasks.progress import Lines, ProgressReporter, has_listener, listen, listener
+from tasks.reports.report import Report, markdown_of
 
 SECONDS_BETWEEN_UPDATES = 5.0
 """Between two updates of a bar; a stage that ends sooner has none."""
@@ -31,6 +33,18 @@ _logger = logging.getLogger(__name__)
 def artifact_key(name: str) -> str:
     """Return the key of an artifact in Prefect's UI: lower-case letters, digits and dashes."""
     return "grpo-" + "".join(each if each.isalnum() and each.isascii() else "-" for each in name.lower())
+
+
+async def publish_report(report: Report, name: str, appendix: str = "") -> None:
+    """Show a report on the page of the current flow run.
+
+    Args:
+        name: what the artifact's key is made of.
+        appendix: Markdown below the report.
+    """
+    await acreate_markdown_artifact(
+        f"{markdown_of(report)}\n{appendix}", key=artifact_key(name), description=report.title
+    )
 
 
 def folder_link(folder: str) -> str:

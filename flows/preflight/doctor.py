@@ -24,6 +24,7 @@ from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained import TrainingChoice
 from grpo_core.streams import COMPARED, Stream
 from tasks.models.initial import training_choices
+from tasks.reports.report import Report, Table
 from tasks.reports.text import counted
 from tasks.runs.stored import adapter_version
 from tasks.storage.artifacts.store import open_store
@@ -54,6 +55,18 @@ class Diagnosis:
     def healthy(self) -> bool:
         """Whether a run could start."""
         return all(finding.healthy for finding in self.findings)
+
+    def report(self) -> Report:
+        """Return each finding with its hint, and the memory estimate part by part."""
+        notes = []
+        for each in self.findings:
+            notes += [f"{'ok' if each.healthy else 'problem':<7} {each.subject}: {each.message}"]
+            notes += [f"        {each.hint}"] if each.hint else []
+        parts = [
+            {"part": part, "GiB": f"{gib:.2f}" if gib >= 0.01 else f"{gib:.2g}", "from": by}
+            for part, gib, by in (self.memory.rows() if self.memory else ())
+        ]
+        return Report("", tables=[Table("GPU memory, estimated", parts, ("from",))], notes=notes)
 
 
 def examine(config: RunConfig) -> Diagnosis:

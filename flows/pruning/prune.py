@@ -10,6 +10,8 @@ from flows.pruning.needs import read_scheduled
 from flows.pruning.plan import KINDS, RunPlan, plan_run
 from flows.pruning.request import PruneRequest, check_request
 from grpo_core.errors import InputError, InputErrors
+from tasks.reports.report import Report, Table
+from tasks.reports.text import size
 from tasks.runs.layout import LOCKED_APART
 from tasks.runs.lookup import find_run
 from tasks.runs.stored import stored_config
@@ -56,6 +58,21 @@ class PruneSummary(BaseModel):
     bytes: int
     schedules: bool
     runs: list[PrunedRun]
+
+    def report(self) -> Report:
+        """Return, run by run, what was deleted, and what was kept with the reason."""
+        done = "would be deleted" if self.dry_run else "deleted"
+        tables: list[Table] = []
+        for run in self.runs:
+            deleted = [(each.kind, each.count, each.bytes) for each in run.deleted] or [("nothing", 0, 0)]
+            rows = [{"what": what, "how many": f"{count:,}", "frees": size(freed)} for what, count, freed in deleted]
+            kept = [{"what": one.kind, "which": ", ".join(one.names), "why": one.reason} for one in run.kept]
+            tables += [Table(f"{run.run}: {done}", rows), Table(f"{run.run}: kept", kept, ("which", "why"))]
+        notes = [f"{run.run}: {note}" for run in self.runs for note in run.notes]
+        if not self.schedules:
+            notes += ["no Prefect server is configured (PREFECT_API_URL), so the needs of schedules are unknown"]
+        notes += ["a dry run: nothing was changed"] if self.dry_run else []
+        return Report("", tables=tables, notes=notes)
 
 
 def prune(request: PruneRequest) -> PruneSummary:

@@ -10,26 +10,29 @@ from typing import Any
 import polars as pl
 from PIL import Image
 from prefect import flow
-from prefect.artifacts import acreate_table_artifact
 from pydantic import BaseModel
 
 from configs.schema import RewardsFile
-from flows.pipeline.flow_run_page import artifact_key
+from flows.pipeline.flow_run_page import publish_report
 from flows.pipeline.forms import RescoreForm
 from flows.pipeline.stages import named, recording, score_concurrently
 from flows.rescoring.plan import RescoredRun, RescorePlan, plan_rescore
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.progress import log
 from tasks.reports.pages import write_page
+from tasks.reports.report import Report, seconds_facts
 from tasks.reports.rescoring import (
     compare,
+    comparison_tables,
     moved_most,
+    moved_table,
     read_outputs,
     read_rescored,
     render_rescoring_page,
-    reward_rows,
+    title_of,
 )
 from tasks.reports.statistics import Statistics
+from tasks.reports.text import counted, relative
 from tasks.rewards.stored import failed_scores
 from tasks.runs.layout import (
     ADVANTAGES,
@@ -77,6 +80,25 @@ class Rescoring:
     comparison: Statistics
     moved: pl.DataFrame
 
+    def report(self) -> Report:
+        """Return what changed, what was computed, and where the pages are."""
+        summary = self.summary
+        facts = [
+            *(
+                (f"{label}, computed", _computed(count, summary.failed[label]))
+                for label, count in summary.computed.items()
+            ),
+            *seconds_facts(summary.seconds),
+            *(("page", relative(page)) for page in summary.report),
+        ]
+        tables = [*comparison_tables(self.comparison), moved_table(self.moved)]
+        return Report(title_of(summary.runs, summary.name), facts, tables)
+
+
+def _computed(count: int, failed: int) -> str:
+    computed = counted(count, "sample") if count else "nothing: every score was stored"
+    return f"{computed}; {failed:,} could not be scored" if failed else computed
+
 
 @flow(name="grpo rescore", flow_run_name="{request.name}")
 async def rescore(request: RescoreForm) -> Rescoring:
@@ -92,10 +114,11 @@ async def rescore(request: RescoreForm) -> Rescoring:
             async with recording(run.store, lock):
                 done[run.store.run] = rescore_run(plan.name, run, spent)
         begun = time.perf_counter()
-        comparison, moved, pages = report(plan, done)
-    await publish(plan.name, comparison)
+        comparison, moved, pages = write_pages(plan, done)
     spent = {"total": time.perf_counter() - started, **spent, "report": time.perf_counter() - begun}
-    return Rescoring(summarize(plan, done, spent, pages, comparison), comparison, moved)
+    rescoring = Rescoring(summarize(plan, done, spent, pages, comparison), comparison, moved)
+    await publish_report(rescoring.report(), f"rescore-{plan.name}")
+    return rescoring
 
 
 def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[StoredIteration]:
@@ -158,16 +181,17 @@ def compute_advantages(
     return stage(rounds, streams, run.rewards, run.advantages, folder, title, earlier, run.config.placement)
 
 
-def report(plan: RescorePlan, done: Mapping[str, list[StoredIteration]]) -> tuple[Statistics, pl.DataFrame, list[str]]:
-    """Compare all runs together; store the page in each of them, and in the requested file."""
+def write_pages(
+    plan: RescorePlan, done: Mapping[str, list[StoredIteration]]
+) -> tuple[Statistics, pl.DataFrame, list[str]]:
+    """Compare all runs; store the page in each of them, and in the requested file."""
     frames = [read_rescored(run.store, run.iterations, done[run.store.run]) for run in plan.runs]
     samples = pl.concat(frames, how="diagonal")
     comparison, moved = compare(samples), moved_most(samples)
     outputs: dict[tuple[str, str], Image.Image | str] = {}
     for run in plan.runs:
         outputs |= read_outputs(run.store, run.iterations, moved)
-    title = f"{', '.join(done)}: scored again as {plan.name}"
-    page = render_rescoring_page(comparison, samples, moved, outputs, title)
+    page = render_rescoring_page(comparison, samples, moved, outputs, title_of(list(done), plan.name))
     pages = []
     for store in [run.store for run in plan.runs]:
         place = rescoring_folder(plan.name)
@@ -178,14 +202,6 @@ def report(plan: RescorePlan, done: Mapping[str, list[StoredIteration]]) -> tupl
         write_page(plan.html, page)
         pages.append(str(plan.html))
     return comparison, moved, pages
-
-
-async def publish(name: str, comparison: Statistics) -> None:
-    """Show the comparison in Prefect's UI."""
-    description = f"{', '.join(comparison['runs'])}: scored again as {name}"
-    await acreate_table_artifact(
-        list(reward_rows(comparison)), key=artifact_key(f"rescore-{name}"), description=description
-    )
 
 
 def summarize(

@@ -1,4 +1,4 @@
-"""`grpo rewards analyse`: analyse a run's scores, compute some of them again, and write the page and the plots."""
+"""`grpo rewards analyse`: analyse a run's scores, compute some of them again, and write the page."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,17 @@ from pydantic import BaseModel
 from configs.schema import RewardsFile, RunConfig
 from configs.scoring import RewardSection
 from flows.rescoring.plan import needed_scores
-from grpo_core.errors import InputError, InputErrors
-from grpo_core.rewards.hacking import HackingSign
+from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
+from tasks.reports.hacking import hacking_verdict
 from tasks.reports.pages import require_page_path, write_page
+from tasks.reports.report import Report
 from tasks.reports.reward_analysis import analyse, read_scores, score_again
-from tasks.reports.reward_page import render_reward_page
-from tasks.reports.reward_plots import plot_guardrails, plot_rewards
+from tasks.reports.reward_page import analysis_report, render_reward_page
 from tasks.reports.statistics import Statistics
+from tasks.reports.text import relative
 from tasks.runs.layout import (
     ANALYSIS,
-    GUARDRAILS_PLOT,
     REPORT_FILE,
     REPORT_PAGE,
     REWARDS_FILE,
@@ -32,7 +32,6 @@ from tasks.runs.lookup import find_run
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound
-from tasks.runs.run_view import guardrail_curves, signs_of
 from tasks.runs.stored import read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
@@ -40,23 +39,43 @@ from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
 REPEATED = 32
 """Samples that are scored again, to see whether the same image gets the same score."""
 
+MAX_PAIRS = 12
+"""Pairs of rewards that the terminal shows."""
+
 
 class AnalysisSummary(BaseModel):
     """What `--json` prints.
 
     Attributes:
         run: name of the run.
-        folder: where the page, the plots and the metrics are stored.
-        fallen: guardrails that have fallen while the held-out reward rose, in words.
+        rescored: name of the rescoring whose scores were analysed; None for the run's own.
+        folder: where the page and the metrics are stored.
+        fallen: guardrails, and rewards of weight 0, that have fallen while the held-out reward rose, in words.
         not_repeated: rewards that could not score again, and why.
         analysis: every metric.
     """
 
     run: str
+    rescored: str | None
     folder: str
     fallen: list[str]
     not_repeated: dict[str, str]
     analysis: Statistics
+
+    def report(self, *, on_page: bool = False) -> Report:
+        """Return what stands out, the metrics of each reward and pair, and what could not score again.
+
+        Args:
+            on_page: show all pairs of rewards, and not where the page is.
+        """
+        title = f"{self.run}: rewards" + (f" of the rescoring {self.rescored}" if self.rescored else "")
+        report = analysis_report(self.analysis, title, self.fallen)
+        notes = [f"{label} was not scored again: {reason}" for label, reason in self.not_repeated.items()]
+        if on_page:
+            return replace(report, notes=notes)
+        rewards, pairs = report.tables
+        page = f"page: {relative(self.folder)}/{REPORT_PAGE}"
+        return replace(report, tables=[rewards, pairs.head(MAX_PAIRS, "pairs")], notes=[*notes, page])
 
 
 def analyse_rewards(
@@ -91,22 +110,21 @@ def analyse_rewards(
     again, not_repeated = _score_again(store, sections, rounds, repeats)
     scores = read_scores(store, rounds)
     analysis = analyse(scores, again)
-    signs, plot = _fallen(store, config)
-    plots = {**plot_rewards(analysis, scores), **plot}
-    title = f"{store.run}: rewards" + (f" of the rescoring {rescored}" if rescored else "")
-    page = render_reward_page(analysis, plots, title)
-    report = json.dumps(analysis, indent=1)
-    for name, content in {REPORT_PAGE: page.encode(), REPORT_FILE: report.encode(), **plots}.items():
-        store.write_file(f"{ANALYSIS}/{name}", content)
-    if html is not None:
-        write_page(html, page)
-    return AnalysisSummary(
+    run = read_run(RunReader(store))
+    summary = AnalysisSummary(
         run=store.run,
+        rescored=rescored,
         folder=store.path(ANALYSIS),
-        fallen=[str(sign) for sign in signs],
+        fallen=list(hacking_verdict(run).signs),
         not_repeated=not_repeated,
         analysis=analysis,
     )
+    page = render_reward_page(summary.report(on_page=True), analysis, scores, run)
+    store.write_file(f"{ANALYSIS}/{REPORT_PAGE}", page.encode())
+    store.write_file(f"{ANALYSIS}/{REPORT_FILE}", json.dumps(analysis, indent=1).encode())
+    if html is not None:
+        write_page(html, page)
+    return summary
 
 
 def _scored_rounds(
@@ -158,15 +176,3 @@ def _score_again(
         gone = "the images were removed by `grpo prune`"
         return None, {**unable, **{section.label: gone for section in able}}
     return score_again(store, last, rounds[last][0], able, samples), unable
-
-
-def _fallen(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, ...], dict[str, bytes]]:
-    """Find signs of reward hacking by the run's rule, and plot them; nothing without scored guardrails."""
-    run = read_run(RunReader(store))
-    if not run.guardrail_series:
-        return (), {}
-    try:
-        signs = signs_of(run, config.guardrails)
-    except InputError as error:
-        raise InputErrors([error]) from error
-    return signs, {GUARDRAILS_PLOT: plot_guardrails(*guardrail_curves(run))}

@@ -1,6 +1,6 @@
 """`grpo rewards fetch`: which published weights the named rewards read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from configs.loader import read_config, read_rewards_file
@@ -10,6 +10,8 @@ from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.model_reward import ModelReward
 from grpo_core.rewards.registry import REWARDS, build_reward
 from grpo_core.rewards.weights.source import Weights
+from tasks.reports.report import Report, Table
+from tasks.reports.text import size
 
 
 def plan_fetch(names: Sequence[str], folder: Path) -> dict[Weights, str]:
@@ -38,6 +40,29 @@ def plan_fetch(names: Sequence[str], folder: Path) -> dict[Weights, str]:
     if problems:
         raise InputErrors(problems)
     return dict(found.values())
+
+
+def downloads_report(missing: Mapping[Weights, str]) -> Report:
+    """Return what would be downloaded for which reward: size, licence, address, and where it goes."""
+    sizes = [weights.size() for weights in missing]
+    rows = [
+        {
+            "reward": reward,
+            "size": "unknown" if bytes_ is None else size(bytes_),
+            "licence": weights.published.licence or "see its page",
+            "from": str(weights.source) if weights.on_hub else weights.published.url,
+            "to": "the Hub's cache" if weights.on_hub else str(weights.source),
+        }
+        for (weights, reward), bytes_ in zip(missing.items(), sizes, strict=True)
+    ]
+    note = f"{size(sum(filter(None, sizes)))} in total"
+    return Report("To download", tables=[Table("", rows, ("licence", "from", "to"), note=note)])
+
+
+def fetched_report(fetched: Mapping[Weights, str]) -> Report:
+    """Return the settings of each reward that name its weights."""
+    facts = [(reward, f"{weights.setting}: {weights.source}") for weights, reward in fetched.items()]
+    return Report("Here; in the settings of the rewards" if facts else "These rewards need no weights", facts)
 
 
 def _sections(name: str) -> Iterator[RewardSection]:

@@ -1,8 +1,4 @@
-"""A run, or new samples, in the terminal: tables, sparklines, texts, and images if the terminal has enough colours."""
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+"""Curves and samples of one run or several in the terminal: sparklines, texts, and images if it has enough colours."""
 
 from PIL import Image
 from rich.color import Color
@@ -10,21 +6,29 @@ from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.panel import Panel
 from rich.style import Style
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from flows.inspection.inspect_run import Inspection, heading
-from flows.terminal.tables import key_values, plain, relative, table_of
-from tasks.reports.groups import Group
+from flows.terminal.tables import plain, show_report, table_of
+from tasks.reports.comparison import Comparison
+from tasks.reports.groups import Group, Groups
 from tasks.reports.images import PRUNED
 from tasks.reports.metric_titles import metric_rows, metric_title
-from tasks.reports.run_page import plotted_metrics, progress, stage_shares
+from tasks.reports.report import Report, Table
+from tasks.reports.run_page import Heldout, plotted_metrics
 from tasks.reports.samples import Row
-from tasks.reports.text import ASCII_BLOCKS, SPARK_WIDTH, UNICODE_BLOCKS, change, number, one_line, signed, sparkline
+from tasks.reports.text import (
+    ASCII_BLOCKS,
+    SPARK_WIDTH,
+    UNICODE_BLOCKS,
+    change,
+    number,
+    one_line,
+    relative,
+    signed,
+    sparkline,
+)
 from tasks.runs.run_view import RunView
-
-if TYPE_CHECKING:
-    from flows.sampling.sample import Sample
 
 WIDE = 100
 MAX_ROWS = 24
@@ -37,35 +41,29 @@ THUMBNAIL = 16
 LETTERS = 400
 """Letters of a text that are shown; the page has all of it."""
 
-
-def report(inspection: Inspection, html: Path | None, console: Console, *, everything: bool, config: bool) -> None:
-    """Show a run on the console; if it was written as a page, only the summary and the path of the page."""
-    if html is None:
-        show_inspection(inspection, console, everything=everything, config=config)
-        return
-    show_warnings(inspection.warnings, console)
-    show_heading(inspection, console)
-    console.print(plain(f"page written to {html}"), soft_wrap=True)
+COMPARED_PROMPTS, COMPARED_LETTERS, COMPARED_CURVE = 10, 160, 16
+"""Prompts of a comparison of runs, letters of each text, and characters of a curve."""
 
 
-def show_inspection(inspection: Inspection, console: Console, *, everything: bool, config: bool) -> None:
-    """Print the summary, the main curves and some samples, which fit on a screen.
+def show_run(
+    run: RunView, groups: Groups, heldout: Heldout | None, console: Console, *, everything: bool, config: bool
+) -> None:
+    """Print the main curves and some samples of a run, which fit on a screen.
 
     Args:
+        groups: samples of the shown iteration.
+        heldout: samples of evaluations; None with fewer than two.
         everything: print every curve and metric, more samples, and what was moved away.
         config: print the configuration with all defaults.
     """
-    run, images = inspection.run, has_colours(console) and inspection.run.noun == "image"
-    rows = MAX_ROWS if everything else 1 if images else SCREEN_ROWS
-    show_warnings(inspection.warnings, console)
-    show_heading(inspection, console)
-    console.print(_curves(inspection, console, None if everything else SCREEN_CURVES))
-    if inspection.heldout is not None and inspection.heldout.pairs:
-        console.print(_heldout(inspection, console, rows))
-    if inspection.groups.shown:
-        console.print(_groups(inspection, console, rows))
+    rows = MAX_ROWS if everything else 1 if _shows_images(run, console) else SCREEN_ROWS
+    console.print(_curves(run, console, None if everything else SCREEN_CURVES))
+    if heldout is not None and heldout.pairs:
+        console.print(_heldout(run, heldout, console, rows))
+    if groups.shown:
+        console.print(_groups(run, groups, console, rows))
     if everything:
-        _show_rest(run, console)
+        show_report(_rest(run), console)
     if config and run.config_text is not None:
         console.print(Panel(plain(run.config_text.rstrip()), title="config.yaml", title_align="left"))
     if not everything:
@@ -73,38 +71,23 @@ def show_inspection(inspection: Inspection, console: Console, *, everything: boo
         console.print(Text(hint, style="dim"), soft_wrap=True)
 
 
-def _show_rest(run: RunView, console: Console) -> None:
-    if run.shown is not None:
-        metrics = metric_rows(run.shown.metrics, run.noun, run.stream)
-        rows = [(title, name, f"{value:.6g}") for title, _, name, value in metrics]
-        headings = ("metric", "name in metrics.parquet", "value")
-        console.print(table_of(f"Iteration {run.shown.iteration}: every metric", headings, rows, right=(2,)))
-    if run.moved:
-        rows = [(moved.reason, ", ".join(moved.paths), moved.place) for moved in run.moved]
-        console.print(table_of("Quarantined and previous", ("why", "what", "where"), rows))
+def _shows_images(run: RunView, console: Console) -> bool:
+    return run.noun == "image" and has_colours(console)
 
 
-def show_warnings(warnings: Sequence[str], console: Console) -> None:
-    """Print what is damaged or missing in a panel."""
-    if warnings:
-        text = Text("\n").join(plain(warning) for warning in warnings)
-        console.print(Panel(text, title="warning: not everything could be shown", border_style="yellow"))
+def _rest(run: RunView) -> Report:
+    shown = run.shown
+    metrics = [] if shown is None else metric_rows(shown.metrics, run.noun, run.stream)
+    rows = [
+        {"metric": title, "name in metrics.parquet": name, "value": f"{value:.6g}"} for title, _, name, value in metrics
+    ]
+    moved = [{"why": each.reason, "what": ", ".join(each.paths), "where": each.place} for each in run.moved]
+    title = "" if shown is None else f"Iteration {shown.iteration}: every metric"
+    every = Table(title, rows, ("name in metrics.parquet",))
+    return Report("", tables=[every, Table("Quarantined and previous", moved, ("what", "where"))])
 
 
-def show_heading(inspection: Inspection, console: Console) -> None:
-    """Print how far the run is, its rewards, and its time by stage."""
-    run = inspection.run
-    shares = ", ".join(f"{stage} {share:.0%}" for stage, _, share in stage_shares(run))
-    rows = [*heading(inspection.summary(None)), *([("time by stage", shares)] if shares else [])]
-    rows += [("started", str(run.starts[0]))] if run.starts else []
-    console.print(key_values(f"{run.name}: {progress(run)}", [*rows, ("stored in", relative(run.folder))]))
-    if inspection.verdict.finding == "signs":
-        lines = Text("\n").join(plain(reason) for reason in inspection.verdict.reasons)
-        console.print(Panel(lines, title="signs of reward hacking", border_style="yellow"))
-
-
-def _curves(inspection: Inspection, console: Console, limit: int | None) -> Table:
-    run = inspection.run
+def _curves(run: RunView, console: Console, limit: int | None) -> RichTable:
     wide = console.width >= WIDE
     headings = ("over iterations", "", "first", "last", *(("least", "most") if wide else ()))
     table = table_of("Curves", headings, (), right=range(2, len(headings)))
@@ -112,7 +95,7 @@ def _curves(inspection: Inspection, console: Console, limit: int | None) -> Tabl
     by_dataset = {name: run.series(name) for name in run.dataset_rewards.values()}
     plotted = {name: run.series(name) for name in plotted_metrics(run)}
     shown = {"reward": run.series("reward"), "heldout_reward": run.heldout_series(), **by_dataset, **plotted}
-    blocks = curve_blocks(console)
+    blocks = _blocks(console)
     for name, points in list(shown.items())[:limit]:
         values = [value for _, value in points]
         if values:
@@ -124,12 +107,10 @@ def _curves(inspection: Inspection, console: Console, limit: int | None) -> Tabl
     return table
 
 
-def _heldout(inspection: Inspection, console: Console, limit: int) -> Table:
-    heldout = inspection.heldout
-    assert heldout is not None
+def _heldout(run: RunView, heldout: Heldout, console: Console, limit: int) -> RichTable:
     seeds = "same seeds" if heldout.same_seeds else "other seeds"
     title = f"Held-out prompts, policy {heldout.versions[0]} and policy {heldout.versions[-1]}, {seeds}"
-    texts, images = inspection.run.noun == "completion", has_colours(console)
+    texts, images = run.noun == "completion", has_colours(console)
     table = table_of(title, ("prompt", "reward", *(("before", "after") if texts or images else ())), ())
     table.show_lines = images
     table.columns[0].ratio, table.columns[1].no_wrap = 1, True
@@ -137,23 +118,22 @@ def _heldout(inspection: Inspection, console: Console, limit: int) -> Table:
         column.no_wrap, column.ratio = not texts, 1 if texts else None
     for before, after in heldout.pairs[:limit]:
         samples = (before.samples[0], after.samples[0])
-        cells: list[RenderableType] = [prompt_text(before), change(before.reward, after.reward)]
+        cells: list[RenderableType] = [_prompt(before), change(before.reward, after.reward)]
         table.add_row(*cells, *(_output(sample) for sample in samples if texts or images))
     table.caption = _left_out(min(len(heldout.pairs), limit), heldout.total)
     return table
 
 
-def _groups(inspection: Inspection, console: Console, limit: int) -> Table:
-    groups, shown = inspection.groups, inspection.run.shown
-    assert shown is not None
-    title = f"Iteration {shown.iteration}: best and worst {inspection.run.noun} per prompt"
+def _groups(run: RunView, groups: Groups, console: Console, limit: int) -> RichTable:
+    assert run.shown is not None, "groups are those of an iteration"
+    title = f"Iteration {run.shown.iteration}: best and worst {run.noun} per prompt"
     table = table_of(title, ("prompt", "best", "worst"), ())
     table.show_lines = True
     for column, ratio in zip(table.columns, (2, 3, 3), strict=True):
         column.ratio = ratio
     for group in groups.shown[:limit]:
         first = group.samples[0]
-        about = prompt_text(group)
+        about = _prompt(group)
         for name in groups.varying:
             about.append_text(Text("\n")).append_text(plain(first[name]))
         about.append("\nmean " + number(group.reward), "dim")
@@ -165,12 +145,50 @@ def _groups(inspection: Inspection, console: Console, limit: int) -> Table:
     return table
 
 
-def curve_blocks(console: Console) -> str:
+def show_comparison(found: Comparison, settings: Table, console: Console) -> None:
+    """Print the curves of runs, the settings that differ, and the held-out prompts that differ most."""
+    if found.curves:
+        console.print(_compared_curves(found, console))
+    show_report(Report("", tables=[settings]), console)
+    if found.prompts:
+        console.print(_compared_prompts(found))
+
+
+def _compared_curves(found: Comparison, console: Console) -> RichTable:
+    labels = [run.label for run in found.runs]
+    table = table_of("Curves, with their last values", ("over iterations", *labels), ())
+    for curve in found.curves:
+        cells = []
+        for label in labels:
+            values = [value for _, value in curve.series.get(label, ())]
+            last = f" {values[-1]:.4g}" if values else ""
+            cells.append(Text(sparkline(values, COMPARED_CURVE, _blocks(console)) + last))
+        table.add_row(plain(curve.title), *cells)
+    return table
+
+
+def _compared_prompts(found: Comparison) -> RichTable:
+    labels = list(found.prompts[0])
+    table = table_of(f"Held-out prompts that differ most, {found.measure}", ("prompt", *labels), ())
+    table.show_lines = True
+    for groups in found.prompts[:COMPARED_PROMPTS]:
+        cells = []
+        for group in groups.values():
+            output = group.samples[0]["output"]
+            text = f"\n{one_line(output, COMPARED_LETTERS) or '(empty)'}" if isinstance(output, str) else ""
+            cells.append(plain(number(group.reward) + text))
+        table.add_row(_prompt(groups[labels[0]]), *cells)
+    if found.total > COMPARED_PROMPTS:
+        table.caption = f"{COMPARED_PROMPTS} of {found.total} prompts; --html FILE shows more"
+    return table
+
+
+def _blocks(console: Console) -> str:
     """Return the characters of sparklines that the console can show."""
     return UNICODE_BLOCKS if console.encoding.lower().startswith("utf") else ASCII_BLOCKS
 
 
-def prompt_text(group: Group) -> Text:
+def _prompt(group: Group) -> Text:
     """Return a prompt, shortened where its samples are texts."""
     first = group.samples[0]
     return plain(one_line(first["prompt"], LETTERS) if isinstance(first["output"], str) else first["prompt"])
@@ -201,15 +219,15 @@ def _left_out(shown: int, total: int) -> str | None:
     return f"{shown} of {total} prompts" if shown < total else None
 
 
-def show_sample(sample: "Sample", console: Console) -> None:
-    """Print what `grpo sample` made: the prompt with the text, or with the path of the image and the image itself."""
-    console.print(plain(f"{sample.prompt} [{sample.index}]"), style="dim", soft_wrap=True)
-    if sample.text is not None:
-        console.print(plain(sample.text), soft_wrap=True, highlight=False)
-    if sample.file is not None:
-        console.print(plain(relative(sample.file)), soft_wrap=True, highlight=False)
+def show_sample(prompt: str, text: str | None, file: str | None, console: Console) -> None:
+    """Print a new sample: the prompt with the text, or with the path of the image and the image itself."""
+    console.print(plain(prompt), style="dim", soft_wrap=True)
+    if text is not None:
+        console.print(plain(text), soft_wrap=True, highlight=False)
+    if file is not None:
+        console.print(plain(relative(file)), soft_wrap=True, highlight=False)
         if has_colours(console):
-            with Image.open(sample.file) as image:
+            with Image.open(file) as image:
                 console.print(thumbnail(image.convert("RGB")))
 
 

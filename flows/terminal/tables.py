@@ -1,20 +1,24 @@
-"""What the tables of all commands share: text that is data, key-value tables, tables of rewards."""
+"""Reports in the terminal, and what all that is printed shares: text that is data, and tables of it."""
 
-import os
 from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.panel import Panel
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from tasks.reports.text import Cells, printable
+from tasks.reports.report import Fact, Report, Table
+from tasks.reports.text import printable
 
 NAME_WIDTH = 28
-"""Characters of a reward's name on one line."""
+"""Characters of a row's name on one line."""
 
 UNLIMITED = 10_000
 """Characters across a console on which nothing folds."""
+
+_STYLES = {"ok": "green", "problem": "red"}
+"""Of a note's first word."""
 
 
 def stderr() -> Console:
@@ -27,57 +31,81 @@ def plain(text: str) -> Text:
     return Text(printable(text, keep="\n"))
 
 
-def relative(path: str) -> str:
-    """Shorten a path below the working directory."""
-    below = os.path.relpath(path)
-    return path if below.startswith("..") else below
+def show_report(report: Report, console: Console | None = None) -> None:
+    """Print a report, by default on stderr."""
+    console = console or stderr()
+    for notice in report.notices:
+        if notice.lines:
+            lines = Text("\n").join(plain(line) for line in notice.lines)
+            console.print(Panel(lines, title=plain(notice.title), border_style="yellow"))
+    if report.title:
+        console.print(plain(report.title), style="bold", soft_wrap=True)
+    for table in report.tables:
+        if table.rows:
+            console.print(_table(table, console))
+        elif table.note:
+            console.print(plain(f"{table.title}: {table.note}" if table.title else table.note), soft_wrap=True)
+    if report.facts:
+        console.print(_facts("", report.facts))
+    for note in report.notes:
+        line, first = plain(note), note.partition(" ")[0]
+        line.stylize(_STYLES.get(first, ""), 0, len(first))
+        console.print(line, soft_wrap=True, highlight=False)
 
 
-def key_values(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """Make a table of names and values; both are data."""
-    table = table_of(title, ("", ""), rows)
+def table_of(
+    title: str, headings: Sequence[str], rows: Iterable[Iterable[str]], right: Sequence[int] = ()
+) -> RichTable:
+    """Make a table whose cells are data and fold where they are too wide; `right` are columns of numbers."""
+    table = RichTable(title=plain(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD)
+    for index, heading in enumerate(headings):
+        number = index in right
+        table.add_column(plain(heading), overflow="fold", justify="right" if number else "left", no_wrap=number)
+    for row in rows:
+        table.add_row(*map(plain, row))
+    return table
+
+
+def _facts(title: str, facts: Iterable[Fact]) -> RichTable:
+    table = table_of(title, ("", ""), facts)
     table.show_header, table.box = False, box.SIMPLE
     table.columns[0].overflow = "ellipsis"
     return table
 
 
-def table_of(title: str, headings: Sequence[str], rows: Iterable[Iterable[str]], right: Sequence[int] = ()) -> Table:
-    """Make a table whose cells are data and fold where they are too wide; `right` are columns of numbers."""
-    table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
-    for index, heading in enumerate(headings):
-        number = index in right
-        table.add_column(heading, overflow="fold", justify="right" if number else "left", no_wrap=number)
-    for row in rows:
-        table.add_row(*(plain(cell) for cell in row))
-    return table
-
-
-def reward_table(title: str, rows: Sequence[Cells], console: Console) -> Table:
-    """Make a table with a row per reward, or a list per reward, without empty cells, when the console is too narrow."""
-    table = table_of(title, list(rows[0]), (row.values() for row in rows))
-    for column in table.columns[1:]:
-        column.justify = "right"
+def _table(table: Table, console: Console) -> RichTable:
+    """Make a row per row, or where the console is too narrow for that, a list per row without empty cells."""
+    headings = list(table.rows[0])
+    shown = table_of(table.title, headings, (row.values() for row in table.rows))
+    shown.caption = plain(table.note) if table.note else None
+    numbers = {heading for heading in headings[1:] if heading not in table.texts}
+    for column, heading in zip(shown.columns, headings, strict=True):
+        column.justify = "right" if heading in numbers else "left"
     unlimited = console.options.update_width(UNLIMITED)
-    if console.measure(table, options=unlimited).maximum <= console.width:
-        return table
-    # Headings fold between words, names fold anywhere, numbers do not fold.
-    for index, (column, heading) in enumerate(zip(table.columns, rows[0], strict=True)):
-        cells = max(len(row[heading]) for row in rows)
-        column.width = max(cells if index else min(cells, NAME_WIDTH), *map(len, heading.split()))
-    if console.measure(table, options=unlimited).maximum <= console.width:
-        return table
-    return _reward_lists(title, rows)
+    if console.measure(shown, options=unlimited).maximum <= console.width:
+        return shown
+    # Headings fold between words, names and texts fold anywhere, numbers do not fold.
+    for index, (column, heading) in enumerate(zip(shown.columns, headings, strict=True)):
+        cells = max(len(row[heading]) for row in table.rows)
+        if heading in numbers or not index:
+            column.width = max(cells if index else min(cells, NAME_WIDTH), *map(len, heading.split()), 1)
+        else:
+            column.min_width, shown.show_lines = min(cells, NAME_WIDTH), True
+    if console.measure(shown, options=unlimited).minimum <= console.width:
+        return shown
+    return _lists(table)
 
 
-def _reward_lists(title: str, rows: Sequence[Cells]) -> Table:
-    table = key_values(title, ())
-    table.columns[0].overflow, table.columns[1].justify = "fold", "right"
-    for row in rows:
+def _lists(table: Table) -> RichTable:
+    shown = _facts(table.title, ())
+    shown.caption = plain(table.note) if table.note else None
+    shown.columns[0].overflow, shown.columns[1].justify = "fold", "left" if table.texts else "right"
+    for row in table.rows:
         (_, name), *cells = row.items()
         label = plain(name)
         label.stylize("bold")
-        table.add_row(label, "")
+        shown.add_row(label, "")
         for heading, cell in cells:
             if cell:
-                table.add_row(f"  {heading}", plain(cell))
-    return table
+                shown.add_row(f"  {heading}", plain(cell))
+    return shown

@@ -5,16 +5,15 @@ from collections import Counter
 
 from PIL import Image
 from prefect import get_run_logger
-from prefect.artifacts import acreate_markdown_artifact
 
 from configs.sections import TextRolloutSection
-from flows.pipeline.flow_run_page import artifact_key
+from flows.pipeline.flow_run_page import publish_report
 from flows.pipeline.run import Run
-from flows.terminal.summaries import training_rows
 from flows.training.history import TrainingHistory
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
 from tasks.reports.images import image_uri, shrunk
-from tasks.reports.text import in_cell, markdown_table
+from tasks.reports.report import Report, reward_facts, seconds_facts
+from tasks.reports.text import counted, relative
 from tasks.runs.layout import ADVANTAGES, CONTACT_SHEET, GUARDRAILS_PLOT
 from tasks.runs.run_view import RunSummary, guardrail_curves, summary_of
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
@@ -45,6 +44,25 @@ class TrainSummary(RunSummary):
     quarantined: list[str]
     previous: list[str]
     reused: dict[str, int]
+
+    def report(self) -> Report:
+        """Return the end of a training run or a replay: rewards first and last, time by stage, where to look."""
+        files = {
+            "images before and after": self.contact_sheet,
+            "completions before and after": self.heldout_texts,
+            "reward and its guardrails": self.guardrails_plot,
+        }
+        facts = [
+            *reward_facts(self),
+            *seconds_facts(self.seconds),
+            *((f"reused from run {name}", counted(count, "iteration")) for name, count in self.reused.items()),
+            ("policy digest", (self.policy_digest or "none")[:16]),
+            ("stored in", relative(self.folder)),
+            *((title, relative(path)) for title, path in files.items() if path),
+            *(("stopped by a guardrail" if self.stopped_early else "guardrail fell", sign) for sign in self.hacking),
+            *(("moved away", reason) for reason in (*self.quarantined, *self.previous)),
+        ]
+        return Report(f"{self.run}: {self.iterations} iterations", facts)
 
 
 def summarize(run: Run, history: TrainingHistory, elapsed: float) -> TrainSummary:
@@ -78,12 +96,10 @@ def _write_guardrails_plot(run: Run, history: TrainingHistory) -> str:
 
 async def publish_summary(run: Run, summary: TrainSummary) -> None:
     """Show the summary in Prefect's UI: in the run's log, and on a page with the held-out images before and after."""
-    title, rows = f"{summary.run}: {summary.iterations} iterations", training_rows(summary)
-    get_run_logger().info("\n".join([title, *(f"    {name}: {value}" for name, value in rows)]))
-    lines = [f"# {title}", "", *markdown_table(("", ""), [(in_cell(name), in_cell(value)) for name, value in rows]), ""]
-    sheet = run.store.read_file(CONTACT_SHEET) if summary.contact_sheet else None
+    report = summary.report()
+    get_run_logger().info("\n".join([report.title, *(f"    {name}: {value}" for name, value in report.facts)]))
+    sheet, images = run.store.read_file(CONTACT_SHEET) if summary.contact_sheet else None, ""
     if sheet is not None:
         image = shrunk(Image.open(io.BytesIO(sheet)), _SHEET_SIDE)
-        lines += [f"![before and after training]({image_uri(image, lossless_side=0, quality=80)})", ""]
-    key = artifact_key(f"{summary.run}-summary")
-    await acreate_markdown_artifact("\n".join(lines), key=key, description=title)
+        images = f"![before and after training]({image_uri(image, lossless_side=0, quality=80)})\n"
+    await publish_report(report, f"{summary.run}-summary", images)

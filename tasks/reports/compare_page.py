@@ -1,13 +1,59 @@
-"""A comparison of runs as one HTML file, and its tables for the page and the terminal."""
+"""The report of a comparison of runs, and its page: one HTML file."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+from markupsafe import Markup
 
 from tasks.reports.comparison import Comparison
 from tasks.reports.pages import render
 from tasks.reports.pairing import PairedDifference
+from tasks.reports.report import Cells, Notice, Report, Table, reward_facts
 from tasks.reports.samples import TRAITS, varying
-from tasks.reports.text import Cells, change, counted, number
+from tasks.reports.text import counted, number, one_line
 from tasks.runs.run_view import summary_of
+
+MAX_SETTINGS, LETTERS = 30, 160
+"""Settings that the terminal shows, and letters of their values; the page has all."""
+
+
+def comparison_report(comparison: Comparison, warnings: Sequence[str]) -> Report:
+    """Return the runs, their held-out differences, and what is not compared and why."""
+    first, *others = (run.label for run in comparison.runs)
+    rows = [{**difference_cells(each), "finding": finding(each)} for each in comparison.differences]
+    note = "" if rows else "No held-out score can be paired."
+    return Report(
+        f"{', '.join(others)} against {first}",
+        tables=[
+            Table("", run_rows(comparison), ("started",)),
+            Table("Held-out differences, paired by prompt", rows, ("run", "finding"), _DIFFERENCES, note),
+        ],
+        notices=[Notice("not everything could be read", warnings), Notice("not compared", comparison.omissions)],
+    )
+
+
+_DIFFERENCES = (
+    "On the prompts that both runs have, with the samples of equal seeds where there are any. The interval covers the "
+    "mean difference over such prompts in 95 % of cases; the prompt is its unit, since the samples of one prompt "
+    "resemble one another. It says nothing about another training seed."
+)
+
+
+def settings_table(comparison: Comparison) -> Table:
+    """Return the value of every run for each setting that differs."""
+    labels = [run.label for run in comparison.runs]
+    rows = [
+        {"setting": path, **dict(zip(labels, ("not set" if each is None else each for each in values), strict=True))}
+        for path, values in comparison.settings.items()
+    ]
+    meaning = "Of config.yaml and run.json; everything else is the same."
+    return Table("Settings that differ", rows, labels, meaning, "" if rows else "none")
+
+
+def shortened(settings: Table) -> Table:
+    """Return as many settings as fit on a screen, with short values."""
+    shown = settings.head(MAX_SETTINGS, "settings")
+    return replace(shown, rows=[{name: one_line(cell, LETTERS) for name, cell in row.items()} for row in shown.rows])
 
 
 def run_rows(comparison: Comparison) -> list[Cells]:
@@ -18,8 +64,8 @@ def run_rows(comparison: Comparison) -> list[Cells]:
         rows.append(
             {
                 "run": run.label,
-                "reward, first to last": change(summary.reward_first, summary.reward_last),
-                "held-out, before to after": change(summary.heldout_before, summary.heldout_after),
+                # Not all runs have targets.
+                **dict(reward_facts(summary)[:2]),
                 "policy compared": "none" if version is None else f"{version} of {summary.iterations}",
                 "seconds": f"{summary.seconds['total']:.0f}",
                 **({"started": str(run.view.starts[0]) if run.view.starts else "unknown"} if dated else {}),
@@ -28,23 +74,12 @@ def run_rows(comparison: Comparison) -> list[Cells]:
     return rows
 
 
-def difference_rows(comparison: Comparison) -> list[tuple[str, str, PairedDifference]]:
-    """List run, score and difference, score by score."""
-    scores = dict.fromkeys(score for each in comparison.pairings for score in each.differences)
-    return [
-        (each.label, score, each.differences[score])
-        for score in scores
-        for each in comparison.pairings
-        if score in each.differences
-    ]
-
-
-def difference_cells(label: str, score: str, found: PairedDifference) -> Cells:
+def difference_cells(found: PairedDifference) -> Cells:
     """Format a difference as a row of a table."""
     known = found.low is not None and found.high is not None
     return {
-        "score": score,
-        "run": label,
+        "score": found.score,
+        "run": found.run,
         "difference": f"{found.difference:+.3f}",
         "95 % interval": f"{found.low:+.3f} to {found.high:+.3f}" if known else "needs two prompts",
         "first run": number(found.first),
@@ -53,7 +88,7 @@ def difference_cells(label: str, score: str, found: PairedDifference) -> Cells:
     }
 
 
-def verdict(found: PairedDifference) -> str:
+def finding(found: PairedDifference) -> str:
     """Say in words whether the interval leaves zero out."""
     if found.low is None or found.high is None:
         return "one prompt tells nothing"
@@ -62,18 +97,15 @@ def verdict(found: PairedDifference) -> str:
     return "lower" if found.high < 0 else "not clear"
 
 
-def interval_bar(found: PairedDifference, width: float) -> tuple[float, float, float] | None:
-    """Return left end, length and centre of the interval as shares of an axis from -width to width."""
+def interval_bar(found: PairedDifference, width: float) -> Markup:
+    """Draw the interval, and the difference as a dot in it, on an axis from -width to width; empty without one."""
     if found.low is None or found.high is None or not width:
-        return None
-    low, high = ((each + width) / (2 * width) for each in (found.low, found.high))
-    return low, high - low, (found.difference + width) / (2 * width)
-
-
-def title_of(comparison: Comparison) -> str:
-    """Name the runs."""
-    first, *others = (run.label for run in comparison.runs)
-    return f"{', '.join(others)} against {first}"
+        return Markup("")
+    low, high, centre = (50 * (1 + each / width) for each in (found.low, found.high, found.difference))
+    return Markup(
+        f'<span class="interval {finding(found)}"><i style="left:{low:.2f}%;width:{high - low:.2f}%"></i>'
+        f'<b style="left:{centre:.2f}%"></b></span>'
+    )
 
 
 def render_compare_page(comparison: Comparison, warnings: Sequence[str]) -> str:
@@ -81,25 +113,26 @@ def render_compare_page(comparison: Comparison, warnings: Sequence[str]) -> str:
     # Matplotlib takes a second to import.
     from tasks.reports.plots import line_plot
 
-    runs, rows = comparison.runs, difference_rows(comparison)
+    runs, report = comparison.runs, comparison_report(comparison, warnings)
     noun = runs[0].view.noun
-    width = max((abs(end) for *_, each in rows for end in (each.low, each.high) if end is not None), default=0.0)
+    ends = [end for each in comparison.differences for end in (each.low, each.high) if end is not None]
+    width = max(map(abs, ends), default=0.0)
+    by_run, differences = report.tables
+    rows = [
+        {**row, "the line is 0": interval_bar(each, width)}
+        for row, each in zip(differences.rows, comparison.differences, strict=True)
+    ]
+    differences = replace(differences, rows=rows, texts=(*differences.texts, "the line is 0"))
     groups = [group for each in comparison.prompts for group in each.values()]
     plots = [line_plot(*each[:3], legend=True, width=460, height=200) for each in comparison.curves]
     return render(
         "compare.html.jinja",
-        title=title_of(comparison),
+        title=report.title,
         labels=[run.label for run in runs],
         comparison=comparison,
         noun=noun,
         is_text=noun == "completion",
-        warnings=warnings,
-        runs=run_rows(comparison),
-        differences=[
-            (difference_cells(label, score, each), verdict(each), interval_bar(each, width))
-            for label, score, each in rows
-        ],
-        width=width,
+        summary=replace(report, tables=[by_run, differences, settings_table(comparison)]),
         plots=[plot for plot in plots if plot],
         traits=[name for name in TRAITS if name in varying([group.samples for group in groups])],
         shown=counted(len(comparison.prompts), "prompt"),

@@ -14,15 +14,10 @@ from tasks.metrics.names import split_stream
 from tasks.reports.metric_titles import PLOTTED, REPORTED_OF_TEXTS, metric_title, with_streams
 from tasks.reports.run_page import Curve
 from tasks.runs.layout import (
-    ADVANTAGES,
     RECOMPUTED,
-    RESCORED,
     REWARDS,
-    REWARDS_FILE,
     SCORES_FILE,
     STORED,
-    iteration_folder,
-    rescoring_folder,
 )
 from tasks.runs.lookup import read_description
 from tasks.runs.reader import RunReader
@@ -177,7 +172,6 @@ def compared_curves(runs: Sequence[ComparedRun]) -> tuple[list[Curve], list[str]
     for name in with_streams(("reward", *_CURVES, *lengths), measured)[1:]:
         shown = trained if split_stream(name)[1] == "reward" else runs
         curves.append(Curve(*metric_title(name, noun, first.view.stream), _of(runs, shown, name)))
-    curves += [_rescored(runs, name) for name in _common_rescorings(runs)]
     # A single reward of weight 1 is the combined reward.
     distinct = {_digest(each): each for each in reversed(curves)}
     return [each for each in reversed(distinct.values()) if sum(map(bool, each.series.values())) > 1], omissions
@@ -201,24 +195,3 @@ def _heldout(runs: Sequence[ComparedRun], shown: Sequence[ComparedRun], label: s
         else []
         for run in runs
     }
-
-
-def _common_rescorings(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return the rescorings that all runs have under the same name and with the same rewards."""
-    names = set.intersection(*(set(run.reader.names(RESCORED)) for run in runs))
-    files = {
-        name: {run.reader.read_bytes(f"{rescoring_folder(name)}/{REWARDS_FILE}") for run in runs} for name in names
-    }
-    return sorted(name for name, contents in files.items() if len(contents) == 1 and None not in contents)
-
-
-def _rescored(runs: Sequence[ComparedRun], name: str) -> Curve:
-    series = {run.label: list(_rescored_points(run, name)) for run in runs}
-    return Curve(f"Reward by {name}", "mean of the training rollouts' rewards in this rescoring", series)
-
-
-def _rescored_points(run: ComparedRun, name: str) -> Iterator[tuple[float, float]]:
-    for view in run.view.iterations:
-        found = run.reader.find(rescoring_folder(name, f"{iteration_folder(view.iteration)}/{ADVANTAGES}"))
-        if found is not None and "reward" in found.reference.metrics:
-            yield float(view.iteration), found.reference.metrics["reward"]

@@ -1,8 +1,7 @@
 """Runs compared: their held-out samples paired by prompt and sampling seed, and what cannot be compared and why."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from grpo_core.errors import InputError
@@ -64,23 +63,6 @@ class HeldoutSamples:
 
 
 @dataclass(frozen=True)
-class Pairing:
-    """A run compared with the first one on held-out prompts.
-
-    Attributes:
-        label: of the run.
-        prompts: number of prompts that both have.
-        same_seeds: whether all of them were sampled with the same seeds.
-        differences: of each common score, by its name in the first run.
-    """
-
-    label: str
-    prompts: int
-    same_seeds: bool
-    differences: Mapping[str, PairedDifference]
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Runs compared with the first of them.
 
@@ -89,7 +71,7 @@ class Comparison:
         settings: value by run of each setting that differs, by its path.
         curves: metrics with a series per run.
         versions: policy version whose held-out samples are compared, by run; None without any.
-        pairings: of the runs that have held-out prompts in common with the first.
+        differences: of each score that a run has in common with the first, score by score.
         measure: name of the score that `prompts` shows as reward; None without a common one.
         prompts: groups of a prompt by run, as many as MAX_PROMPTS, the largest differences first.
         total: number of prompts that all these runs have.
@@ -100,7 +82,7 @@ class Comparison:
     settings: Mapping[str, Sequence[str | None]]
     curves: Sequence[Curve]
     versions: Mapping[str, int | None]
-    pairings: Sequence[Pairing]
+    differences: Sequence[PairedDifference]
     measure: str | None
     prompts: Sequence[Mapping[str, Group]]
     total: int
@@ -108,7 +90,11 @@ class Comparison:
 
 
 def compare_runs(
-    readers: Mapping[str, RunReader], fetched: Path, targets: TargetReader, versions: Mapping[str, int]
+    readers: Mapping[str, RunReader],
+    fetched: Path,
+    targets: TargetReader,
+    versions: Mapping[str, int],
+    evaluation: str | None = None,
 ) -> Comparison:
     """Compare runs with the first.
 
@@ -117,24 +103,30 @@ def compare_runs(
         fetched: folder below which remote files are copied.
         targets: reads the target images.
         versions: policy version to compare, by label; without one the last that was evaluated.
+        evaluation: name of an evaluation by `grpo evaluate`, which is compared of the runs that have it; of the others,
+            and by default, the evaluations of the run's own prompts.
 
     Raises:
-        InputError: a version was not evaluated.
+        InputError: a version was not evaluated, or no run has an evaluation of this name.
     """
     places = {label: fetched / str(number) for number, label in enumerate(readers)}
     runs = [describe_run(label, reader, read_run(reader), places[label]) for label, reader in readers.items()]
-    candidates = [list(_evaluations(run, versions.get(run.label), places[run.label])) for run in runs]
-    chosen = _choose_evaluations(candidates)
-    compared = {run.label: each for run, each in zip(runs, chosen, strict=True) if each is not None}
+    if evaluation is not None:
+        _require_evaluation(evaluation, readers.values())
+    chosen = {run.label: _evaluation(run, versions.get(run.label), evaluation, places[run.label]) for run in runs}
+    compared = {label: each for label, each in chosen.items() if each is not None}
     curves, omissions = compared_curves(runs)
-    pairings, reasons = _pair(runs, compared)
-    measure, prompts, total = _side_by_side(compared, pairings, targets)
+    paired, reasons = _pair(runs, compared)
+    measure, prompts, total = _side_by_side(compared, paired, targets)
+    scores = dict.fromkeys(each.score for differences in paired.values() for each in differences)
     return Comparison(
         runs=runs,
         settings=differing_settings(runs),
         curves=curves,
-        versions={run.label: each.version if each else None for run, each in zip(runs, chosen, strict=True)},
-        pairings=pairings,
+        versions={label: each.version if each else None for label, each in chosen.items()},
+        differences=[
+            each for score in scores for differences in paired.values() for each in differences if each.score == score
+        ],
         measure=measure,
         prompts=prompts,
         total=total,
@@ -142,26 +134,30 @@ def compare_runs(
     )
 
 
-def _evaluations(run: ComparedRun, wanted: int | None, fetched: Path) -> Iterator[HeldoutSamples]:
-    """Read the evaluation of a version, or the last, of the run's own prompts, then those by `grpo evaluate` of others.
+def _require_evaluation(name: str, readers: Collection[RunReader]) -> None:
+    known = dict.fromkeys(each for reader in readers for each in reader.names(OTHER_EVALUATIONS))
+    if name not in known:
+        made = f"They have {', '.join(known)}; name one of these." if known else "`grpo evaluate RUN` makes one."
+        raise InputError("--evaluation", name, f"None of the runs has an evaluation of this name. {made}")
+
+
+def _evaluation(run: ComparedRun, wanted: int | None, name: str | None, fetched: Path) -> HeldoutSamples | None:
+    """Read the evaluation of a version, or else the last; None for a run without any.
 
     Raises:
         InputError: the wanted version was not evaluated.
     """
-    reader, missing = run.reader, wanted is not None
-    for of in (None, *reader.names(OTHER_EVALUATIONS)):
-        folder = EVALUATIONS if of is None else f"{OTHER_EVALUATIONS}/{of}"
-        versions = [wanted] if wanted is not None else reversed(reader.evaluations(folder))
-        views = (read_evaluation(reader, version, of) for version in versions)
-        view = next((view for view in views if view is not None), None)
-        if view is not None:
-            missing = False
-            yield _read_evaluation(run, of, view, fetched)
-    if missing:
-        known = f"Evaluated are policies {spans(reader.evaluations())} of {reader.store.run}"
-        raise InputError(
-            "RUN", run.label, f"{known}; name one of these, or run `grpo evaluate` with --policy {wanted}."
-        )
+    reader = run.reader
+    own = name if name in reader.names(OTHER_EVALUATIONS) else None
+    evaluated = reader.evaluations(EVALUATIONS if own is None else f"{OTHER_EVALUATIONS}/{own}")
+    views = (read_evaluation(reader, version, own) for version in ([wanted] if wanted is not None else evaluated[::-1]))
+    view = next((view for view in views if view is not None), None)
+    if view is not None:
+        return _read_evaluation(run, own, view, fetched)
+    if wanted is None:
+        return None
+    hint = f"Evaluated are policies {spans(evaluated)} of {reader.store.run}; name one of these, or run `grpo evaluate`"
+    raise InputError("RUN", run.label, f"{hint} with --policy {wanted}.")
 
 
 def _read_evaluation(run: ComparedRun, name: str | None, view: EvaluationView, fetched: Path) -> HeldoutSamples:
@@ -187,41 +183,27 @@ def _guardrails(reader: RunReader, evaluation: str) -> Iterator[ArtifactRef]:
             yield found.reference
 
 
-def _choose_evaluations(candidates: Sequence[Sequence[HeldoutSamples]]) -> list[HeldoutSamples | None]:
-    """Choose the evaluations that share the most prompts and seeds with one of the first run; its own where equal."""
-    first, *others = candidates
-    if not first:
-        return [None, *(next(iter(each), None) for each in others)]
-
-    def shared(chosen: Sequence[HeldoutSamples | None]) -> tuple[int, int]:
-        counts = [_shared(chosen[0], each) for each in chosen[1:] if chosen[0] and each]
-        return sum(prompts for prompts, _ in counts), sum(seeds for _, seeds in counts)
-
-    choices: list[list[HeldoutSamples | None]] = [
-        [base, *(max(each, key=partial(_shared, base), default=None) for each in others)] for base in first
-    ]
-    return max(choices, key=shared)
-
-
-def _shared(first: HeldoutSamples, second: HeldoutSamples) -> tuple[int, int]:
-    """Count the prompts and the sampling seeds that two evaluations share."""
-    common = _common_seeds(first, second)
-    return len(common), sum(len(one & other) for one, other in common)
-
-
 def _common_seeds(first: HeldoutSamples, second: HeldoutSamples) -> list[tuple[set[int], set[int]]]:
     """Return the seeds on both sides of each prompt that two evaluations share."""
     one, other = first.prompts, second.prompts
     return [(seeds, other[prompt]) for prompt, seeds in one.items() if prompt in other]
 
 
-def _pair(runs: Sequence[ComparedRun], compared: Mapping[str, HeldoutSamples]) -> tuple[list[Pairing], list[str]]:
-    """Compare every run with the first; the second value says which cannot be, or only in part, and why."""
+def _pair(
+    runs: Sequence[ComparedRun], compared: Mapping[str, HeldoutSamples]
+) -> tuple[dict[str, list[PairedDifference]], list[str]]:
+    """Compare every run with the first.
+
+    Returns:
+        The differences by run, of those that have held-out prompts in common with the first; and which runs cannot be
+        compared, or only in part, and why.
+    """
     first, *others = runs
     base = compared.get(first.label)
     if base is None:
-        return [], [f"{first.label} has no stored evaluation, so nothing is paired with it; {_evaluate(first.label)}"]
-    pairings, reasons = [], []
+        return {}, [f"{first.label} has no stored evaluation, so nothing is paired with it; {_evaluate(first.label)}"]
+    paired: dict[str, list[PairedDifference]] = {}
+    reasons = []
     for run in others:
         side = compared.get(run.label)
         if side is None:
@@ -229,46 +211,53 @@ def _pair(runs: Sequence[ComparedRun], compared: Mapping[str, HeldoutSamples]) -
         elif run.view.noun != first.view.noun:
             nouns = f"{run.label} samples {run.view.noun}s and {first.label} {first.view.noun}s"
             reasons.append(f"{nouns}: nothing is paired")
-        elif not _common_seeds(base, side):
+        elif not (common := _common_seeds(base, side)):
             reasons.append(
-                f"{run.label} has no held-out prompt in common with {first.label}, so nothing is paired; "
-                f"`grpo evaluate {run.label} --prompts FILE` with the prompts of {first.label} makes them comparable"
+                f"{run.label} has no held-out prompt in common with {first.label}, so nothing is paired; `grpo "
+                f"evaluate {run.label} --prompts FILE` with the prompts of {first.label} makes an evaluation that "
+                "--evaluation can name"
             )
         else:
-            pairings.append(_paired(run.label, base, side))
-            reasons += _incomplete(first.label, base, pairings[-1], side)
-    return pairings, reasons
+            same_seeds = all(one == other for one, other in common)
+            paired[run.label] = _differences(run.label, base, side, same_seeds=same_seeds)
+            reasons += _incomplete(first.label, base, run.label, side, len(common), same_seeds=same_seeds)
+    return paired, reasons
 
 
 def _evaluate(label: str) -> str:
     return f"`grpo evaluate {label} --prompts FILE` makes one"
 
 
-def _paired(label: str, first: HeldoutSamples, second: HeldoutSamples) -> Pairing:
-    known = [(key, name) for key, name in first.labels.items() if key in second.labels]
-    found = [(name, paired_difference(first.scores(key), second.scores(key))) for key, name in known]
+def _differences(
+    label: str, first: HeldoutSamples, second: HeldoutSamples, *, same_seeds: bool
+) -> list[PairedDifference]:
+    found = [
+        paired_difference(first.scores(key), second.scores(key), run=label, score=name, same_seeds=same_seeds)
+        for key, name in first.labels.items()
+        if key in second.labels
+    ]
     # A single reward of weight 1 is the combined reward.
-    distinct = {tuple(each.by_prompt.values()): (name, each) for name, each in reversed(found) if each is not None}
-    common = _common_seeds(first, second)
-    same_seeds = all(one == other for one, other in common)
-    return Pairing(label, len(common), same_seeds, dict(reversed(distinct.values())))
+    distinct = {tuple(each.by_prompt.values()): each for each in reversed(found) if each is not None}
+    return list(distinct.values())[::-1]
 
 
-def _incomplete(base: str, first: HeldoutSamples, pairing: Pairing, second: HeldoutSamples) -> Iterator[str]:
-    """Say which prompts and seeds two paired runs do not share."""
-    left_out = (len(first.prompts) - pairing.prompts, len(second.prompts) - pairing.prompts)
+def _incomplete(
+    base: str, first: HeldoutSamples, label: str, second: HeldoutSamples, common: int, *, same_seeds: bool
+) -> Iterator[str]:
+    """Say which prompts and seeds two paired runs do not share; `common` prompts they do."""
+    left_out = (len(first.prompts) - common, len(second.prompts) - common)
     if any(left_out):
-        text = f"{counted(left_out[0], 'prompt')} of {base} and {left_out[1]} of {pairing.label}"
-        yield f"{pairing.label}: {counted(pairing.prompts, 'held-out prompt')} in common; left out are {text}"
-    if not pairing.same_seeds:
+        text = f"{counted(left_out[0], 'prompt')} of {base} and {left_out[1]} of {label}"
+        yield f"{label}: {counted(common, 'held-out prompt')} in common; left out are {text}"
+    if not same_seeds:
         yield (
-            f"{pairing.label}: some held-out samples have other seeds than those of {base} (evaluate.seed, "
+            f"{label}: some held-out samples have other seeds than those of {base} (evaluate.seed, "
             "samples_per_prompt, or the order of the prompts); without a common seed a prompt's means are compared"
         )
 
 
 def _side_by_side(
-    compared: Mapping[str, HeldoutSamples], pairings: Sequence[Pairing], targets: TargetReader
+    compared: Mapping[str, HeldoutSamples], differences: Mapping[str, Sequence[PairedDifference]], targets: TargetReader
 ) -> tuple[str | None, list[dict[str, Group]], int]:
     """Read the samples of the prompts that differ most in the first score that all paired runs have.
 
@@ -276,9 +265,9 @@ def _side_by_side(
         The score's name, None without one; groups by run of each prompt, with that score as the samples' reward; and
         the number of prompts that all paired runs have.
     """
-    if not pairings:
+    if not differences:
         return None, [], 0
-    paired = {label: compared[label] for label in (next(iter(compared)), *(each.label for each in pairings))}
+    paired = {label: compared[label] for label in (next(iter(compared)), *differences)}
     base, *others = paired.values()
     prompts, *rest = (each.prompts for each in paired.values())
     common = [prompt for prompt in prompts if all(prompt in each for each in rest)]
@@ -287,9 +276,8 @@ def _side_by_side(
     if key is None:
         return None, [], len(common)
     measure = base.labels[key]
-    moved = {
-        prompt: max(abs(each.differences[measure].by_prompt.get(prompt, 0.0)) for each in pairings) for prompt in common
-    }
+    measured = [each.by_prompt for known in differences.values() for each in known if each.score == measure]
+    moved = {prompt: max((abs(each.get(prompt, 0.0)) for each in measured), default=0.0) for prompt in common}
     chosen = sorted(common, key=lambda prompt: -moved[prompt])[:MAX_PROMPTS]
     shown: dict[str, dict[str, Group]] = {prompt: {} for prompt in chosen}
     for label, side in paired.items():

@@ -1,11 +1,12 @@
 """Whether a run hacks its reward, as far as its evaluations show: a finding, and its reasons in words."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.hacking import MIN_DIFFERENCES, HackingRule
+from tasks.reports.report import Notice
 from tasks.reports.text import significant
 from tasks.runs.run_view import RunView, signs_of
 
@@ -26,6 +27,16 @@ class Verdict:
     finding: Literal["signs", "none", "unknown"]
     summary: str
     reasons: tuple[str, ...]
+
+    @property
+    def signs(self) -> tuple[str, ...]:
+        """The reasons where they are signs."""
+        return self.reasons if self.finding == "signs" else ()
+
+
+def hacking_notice(signs: Sequence[str]) -> Notice:
+    """Return the signs that a verdict found, for the top of a report."""
+    return Notice("signs of reward hacking", signs)
 
 
 def hacking_verdict(run: RunView) -> Verdict:

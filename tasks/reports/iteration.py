@@ -8,6 +8,7 @@ from PIL import Image
 from tasks.metrics.names import SECONDS
 from tasks.reports.images import PRUNED, fitted, image_uri
 from tasks.reports.metric_titles import REPORTED, REPORTED_OF_TEXTS, metric_title, with_streams
+from tasks.reports.report import Cells, Report, Table, markdown_of
 from tasks.reports.samples import Row, Samples, best_first, read_samples
 from tasks.reports.text import change, in_cell, markdown_table, number, one_line, significant, sparkline
 from tasks.runs.layout import STATES
@@ -66,16 +67,15 @@ def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[Iterati
     rewards = [pair for each in record.rounds for pair in each.rewards.items()]
     with store.reading(without=STATES) as read:
         table = read_samples(read, rollouts, rewards, [record.advantages], _COLUMNS)
-        lines = [f"# {run}: iteration {record.iteration}", ""]
-        lines += [*markdown_table(("metric", "value"), list(_metric_rows(record, table))), ""]
-        lines += [*markdown_table(("over iterations", "", "first to last"), list(_curves(history))), ""]
+        tables = [Table("", list(_metric_rows(record, table))), Table("", list(_curves(history)))]
+        lines = [markdown_of(Report(f"{run}: iteration {record.iteration}", tables=tables))]
         lines += list(_texts(table) if table.is_text else _images(table))
     stored = [reference.uri for each in record.rounds for reference in each.stages] + [record.advantages.uri]
     lines += [f"Stored in {', '.join(f'`{uri}`' for uri in stored)}.", ""]
     return "\n".join(lines)
 
 
-def _metric_rows(record: IterationRecord, table: Samples) -> Iterator[tuple[str, str]]:
+def _metric_rows(record: IterationRecord, table: Samples) -> Iterator[Cells]:
     noun: Noun = "completion" if table.is_text else "image"
     names = with_streams((*REPORTED, *(REPORTED_OF_TEXTS if table.is_text else ())), record.metrics)
     names += [name for name in sorted(record.metrics) if dataset_of(name) is not None]
@@ -83,16 +83,18 @@ def _metric_rows(record: IterationRecord, table: Samples) -> Iterator[tuple[str,
     names += ["rounds"] if len(record.rounds) > 1 else []
     for name in names:
         if name in record.metrics:
-            yield in_cell(metric_title(name, noun, table.stream)[0]), significant(record.metrics[name])
+            title = metric_title(name, noun, table.stream)[0]
+            yield {"metric": title, "value": significant(record.metrics[name])}
 
 
-def _curves(history: Sequence[IterationRecord]) -> Iterator[tuple[str, str, str]]:
+def _curves(history: Sequence[IterationRecord]) -> Iterator[Cells]:
     names = ["reward", *(name for name in history[-1].metrics if dataset_of(name) is not None)]
     series = {name: [past.metrics[name] for past in history if name in past.metrics] for name in names}
     series["heldout_reward"] = [past.heldout for past in history if past.heldout is not None]
     for name, values in series.items():
         if values:
-            yield in_cell(metric_title(name)[0]), f"`{sparkline(values)}`", change(values[0], values[-1])
+            title = metric_title(name)[0]
+            yield {"over iterations": title, "": sparkline(values), "first → last": change(values[0], values[-1])}
 
 
 def _images(table: Samples) -> Iterator[str]:

@@ -8,7 +8,8 @@ of cases (BCa bootstrap: 91 %, t over samples: 70 %), and with exponentially ske
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
 
 CONFIDENCE = 0.95
 
@@ -16,22 +17,32 @@ Scores = Mapping[str, Mapping[int, float]]
 """Scores of samples by prompt id, then by sampling seed."""
 
 
-@dataclass(frozen=True)
-class PairedDifference:
-    """How a score differs between two runs, on the prompts that both have.
+class PairedDifference(BaseModel):
+    """How a score of a run differs from that of the first run, on the prompts that both have.
 
     Attributes:
+        run: label of the run.
+        score: name of the score in the first run.
+        prompts: number of prompts that have a score in both runs; they are the unit of the confidence interval.
+        samples: samples that were compared, in each run, or in both together where seeds differ.
+        same_seeds: whether all held-out samples of the prompts of both runs have the same seeds.
         first: mean over prompts of a prompt's mean score in the first run.
-        second: the same in the second.
+        second: the same in this run.
         difference: second minus first.
         low: lower end of the 95 % confidence interval of the difference; None with fewer than two prompts.
         high: its upper end.
-        higher: prompts whose mean score is higher in the second run.
+        higher: prompts whose mean score is higher in this run.
         lower: prompts whose mean score is lower there.
-        samples: samples that were compared, in each run, or in both together where seeds differ.
-        by_prompt: difference by prompt id.
+        by_prompt: difference by prompt id; left out of JSON.
     """
 
+    model_config = ConfigDict(frozen=True)
+
+    run: str
+    score: str
+    prompts: int
+    samples: int
+    same_seeds: bool
     first: float
     second: float
     difference: float
@@ -39,19 +50,22 @@ class PairedDifference:
     high: float | None
     higher: int
     lower: int
-    samples: int
-    by_prompt: Mapping[str, float]
-
-    @property
-    def prompts(self) -> int:
-        """Number of prompts that have a score in both runs."""
-        return len(self.by_prompt)
+    by_prompt: Mapping[str, float] = Field(exclude=True)
 
 
-def paired_difference(first: Scores, second: Scores) -> PairedDifference | None:
+def paired_difference(
+    first: Scores, second: Scores, *, run: str, score: str, same_seeds: bool
+) -> PairedDifference | None:
     """Compare two runs on the prompts that both have; None without any.
 
     Of a prompt, the samples with equal seeds are compared, or all of them where no seed is in both.
+
+    Args:
+        first: scores of the first run.
+        second: scores of the other run.
+        run: label of the other run.
+        score: name of the score.
+        same_seeds: as in the result.
     """
     means: dict[str, tuple[float, float]] = {}
     samples = 0
@@ -68,6 +82,11 @@ def paired_difference(first: Scores, second: Scores) -> PairedDifference | None:
     differences = list(by_prompt.values())
     low, high = interval(differences) or (None, None)
     return PairedDifference(
+        run=run,
+        score=score,
+        prompts=len(by_prompt),
+        samples=samples,
+        same_seeds=same_seeds,
         first=_mean([before for before, _ in means.values()]),
         second=_mean([after for _, after in means.values()]),
         difference=_mean(differences),
@@ -75,7 +94,6 @@ def paired_difference(first: Scores, second: Scores) -> PairedDifference | None:
         high=high,
         higher=sum(each > 0 for each in differences),
         lower=sum(each < 0 for each in differences),
-        samples=samples,
         by_prompt=by_prompt,
     )
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from tasks.reports.statistics import BINS
+from tasks.reports.statistics import BINS, Histogram
 from tasks.reports.text import counted
 
 DOTS_PER_INCH = 110
@@ -163,9 +163,9 @@ def plot_joint(before: Rewards, after: Rewards) -> Markup:
     return svg_of(figure, "Previous and later reward")
 
 
-def plot_distribution(rewards: Rewards, name: str, *, series: int) -> Markup:
-    """Plot how many samples have which reward, in the colour of this series."""
-    counts, edges = np.histogram(rewards, BINS)
+def plot_distribution(histogram: Histogram, name: str, *, series: int) -> Markup:
+    """Plot how many samples have which reward, in the colour of this series; the histogram is counts and edges."""
+    counts, edges = histogram
     figure, axes = _axes(7.8, 2.7, name, "samples")
     for bar, count in zip(axes.bar(edges[:-1], counts, np.diff(edges), align="edge"), counts, strict=True):
         bar.set(color=COLOURS[series], edgecolor="none", visible=count > 0)

@@ -3,13 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 from PIL import Image
 
 from grpo_core.streams import STREAMS
 from tasks.reports import samples as outputs_of
 from tasks.reports.pages import render
+from tasks.reports.report import Cells, Fact, Report, Table
 from tasks.reports.statistics import (
+    BINS,
     SAMPLE,
     Statistics,
     finite,
@@ -19,7 +22,7 @@ from tasks.reports.statistics import (
     spread_of,
     with_groups,
 )
-from tasks.reports.text import Cells, correlation, counted, number, percent
+from tasks.reports.text import correlation, counted, number, one_line, percent
 from tasks.runs.layout import ADVANTAGE_COLUMN, REWARD_COLUMN, SCORES_FILE, STATES
 from tasks.runs.records import StoredIteration
 from tasks.runs.samples import read_samples, tables_of, with_advantages, with_scores
@@ -34,6 +37,7 @@ DRAFT = "token_sample"
 REWARDS = ("reward_before", "reward_after")
 ADVANTAGES = ("advantage_before", "advantage_after")
 MAX_MOVED = 20
+PROMPT_LETTERS = 60
 
 Outputs = Mapping[tuple[str, str], Image.Image | str]
 """Images, or complete texts, by run and sample id."""
@@ -263,7 +267,7 @@ def _order(ranks: Statistics | None) -> str:
     return f"{correlation(ranks['overall'], 3)} / {correlation(ranks['within_groups'], 3)}" if ranks else ""
 
 
-def advantage_rows(advantages: Statistics) -> Iterator[tuple[str, str]]:
+def advantage_facts(advantages: Statistics) -> Iterator[Fact]:
     """List what changed in advantages, and how much of it there is."""
     shares = {name: percent(advantages[name]) for name in ("turned", "non_zero_before", "non_zero_after")}
     compared, zero = advantages["compared"], advantages["zero_before"]
@@ -275,6 +279,47 @@ def advantage_rows(advantages: Statistics) -> Iterator[tuple[str, str]]:
     yield "on one side only", f"{advantages['lost']:,} before, {advantages['gained']:,} after"
 
 
+def title_of(runs: Sequence[str], name: str) -> str:
+    """Name the runs, and the rescoring."""
+    return f"{', '.join(runs)}: scored again as {name}"
+
+
+def comparison_tables(comparison: Statistics) -> list[Table]:
+    """Return what changed in rewards and in advantages."""
+    size = f"{counted(comparison['samples'], 'sample')} in {counted(comparison['groups'], 'group')}"
+    advantages = [{"measure": name, "value": value} for name, value in advantage_facts(comparison["advantages"])]
+    return [
+        Table(
+            f"Rewards before → after, {size}",
+            list(reward_rows(comparison)),
+            meaning="Spread is the mean over groups of the reward's standard deviation; order is Spearman's rank "
+            "correlation, 1 where it was kept, over all samples and as the mean over groups.",
+        ),
+        Table(
+            "Advantages",
+            advantages,
+            texts=("value",),
+            meaning="A sample whose advantage turns its sign is pushed away from where it was pulled before.",
+        ),
+    ]
+
+
+def moved_table(moved: pl.DataFrame) -> Table:
+    """Return the samples that :func:`moved_most` found."""
+    several = moved["run"].n_unique() > 1
+    rows = [
+        {
+            "rank in group": f"{row['rank_before']:g} → {row['rank_after']:g} of {row['siblings']}",
+            "reward": f"{number(row['reward_before'])} → {number(row['reward_after'])}",
+            "sample": f"{row['run']} {row['sample_id']}" if several else row["sample_id"],
+            "prompt": one_line(row["prompt"], PROMPT_LETTERS),
+        }
+        for row in moved.iter_rows(named=True)
+    ]
+    note = "" if rows else "no sample's rank moved"
+    return Table("Samples whose rank moved most", rows, ("sample", "prompt"), note=note)
+
+
 def render_rescoring_page(
     comparison: Statistics, samples: pl.DataFrame, moved: pl.DataFrame, outputs: Outputs, title: str
 ) -> str:
@@ -283,18 +328,16 @@ def render_rescoring_page(
     from tasks.reports.plots import plot_distribution, plot_joint
 
     runs = comparison["runs"]
-    size = f"{counted(comparison['samples'], 'sample')} in {counted(comparison['groups'], 'group')}"
     before, after = (column.to_numpy() for column in finite(samples, REWARDS).select(REWARDS).drop_nulls())
     return render(
         "rescoring.html.jinja",
         title=title,
-        subtitle=f"{size} of {', '.join(runs) if len(runs) <= 3 else f'{len(runs)} runs'}",
-        rewards=list(reward_rows(comparison)),
-        advantages=list(advantage_rows(comparison["advantages"])),
+        subtitle=", ".join(runs) if len(runs) <= 3 else f"{len(runs)} runs",
+        summary=Report(title, tables=comparison_tables(comparison)),
         pairs=comparison["combined"]["with_previous"]["pairs"],
         joint=plot_joint(before, after),
-        previous=plot_distribution(before, "previous reward", series=0),
-        later=plot_distribution(after, "later reward", series=1),
+        previous=plot_distribution(np.histogram(before, BINS), "previous reward", series=0),
+        later=plot_distribution(np.histogram(after, BINS), "later reward", series=1),
         moved=[(row, outputs.get((row["run"], row["sample_id"]))) for row in moved.iter_rows(named=True)],
         labels=list(dict.fromkeys([*_labels(moved, AFTER), *_labels(moved, BEFORE)])),
         several_runs=len(runs) > 1,

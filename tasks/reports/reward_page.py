@@ -1,11 +1,15 @@
-"""The analysis of rewards for people: what stands out, the rows of its tables, and its page."""
+"""The analysis of rewards for people: what stands out, its report, and its page."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
-from tasks.reports.images import data_uri
+import polars as pl
+
+from tasks.reports.hacking import hacking_notice
 from tasks.reports.pages import render
-from tasks.reports.statistics import Statistics
-from tasks.reports.text import Cells, correlation, counted, number, percent, significant
+from tasks.reports.report import Cells, Notice, Report, Table
+from tasks.reports.statistics import Statistics, histogram_of, settled
+from tasks.reports.text import correlation, counted, number, percent, significant
+from tasks.runs.run_view import RunView
 
 MANY_FLAT_GROUPS = 0.5
 """Share of groups without spread, from which nothing is learned."""
@@ -106,16 +110,63 @@ def agreement_rows(analysis: Statistics) -> Iterator[Cells]:
         }
 
 
-def render_reward_page(analysis: Statistics, plots: Mapping[str, bytes], title: str) -> str:
-    """Write the page of an analysis, with its PNG files in this order."""
+def analysis_report(analysis: Statistics, title: str, signs: Sequence[str]) -> Report:
+    """Return what stands out, the metrics of each reward, how far they agree, and signs of reward hacking."""
+    size = f"{counted(analysis['samples'], 'sample')} in {counted(analysis['groups'], 'group')}"
+    repeated = any(reward["noise"] for reward in analysis["rewards"])
+    noise = "Noise is the difference between two scorings of the same sample."
+    meaning = (
+        "Spread in groups is the mean over groups of the standard deviation among siblings, and its share of the "
+        "standard deviation of all values: near 0 a reward distinguishes prompts, but not their samples. "
+        f"{noise if repeated else 'Nothing was scored twice, so noise is not known.'}"
+    )
+    agreement = (
+        "Spearman's rank correlation over all samples, and its mean over groups; of the samples that lie off their "
+        "group's mean by both rewards, the share that lies on the same side."
+    )
+    return Report(
+        title,
+        tables=[
+            Table(f"Rewards, {size}", list(reward_rows(analysis)), meaning=meaning),
+            Table("Agreement between rewards", list(agreement_rows(analysis)), meaning=agreement),
+        ],
+        notices=[
+            Notice("check before training on these", [" ".join(finding) for finding in findings(analysis)]),
+            hacking_notice(signs),
+        ],
+    )
+
+
+def render_reward_page(report: Report, analysis: Statistics, scores: pl.DataFrame, run: RunView) -> str:
+    """Write the page of an analysis of these scores, with the guardrails of their run."""
+    # Matplotlib takes a second to import.
+    from tasks.reports.plots import line_plot, plot_distribution
+
+    means = {reward["label"]: _means(reward) for reward in analysis["rewards"]}
+    curves = {f"{label}: mean": ("of this reward alone", {label: points}) for label, points in means.items()}
+    if run.guardrail_series:
+        meaning = "mean over the held-out samples, never trained on; one that falls while the reward rises is a warning"
+        curves["Held-out reward"] = ("of the run", {"held-out reward": run.heldout_series()})
+        curves["Guardrails"] = (meaning, run.guardrail_series)
+    plots = [line_plot(title, *curve, legend=title == "Guardrails") for title, curve in curves.items()]
+    histograms = {
+        label: histogram_of(settled(scores.filter(pl.col("label") == label), ["value"])["value"]) for label in means
+    }
     return render(
         "rewards.html.jinja",
-        title=title,
-        subtitle=f"{counted(len(analysis['rewards']), 'reward')} over {counted(analysis['samples'], 'sample')} in "
-        f"{counted(analysis['groups'], 'group')} of {', '.join(analysis['runs'])}",
-        findings=findings(analysis),
-        rows=list(reward_rows(analysis)),
-        pairs=list(agreement_rows(analysis)),
-        plots={name.rsplit(".", 1)[0]: data_uri(content, "image/png") for name, content in plots.items()},
-        repeated=any(reward["noise"] for reward in analysis["rewards"]),
+        title=report.title,
+        subtitle=", ".join(analysis["runs"]),
+        summary=report,
+        distributions={
+            label: plot_distribution(histogram, "value", series=0)
+            for label, histogram in histograms.items()
+            if histogram is not None
+        },
+        plots=[plot for plot in plots if plot],
     )
+
+
+def _means(reward: Statistics) -> list[tuple[float, float]]:
+    """Return the mean of a reward by iteration; none with fewer than two."""
+    points = [(float(each["iteration"]), each["mean"]) for each in reward["trend"] if each["mean"] is not None]
+    return points if len(points) > 1 else []

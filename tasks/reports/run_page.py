@@ -13,10 +13,11 @@ from tasks.reports.hacking import Verdict
 from tasks.reports.images import TargetReader
 from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title, with_streams
 from tasks.reports.pages import render
+from tasks.reports.report import Notice, Report, reward_facts
 from tasks.reports.samples import TRAITS, varying
 from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE
 from tasks.runs.reader import RunReader
-from tasks.runs.run_view import RunView
+from tasks.runs.run_view import RunView, summary_of
 from tasks.storage.filesystem.files import is_local
 from tasks.storage.tables.advantages import leading_stream, read_advantages
 
@@ -106,6 +107,19 @@ def read_appearances(reader: RunReader, run: RunView, groups: Groups, fetched: P
     return found
 
 
+def run_report(run: RunView, verdict: Verdict, warnings: Sequence[str]) -> Report:
+    """Return how far a run is, its rewards, and what is damaged or missing."""
+    summary = summary_of(run)
+    facts = [
+        *reward_facts(summary),
+        ("policy updates", f"{summary.iterations}"),
+        ("seconds of all stages", f"{summary.seconds['total']:.1f}"),
+        ("reward hacking", verdict.summary),
+        ("policy digest", (summary.policy_digest or "unknown")[:12]),
+    ]
+    return Report(f"{run.name}: {progress(run)}", facts, notices=[Notice("not everything could be shown", warnings)])
+
+
 def render_run_page(
     run: RunView,
     groups: Groups,
@@ -113,9 +127,8 @@ def render_run_page(
     heldout: Heldout | None,
     verdict: Verdict,
     warnings: Sequence[str],
-    heading: Sequence[tuple[str, str]],
 ) -> str:
-    """Write the page of a run, with the groups of the shown iteration and the names and values of its heading."""
+    """Write the page of a run, with the groups of the shown iteration."""
     # Matplotlib takes a second to import.
     from tasks.reports.plots import line_plot
 
@@ -131,8 +144,7 @@ def render_run_page(
         appearances=appearances,
         heldout=heldout,
         verdict=verdict,
-        warnings=warnings,
-        heading=heading,
+        summary=run_report(run, verdict, warnings),
         progress=progress(run),
         stages=stage_shares(run),
         reward_plot=line_plot(*title, reward, width=1120, height=250),

@@ -35,6 +35,9 @@ BINS = 40
 
 Statistics = dict[str, Any]
 
+Histogram = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+"""Counts, and the edges of the bins: one more."""
+
 
 def finite(frame: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
     """Cast these columns to fp64, null where they are not finite."""
@@ -123,7 +126,7 @@ def quantiles_of(values: pl.Series) -> Statistics | None:
     return {name: values.quantile(share, "linear") for name, share in QUANTILES.items()}
 
 
-def histogram_of(values: pl.Series) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
+def histogram_of(values: pl.Series) -> Histogram | None:
     """Count finite values in BINS bins from 0 to 1 where all lie there, else from the least to the largest.
 
     Returns:

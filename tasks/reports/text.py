@@ -2,17 +2,16 @@
 
 import itertools
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-
-Cells = dict[str, str]
-"""A row of a table for people: its cells by heading, in the order of the columns."""
 
 MAX_LINES = 12
 SPARK_WIDTH = 32
 UNICODE_BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _MARKUP = re.compile(r"[|*_~`<>\[\]\\&@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 
@@ -60,12 +59,6 @@ def number(value: float | None, digits: int = 3) -> str:
     return "none" if value is None else f"{value:.{digits}f}"
 
 
-def baseline_rows(rewards: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return titles and values of the held-out rewards of images that no policy made."""
-    titles = {"blank": "held-out reward, blank images", "target": "held-out reward, the targets"}
-    return [(title, number(rewards[name])) for name, title in titles.items() if name in rewards]
-
-
 def signed(value: float | None) -> str:
     """Format an advantage."""
     return "none" if value is None else f"{value:+.2f}"
@@ -94,6 +87,20 @@ def counted(count: int, noun: str) -> str:
 def duration(seconds: float) -> str:
     """Format a duration as `0:03:05`, or `1 day, 2:10:00`."""
     return str(timedelta(seconds=round(seconds)))
+
+
+def size(count: int) -> str:
+    """Format a number of bytes."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{count} B"
+
+
+def relative(path: str) -> str:
+    """Shorten a path below the working directory."""
+    below = os.path.relpath(path)
+    return path if below.startswith("..") else below
 
 
 def change(first: float | None, last: float | None) -> str:

@@ -57,6 +57,7 @@ def test_the_summary_is_one_line_and_the_page_is_written(tmp_path: Path) -> None
     assert printed["omissions"] == ["b: its combined reward is another mix than that of a, so it is not compared"]
     assert [warning.split(":")[0] for warning in printed["warnings"]] == ["b"]
     assert "+0.250 to +0.250" in err
+    assert "by_prompt" not in difference
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert contents(first.folder) == before
 

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from flows.command_line.main import application
 from flows.inspection.inspect_run import inspect_run
 from flows.inspection.list_runs import list_runs
-from flows.terminal.inspection import show_inspection, thumbnail
+from flows.terminal.inspection import show_run, thumbnail
+from flows.terminal.tables import show_report
 from grpo_core.errors import InputError
 from grpo_core.streams import Stream
 from tasks.storage.run_lock import locked
@@ -28,7 +29,9 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
 
 def shown(root: Path, name: str = "made", width: int = 200, everything: bool = True) -> str:
     console = Console(file=io.StringIO(), width=width)
-    show_inspection(inspect_run(name, root=str(root)), console, everything=everything, config=everything)
+    found = inspect_run(name, root=str(root))
+    show_report(found.report(None), console)
+    show_run(found.run, found.groups, found.heldout, console, everything=everything, config=everything)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tasks.reports.compare_page import difference_rows, render_compare_page
+from grpo_core.errors import InputError
+from tasks.reports.compare_page import render_compare_page
 from tasks.reports.comparison import Comparison, compare_runs
 from tasks.reports.images import TargetReader
 from tasks.runs.reader import RunReader
@@ -29,9 +30,9 @@ def made(root: Path, name: str, shift: float, *, seed: int = 0, weight: float = 
     return maker
 
 
-def compared(*makers: RunMaker) -> Comparison:
+def compared(*makers: RunMaker, evaluation: str | None = None) -> Comparison:
     readers = {maker.store.run: RunReader(maker.store) for maker in makers}
-    return compare_runs(readers, makers[0].folder.parent, TargetReader(64), {})
+    return compare_runs(readers, makers[0].folder.parent, TargetReader(64), {}, evaluation)
 
 
 def test_the_same_prompts_and_seeds_are_paired_with_the_first_run(tmp_path: Path) -> None:
@@ -39,12 +40,10 @@ def test_the_same_prompts_and_seeds_are_paired_with_the_first_run(tmp_path: Path
     second = made(tmp_path, "b", 0.25, settings="update: {learning_rate: 2.0, beta: 3}\n")
     third = made(tmp_path, "c", -0.25, settings="update: {learning_rate: 1.0}\n")
     found = compared(first, second, third)
-    rows = [
-        (label, score, each.difference, each.prompts, each.samples) for label, score, each in difference_rows(found)
-    ]
+    rows = [(each.run, each.score, each.difference, each.prompts, each.samples) for each in found.differences]
     # Sibling 3 has no reward; ssim is the combined reward and is not repeated.
     assert rows == [("b", "reward", pytest.approx(0.25), 2, 6), ("c", "reward", pytest.approx(-0.25), 2, 6)]
-    assert all(pairing.same_seeds for pairing in found.pairings)
+    assert all(each.same_seeds for each in found.differences)
     assert found.settings == {"update.learning_rate": ("1.0", "2.0", "1.0"), "update.beta": (None, "3", None)}
     assert found.versions == {"a": 1, "b": 1, "c": 1}
     assert not found.omissions
@@ -71,7 +70,7 @@ def test_what_cannot_be_compared_is_said(
     tmp_path: Path, change: Callable[[Path], RunMaker], scores: list[str], said: str
 ) -> None:
     found = compared(made(tmp_path, "a", 0.0), change(tmp_path))
-    assert [score for _, score, _ in difference_rows(found)] == scores
+    assert [each.score for each in found.differences] == scores
     assert sum(said in each for each in found.omissions) == 1, found.omissions
     assert found.measure == (scores[0] if scores else None)
     assert bool(found.prompts) == bool(scores)
@@ -83,12 +82,12 @@ def test_scores_of_another_origin_are_not_compared(tmp_path: Path) -> None:
     second.evaluation(0, shift=0.0)
     second.iteration(1)
     found = compared(made(tmp_path, "a", 0.0), second)
-    assert difference_rows(found) == []
+    assert not found.differences
     assert any("ssim has other settings, another version or other weights" in each for each in found.omissions)
     assert not any("ssim" in curve.title for curve in found.curves)
 
 
-def test_an_evaluation_of_other_prompts_is_paired_if_it_shares_more(tmp_path: Path) -> None:
+def test_an_evaluation_of_other_prompts_is_compared_where_it_is_named(tmp_path: Path) -> None:
     second = RunMaker(tmp_path, "b", identity=identity())
     second.first_prompt = 50
     second.evaluation(3, shift=0.0)
@@ -100,10 +99,15 @@ def test_an_evaluation_of_other_prompts_is_paired_if_it_shares_more(tmp_path: Pa
     second.rollouts(place, "heldout")
     second.rewards(place, "heldout", 0.25)
     second.advantages(place, "heldout", shift=0.25)
-    found = compared(RunMaker(tmp_path, "a"), second)
-    assert found.versions["b"] == 2
+    first = RunMaker(tmp_path, "a")
+    assert compared(first, second).versions == {"a": 1, "b": 3}
+    found = compared(first, second, evaluation="theirs-0123abcd")
+    assert found.versions == {"a": 1, "b": 2}
     # Its mix may have been another one, so its single rewards are compared.
-    assert [(score, each.difference) for _, score, each in difference_rows(found)] == [("ssim", pytest.approx(0.25))]
+    assert [(each.score, each.difference) for each in found.differences] == [("ssim", pytest.approx(0.25))]
+    with pytest.raises(InputError) as caught:
+        compared(first, second, evaluation="theirs")
+    assert (caught.value.place, caught.value.value) == ("--evaluation", "theirs")
 
 
 @pytest.mark.parametrize("modality", ["image", "text"])

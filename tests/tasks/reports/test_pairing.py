@@ -1,13 +1,17 @@
 import numpy as np
 import pytest
 
-from tasks.reports.pairing import interval, paired_difference
+from tasks.reports.pairing import PairedDifference, Scores, interval, paired_difference
+
+
+def paired(first: Scores, second: Scores) -> PairedDifference | None:
+    return paired_difference(first, second, run="r", score="reward", same_seeds=True)
 
 
 def test_prompts_are_paired_by_hand() -> None:
     first = {"a": {1: 0.2, 2: 0.4}, "b": {1: 0.5}, "only here": {1: 9.0}}
     second = {"a": {1: 0.4, 2: 0.8, 3: 9.0}, "b": {1: 0.4}, "only there": {1: 9.0}}
-    found = paired_difference(first, second)
+    found = paired(first, second)
     assert found is not None
     assert found.by_prompt == {"a": pytest.approx(0.3), "b": pytest.approx(-0.1)}
     assert (found.first, found.second, found.difference) == pytest.approx((0.4, 0.5, 0.1))
@@ -23,11 +27,11 @@ def test_three_prompts_by_hand() -> None:
 
 
 def test_without_a_common_seed_means_are_compared() -> None:
-    found = paired_difference({"a": {1: 1.0, 2: 3.0}}, {"a": {7: 5.0}})
+    found = paired({"a": {1: 1.0, 2: 3.0}}, {"a": {7: 5.0}})
     assert found is not None
     assert (found.difference, found.samples, found.low, found.high) == (3.0, 3, None, None)
-    assert paired_difference({"a": {1: 1.0}}, {"b": {1: 1.0}}) is None
-    assert paired_difference({"a": {1: 1.0}}, {"a": {}}) is None
+    assert paired({"a": {1: 1.0}}, {"b": {1: 1.0}}) is None
+    assert paired({"a": {1: 1.0}}, {"a": {}}) is None
 
 
 def test_intervals_cover_as_often_as_they_say_if_the_prompt_is_the_unit() -> None:
@@ -40,7 +44,7 @@ def test_intervals_cover_as_often_as_they_say_if_the_prompt_is_the_unit() -> Non
         levels = random.normal(0, 5, (prompts, samples))
         first = {str(row): dict(enumerate(levels[row])) for row in range(prompts)}
         second = {str(row): dict(enumerate(levels[row] + differences[row])) for row in range(prompts)}
-        found = paired_difference(first, second)
+        found = paired(first, second)
         assert found is not None
         assert found.low is not None
         assert found.high is not None

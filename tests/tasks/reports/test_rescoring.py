@@ -9,9 +9,10 @@ from PIL import Image
 
 from tasks.reports.rescoring import (
     Outputs,
-    advantage_rows,
+    advantage_facts,
     compare,
     moved_most,
+    moved_table,
     read_rescored,
     render_rescoring_page,
     reward_rows,
@@ -50,7 +51,7 @@ def test_advantages_by_hand() -> None:
         "from_zero": 0.5,
         "to_zero": pytest.approx(1 / 5),
     }
-    shares = " ".join(value for _, value in advantage_rows(found))
+    shares = " ".join(value for _, value in advantage_facts(found))
     for share in ("50.0% of 4 ", "50.0% of 2 ", "20.0% of 5 ", "71.4% → 71.4%", "1 before, 1 after"):
         assert share in shares
 
@@ -163,6 +164,22 @@ def test_a_row_a_reward_with_both_sides() -> None:
         ("new (added)", "0.500", "none", "100.0%", "50.0%", "", "none / none"),
         ("old (removed)", "0.200", "0.141", "0.0%", "0.0%", "", "1.000 / 1.000"),
     ]
+
+
+def test_moved_samples_of_two_runs_are_told_apart() -> None:
+    turned = ([-1.0, 0.0, 1.0], [1.0, 0.0, -1.0])
+    alone = made_samples("aaa", [0.1, 0.2, 0.3], [0.3, 0.2, 0.1], advantages=turned)
+    assert tuple(moved_table(moved_most(alone)).rows[0].values()) == (
+        "3 → 1 of 3",
+        "0.100 → 0.300",
+        "s0",
+        "prompt of a",
+    )
+    facts = dict(advantage_facts(compare(alone)["advantages"]))
+    assert facts["sign turned"].startswith("100.0% of 2 ")
+    both = made_samples("abab", [0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], runs=["one", "two"] * 2)
+    assert {row["sample"] for row in moved_table(moved_most(both)).rows} == {"one s0", "two s1", "one s2", "two s3"}
+    assert not moved_table(moved_most(made_samples("aa", [0.1, 0.2], [0.1, 0.2]))).rows
 
 
 def page(outputs: Outputs, text: str = "a sign", title: str = "scored again") -> str:

@@ -1,19 +1,21 @@
 """The analysis of rewards: its numbers, what stands out, and its page."""
 
-import io
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
-from PIL import Image
 
 from tasks.reports.reward_analysis import analyse
-from tasks.reports.reward_page import findings, render_reward_page
+from tasks.reports.reward_page import analysis_report, findings, render_reward_page
 from tasks.reports.statistics import Statistics
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
 from tests.tasks.reports.made_frames import made_scores
-from tests.tasks.reports.test_run_page import EVIL, Page, check_offline, images
+from tests.tasks.reports.made_runs import RunMaker
+from tests.tasks.reports.test_run_page import EVIL, Page, check_offline
 
 GROUPS = "a" * 4 + "b" * 4
 HEALTHY = [0.1, 0.4, 0.6, 0.9, 0.2, 0.3, 0.7, 0.8]
@@ -173,35 +175,42 @@ def test_pairs_that_count_twice_or_pull_apart() -> None:
     assert all(number in text for (_, text), (_, number) in zip(found, expected, strict=True))
 
 
-def png(colour: str) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (300, 200), colour).save(buffer, "PNG")
-    return buffer.getvalue()
+def page(scores: pl.DataFrame, folder: Path, repeats: pl.DataFrame | None = None, title: str = "Rewards") -> str:
+    """The page of scores, with a run that has a guardrail."""
+    maker, analysis = RunMaker(folder), analyse(scores, repeats)
+    for version in (0, 1):
+        maker.evaluation(version, shift=0.0)
+        maker.guardrail(version, "jpeg", 0.5 + version)
+    run = read_run(RunReader(maker.store))
+    return render_reward_page(analysis_report(analysis, title, ["fell"]), analysis, scores, run)
 
 
-def test_metrics_and_plots_in_a_page_that_opens_offline() -> None:
+def test_metrics_and_plots_in_a_page_that_opens_offline(tmp_path: Path) -> None:
     rewards = {"x": [0.0, 1.0, 0.25, 0.75], "y": [0.0, 1.0, 0.75, 0.25]}
-    scores = made_scores("aabb", rewards, seconds=2.0)
-    page = check_offline(
-        render_reward_page(analyse(scores, scores), {"b.png": png("red"), "a.png": png("blue")}, "Rewards")
-    )
-    assert [image["alt"] for image in page.named("img")] == ["b", "a"]
-    assert [image.convert("RGB").getpixel((9, 9)) for image in images(page)] == [(255, 0, 0), (0, 0, 255)]
-    text = " ".join(" ".join(page.text).split())
-    assert "2 rewards over 4 samples in 2 groups of run" in text
+    scores = made_scores("aabb", rewards, seconds=2.0, iterations=[1, 1, 2, 2])
+    html = check_offline(page(scores, tmp_path, scores))
+    labels = [svg["aria-label"] for svg in html.named("svg")]
+    curves = [f"{name} over iterations" for name in ("x: mean", "y: mean", "Held-out reward", "Guardrails")]
+    assert labels == ["Value", "Value", *curves]
+    text = " ".join(" ".join(html.text).split())
+    assert "Rewards, 4 samples in 2 groups" in text
     assert "x 0.5 ± 0.4564 0 | 0.5 | 1 25.0% | 25.0% | 25.0% 0.0% | 0 0.0% 0.5303 | 1.16 0 | 0 2 | 2" in text
     assert "x, y 0.80 0.00 50.0% 4" in text
+    assert "signs of reward hacking fell" in text
+    assert "1 sample: value 0.250 to 0.275" in text
+    assert "jpeg, iteration 1: 1.5" in text
     assert "noise is not known" not in text
 
 
-def test_a_single_reward_has_no_agreement() -> None:
-    text = " ".join(Page(render_reward_page(analyse(made_scores("a", {"x": [0.5]})), {}, "Rewards")).text)
+def test_a_single_reward_has_no_agreement(tmp_path: Path) -> None:
+    text = " ".join(Page(page(made_scores("a", {"x": [0.5]}), tmp_path)).text)
     assert "Spearman" not in text
     assert "noise is not known" in text
 
 
-def test_labels_titles_and_reasons_are_data() -> None:
-    scores = made_scores("aa", {EVIL: [None, 0.5], "x": [0.1, 0.2]}, failures={EVIL: [EVIL, None]})
-    page = check_offline(render_reward_page(analyse(scores), {EVIL: png("red")}, EVIL))
-    # Title, heading, the reward's row, its pair, and of its two findings the subjects and one reason.
-    assert "".join(page.text).count(EVIL) == 2 + 1 + 1 + 2 + 1
+def test_labels_titles_and_reasons_are_data(tmp_path: Path) -> None:
+    label = EVIL + " $x^2$ \\frac{a}"
+    scores = made_scores("aa", {label: [None, 0.5], "x": [0.1, 0.2]}, failures={label: [EVIL, None]}, iterations=[1, 2])
+    text = "".join(check_offline(page(scores, tmp_path, title=EVIL)).text)
+    # Title, heading, the reward's row, its pair, of its two findings the subjects and one reason, and its plot.
+    assert text.count(EVIL) == 2 + 1 + 1 + 2 + 1 + 1

@@ -83,7 +83,7 @@ def page_of(maker: RunMaker, warnings: tuple[str, ...] = ()) -> str:
     groups = read_groups(reader, run.shown.stages if run.shown else {}, maker.folder, targets, limit=50)
     heldout = read_heldout(reader, run, maker.folder, targets, limit=50)
     seen = read_appearances(reader, run, groups, maker.folder)
-    return render_run_page(run, groups, seen, heldout, hacking_verdict(run), warnings, [("reward", "0.5")])
+    return render_run_page(run, groups, seen, heldout, hacking_verdict(run), warnings)
 
 
 def test_the_numbers_of_a_run_stand_in_a_page_that_opens_offline(tmp_path: Path) -> None:
