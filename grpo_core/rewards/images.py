@@ -41,6 +41,16 @@ def open_image(content: bytes, place: str, formats: tuple[str, ...] = _READABLE_
     return image
 
 
+def encode_png(image: Image.Image) -> bytes:
+    """Return the levels of an image as an RGB PNG file, without its text and colour profile."""
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    buffer = io.BytesIO()
+    # At 1024 x 1024 the default level takes five times as long for a file that is a sixth smaller.
+    Image.frombytes("RGB", image.size, image.tobytes()).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
 def decode_stored(content: bytes, sample_id: str) -> Image.Image:
     """Decode the stored PNG of a sample, in RGB.
 

@@ -9,10 +9,10 @@ import numpy as np
 from PIL import Image
 
 from configs.sections import PlacementSection
+from grpo_core.rewards.images import encode_png
 from tasks.execution.caching import stage_task
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
-from tasks.rollouts.rows import encode_png
 from tasks.runs.layout import ROLLOUTS, Baseline, baseline_folder
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import current_store

@@ -1,6 +1,5 @@
 """Groups of rollouts -> the columns that are stored; each stream of actions adds its own."""
 
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from PIL import Image
 
 from grpo_core.groups import RolloutGroup
 from grpo_core.records import BrokenImage, SampledActions
+from grpo_core.rewards.images import encode_png
 from grpo_core.streams import Stream
 from tasks.rollouts.denoising import denoising_columns, read_denoising
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
@@ -107,11 +107,3 @@ def _output_columns(group: RolloutGroup) -> dict[str, Sequence[Any]]:
         if isinstance(image, Image.Image)
     ]
     return {"image": encoded, "defect": [each and each.reason for each in broken]}
-
-
-def encode_png(image: Image.Image) -> bytes:
-    """Return the image as a PNG file."""
-    buffer = io.BytesIO()
-    # At 1024 x 1024 the default level takes five times as long for a file that is a sixth smaller.
-    image.save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()

@@ -21,10 +21,10 @@ from PIL import Image
 from configs.loader import read_config
 from configs.scoring import RewardSection
 from flows.functions import rescore
+from grpo_core.rewards.images import encode_png
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.checkout import CHECKOUT
 from tasks.rewards.score_rewards import score_reward_task
-from tasks.rollouts.rows import encode_png
 from tasks.runs.layout import ROLLOUTS, iteration_folder
 from tasks.runs.lookup import write_description
 from tasks.runs.records import SamplingRound

@@ -20,8 +20,8 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.modality import Modality
-from grpo_core.rewards.remote.http import ServiceFailure, ServiceRefusal, ServiceReward, ask_side_by_side
-from grpo_core.rewards.remote.wire import encode_png
+from grpo_core.rewards.remote.http import ServiceFailure, ServiceReward, ask_side_by_side
+from grpo_core.rewards.remote.wire import encode_image
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Score, ScoringBatch, Text, clamp_unit
 
 _VERDICT_FORM = (
@@ -51,7 +51,7 @@ _FENCED = (
 )
 
 _QUESTIONS = 2
-_UNKNOWN_FIELD = (400, 422)
+_UNKNOWN_FIELD = ("status 400", "status 422")
 """How servers refuse a request with a field that they do not know."""
 
 _WITHOUT_SCHEMA: set[tuple[str, str]] = set()
@@ -174,8 +174,8 @@ class JudgeReward(ServiceReward):
             return self._complete(request)
         try:
             return self._complete({**request, "response_format": RESPONSE_FORMAT})
-        except ServiceRefusal as refusal:
-            if self.json_schema or refusal.status not in _UNKNOWN_FIELD:
+        except InputError as refusal:
+            if self.json_schema or refusal.value not in _UNKNOWN_FIELD:
                 raise
             # What was refused for another reason is refused again.
             answer = self._complete(request)
@@ -201,7 +201,7 @@ def _content(batch: ScoringBatch, row: int, question: str, form: str) -> object:
     if batch.completions:
         # The form comes last: it outweighs what the sample may say about it.
         return f"{question}\n\n{fence(batch.completions[row])}\n\n{form}"
-    image = encode_png(batch.images[row], f"rewards.judge, sample {batch.sample_ids[row]}")
+    image = encode_image(batch.images[row], f"rewards.judge, sample {batch.sample_ids[row]}")
     return [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}},
         {"type": "text", "text": f"{question}\n\n{form}"},

@@ -23,7 +23,7 @@ from grpo_core.rewards.weights.load import load_model, load_tokenizer
 from grpo_core.rewards.weights.source import Published, Weights
 
 _PLACE = "rewards.reward_model.model"
-_PUBLISHED = Published("its authors", note="such as Skywork/Skywork-Reward-V2-Qwen3-0.6B")
+_PUBLISHED = Published("its authors", note="for example Skywork/Skywork-Reward-V2-Qwen3-0.6B")
 _UNBOUNDED = 10**9
 
 

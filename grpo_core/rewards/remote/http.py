@@ -49,17 +49,6 @@ class ServiceFailure(Exception):
         super().__init__(reason)
 
 
-class ServiceRefusal(InputError):
-    """A service refused a request with this status; waiting does not help."""
-
-    def __init__(self, place: str, status: int, hint: str) -> None:
-        self.status = status
-        super().__init__(place, f"status {status}", hint)
-
-    def __reduce__(self) -> tuple[type["ServiceRefusal"], tuple[str, int, str]]:
-        return type(self), (self.place, self.status, self.hint)
-
-
 def _check_url(url: str) -> str:
     try:
         parts = urlsplit(url)
@@ -122,8 +111,7 @@ class ServiceReward(Reward):
 
         Raises:
             ServiceFailure: no connection, no answer in time, status 429 or 5xx, in every attempt.
-            ServiceRefusal: another status than 200.
-            InputError: an answer that is not JSON.
+            InputError: another status than 200 (its value is ``status N``), or an answer that is not JSON.
         """
         import tenacity
 
@@ -187,7 +175,7 @@ class ServiceReward(Reward):
     def _token(self) -> str | None:
         return read_token(f"rewards.{self.name}.token_env", self.token_env)
 
-    def _refused(self, url: str, status: int, content: bytes) -> ServiceRefusal:
+    def _refused(self, url: str, status: int, content: bytes) -> InputError:
         hints = {
             401: "Set `token_env` to the environment variable with a token that the service accepts.",
             403: "Set `token_env` to the environment variable with a token that has this permission.",
@@ -196,7 +184,7 @@ class ServiceReward(Reward):
         }
         hint = hints.get(status, "Correct the reward's settings, or the request.")
         said = self._without_token(_message(content))
-        return ServiceRefusal(url, status, f"The service says: {said}. {hint}")
+        return InputError(url, f"status {status}", f"The service says: {said}. {hint}")
 
     def _without_token(self, said: str) -> str:
         """Remove the token from a service's message: some repeat what they were sent."""

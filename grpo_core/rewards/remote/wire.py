@@ -4,7 +4,6 @@ docs/remote_rewards.md describes it for those who write a scorer.
 """
 
 import base64
-import io
 import json
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from grpo_core.errors import InputError
 from grpo_core.modality import Modality
-from grpo_core.rewards.images import open_image, shown_size, to_rgb
+from grpo_core.rewards.images import encode_png, open_image, shown_size, to_rgb
 from grpo_core.rewards.reward import Score, ScoringBatch
 
 PROTOCOL = 1
@@ -144,12 +143,12 @@ def _wire_sample(batch: ScoringBatch, row: int, with_targets: bool) -> dict[str,
     sample_id = batch.sample_ids[row]
     sample: dict[str, object] = {"sample_id": sample_id, "prompt": batch.prompts[row]}
     if batch.images:
-        sample["image"] = encode_png(batch.images[row], f"sample {sample_id}")
+        sample["image"] = encode_image(batch.images[row], f"sample {sample_id}")
     else:
         sample["completion"] = batch.completions[row]
     target = batch.targets[row] if with_targets and batch.targets else None
     if target is not None:
-        sample["target"] = encode_png(target, f"target of sample {sample_id}")
+        sample["target"] = encode_image(target, f"target of sample {sample_id}")
     if batch.group_ids:
         sample["group_id"] = batch.group_ids[row]
     if batch.token_ids:
@@ -175,8 +174,8 @@ def read_batch(request: ScoreRequest) -> ScoringBatch:
     return ScoringBatch(
         sample_ids=[sample.sample_id for sample in samples],
         prompts=[sample.prompt for sample in samples],
-        images=[decode_png(s.image, f"{place}, image") for place, s in named if s.image is not None],
-        targets=[None if s.target is None else decode_png(s.target, f"{place}, target") for place, s in named],
+        images=[decode_image(s.image, f"{place}, image") for place, s in named if s.image is not None],
+        targets=[None if s.target is None else decode_image(s.target, f"{place}, target") for place, s in named],
         completions=[sample.completion for sample in samples if sample.completion is not None],
         columns={name: [sample.columns[name] for sample in samples] for name in samples[0].columns},
         group_ids=[sample.group_id for sample in samples if sample.group_id is not None],
@@ -217,20 +216,16 @@ def write_answer(described: RewardDescription, sample_ids: Sequence[str], scores
     }
 
 
-def encode_png(image: Image.Image, place: str) -> str:
+def encode_image(image: Image.Image, place: str) -> str:
     """Encode the image as an RGB PNG file in base64; decoding returns the same levels.
 
     Raises:
         InputError: an image of an unknown mode.
     """
-    buffer = io.BytesIO()
-    image = to_rgb(image, place)
-    # Without the image's text and colour profile.
-    Image.frombytes("RGB", image.size, image.tobytes()).save(buffer, "PNG", compress_level=1)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return base64.b64encode(encode_png(to_rgb(image, place))).decode()
 
 
-def decode_png(text: str, place: str) -> Image.Image:
+def decode_image(text: str, place: str) -> Image.Image:
     """Decode a PNG file in base64, to RGB.
 
     Raises:

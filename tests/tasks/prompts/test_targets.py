@@ -65,13 +65,14 @@ class TestByIndex:
         for index in range(held):
             (tmp_path / f"{index}.png").write_bytes(image())
         error = refusal(prompts(1, 2, 3), folder=str(tmp_path))
-        assert f"{held} images" in str(error.value)
-        assert "3 prompts" in str(error.value)
+        assert error.place == f"data.targets: {tmp_path}"
+        assert {str(held), "3"} <= set(str(error.value).split())
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
-        assert "no such folder" in refusal(prompts(1), folder=str(tmp_path / "none")).hint
         (tmp_path / "file.png").write_bytes(image())
-        assert "This is a file" in refusal(prompts(1), folder=str(tmp_path / "file.png")).hint
+        for name in ("none", "file.png"):
+            error = refusal(prompts(1), folder=str(tmp_path / name))
+            assert (error.place, error.value) == ("data.targets", str(tmp_path / name))
 
 
 class TestByColumn:
@@ -89,19 +90,20 @@ class TestByColumn:
         assert shades(pair_targets(prompts("inner/a.png"), folder=None, column="target", base=str(tmp_path))) == [20]
 
     @pytest.mark.parametrize(
-        ("name", "word"),
+        "name",
         [
-            *((name, "leads out of the folder") for name in ("../a.png", "x/../../a.png", "..", "/etc/a.png")),
-            *((name, "leads out of the folder") for name in ("~/a.png", "s3://a/a.png", "memory://a.png", "a::b.png")),
-            *((name, "Write the file name of an image") for name in (7, "", "  ", ["a.png"])),
-            *((name, "Targets are .png") for name in ("a.gif", "a")),
+            # These lead out of the folder.
+            *("../a.png", "x/../../a.png", "..", "/etc/a.png", "~/a.png", "s3://a/a.png", "memory://a.png", "a::b.png"),
+            # These are no names of files, or not of images.
+            *(7, "", "  ", ["a.png"], "a.gif", "a"),
         ],
     )
-    def test_a_name_that_is_refused(self, tmp_path: Path, name: object, word: str) -> None:
+    def test_a_name_that_is_refused(self, tmp_path: Path, name: object) -> None:
         (tmp_path / "a.png").write_bytes(image())
+        (tmp_path / "a").write_bytes(image())
         error = refusal(prompts(None, name), folder=str(tmp_path / "inner"), column="target")
-        assert (error.value, "prompt id2 (row 2)" in error.place) == (name, True)
-        assert word in error.hint
+        # A file that is not there, or no image, would be refused at the prompt and not at its column.
+        assert (error.value, error.place) == (name, "data.targets: prompt id2 (row 2), column target")
 
     def test_a_missing_file_names_prompt_row_and_neighbours(self, tmp_path: Path) -> None:
         (tmp_path / "circle.png").write_bytes(image())
@@ -110,7 +112,8 @@ class TestByColumn:
         assert error.hint.endswith("circle.png.")
 
     def test_a_column_that_is_not_there(self) -> None:
-        assert "besides the prompt they have: target." in refusal(prompts("a.png"), column="image").hint
+        error = refusal(prompts("a.png"), column="image")
+        assert (error.place, error.value, "target" in error.hint) == ("data.target_column", "image", True)
 
 
 def test_neither_folder_nor_column_means_no_targets() -> None:
@@ -155,13 +158,12 @@ class TestRefused:
     def test_what_is_no_image(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "0.png").write_bytes(content)
         error = refusal(prompts(1), folder=str(tmp_path))
-        assert "not a complete image" in error.hint
-        assert "prompt id1 (row 1)" in error.place
+        assert (error.place, error.value) == ("data.targets: prompt id1 (row 1)", f"{tmp_path}/0.png")
 
     @pytest.mark.parametrize(("width", "height"), [(8193, 8192), (9000, 10_000), (100_000, 100_000)])
     def test_more_pixels_than_the_bound(self, tmp_path: Path, width: int, height: int) -> None:
         (tmp_path / "0.png").write_bytes(header_only_png(width, height))
-        assert "at most 67108864 pixels" in refusal(prompts(1), folder=str(tmp_path)).hint
+        assert "prompt id1 (row 1)" in refusal(prompts(1), folder=str(tmp_path)).place
 
     def test_the_bound_itself_is_allowed(self, tmp_path: Path) -> None:
         (tmp_path / "0.png").write_bytes(header_only_png(8192, 8192))
@@ -173,18 +175,21 @@ class TestRefused:
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
-        with pytest.raises(InputError, match="sha256"):
+        with pytest.raises(InputError) as caught:
             load_target(reference)
+        assert str(caught.value.value).startswith("sha256 ")
         path.unlink()
-        with pytest.raises(InputError, match="no such file"):
+        with pytest.raises(InputError) as caught:
             load_target(reference)
+        assert (caught.value.place, caught.value.value) == ("data.targets", str(path))
 
     def test_a_truncated_image(self, tmp_path: Path) -> None:
         path = tmp_path / "0.jpg"
         path.write_bytes(EARLY_END)
         reference = TargetReference(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
-        with pytest.raises(InputError, match="not a complete image"):
+        with pytest.raises(InputError) as caught:
             load_target(reference)
+        assert (caught.value.place, caught.value.value) == ("data.targets", str(path))
 
 
 class TestPixels:
@@ -204,5 +209,6 @@ def test_a_target_of_another_aspect_is_refused_when_it_is_paired(tmp_path: Path,
     size = (48, 32) if orientation == 1 else (32, 48)  # six: the image lies on its side in the file
     Image.new("RGB", size).save(tmp_path / "0.jpg", "JPEG", exif=exif)
     assert len(pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="", sizes=[(480, 320)])) == 1
-    with pytest.raises(InputError, match=r"target of 48x32 pixels.*Crop it to the aspect ratio .* 320x480"):
+    with pytest.raises(InputError) as caught:
         pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="", sizes=[(320, 480)])
+    assert caught.value.value == "target of 48x32 pixels"

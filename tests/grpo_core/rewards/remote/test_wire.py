@@ -66,7 +66,7 @@ def test_metadata_stays_at_home() -> None:
     notes.add_text("prompt", "private words")
     buffer = io.BytesIO()
     image.save(buffer, "PNG", pnginfo=notes)
-    content = base64.b64decode(wire.encode_png(Image.open(buffer), "here"))
+    content = base64.b64decode(wire.encode_image(Image.open(buffer), "here"))
     assert b"private" in buffer.getvalue()
     assert b"private" not in content
 
@@ -111,7 +111,7 @@ def png_of(image: Image.Image, kind: str = "PNG") -> bytes:
 )
 def test_what_is_no_image_or_too_large_is_refused(content: bytes | str) -> None:
     with pytest.raises(InputError) as error:
-        wire.decode_png(content if isinstance(content, str) else base64.b64encode(content).decode(), "sample s")
+        wire.decode_image(content if isinstance(content, str) else base64.b64encode(content).decode(), "sample s")
     assert error.value.place == "sample s"
 
 

@@ -29,7 +29,7 @@ def weights(source: str | None, sha256: str | None = None, published: Published 
 
 
 def model(source: str | None, sha256: str | None = None) -> Weights:
-    return Weights(MODEL_PLACE, source, sha256, Published("its makers", note="such as makers/net"))
+    return Weights(MODEL_PLACE, source, sha256, Published("its makers", note="for example makers/net"))
 
 
 @pytest.fixture
