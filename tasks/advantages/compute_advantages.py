@@ -14,7 +14,7 @@ from configs.training import AdvantagesSection
 from grpo_core.advantages import GroupAdvantages, compute_advantages
 from grpo_core.streams import Stream
 from tasks.advantages.metrics import advantage_metrics, moments_as_metrics, running_metrics, running_moments
-from tasks.advantages.samples import StreamSamples, read_samples, samples_of
+from tasks.advantages.samples import Samples, read_samples, samples_of
 from tasks.execution.caching import stage_task
 from tasks.metrics.names import stream_prefix
 from tasks.progress import progress_of
@@ -92,18 +92,19 @@ def compute_advantages_task(
         metrics: dict[str, float] = {}
         for stream in streams:
             prefix = stream_prefix(stream, streams)
-            own = samples_of(stream, samples, mix)
+            counting = [index for index, section in enumerate(mix) if section.counts_for(stream)]
+            own_mix, own = [mix[index] for index in counting], samples_of(stream, samples, counting)
             result = compute_advantages(
                 own.values,
-                own.mix,
+                own_mix,
                 advantages,
                 penalties=own.penalties,
                 applies=own.applies,
-                running=running_moments(earlier, own.mix, prefix),
+                running=running_moments(earlier, own_mix, prefix),
             )
-            tables.append(_table(stream, own, result))
+            tables.append(_table(stream, own, own_mix, result))
             metrics |= {f"{prefix}{name}": value for name, value in advantage_metrics(result, own).items()}
-            metrics |= moments_as_metrics(result.running, own.mix, prefix)
+            metrics |= moments_as_metrics(result.running, own_mix, prefix)
         table = pa.concat_tables(tables)
         columns = {name: table[name].combine_chunks() for name in table.column_names}
         digest = write_table(staged / layout.ADVANTAGES_FILE, ADVANTAGES, columns)
@@ -143,7 +144,7 @@ def copy_advantages_task(advantages: ArtifactRef, folder: str) -> ArtifactRef:
         )
 
 
-def _table(stream: Stream, samples: StreamSamples, result: GroupAdvantages) -> pa.Table:
+def _table(stream: Stream, samples: Samples, mix: Sequence[RewardSection], result: GroupAdvantages) -> pa.Table:
     """Return a row per compared sample."""
     rows, compared = samples.table.height, samples.values.shape[1]
 
@@ -160,14 +161,14 @@ def _table(stream: Stream, samples: StreamSamples, result: GroupAdvantages) -> p
         "group_std": _with_null(each(result.stds)),
         "dropped": each(result.dropped).tolist(),
         "imputed": result.imputed.sum(-1).flatten().tolist(),
-        "reward_breakdown": _breakdown(samples, result),
+        "reward_breakdown": _breakdown(samples, mix, result),
     }
     return pa.table(columns, schema=ADVANTAGES)
 
 
-def _breakdown(samples: StreamSamples, result: GroupAdvantages) -> pa.ListArray:
+def _breakdown(samples: Samples, mix: Sequence[RewardSection], result: GroupAdvantages) -> pa.ListArray:
     """Return each reward's value and what was counted, for each sample."""
-    rows, labels = samples.table.height, [section.label for section in samples.mix]
+    rows, labels = samples.table.height, [section.label for section in mix]
     columns = [pa.array(labels * rows), _with_null(samples.values), _with_null(result.scaled)]
     entries = pa.StructArray.from_arrays(columns, fields=list(BREAKDOWN.value_type))
     offsets = pa.array(range(0, len(labels) * rows + 1, len(labels)), pa.int32())

@@ -7,12 +7,12 @@ import torch
 from configs.scoring import RewardSection
 from grpo_core.advantages import GroupAdvantages, reward_metrics
 from grpo_core.rewards.mix.running import RunningMoments
-from tasks.advantages.samples import StreamSamples
+from tasks.advantages.samples import Samples
 from tasks.metrics.names import RUNNING
 from tasks.storage.artifacts.reference import ArtifactRef
 
 
-def advantage_metrics(result: GroupAdvantages, samples: StreamSamples) -> dict[str, float]:
+def advantage_metrics(result: GroupAdvantages, samples: Samples) -> dict[str, float]:
     """Return the metrics of one stream, without its prefix."""
     metrics = reward_metrics(result)
     metrics["reward_std_within_groups"] = float(result.stds.double().mean())
@@ -21,10 +21,11 @@ def advantage_metrics(result: GroupAdvantages, samples: StreamSamples) -> dict[s
         metrics |= {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
     if samples.penalties is not None:
         metrics["kl_penalty"] = float(samples.penalties.mean())
-    if len(set(samples.datasets)) < 2:
+    datasets = samples.datasets
+    if len(set(datasets)) < 2:
         return metrics
-    for name in sorted(set(samples.datasets)):
-        chosen = torch.tensor([dataset == name for dataset in samples.datasets])
+    for name in sorted(set(datasets)):
+        chosen = torch.tensor([dataset == name for dataset in datasets])
         rewards = result.rewards[chosen][result.present[chosen]]
         if len(rewards):
             metrics[f"datasets/{name}/reward"] = float(rewards.double().mean())

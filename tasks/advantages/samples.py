@@ -26,10 +26,10 @@ _DRAFT = "token_sample"
 
 @dataclass(frozen=True)
 class Samples:
-    """Scores laid out by group and sample.
+    """Scores laid out by group and sample: of a prompt, or of what is compared with each other for one stream.
 
     Attributes:
-        table: one row per sample, groups in the order of the rollouts.
+        table: one row per sample, group after group.
         values: NaN where a reward is null.
         drafts: number of the draft that each sample is rendered from; without renderings each is its own.
         applies: whether a reward scores the group's dataset.
@@ -42,26 +42,10 @@ class Samples:
     applies: Bool[Tensor, "groups rewards"]
     penalties: Float[Tensor, "groups samples"] | None
 
-
-@dataclass(frozen=True)
-class StreamSamples:
-    """What is compared for one stream, one row per comparison.
-
-    Attributes:
-        mix: the rewards that count for the stream.
-        table: one row per trained sample, those of a comparison one after another.
-        values: rewards of what is compared, of the mix alone.
-        applies: whether a reward of the mix scores the dataset of the comparison.
-        penalties: of Samples.
-        datasets: dataset of each comparison.
-    """
-
-    mix: tuple[RewardSection, ...]
-    table: pl.DataFrame
-    values: Float[Tensor, "rows compared rewards"]
-    applies: Bool[Tensor, "rows rewards"]
-    penalties: Float[Tensor, "rows compared"] | None
-    datasets: tuple[str, ...]
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """Dataset of each group."""
+        return tuple(self.table["dataset"].gather_every(self.values.shape[1]))
 
 
 def read_samples(
@@ -88,20 +72,21 @@ def read_samples(
     )
 
 
-def samples_of(stream: Stream, samples: Samples, mix: Sequence[RewardSection]) -> StreamSamples:
-    """Arrange samples by what is compared for a stream, with the rewards that count for it."""
-    chosen = [index for index, section in enumerate(mix) if section.counts_for(stream)]
+def samples_of(stream: Stream, samples: Samples, rewards: Sequence[int]) -> Samples:
+    """Arrange samples by what is compared for a stream; of the samples of one draft its first stands for its tokens.
+
+    Args:
+        rewards: indices of those that count for the stream.
+    """
+    chosen = list(rewards)
     compared = compared_samples(stream, samples.values[..., chosen], samples.drafts)
-    trained = compared.samples.flatten().tolist()
-    table = samples.table[trained]
-    penalties = None if samples.penalties is None else samples.penalties.flatten()[compared.samples]
-    return StreamSamples(
-        mix=tuple(mix[index] for index in chosen),
-        table=table,
+    trained = compared.samples.flatten()
+    return Samples(
+        table=samples.table[trained.tolist()],
         values=compared.values,
+        drafts=samples.drafts.flatten()[compared.samples],
         applies=samples.applies[compared.groups][:, chosen],
-        penalties=penalties,
-        datasets=tuple(table["dataset"].gather_every(compared.samples.shape[1])),
+        penalties=None if samples.penalties is None else samples.penalties.flatten()[compared.samples],
     )
 
 

@@ -162,5 +162,6 @@ def copy_digests(folder: Path, known: Mapping[Path, str] = MappingProxyType({}))
 
 
 def _components(folder: Path) -> dict[str, Path]:
-    """Return the folders with the components' files by what stands before their names: a policy's own, or several."""
-    return {f"{stream}/": path for stream in STREAMS if (path := folder / stream).is_dir()} or {"": folder}
+    """Return the components' folders, by what stands before the names of their files; one component has no prefix."""
+    parts = [path for stream in STREAMS if (path := folder / stream).is_dir()] or [folder]
+    return {f"{part.name}/" if len(parts) > 1 else "": part for part in parts}
