@@ -21,7 +21,7 @@ def comparison_report(comparison: Comparison, warnings: Sequence[str]) -> Report
     """Return the runs, their held-out differences, and what is not compared and why."""
     first, *others = (run.label for run in comparison.runs)
     rows = [{**difference_cells(each), "finding": finding(each)} for each in comparison.differences]
-    note = "" if rows else "No held-out score can be paired."
+    note = "" if rows else "no held-out score can be paired"
     return Report(
         f"{', '.join(others)} against {first}",
         tables=[
