@@ -77,12 +77,12 @@ def test_runs_of_one_name_go_by_their_paths(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "x", tmp_path / "y")
     names = [str(first.folder), str(tmp_path / "y" / "run")]
     found = compare(names, root=str(tmp_path))
-    assert [run.label for run in found.comparison.runs] == names
+    assert [run.label for run in found.runs] == names
 
 
 def test_versions_of_one_run_are_compared(tmp_path: Path) -> None:
     made(tmp_path, "a", 0.25)
-    (difference,) = compare(["a@0", "a"], root=str(tmp_path)).summary(None).differences
+    (difference,) = compare(["a@0", "a"], root=str(tmp_path)).differences
     assert (difference.run, difference.difference) == ("a", pytest.approx(0.25))
-    (back,) = compare(["a@1", "a@0"], root=str(tmp_path)).summary(None).differences
+    (back,) = compare(["a@1", "a@0"], root=str(tmp_path)).differences
     assert (back.run, back.difference) == ("a@0", pytest.approx(-0.25))
