@@ -1,6 +1,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,13 +18,14 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-WRONG: list[tuple[list[str], str | None, list[str], str]] = [
-    (["a"], None, ["RUN"], "Name at least two runs"),
-    (["a", "z", "y"], None, ["RUN", "RUN"], "grpo list"),
-    (["a", "b", "a"], None, ["RUN"], "named twice"),
-    (["a@1", "b", "a@1"], None, ["RUN"], "named twice"),
-    (["b", "a@7"], None, ["RUN"], "Evaluated are policies none of a"),
-    (["a", "b"], "page.txt", ["--html"], "ends in .html"),
+WRONG: list[tuple[list[str], dict[str, Any], list[tuple[str, str]]]] = [
+    (["a"], {}, [("RUN", "a")]),
+    (["a", "z", "y"], {}, [("RUN", "z"), ("RUN", "y")]),
+    (["a", "b", "a"], {}, [("RUN", "a")]),
+    (["a@1", "b", "a@1"], {}, [("RUN", "a@1")]),
+    (["b", "a@7"], {}, [("RUN", "a@7")]),
+    (["a", "b"], {"html": Path("page.txt")}, [("--html", "page.txt")]),
+    (["a", "b"], {"evaluation": "x"}, [("--evaluation", "x")]),
 ]
 
 
@@ -31,11 +33,9 @@ def test_wrong_input(tmp_path: Path) -> None:
     for name in ("a", "b"):
         RunMaker(tmp_path, name)
     before = contents(tmp_path)
-    for names, html, places, said in WRONG:
-        page = tmp_path / html if html else None
-        errors = refused(lambda names=names, page=page: compare(names, root=str(tmp_path), html=page))
-        assert [error.place for error in errors] == places
-        assert said in errors[0].hint
+    for names, options, expected in WRONG:
+        errors = refused(lambda names=names, options=options: compare(names, root=str(tmp_path), **options))
+        assert [(error.place, error.value) for error in errors] == expected
     assert contents(tmp_path) == before
 
 
