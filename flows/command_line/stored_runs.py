@@ -126,17 +126,18 @@ def compare(
         from rich.console import Console
 
         from flows.comparison.compare_runs import compare as compare_runs
+        from flows.comparison.compare_runs import summarize
         from flows.terminal.inspection import show_comparison
         from flows.terminal.tables import show_report
-        from tasks.reports.compare_page import settings_table, shortened
+        from tasks.reports.compare_page import comparison_report, settings_table, shortened
 
-        compared = compare_runs(runs, root=root, html=html, evaluation=evaluation)
+        comparison = compare_runs(runs, root=root, html=html, evaluation=evaluation)
         console = Console(stderr=as_json)
-        show_report(compared.report(html), console)
+        show_report(comparison_report(comparison, html), console)
         if html is None:
-            show_comparison(compared.comparison, shortened(settings_table(compared.comparison)), console)
+            show_comparison(comparison, shortened(settings_table(comparison)), console)
         if as_json:
-            typer.echo(compared.summary(html).model_dump_json())
+            typer.echo(summarize(comparison, html).model_dump_json())
 
 
 @commands.command()

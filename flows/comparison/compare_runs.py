@@ -1,22 +1,17 @@
 """Compare runs by what they stored: find them, refuse what cannot be compared at all, write the page."""
 
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from grpo_core.errors import InputError, raise_all
-from tasks.reports.compare_page import comparison_report, render_compare_page
+from tasks.reports.compare_page import render_compare_page
 from tasks.reports.comparison import Comparison, compare_runs
-from tasks.reports.groups import MEDIUM
-from tasks.reports.images import TargetReader
 from tasks.reports.pages import require_page_path, write_page
 from tasks.reports.pairing import PairedDifference
-from tasks.reports.report import Report
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunSummary, summary_of
@@ -57,37 +52,7 @@ class CompareSummary(BaseModel):
     html: str | None
 
 
-@dataclass(frozen=True)
-class ComparedRuns:
-    """A comparison, and the damaged and missing files that were found, as sentences."""
-
-    comparison: Comparison
-    warnings: tuple[str, ...]
-
-    def summary(self, html: Path | None) -> CompareSummary:
-        """Return what `--json` prints, with the path of the page."""
-        found = self.comparison
-        return CompareSummary(
-            runs=[
-                ComparedSummary(**summary_of(run.view).model_dump(), label=run.label, policy=found.versions[run.label])
-                for run in found.runs
-            ],
-            settings={path: list(values) for path, values in found.settings.items()},
-            differences=list(found.differences),
-            omissions=list(found.omissions),
-            warnings=list(self.warnings),
-            html=str(html) if html else None,
-        )
-
-    def report(self, html: Path | None) -> Report:
-        """Return the runs, their differences, what is not compared, and where the page is."""
-        notes = [f"page written to {html}"] if html else []
-        return replace(comparison_report(self.comparison, self.warnings), notes=notes)
-
-
-def compare(
-    names: Sequence[str], *, root: str, html: Path | None = None, evaluation: str | None = None
-) -> ComparedRuns:
+def compare(names: Sequence[str], *, root: str, html: Path | None = None, evaluation: str | None = None) -> Comparison:
     """Read runs without changing them, compare them with the first, and write the page.
 
     Args:
@@ -103,16 +68,25 @@ def compare(
     """
     if html is not None:
         require_page_path(html)
-    readers, versions = _readers(names, root)
-    targets = TargetReader(MEDIUM)
-    with tempfile.TemporaryDirectory() as fetched:
-        comparison = compare_runs(readers, Path(fetched), targets, versions, evaluation)
-    damages = [f"{label}: {each.place}: {each.reason}" for label, reader in readers.items() for each in reader.damages]
-    missing = [f"the target image {uri} cannot be shown: {reason}" for uri, reason in targets.missing.items()]
-    found = ComparedRuns(comparison, (*damages, *missing[:1]))
+    comparison = compare_runs(*_readers(names, root), evaluation)
     if html is not None:
-        write_page(html, render_compare_page(comparison, found.warnings))
-    return found
+        write_page(html, render_compare_page(comparison))
+    return comparison
+
+
+def summarize(found: Comparison, html: Path | None) -> CompareSummary:
+    """Return what `--json` prints, with the path of the page."""
+    return CompareSummary(
+        runs=[
+            ComparedSummary(**summary_of(run.view).model_dump(), label=run.label, policy=found.versions[run.label])
+            for run in found.runs
+        ],
+        settings={path: list(values) for path, values in found.settings.items()},
+        differences=list(found.differences),
+        omissions=list(found.omissions),
+        warnings=list(found.warnings),
+        html=str(html) if html else None,
+    )
 
 
 def _readers(names: Sequence[str], root: str) -> tuple[dict[str, RunReader], dict[str, int]]:

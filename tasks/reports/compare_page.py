@@ -1,7 +1,7 @@
 """The report of a comparison of runs, and its page: one HTML file."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from markupsafe import Markup
 
@@ -17,18 +17,22 @@ MAX_SETTINGS, LETTERS = 30, 160
 """Settings that the terminal shows, and letters of their values; the page has all."""
 
 
-def comparison_report(comparison: Comparison, warnings: Sequence[str]) -> Report:
-    """Return the runs, their held-out differences, and what is not compared and why."""
+def comparison_report(comparison: Comparison, html: Path | None = None) -> Report:
+    """Return the runs, their held-out differences, what is not compared and why, and where the page is."""
     first, *others = (run.label for run in comparison.runs)
     rows = [{**difference_cells(each), "finding": finding(each)} for each in comparison.differences]
-    note = "" if rows else "No held-out score can be paired."
+    note = "" if rows else "no held-out score can be paired"
     return Report(
         f"{', '.join(others)} against {first}",
         tables=[
             Table("", run_rows(comparison), ("started",)),
             Table("Held-out differences, paired by prompt", rows, ("run", "finding"), _DIFFERENCES, note),
         ],
-        notices=[Notice("not everything could be read", warnings), Notice("not compared", comparison.omissions)],
+        notices=[
+            Notice("not everything could be read", comparison.warnings),
+            Notice("not compared", comparison.omissions),
+        ],
+        notes=[f"page written to {html}"] if html else [],
     )
 
 
@@ -43,7 +47,7 @@ def settings_table(comparison: Comparison) -> Table:
     """Return the value of every run for each setting that differs."""
     labels = [run.label for run in comparison.runs]
     rows = [
-        {"setting": path, **dict(zip(labels, ("not set" if each is None else each for each in values), strict=True))}
+        {"": path, **dict(zip(labels, ("not set" if each is None else each for each in values), strict=True))}
         for path, values in comparison.settings.items()
     ]
     meaning = "Of config.yaml and run.json; everything else is the same."
@@ -108,12 +112,12 @@ def interval_bar(found: PairedDifference, width: float) -> Markup:
     )
 
 
-def render_compare_page(comparison: Comparison, warnings: Sequence[str]) -> str:
+def render_compare_page(comparison: Comparison) -> str:
     """Write the page of a comparison."""
     # Matplotlib takes a second to import.
     from tasks.reports.plots import line_plot
 
-    runs, report = comparison.runs, comparison_report(comparison, warnings)
+    runs, report = comparison.runs, comparison_report(comparison)
     noun = runs[0].view.noun
     ends = [end for each in comparison.differences for end in (each.low, each.high) if end is not None]
     width = max(map(abs, ends), default=0.0)

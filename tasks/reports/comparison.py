@@ -1,5 +1,6 @@
 """Runs compared: their held-out samples paired by prompt and sampling seed, and what cannot be compared and why."""
 
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,7 @@ class Comparison:
         prompts: groups of a prompt by run, as many as MAX_PROMPTS, the largest differences first.
         total: number of prompts that all these runs have.
         omissions: what cannot be compared and why, as sentences.
+        warnings: damaged and missing files, as sentences.
     """
 
     runs: Sequence[ComparedRun]
@@ -87,21 +89,16 @@ class Comparison:
     prompts: Sequence[Mapping[str, Group]]
     total: int
     omissions: Sequence[str]
+    warnings: Sequence[str]
 
 
 def compare_runs(
-    readers: Mapping[str, RunReader],
-    fetched: Path,
-    targets: TargetReader,
-    versions: Mapping[str, int],
-    evaluation: str | None = None,
+    readers: Mapping[str, RunReader], versions: Mapping[str, int], evaluation: str | None = None
 ) -> Comparison:
-    """Compare runs with the first.
+    """Compare runs with the first; nothing in them is changed.
 
     Args:
         readers: the runs by their labels.
-        fetched: folder below which remote files are copied.
-        targets: reads the target images.
         versions: policy version to compare, by label; without one the last that was evaluated.
         evaluation: name of an evaluation by `grpo evaluate`, which is compared of the runs that have it; of the others,
             and by default, the evaluations of the run's own prompts.
@@ -109,6 +106,15 @@ def compare_runs(
     Raises:
         InputError: a version was not evaluated, or no run has an evaluation of this name.
     """
+    with tempfile.TemporaryDirectory() as fetched:
+        return _compare(readers, Path(fetched), versions, evaluation)
+
+
+def _compare(
+    readers: Mapping[str, RunReader], fetched: Path, versions: Mapping[str, int], evaluation: str | None
+) -> Comparison:
+    """Compare as :func:`compare_runs`; remote files are copied below the folder `fetched`."""
+    targets = TargetReader(MEDIUM)
     places = {label: fetched / str(number) for number, label in enumerate(readers)}
     runs = [describe_run(label, reader, read_run(reader), places[label]) for label, reader in readers.items()]
     if evaluation is not None:
@@ -119,6 +125,8 @@ def compare_runs(
     paired, reasons = _pair(runs, compared)
     measure, prompts, total = _side_by_side(compared, paired, targets)
     scores = dict.fromkeys(each.score for differences in paired.values() for each in differences)
+    damages = [f"{label}: {each.place}: {each.reason}" for label, reader in readers.items() for each in reader.damages]
+    missing = [f"the target image {uri} cannot be shown: {reason}" for uri, reason in targets.missing.items()]
     return Comparison(
         runs=runs,
         settings=differing_settings(runs),
@@ -131,6 +139,7 @@ def compare_runs(
         prompts=prompts,
         total=total,
         omissions=[*reasons, *omissions],
+        warnings=[*damages, *missing[:1]],
     )
 
 

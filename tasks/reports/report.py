@@ -39,7 +39,9 @@ class Table:
         """Return the first rows, with a note of how many rows of this noun there are on the page."""
         if len(self.rows) <= count:
             return self
-        return replace(self, rows=self.rows[:count], note=f"{count} of {len(self.rows)} {noun}; the page shows all")
+        return replace(
+            self, rows=self.rows[:count], note=f"{count} of {len(self.rows)} {noun}; the page (--html FILE) shows all"
+        )
 
 
 @dataclass(frozen=True)

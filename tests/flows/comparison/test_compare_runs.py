@@ -1,6 +1,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,13 +18,14 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-WRONG: list[tuple[list[str], str | None, list[str], str]] = [
-    (["a"], None, ["RUN"], "Name at least two runs"),
-    (["a", "z", "y"], None, ["RUN", "RUN"], "grpo list"),
-    (["a", "b", "a"], None, ["RUN"], "named twice"),
-    (["a@1", "b", "a@1"], None, ["RUN"], "named twice"),
-    (["b", "a@7"], None, ["RUN"], "Evaluated are policies none of a"),
-    (["a", "b"], "page.txt", ["--html"], "ends in .html"),
+WRONG: list[tuple[list[str], dict[str, Any], list[tuple[str, str]]]] = [
+    (["a"], {}, [("RUN", "a")]),
+    (["a", "z", "y"], {}, [("RUN", "z"), ("RUN", "y")]),
+    (["a", "b", "a"], {}, [("RUN", "a")]),
+    (["a@1", "b", "a@1"], {}, [("RUN", "a@1")]),
+    (["b", "a@7"], {}, [("RUN", "a@7")]),
+    (["a", "b"], {"html": Path("page.txt")}, [("--html", "page.txt")]),
+    (["a", "b"], {"evaluation": "x"}, [("--evaluation", "x")]),
 ]
 
 
@@ -31,11 +33,9 @@ def test_wrong_input(tmp_path: Path) -> None:
     for name in ("a", "b"):
         RunMaker(tmp_path, name)
     before = contents(tmp_path)
-    for names, html, places, said in WRONG:
-        page = tmp_path / html if html else None
-        errors = refused(lambda names=names, page=page: compare(names, root=str(tmp_path), html=page))
-        assert [error.place for error in errors] == places
-        assert said in errors[0].hint
+    for names, options, expected in WRONG:
+        errors = refused(lambda names=names, options=options: compare(names, root=str(tmp_path), **options))
+        assert [(error.place, error.value) for error in errors] == expected
     assert contents(tmp_path) == before
 
 
@@ -77,12 +77,12 @@ def test_runs_of_one_name_go_by_their_paths(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "x", tmp_path / "y")
     names = [str(first.folder), str(tmp_path / "y" / "run")]
     found = compare(names, root=str(tmp_path))
-    assert [run.label for run in found.comparison.runs] == names
+    assert [run.label for run in found.runs] == names
 
 
 def test_versions_of_one_run_are_compared(tmp_path: Path) -> None:
     made(tmp_path, "a", 0.25)
-    (difference,) = compare(["a@0", "a"], root=str(tmp_path)).summary(None).differences
+    (difference,) = compare(["a@0", "a"], root=str(tmp_path)).differences
     assert (difference.run, difference.difference) == ("a", pytest.approx(0.25))
-    (back,) = compare(["a@1", "a@0"], root=str(tmp_path)).summary(None).differences
+    (back,) = compare(["a@1", "a@0"], root=str(tmp_path)).differences
     assert (back.run, back.difference) == ("a@0", pytest.approx(-0.25))

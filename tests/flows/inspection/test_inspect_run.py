@@ -15,8 +15,6 @@ from flows.inspection.inspect_run import inspect_run
 from flows.inspection.list_runs import list_runs
 from flows.terminal.inspection import show_run, thumbnail
 from flows.terminal.tables import show_report
-from grpo_core.errors import InputError
-from grpo_core.streams import Stream
 from tasks.storage.run_lock import locked
 from tests.flows.conftest import refused
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte, whole_run
@@ -104,12 +102,8 @@ def test_wrong_input_ends_the_command_with_2_and_the_nearest_name(tmp_path: Path
     assert "made" in err
 
 
-def test_iterations_that_exist_are_named(tmp_path: Path) -> None:
-    maker = whole_run(tmp_path)
-    maker.iteration(3)
-    maker.iteration(5)
-    with pytest.raises(InputError, match="1 to 3, 5"):
-        inspect_run("made", root=str(tmp_path), iteration=4)
+def test_an_iteration_can_be_chosen(tmp_path: Path) -> None:
+    whole_run(tmp_path)
     assert inspect_run("made", root=str(tmp_path), iteration=1).summary(None).iteration == 1
 
 
@@ -167,26 +161,10 @@ def test_the_terminal_shows_curves_images_and_figures(tmp_path: Path) -> None:
         assert said in text
 
 
-@pytest.mark.parametrize(
-    ("streams", "expected"),
-    [
-        (
-            ("tokens", "denoising"),
-            (
-                "reward, denoising",
-                "advantage, tokens +1.00",
-                "log-prob -0.8 over 2 tokens",
-                "log-prob, steps 2 to 3 1.2500, -0.5000",
-                "spread within groups, denoising",
-            ),
-        ),
-        (("denoising",), ("reward 1.000, advantage +1.00", "log-prob, steps 2 to 3 1.2500, -0.5000")),
-    ],
-)
-def test_the_terminal_shows_streams(tmp_path: Path, streams: tuple[Stream, ...], expected: tuple[str, ...]) -> None:
-    whole_run(tmp_path, streams=streams)
+def test_the_terminal_shows_every_stream(tmp_path: Path) -> None:
+    whole_run(tmp_path, streams=("tokens", "denoising"))
     text = shown(tmp_path)
-    for said in expected:
+    for said in ("reward, denoising", "advantage, tokens +1.00", "log-prob, steps 2 to 3 1.2500, -0.5000"):
         assert said in text
 
 
