@@ -170,7 +170,10 @@ def _evaluation(run: ComparedRun, wanted: int | None, name: str | None, fetched:
 
 
 def _read_evaluation(run: ComparedRun, name: str | None, view: EvaluationView, fetched: Path) -> HeldoutSamples:
-    scores = (*view.stages.get(REWARDS, ()), *_guardrails(run.reader, stage_folder(view.stages[ROLLOUTS][0].folder)))
+    guardrails = _guardrails(run.reader, stage_folder(view.stages[ROLLOUTS][0].folder))
+    # A guardrail may have the label of a reward.
+    by_label = {part.folder.rsplit("/", 1)[-1]: part for part in (*view.stages.get(REWARDS, ()), *guardrails)}
+    scores = tuple(by_label.values())
     table = read_stages(run.reader, {**view.stages, REWARDS: scores}, fetched)
     labels = {}
     if name is None and run.mix is not None:

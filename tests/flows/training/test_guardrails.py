@@ -76,6 +76,9 @@ def start(runs: Runs, rewards: str, *, iterations: int = PLANNED, **changes: Any
 
 
 def test_a_hacked_run_stops_where_the_guardrail_fell_and_continues_without_stop(empty: Runs, rewards: str) -> None:
+    quiet = start(empty, rewards, iterations=1, guardrails={"fall": 0.6})
+    assert (quiet.summary.hacking, quiet.summary.iterations) == ([], 1)
+    assert json.loads(empty.path("guardrails.json", run="text").read_text())["signs"] == []
     stopped = start(empty, rewards, guardrails={"fall": 0.6})
     # The guardrail is .8 - .2 n at the n-th evaluation, the first being before training: .8, .6, .4, .2.
     assert (stopped.summary.iterations, stopped.summary.stopped_early) == (3, True)
@@ -159,12 +162,6 @@ def test_a_pause_needs_a_ui(empty: Runs, rewards: str) -> None:
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
         (error,) = refused(lambda: start(empty, rewards, guardrails={"on_fall": "pause"}))
     assert (error.place, error.value) == ("guardrails.on_fall", "pause")
-
-
-def test_a_guardrail_that_holds_says_nothing(empty: Runs, rewards: str) -> None:
-    quiet = start(empty, rewards, iterations=1, guardrails={"fall": 0.9})
-    assert (quiet.summary.hacking, quiet.summary.stopped_early, quiet.summary.iterations) == ([], False, 1)
-    assert json.loads(empty.path("guardrails.json", run="text").read_text())["signs"] == []
 
 
 @pytest.mark.parametrize(

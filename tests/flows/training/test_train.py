@@ -161,23 +161,6 @@ def truncate(path: Path) -> None:
 
 
 class TestDamage:
-    @pytest.mark.parametrize(
-        ("file", "stage"),
-        [
-            ("iteration_000001/rewards/psnr.manifest.json", FIRST[1]),
-            pytest.param("iteration_000001/advantages/advantages.parquet", FIRST[3], marks=pytest.mark.slow),
-        ],
-    )
-    def test_a_flipped_bit_repeats_the_stage_that_made_the_file(
-        self, finished: Runs, final: Compare, file: str, stage: str
-    ) -> None:
-        flip(finished.path(file))
-        again = finished.start()
-        assert again.stages == (stage,)
-        (reason,) = finished.reasons()
-        assert Path(file).name in reason
-        final(finished, again)
-
     def test_deleted_and_truncated_files_of_many_kinds_at_once(self, finished: Runs, final: Compare) -> None:
         finished.path("iteration_000001/rollouts/part-00000.parquet").unlink()
         finished.path("iteration_000002/rollouts.manifest.json").unlink()
