@@ -21,7 +21,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.lists import padded
 
 _READ = ("sample_id", "iteration", "group_id", "prompt_id", "dataset", "columns")
-_DRAFT = "draft"
+_DRAFT = "token_sample"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _read_round(
     files = sorted(rollouts.glob("*.parquet"))
     scanned = pl.scan_parquet(files)
     if _DRAFT not in scanned.collect_schema().names():
-        # Of texts and of older tables: each sample is its own.
+        # Of texts each sample is its own.
         scanned = scanned.with_columns(pl.int_range(pl.len(), dtype=pl.Int32).over("group_id").alias(_DRAFT))
     table = scanned.select(*_READ, _DRAFT).collect()
     for section in mix:

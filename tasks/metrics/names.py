@@ -17,8 +17,8 @@ SECONDS, GUARDRAILS = "seconds/", "guardrails/"
 TOKENS, ALL_TOKENS = "tokens", "num_tokens"
 """Tokens of an iteration's rollouts, prompts included, and of all iterations so far."""
 
-COMPLETION_LENGTH, DRAFTS = "completions/mean_length", "completions/drafts"
-"""Mean number of tokens of a draft; number of drafts, where some are rendered more than once."""
+COMPLETION_LENGTH, DRAFTS = "completions/mean_length", "completions/token_samples"
+"""Mean number of tokens of a token sample; number of token samples, where some have several images."""
 
 RUNNING = "running/"
 """Prefix of a reward's moments over all iterations so far, kept with the advantages and not shown to people."""

@@ -23,7 +23,7 @@ Stages = Mapping[tuple[str, str], Sequence[ArtifactRef]]
 """An artifact per sampling round, by stage and reward label (empty for other stages), in the order of the stages."""
 
 _POOLED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
-    {TOKENS: sum, "drafts": sum, "null": sum, "failed": sum, "min_length": min, "max_length": max}
+    {TOKENS: sum, "token_samples": sum, "null": sum, "failed": sum, "min_length": min, "max_length": max}
 )
 
 

@@ -18,7 +18,10 @@ from tasks.runs.run_view import Stages
 LARGE, MEDIUM, SMALL = 320, 192, 96
 """Longest side in pixels of the best and worst image, of compared ones, and of the others; smaller ones are kept."""
 
-_RECORDED = ("rollout_logprobs", "loss_mask", "finished", "denoising_logprobs", "window_start", "draft", "rendering")
+_RECORDED = (
+    *("rollout_logprobs", "loss_mask", "finished", "denoising_logprobs", "window_start"),
+    *("token_sample", "image_number"),
+)
 """Columns of rollouts that are read for :func:`summarize_actions`, as far as a table has them."""
 
 _SHOWN = (
@@ -32,8 +35,8 @@ def _with_renderings(group: Sequence[Row]) -> list[Row]:
     renderings: dict[int | None, list[Row]] = defaultdict(list)
     for row in group:
         if not row["leads"]:
-            renderings[row.get("draft")].append(row)
-    ordered = [each for row in best_first(group) for each in (row, *renderings.get(row.get("draft"), ()))]
+            renderings[row.get("token_sample")].append(row)
+    ordered = [each for row in best_first(group) for each in (row, *renderings.get(row.get("token_sample"), ()))]
     shown = {row["sample_id"] for row in ordered}
     return [*ordered, *(row for row in group if row["sample_id"] not in shown)]
 

@@ -30,7 +30,7 @@ BEFORE, AFTER = "before:", "after:"
 """Prefixes of the columns of single rewards, followed by their labels."""
 
 COLUMNS = ("sample_id", "group_id", "prompt", "dataset")
-DRAFT = "draft"
+DRAFT = "token_sample"
 REWARDS = ("reward_before", "reward_after")
 ADVANTAGES = ("advantage_before", "advantage_after")
 MAX_MOVED = 20
@@ -98,7 +98,7 @@ def _with_drafts_apart(samples: pl.DataFrame, rated: pa.Table) -> pl.DataFrame:
     if len(rated[STREAM].unique()) < 2:
         return samples.drop(DRAFT, strict=False)
     leading = pl.col("sample_id").is_in(leading_stream(rated)["sample_id"].to_pylist())
-    own = pl.when(leading).then("group_id").otherwise(pl.format("{}, draft {}", "group_id", DRAFT))
+    own = pl.when(leading).then("group_id").otherwise(pl.format("{}, token sample {}", "group_id", DRAFT))
     return samples.with_columns(group_id=own).drop(DRAFT)
 
 

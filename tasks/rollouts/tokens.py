@@ -135,7 +135,7 @@ def token_metrics(files: Sequence[Path]) -> dict[str, float]:
     names = samples.collect_schema().names()
     if "token_ids" not in names:
         return {}
-    drafts = samples.filter(pl.col("rendering") == 0) if "rendering" in names else samples
+    drafts = samples.filter(pl.col("image_number") == 0) if "image_number" in names else samples
     found = drafts.select("length", "prompt_length", "finished").collect()
     lengths: list[int] = found["length"].to_list()
     return {

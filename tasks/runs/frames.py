@@ -94,8 +94,8 @@ class StoredRun:
     def advantages(self, *, iterations: Iterable[int] | None = None) -> pl.DataFrame:
         """Return a row per sample and stream: combined reward, advantage, statistics, breakdown by reward.
 
-        `stream` says whose actions the advantage is for. Of tokens there is a row per draft, that of its first
-        rendering; of denoising steps one per rendering that is compared with others.
+        `stream` says whose actions the advantage is for. Of tokens there is a row per token sample, that of its
+        first image; of denoising steps one per image that is compared with others.
         """
         return self._advantages(self._iterations(iterations))
 

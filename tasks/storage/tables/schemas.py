@@ -10,13 +10,9 @@ import pyarrow as pa
 from grpo_core.modality import Modality
 from grpo_core.streams import STREAMS, Stream
 
-SCHEMA_VERSION = 6
-READABLE_VERSIONS = range(5, SCHEMA_VERSION + 1)
-"""Versions of stored tables that this program reads.
-
-Version 5 has no `draft`, `rendering` and `stream`: every sample has a draft of its own, and its advantage is that of
-its tokens.
-"""
+SCHEMA_VERSION = 7
+READABLE_VERSIONS = range(7, SCHEMA_VERSION + 1)
+"""Versions of stored tables that this program reads."""
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -105,8 +101,8 @@ _TARGET = [
     ("target_sha256", pa.string()),
 ]
 _RENDERING = [
-    ("draft", pa.int32()),  # samples of a group with one draft have the same tokens
-    ("rendering", pa.int32()),  # which image of the draft
+    ("token_sample", pa.int32()),  # which token sequence of its group it is made from
+    ("image_number", pa.int32()),  # which image of that token sequence it is
     ("height", pa.int32()),
     ("width", pa.int32()),
     ("num_inference_steps", pa.int32()),
@@ -185,8 +181,9 @@ ADVANTAGES = _described(
         ("group_id", pa.string()),
         ("prompt_id", pa.string()),
         ("dataset", pa.string()),
-        ("stream", pa.string()),  # whose actions the advantage is for; of tokens, a row per draft: its first rendering
-        ("reward", pa.float64()),  # of tokens: the mean over the draft's renderings
+        # Whose actions the advantage is for. Of tokens there is a row per token sample, that of its first image.
+        ("stream", pa.string()),
+        ("reward", pa.float64()),  # of tokens: the mean over the token sample's images
         ("kl_penalty", pa.float64()),  # what the KL to the reference took from the reward; null: none was taken
         ("advantage", pa.float64()),  # null: the sample has no reward, or its group was dropped
         ("group_mean", pa.float64()),

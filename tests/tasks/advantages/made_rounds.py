@@ -42,8 +42,8 @@ def made_round(
         "prompt_id": [f"prompt{name.partition('.')[0]}" for name in names],
         "dataset": [dataset for dataset in datasets for _ in range(len(names) // len(datasets))],
         "columns": ["{}"] * len(names),
-        "draft": [draft for draft, _ in places],
-        "rendering": [index for _, index in places],
+        "token_sample": [draft for draft, _ in places],
+        "image_number": [index for _, index in places],
     }
     rollouts = commit_rows(store, f"{folder}/rollouts", rollout_schema("image", streams), columns)
     return SamplingRound(rollouts, {label: made_scores(store, label, names, each) for label, each in scores.items()})

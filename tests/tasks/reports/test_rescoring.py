@@ -205,10 +205,10 @@ def test_renderings_are_ranked_within_their_draft(tmp_path: Path) -> None:
     maker.iteration(1)
     stored = read_iterations(maker.store, None, "stored")
     samples = read_rescored(maker.store, stored, stored).sort("sample_id")
-    assert samples["group_id"].to_list() == [*["i000001.p0000"] * 3, "i000001.p0000, draft 0"]
+    assert samples["group_id"].to_list() == [*["i000001.p0000"] * 3, "i000001.p0000, token sample 0"]
     assert samples["reward_before"].to_list() == [0.4, 0.1, 0.9, 0.8]
     assert samples["advantage_after"].to_list() == pytest.approx([-0.2, -0.8, 0.8, 0.6])
-    assert "draft" not in samples.columns
+    assert "token_sample" not in samples.columns
     assert compare(samples)["groups"] == 2
 
 

@@ -111,15 +111,15 @@ def test_renderings_of_a_draft_differ_by_their_steps_alone(store: ArtifactStore)
     rollouts = collect(planned)
     table = table_of(store, rollouts)
     assert table["step_seed"].to_list() == list(planned.request(planned.groups[0]).step_seeds)
-    assert table["draft"].to_list() == [0, 0, 1, 2]
-    assert table["rendering"].to_list() == [0, 1, 0, 0]
+    assert table["token_sample"].to_list() == [0, 0, 1, 2]
+    assert table["image_number"].to_list() == [0, 1, 0, 0]
     tokens, steps = table["token_ids"].to_list(), table["denoising_logprobs"].to_list()
     assert tokens[0] == tokens[1] != tokens[2]
     assert [len(each) for each in steps] == [WINDOW] * 4
     assert len({tuple(each) for each in steps}) == 4
     # A draft counts once.
-    assert rollouts.metrics["completions/drafts"] == 3.0
-    drafts = table.filter(pl.col("rendering") == 0)
+    assert rollouts.metrics["completions/token_samples"] == 3.0
+    drafts = table.filter(pl.col("image_number") == 0)
     assert rollouts.metrics["tokens"] == sum([*drafts["length"], *drafts["prompt_length"]])
     assert rollouts.metrics["completions/mean_length"] == drafts["length"].mean()
 
@@ -129,7 +129,7 @@ def test_rollouts_without_noisy_steps_have_no_trace_of_them(store: ArtifactStore
     folder = store.local_files(rollouts)
     assert [path.name for path in folder.iterdir()] == ["part-00000.parquet"]
     assert not [name for name in table_of(store, rollouts).columns if name.startswith(("sde", "denoising", "step"))]
-    assert "completions/drafts" not in rollouts.metrics
+    assert "completions/token_samples" not in rollouts.metrics
 
 
 def test_a_flipped_byte_of_states_is_found_by_an_update_and_left_alone_by_others(

@@ -80,7 +80,7 @@ def test_speeds_count_all_rounds_and_memory_the_highest_of_them() -> None:
 
 
 def test_speeds_count_the_tokens_of_a_draft_once_and_none_without_tokens() -> None:
-    uneven = artifact("a", 2.0, 16, **{"completions/mean_length": 5.0, "completions/drafts": 12.0})
+    uneven = artifact("a", 2.0, 16, **{"completions/mean_length": 5.0, "completions/token_samples": 12.0})
     metrics = gather_metrics([SamplingRound(uneven, {})], ADVANTAGES, UPDATE, None)
     assert (metrics["samples_per_second"], metrics["tokens_per_second"]) == (16 / 2, 60 / 2)
     metrics = gather_metrics([SamplingRound(artifact("a", 2.0, 8), {})], ADVANTAGES, UPDATE, None)

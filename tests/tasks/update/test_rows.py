@@ -17,7 +17,7 @@ from tasks.storage.tables.schemas import ADVANTAGES, IMAGE_ROLLOUTS
 from tasks.update.rows import read_training_rows
 
 POLICY = PolicyRef(version=0, digest="d" * 64)
-NEW = {"draft", "rendering", "stream"}
+NEW = {"token_sample", "image_number", "stream"}
 """Columns that tables of version 5 do not have."""
 
 
@@ -30,7 +30,7 @@ def commit(store: ArtifactStore, folder: str, schema: pa.Schema, columns: dict[s
         return store.commit(staged, folder, digest=digest, schema_version=version, rows=rows, seconds=0.0, metrics={})
 
 
-def rollouts(store: ArtifactStore, names: list[str], iteration: int = 1, version: int = 6) -> ArtifactRef:
+def rollouts(store: ArtifactStore, names: list[str], iteration: int = 1, version: int = 7) -> ArtifactRef:
     """Tokens [1], [1, 2], ... with log-probs of -1 each."""
     rows = len(names)
     lengths = range(1, rows + 1)
@@ -57,7 +57,7 @@ def rollouts(store: ArtifactStore, names: list[str], iteration: int = 1, version
 
 
 def advantages(
-    store: ArtifactStore, values: list[tuple[str, Stream, float | None]], version: int = 6, reward: float | None = 0.5
+    store: ArtifactStore, values: list[tuple[str, Stream, float | None]], version: int = 7, reward: float | None = 0.5
 ) -> ArtifactRef:
     names, streams, numbers = zip(*values, strict=True)
     columns = {
@@ -100,7 +100,7 @@ def test_tables_of_version_5_are_read_as_tokens(
     assert (rows.max_length, rows.rollout_logprobs.tolist()) == (9, [[-1.0], [-1.0]])
     assert [path.name for path in Path(store.path("iteration_000001/rollouts")).iterdir()] == ["part-00000.parquet"]
     found = pq.read_schema(Path(store.path("iteration_000001/rollouts")) / "part-00000.parquet").names
-    assert ("draft" in found) == (first > 5)
+    assert ("token_sample" in found) == (first > 5)
 
 
 @pytest.mark.parametrize("version", [5, 6])
