@@ -38,7 +38,7 @@ from grpo_core.optimizer.settings import WITH_LENGTH
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.choice import Reference
-from grpo_core.streams import COMPARED, STREAMS, Stream
+from grpo_core.streams import STREAMS, Stream
 
 _ROLLOUTS: Mapping[Kind, type[RolloutSection]] = {
     "glm_image": GlmImageRolloutSection,
@@ -180,13 +180,13 @@ class RunConfig(ByPolicy):
     def groups_per_prompt(self, stream: Stream) -> int:
         """Return the number of a prompt's groups of siblings: its token samples, or the images of each of some."""
         several = sum(times > 1 for times in self.images_of_samples)
-        return {"draft": 1, "rendering": several}[COMPARED[stream]]
+        return {"tokens": 1, "denoising": several}[stream]
 
     def rows_of(self, stream: Stream) -> int:
         """Return the number of rows of a stream that an iteration trains on: all that are compared with others."""
         images = self.images_of_samples
         samples, several = len(images), sum(times for times in images if times > 1)
-        return self.rollout.prompts_per_iteration * {"draft": samples, "rendering": several}[COMPARED[stream]]
+        return self.rollout.prompts_per_iteration * {"tokens": samples, "denoising": several}[stream]
 
     def window_start(self, iteration: int) -> int | None:
         """Return the index of an iteration's first noisy denoising step; None if no denoising is trained.
