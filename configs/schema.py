@@ -62,8 +62,9 @@ class _Given:
         if isinstance(policy, PolicySection):
             return cls(policy.kind, policy.streams, values)
         given = policy if isinstance(policy, Mapping) else {}
-        kind = given.get("kind")
-        kind = kind if kind in get_args(Kind) else PolicySection.model_fields["kind"].default
+        kind: Kind = PolicySection.model_fields["kind"].default
+        if given.get("kind") in get_args(Kind):
+            kind = given["kind"]
         known = policy_family(kind).streams
         train = given.get("train", known[:1])
         streams = tuple(stream for stream in STREAMS if isinstance(train, list | tuple) and stream in train)
