@@ -38,7 +38,7 @@ from grpo_core.optimizer.settings import WITH_LENGTH
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.choice import Reference
-from grpo_core.streams import COMPARED, STREAMS, Stream
+from grpo_core.streams import STREAMS, Stream
 
 _ROLLOUTS: Mapping[Kind, type[RolloutSection]] = {
     "glm_image": GlmImageRolloutSection,
@@ -62,8 +62,9 @@ class _Given:
         if isinstance(policy, PolicySection):
             return cls(policy.kind, policy.streams, values)
         given = policy if isinstance(policy, Mapping) else {}
-        kind = given.get("kind")
-        kind = kind if kind in get_args(Kind) else PolicySection.model_fields["kind"].default
+        kind: Kind = PolicySection.model_fields["kind"].default
+        if given.get("kind") in get_args(Kind):
+            kind = given["kind"]
         known = policy_family(kind).streams
         train = given.get("train", known[:1])
         streams = tuple(stream for stream in STREAMS if isinstance(train, list | tuple) and stream in train)
@@ -180,13 +181,13 @@ class RunConfig(ByPolicy):
     def groups_per_prompt(self, stream: Stream) -> int:
         """Return the number of a prompt's groups of siblings: its token samples, or the images of each of some."""
         several = sum(times > 1 for times in self.images_of_samples)
-        return {"draft": 1, "rendering": several}[COMPARED[stream]]
+        return {"tokens": 1, "denoising": several}[stream]
 
     def rows_of(self, stream: Stream) -> int:
         """Return the number of rows of a stream that an iteration trains on: all that are compared with others."""
         images = self.images_of_samples
         samples, several = len(images), sum(times for times in images if times > 1)
-        return self.rollout.prompts_per_iteration * {"draft": samples, "rendering": several}[COMPARED[stream]]
+        return self.rollout.prompts_per_iteration * {"tokens": samples, "denoising": several}[stream]
 
     def is_evaluated(self, iteration: int) -> bool:
         """Return whether the policy that this iteration makes is evaluated on the held-out prompts."""

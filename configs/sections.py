@@ -26,7 +26,7 @@ from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.choice import LoraSettings
 from grpo_core.sampling_settings import ImageSettings
-from grpo_core.streams import COMPARED, STREAMS, Stream
+from grpo_core.streams import STREAMS, Stream
 
 
 class KeepPoliciesSection(Section):
@@ -255,9 +255,7 @@ class _GroupsSection(Section):
 
         Where tokens are trained there are group_size samples. Where only denoising is, there is one with all images.
         """
-        if any(COMPARED[stream] == "draft" for stream in streams):
-            return (1,) * self.group_size
-        return (self.group_size,)
+        return (1,) * self.group_size if "tokens" in streams else (self.group_size,)
 
     def for_evaluation(self, evaluate: EvaluateSection) -> Self:
         """Return the settings of held-out samples."""
@@ -299,7 +297,7 @@ class GlmImageRolloutSection(ImageRolloutSection, GlmImageSettings):
 
     def images_of_samples(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:
         """Return how many images each token sample of a prompt gets; uneven where both streams are trained."""
-        if {COMPARED[stream] for stream in streams} != {"draft", "rendering"}:
+        if len(streams) == 1:
             return super().images_of_samples(streams)
         several = min(self.samples_with_images, self.group_size)
         return (self.images_per_sample,) * several + (1,) * (self.group_size - several)

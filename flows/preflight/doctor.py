@@ -22,7 +22,7 @@ from grpo_core.image_size import ImageSize
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained import TrainingChoice
-from grpo_core.streams import COMPARED, Stream
+from grpo_core.streams import Stream
 from tasks.models.initial import training_choices
 from tasks.reports.report import Report, Table
 from tasks.reports.text import counted
@@ -142,12 +142,12 @@ def estimate_model(
     config: RunConfig, choices: Mapping[Stream, TrainingChoice], sizes: tuple[ImageSize, ...] = ()
 ) -> ModelEstimate:
     """Estimate the memory of one GPU for images of these sizes, or of the rollout's, and the size of a checkpoint."""
-    renderings = config.images_of_samples
-    compared = {"draft": len(renderings), "rendering": max(renderings)}
+    images = config.images_of_samples
+    compared: Mapping[Stream, int] = {"tokens": len(images), "denoising": max(images)}
     workloads = {
         stream: Workload(
             dtype=config.policy.dtype,
-            group_size=compared[COMPARED[stream]],
+            group_size=compared[stream],
             prompts_per_batch=config.rollout.prompts_per_batch,
             micro_batch_size=update.micro_batch_size,
             eight_bit_optimizer=update.optimizer.endswith("8bit"),

@@ -82,7 +82,10 @@ def introduction(plan: ReplayPlan) -> str:
     """Describe in one line what is replayed, and how rows of other weights are treated."""
     config, section = plan.config, plan.config.replay
     first, last = section.iterations[0], section.iterations[-1]
-    weight = _weight(config.update.importance_weights(section.correction))
+    weights = {
+        stream: _weight(update.importance_weights(section.correction)) for stream, update in config.updates.items()
+    }
+    weight = " and ".join(f"{each} ({stream})" if len(weights) > 1 else each for stream, each in weights.items())
     return (
         f"replay of {section.source}, iterations {first} to {last}, {section.advantages} advantages, onto version "
         f"{section.policy}; rows of other weights count {weight}, and not at all beyond {section.max_staleness} "

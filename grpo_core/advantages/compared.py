@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_core.streams import COMPARED, Stream
+from grpo_core.streams import Stream
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ComparedSamples:
 def compared_samples(
     stream: Stream, values: Float[Tensor, "groups samples rewards"], drafts: Int[Tensor, "groups samples"]
 ) -> ComparedSamples:
-    """Arrange the rewards of samples by what is compared for a stream (`COMPARED`).
+    """Arrange the rewards of samples by what is compared for a stream.
 
     - Drafts: those of a prompt, in the order of their numbers. A draft's reward is the mean over its renderings that
       have one, for each reward before anything else is done to it; its advantage goes to its first sample, whose tokens
@@ -46,14 +46,13 @@ def compared_samples(
         values: NaN marks a null.
         drafts: number of the draft that each sample is rendered from; 0 to n - 1 in every group.
     """
-    unit = COMPARED[stream]
-    match unit:
-        case "draft":
+    match stream:
+        case "tokens":
             return _drafts(values, drafts)
-        case "rendering":
+        case "denoising":
             return _renderings(values, drafts)
         case _:
-            assert_never(unit)
+            assert_never(stream)
 
 
 def _drafts(values: Float[Tensor, "groups samples rewards"], drafts: Int[Tensor, "groups samples"]) -> ComparedSamples:

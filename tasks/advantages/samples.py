@@ -101,7 +101,7 @@ def _read_round(
     scored = [(section.label, part.rewards[section.label]) for section in mix]
     table = runs.read_samples(read, [part.rollouts], scored, (), (*_READ, _DRAFT))
     if _DRAFT not in table.columns:
-        # Of texts and of older tables: each sample is its own.
+        # Of texts each sample is its own.
         table = table.with_columns(pl.int_range(pl.len(), dtype=pl.Int32).over("group_id").alias(_DRAFT))
     if settings.kl_coef > 0:
         table = table.with_columns(pl.Series("kl_penalty", _penalties(runs.tables_of(read(part.rollouts)), settings)))

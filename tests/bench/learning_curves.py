@@ -46,9 +46,7 @@ class Curve:
 def configured(seed: int, root: str) -> RunConfig:
     """The shipped configuration without its evaluation."""
     overrides = [f"run.seed={seed}", f"run.name=seed{seed}", f"storage.root={root}", "evaluate.prompts=null"]
-    config = read_config(CONFIG, overrides)
-    assert isinstance(config, RunConfig)
-    return config
+    return read_config(CONFIG, overrides)
 
 
 def train_here(seed: int) -> Curve:

@@ -39,7 +39,6 @@ def configured(
 ) -> "RunConfig":
     """The configuration of all sides: one optimizer step an iteration, no held-out prompts, hardly any learning."""
     from configs.loader import read_config
-    from configs.schema import RunConfig
     from tasks.checkout import CHECKOUT
 
     settings = {
@@ -56,9 +55,7 @@ def configured(
         "update.micro_batch_size": microbatch,
         "evaluate.prompts": "null",
     }
-    config = read_config(CHECKOUT / "configs" / "tiny_text.yaml", [f"{key}={value}" for key, value in settings.items()])
-    assert isinstance(config, RunConfig)
-    return config
+    return read_config(CHECKOUT / "configs" / "tiny_text.yaml", [f"{key}={value}" for key, value in settings.items()])
 
 
 def measure() -> Iterator[Row]:

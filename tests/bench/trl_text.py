@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import GRPOConfig, GRPOTrainer
 
 from configs.schema import RunConfig
+from configs.sections import TextRolloutSection
+from configs.training import UpdateSection
 from grpo_core.rewards.reward import ScoringBatch
 from grpo_core.rewards.text.answer import AnswerReward
 from tasks.prompts.read import read_prompts
@@ -38,6 +40,8 @@ def build_trainer(config: RunConfig, folder: str | Path, steps: int) -> Any:
         steps: optimizer steps of `trainer.train()`, each with rollouts of its own.
     """
     rollout, update = config.rollout, config.update
+    assert isinstance(rollout, TextRolloutSection)
+    assert isinstance(update, UpdateSection)
     assert config.data.prompts is not None
     rows = [
         {"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.columns["answer"]}

@@ -117,7 +117,7 @@ def test_both_streams_have_curves_advantages_and_logprobs(tmp_path: Path) -> Non
     for said in (
         "reward, denoising, iteration 2: 0.35",
         "held-out reward, denoising, iteration 2: 0.5",
-        "Other renderings of a draft",
+        "Other images of a token sample",
         "log-prob, steps 2 to 3",
         "1.2500, -0.5000",
         "advantage, tokens",
