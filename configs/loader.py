@@ -14,7 +14,7 @@ from configs.training import UpdateSection
 from configs.unknown_keys import TRL_NAMES, translate
 from configs.validation import validated
 from configs.yaml_files import parse_yaml, read_mapping
-from grpo_core.errors import InputError, InputErrors, raise_all
+from grpo_core.errors import InputError, joined, raise_all
 from grpo_core.policies.protocol import policy_family
 
 GRPO: str = UpdateSection.model_fields["algorithm"].default
@@ -27,13 +27,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         overrides: `section.key=value`, the value as YAML.
 
     Raises:
-        InputErrors: every error, each with its path in the file, the value found and a hint.
+        InputError: every error, each with its path in the file, the value found and a hint.
     """
-    try:
-        values = read_mapping(path, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
-    except InputError as error:
-        raise InputErrors([error]) from error
-    return _overridden(values, overrides)
+    return _overridden(read_mapping(path, "CONFIG", example="configs/tiny.yaml", keys="run, policy"), overrides)
 
 
 def as_config(given: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -44,7 +40,7 @@ def as_config(given: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequ
         overrides: as for :func:`read_config`.
 
     Raises:
-        InputErrors: as read_config.
+        InputError: as read_config.
     """
     if isinstance(given, str | Path):
         return read_config(given, overrides)
@@ -60,8 +56,8 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     errors += apply_overrides(values, overrides)
     try:
         config = check_config(values)
-    except InputErrors as error:
-        raise InputErrors([*errors, *error.errors]) from error
+    except InputError as error:
+        raise joined([*errors, error]) from error
     raise_all(errors)
     return config
 
@@ -73,20 +69,16 @@ def read_rewards_file(path: str | Path, place: str) -> RewardsFile:
         place: the argument or option that names it, for messages.
 
     Raises:
-        InputErrors: every error in its form.
+        InputError: every error in its form.
     """
-    try:
-        values = read_mapping(path, place, example="configs/rewards/mix.yaml", keys="rewards")
-    except InputError as error:
-        raise InputErrors([error]) from error
-    return validated(RewardsFile, values)
+    return validated(RewardsFile, read_mapping(path, place, example="configs/rewards/mix.yaml", keys="rewards"))
 
 
 def check_config(values: Mapping[str, Any]) -> RunConfig:
     """Validate plain values as a configuration.
 
     Raises:
-        InputErrors: as read_config.
+        InputError: as read_config.
     """
     place, models = _models_for(values)
     section = reduce(_section, place, values)
@@ -103,9 +95,9 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
     reduce(lambda outer, name: outer[name], place, corrected)["algorithm"] = algorithm
     try:
         validated(models[algorithm], corrected, contradictions)
-    except InputErrors as others:
-        raise InputErrors([problem, *others.errors]) from others
-    raise InputErrors([problem])
+    except InputError as others:
+        raise joined([problem, others]) from others
+    raise problem
 
 
 def _models_for(values: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, type[RunConfig]]]:

@@ -130,7 +130,7 @@ def compare(names: Sequence[str], *, root: str, html: Path | None = None) -> Com
         html: file for the page; None for no page.
 
     Raises:
-        InputError, InputErrors: fewer than two runs, one that does not exist, one that is named twice, a version that
+        InputError: fewer than two runs, one that does not exist, one that is named twice, a version that
             was not evaluated, or the page cannot be written there.
     """
     if html is not None:

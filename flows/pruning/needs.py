@@ -14,7 +14,7 @@ from configs.loader import check_config
 from configs.schema import RunConfig
 from flows.server.reachable import require_server, server_url
 from flows.training.history import is_evaluated
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from tasks.checkout import CHECKOUT
 from tasks.runs.layout import POLICIES, evaluation_folder
 from tasks.runs.reader import RunReader
@@ -144,7 +144,7 @@ def _scheduled_config(store: ArtifactStore, given: Mapping[str, Any]) -> RunConf
         return None
     try:
         return check_config(given)
-    except (InputError, InputErrors):
+    except InputError:
         return None
 
 

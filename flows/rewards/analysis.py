@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from configs.schema import RewardsFile, RunConfig
 from configs.scoring import RewardSection
 from flows.rescoring.plan import needed_scores
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from grpo_core.rewards.registry import build_reward
 from tasks.reports.pages import require_page_path, write_page
@@ -70,7 +70,7 @@ def analyse_rewards(
         html: another file for the page; None for no other.
 
     Raises:
-        InputError, InputErrors: with the option, the value and the hint.
+        InputError: with the option, the value and the hint.
     """
     if html is not None:
         require_page_path(html)
@@ -159,8 +159,5 @@ def _watch(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, 
     versions, rewards = [each.version for each in evaluated], [each.reward for each in evaluated]
     labels = dict.fromkeys(label for each in evaluated for label in each.guardrails)
     levels = {label: [each.guardrails.get(label) for each in evaluated] for label in labels}
-    try:
-        signs = hacking_signs(versions, rewards, levels, config.watch)
-    except InputError as error:
-        raise InputErrors([error]) from error
+    signs = hacking_signs(versions, rewards, levels, config.watch)
     return signs, {WATCH_PLOT: plot_watch(versions, rewards, levels)}

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from configs.loader import read_config, read_rewards_file
 from configs.scoring import RewardSection
 from configs.yaml_files import read_mapping
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, raise_all
 from grpo_core.rewards.registry import REWARDS, build_reward
 from grpo_core.rewards.weights.fetch import Download, downloads_of
 
@@ -22,7 +22,7 @@ def plan_fetch(names: Sequence[str], folder: Path) -> list[Download]:
         folder: where files go that no setting names.
 
     Raises:
-        InputErrors: no such reward or file, or weights that cannot be downloaded.
+        InputError: no such reward or file, or weights that cannot be downloaded.
     """
     problems: list[InputError] = []
     found: dict[str, Download] = {}
@@ -35,8 +35,7 @@ def plan_fetch(names: Sequence[str], folder: Path) -> list[Download]:
         for each in downloads:
             # Two rewards may read the same weights.
             found.setdefault(str(each.weights.source), each)
-    if problems:
-        raise InputErrors(problems)
+    raise_all(problems)
     return list(found.values())
 
 

@@ -21,7 +21,7 @@ from flows.pruning.keep import PolicyKeeper
 from flows.training.history import TrainingHistory, held_out_series, is_evaluated
 from flows.training.pace import find_reused
 from flows.training.summary import TrainSummary, summarize
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from grpo_core.rewards.hacking import hacking_signs
 from tasks.reports.iteration import IterationRecord
 from tasks.runs.layout import BASELINES, STORED, Baseline, baseline_folder, evaluation_folder, policy_folder
@@ -52,7 +52,7 @@ def read_finished(config: RunConfig) -> TrainSummary | None:
             if run is None or history is None:
                 return None
             policy = read_policy(store, config.run.iterations)
-        except (InputError, InputErrors, ValueError):
+        except (InputError, ValueError):
             # The start reports it, if it cannot be replaced.
             return None
         # A start that was killed at its end may have left some.
