@@ -10,7 +10,7 @@ from configs.schema import RewardsFile, RunConfig
 from configs.unknown_keys import our_path, translate
 from configs.validation import validated
 from configs.yaml_files import parse_yaml, read_mapping
-from grpo_core.errors import InputError, InputErrors, raise_all
+from grpo_core.errors import InputError, joined, raise_all
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -20,13 +20,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         overrides: `section.key=value`, the value as YAML.
 
     Raises:
-        InputErrors: every error, each with its path in the file, the value found and a hint.
+        InputError: every error, each with its path in the file, the value found and a hint.
     """
-    try:
-        values = read_mapping(path, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
-    except InputError as error:
-        raise InputErrors([error]) from error
-    return _overridden(values, overrides)
+    return _overridden(read_mapping(path, "CONFIG", example="configs/tiny.yaml", keys="run, policy"), overrides)
 
 
 def as_config(given: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -37,7 +33,7 @@ def as_config(given: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequ
         overrides: as for :func:`read_config`.
 
     Raises:
-        InputErrors: as read_config.
+        InputError: as read_config.
     """
     if isinstance(given, str | Path):
         return read_config(given, overrides)
@@ -53,8 +49,8 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     errors += apply_overrides(values, overrides)
     try:
         config = check_config(values)
-    except InputErrors as error:
-        raise InputErrors([*errors, *error.errors]) from error
+    except InputError as error:
+        raise joined([*errors, error]) from error
     raise_all(errors)
     return config
 
@@ -66,20 +62,16 @@ def read_rewards_file(path: str | Path, place: str) -> RewardsFile:
         place: the argument or option that names it, for messages.
 
     Raises:
-        InputErrors: every error in its form.
+        InputError: every error in its form.
     """
-    try:
-        values = read_mapping(path, place, example="configs/rewards/mix.yaml", keys="rewards")
-    except InputError as error:
-        raise InputErrors([error]) from error
-    return validated(RewardsFile, values)
+    return validated(RewardsFile, read_mapping(path, place, example="configs/rewards/mix.yaml", keys="rewards"))
 
 
 def check_config(values: Mapping[str, Any]) -> RunConfig:
     """Validate plain values as a configuration.
 
     Raises:
-        InputErrors: as read_config.
+        InputError: as read_config.
     """
     return validated(RunConfig, values, contradictions)
 

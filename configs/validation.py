@@ -13,7 +13,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from configs.unknown_keys import nearest_key, translate
-from grpo_core.errors import InputError, InputErrors, raise_all
+from grpo_core.errors import InputError, joined, raise_all
 from grpo_core.settings import STRICT
 
 M = TypeVar("M", bound=BaseModel)
@@ -117,7 +117,7 @@ def validated(
         checks: returns further errors of a valid record.
 
     Raises:
-        InputErrors: every error.
+        InputError: every error.
     """
     # YAML has lists, the models have tuples.
     plain = _tuples(values)
@@ -127,7 +127,7 @@ def validated(
     except ValidationError as error:
         chosen = model.chosen_sections(plain) if issubclass(model, Section) else {}
         errors += [_explain(model, chosen, detail) for detail in _distinct(error.errors())]
-        raise InputErrors(errors) from error
+        raise joined(errors) from error
     errors += [*refused_combinations(record), *checks(record)]
     raise_all(errors)
     return record

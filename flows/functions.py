@@ -1,7 +1,7 @@
 """The flows as plain functions, for scripts and notebooks; the program `grpo` calls the same ones.
 
 Each checks its input before anything heavy is imported, runs its flow to the end, also where an event loop runs already
-(a notebook), and returns what the command prints as a summary. Wrong input raises InputError or InputErrors.
+(a notebook), and returns what the command prints as a summary. Wrong input raises InputError.
 """
 
 import contextvars
@@ -60,7 +60,7 @@ def train(
         progress: show bars in a terminal, lines elsewhere; if False, the log goes to Prefect's UI only.
 
     Raises:
-        InputError, InputErrors: everything that is wrong with the input, before anything is written.
+        InputError: everything that is wrong with the input, before anything is written.
     """
     from configs.loader import as_config
     from flows.preflight.files import refuse_missing_files
@@ -106,7 +106,7 @@ def replay(
         options: fields of ReplayRequest: advantages, iterations, policy, max_staleness, name, overrides, root.
 
     Raises:
-        InputError, InputErrors: what is wrong with the request or the source.
+        InputError: what is wrong with the request or the source.
     """
 
     def body() -> "Coroutine[Any, Any, ReplaySummary]":
@@ -133,7 +133,7 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
         options: fields of EvaluateRequest: policy, prompts, overrides, root.
 
     Raises:
-        InputError, InputErrors: what is wrong with the request or the run.
+        InputError: what is wrong with the request or the run.
     """
 
     def body() -> "Coroutine[Any, Any, EvaluateSummary]":
@@ -173,7 +173,7 @@ def rescore(
         The summary, what changed, and as a frame the samples whose rank moved most.
 
     Raises:
-        InputError, InputErrors: what is wrong with the request, the rewards or the runs.
+        InputError: what is wrong with the request, the rewards or the runs.
     """
     with _rewards_file(rewards) as file:
 

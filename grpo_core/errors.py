@@ -4,37 +4,41 @@ from collections.abc import Iterable, Sequence
 
 
 class InputError(ValueError):
-    """An input cannot be used; the command line exits with code 2.
+    """One input or several cannot be used, all reported together; the command line exits with code 2.
 
     Args:
         place: where the value was given: a configuration key such as ``data.prompts``, or a file and line.
         value: the value found there.
         hint: an instruction that fixes it.
+        more: place, value and hint of the other inputs.
     """
 
-    def __init__(self, place: str, value: object, hint: str) -> None:
+    def __init__(self, place: str, value: object, hint: str, more: Sequence[tuple[str, object, str]] = ()) -> None:
         self.place, self.value, self.hint = place, value, hint
-        super().__init__(f"{place}: got {value!r}. {hint}")
+        self._more = tuple(InputError(*each) for each in more)
+        super().__init__("\n".join([f"{place}: got {value!r}. {hint}", *map(str, self._more)]))
 
-    def __reduce__(self) -> tuple[type["InputError"], tuple[str, object, str]]:
-        return type(self), (self.place, self.value, self.hint)
+    @property
+    def errors(self) -> tuple["InputError", ...]:
+        """An error for each input; the first has the place, value and hint of this one."""
+        return (InputError(self.place, self.value, self.hint), *self._more) if self._more else (self,)
+
+    def __reduce__(self) -> tuple[type["InputError"], tuple[object, ...]]:
+        return type(self), (self.place, self.value, self.hint, [(e.place, e.value, e.hint) for e in self._more])
 
 
-class InputErrors(ValueError):
-    """Every :class:`InputError` of one configuration, reported together."""
-
-    def __init__(self, errors: Sequence[InputError]) -> None:
-        self.errors = tuple(errors)
-        super().__init__("\n".join(str(error) for error in self.errors))
-
-    def __reduce__(self) -> tuple[type["InputErrors"], tuple[tuple[InputError, ...]]]:
-        return type(self), (self.errors,)
+def joined(errors: Iterable[InputError]) -> InputError:
+    """Return one error for all of these; there is at least one."""
+    first, *more = (each for error in errors for each in error.errors)
+    if not more:
+        return first
+    return InputError(first.place, first.value, first.hint, [(each.place, each.value, each.hint) for each in more])
 
 
 def raise_all(errors: Iterable[InputError]) -> None:
-    """Raise InputErrors with these errors, if there are any."""
+    """Raise one InputError for all of these, if there are any."""
     if found := tuple(errors):
-        raise InputErrors(found)
+        raise joined(found)
 
 
 class NonFiniteError(ArithmeticError):

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 from configs.validation import Section, validated
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, joined
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/tiny.yaml")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
@@ -43,12 +43,11 @@ def handle_errors(as_json: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except (InputError, InputErrors) as error:
-        problems = error.errors if isinstance(error, InputErrors) else (error,)
-        for problem in problems:
+    except InputError as error:
+        for problem in error.errors:
             typer.secho(f"error: {problem}", fg="red", err=True)
         if as_json:
-            errors = [{"place": each.place, "value": each.value, "hint": each.hint} for each in problems]
+            errors = [{"place": each.place, "value": each.value, "hint": each.hint} for each in error.errors]
             typer.echo(json.dumps({"errors": errors}, default=str))
         raise typer.Exit(2) from error
     except BaseException as error:
@@ -101,8 +100,8 @@ def takes_request(model: type[Section]) -> Callable[[Callable[..., None]], Calla
 def _read(model: type[R], values: Mapping[str, Any]) -> R:
     try:
         return validated(model, {name: value for name, value in values.items() if value is not None})
-    except InputErrors as error:
-        raise InputErrors([_of_option(model, each) for each in error.errors]) from error
+    except InputError as error:
+        raise joined(_of_option(model, each) for each in error.errors) from error
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:

@@ -63,7 +63,7 @@ def compare(names: Sequence[str], *, root: str, html: Path | None = None, evalua
             compared by it.
 
     Raises:
-        InputError, InputErrors: fewer than two runs, one that does not exist, one that is named twice, a version or
+        InputError: fewer than two runs, one that does not exist, one that is named twice, a version or
             other prompts that were not evaluated, or the page cannot be written there.
     """
     if html is not None:

@@ -29,7 +29,7 @@ from flows.server.heartbeat_automation import ensure_automation
 from flows.server.reachable import KIND, require_configured
 from flows.training.train import train
 from flows.workers.worker import read_or_create_pool
-from grpo_core.errors import InputError, InputErrors, raise_all
+from grpo_core.errors import InputError, raise_all
 from tasks.checkout import CHECKOUT
 from tasks.reports.report import Report
 
@@ -122,7 +122,7 @@ async def deploy_run(request: DeployRequest, config: RunConfig) -> DeployedRun:
     """Register the deployments of a configuration that the options name.
 
     Raises:
-        InputError, InputErrors: an option or a key cannot be used; nothing has been registered.
+        InputError: an option or a key cannot be used; nothing has been registered.
     """
     name = request.name or config.run.name
     try:
@@ -135,7 +135,7 @@ async def deploy_run(request: DeployRequest, config: RunConfig) -> DeployedRun:
     wanted += [rescoring(config, name, Path(file)) for file in request.rescore]
     if len({(each.flow.name, each.name) for each in wanted}) < len(wanted):
         hint = "A rescoring is named after its file, and these names are equal; rename one file."
-        raise InputErrors([InputError("--rescore", list(request.rescore), hint)])
+        raise InputError("--rescore", list(request.rescore), hint)
     require_configured("--pool", request.pool)
     async with get_client() as client:
         pool = await _pool(client, request)
@@ -291,7 +291,7 @@ def training(config: RunConfig, name: str) -> Deployable:
     """Describe the training deployment, whose form is that of its kind of policy.
 
     Raises:
-        InputErrors: the configuration has a credential.
+        InputError: the configuration has a credential.
     """
     raise_all(credential_problems(config.model_dump(mode="json")))
     text = f"GRPO training of the run {config.run.name}; a run that was started before is resumed."
@@ -309,7 +309,7 @@ def rescoring(config: RunConfig, name: str, file: Path) -> Deployable:
     """Describe the deployment that scores the run's rollouts with a rewards file, under the file's name.
 
     Raises:
-        InputErrors: the file is missing, or is not a rewards file.
+        InputError: the file is missing, or is not a rewards file.
     """
     read_rewards_file(file, "--rescore")
     request = RescoreRequest(

@@ -11,7 +11,7 @@ from configs.schema import RunConfig
 from flows.pipeline.requests import EvaluateRequest, refuse_overrides
 from flows.pipeline.run import heldout_digest, plan_heldout
 from flows.preflight.inputs import check_evaluation, checked_once
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import PromptSet
 from tasks.rewards.stored import scores_key
@@ -53,7 +53,7 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     """Find the run, the policy and the prompts, and check that they fit together.
 
     Raises:
-        InputError, InputErrors: with the option or the key, the value and the hint.
+        InputError: with the option or the key, the value and the hint.
     """
     refuse_overrides(request.overrides, request.hint_against)
     store = find_run(request.run, request.root)
@@ -61,12 +61,12 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     own, config = stored_config(store), stored_config(store, request.changes)
     if not config.evaluate.sets:
         hint = f"{store.run} has no held-out prompts (evaluate.prompts); name a file of them."
-        raise InputErrors([InputError("--prompts", None, hint)])
+        raise InputError("--prompts", None, hint)
     inputs = check_evaluation(config)
     heldout, digest = inputs.heldout, inputs.model.digest
     if described.get("model_digest") not in (None, digest):
         hint = f"Its files have changed since {store.run} began ({described['model_digest'][:12]}); restore them."
-        raise InputErrors([InputError("policy.model", digest[:12], hint)])
+        raise InputError("policy.model", digest[:12], hint)
     chosen, notes = choose_policy(store, request.policy, digest)
     policy = chosen.averaged
     rollouts = plan_heldout(config, heldout, policy.version)

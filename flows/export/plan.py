@@ -43,7 +43,7 @@ def plan_export(request: ExportRequest) -> ExportPlan:
     """Check the request against the run and the machine.
 
     Raises:
-        InputError, InputErrors: with the option, the value and the hint.
+        InputError: with the option, the value and the hint.
     """
     folder = Path(request.folder).expanduser().absolute()
     _require_new_folder(folder)

@@ -55,7 +55,7 @@ def write_folder(request: InitRequest) -> list[Path]:
     """Write the folder and return its files.
 
     Raises:
-        InputError, InputErrors: something that was given cannot be used; nothing is left behind.
+        InputError: something that was given cannot be used; nothing is left behind.
     """
     folder = Path(request.folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -19,7 +19,7 @@ from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreReque
 
 
 def _read_by(read: Callable[[Mapping[str, Any]], BaseModel]) -> BeforeValidator:
-    """Read plain values with a function that raises InputError or InputErrors; pass the model itself on."""
+    """Read plain values with a function that raises InputError; pass the model itself on."""
     return BeforeValidator(lambda value: read(value) if isinstance(value, Mapping) else value)
 
 

@@ -66,7 +66,7 @@ def refuse_overrides(overrides: Sequence[str], hint: Callable[[str], str | None]
         hint: what to do instead of setting this path; None where it can be set.
 
     Raises:
-        InputErrors: with one entry per override.
+        InputError: with one entry per override.
     """
     hints = {override: hint(override.partition("=")[0].strip()) for override in overrides}
     raise_all(InputError("--set", override, found) for override, found in hints.items() if found)

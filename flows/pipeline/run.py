@@ -136,7 +136,7 @@ def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunEr
     """Return why `open_run` would refuse what is stored; None if this start can use it or replaces it.
 
     Raises:
-        InputErrors: as for open_run.
+        InputError: as for open_run.
     """
     if config.run.on_change != "refuse":
         return None
@@ -162,8 +162,8 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
     With `accept_code`, stored results that other code made are kept, and run.json records it.
 
     Raises:
-        InputErrors: everything that is wrong with the inputs, before anything is written.
-        InputError: another process writes the run.
+        InputError: everything that is wrong with the inputs, before anything is written; another process writes the
+            run.
         ChangedRunError: its policies were made with something else, and `run.on_change` is refuse.
     """
     inputs = check_inputs(config)

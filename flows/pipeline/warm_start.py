@@ -5,7 +5,7 @@ from typing import Any
 
 from configs.schema import RunConfig
 from flows.preflight.model import trained_model
-from grpo_core.errors import InputError, InputErrors, raise_all
+from grpo_core.errors import InputError, raise_all
 from tasks.runs.lookup import find_run, read_description
 from tasks.runs.stored import START, choose_policy, stored_config, stored_start
 from tasks.storage.artifacts.reference import PolicyRef
@@ -26,7 +26,7 @@ def settle_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunCo
         The configuration with run and version of that policy, and the policy as version 0 of this run.
 
     Raises:
-        InputError, InputErrors: there is no such policy, or it is of another model.
+        InputError: there is no such policy, or it is of another model.
     """
     wanted, start = config.run.continue_from, stored_start(described)
     if start is not None:
@@ -46,9 +46,8 @@ def settle_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunCo
     try:
         store = find_run(name, config.storage.root)
         found, _ = choose_policy(store, int(version) if at else None, "")
-    except (InputError, InputErrors) as error:
-        (first, *_) = error.errors if isinstance(error, InputErrors) else (error,)
-        raise InputError(_PLACE, wanted, first.hint) from error
+    except InputError as error:
+        raise InputError(_PLACE, wanted, error.hint) from error
     if not found.version:
         raise InputError(_PLACE, wanted, f"{name} has no valid policy yet; leave this out, or name another run.")
     raise_all(model_problems(store, stored_config(store), config, found.version, "name another policy"))

@@ -17,7 +17,7 @@ from flows.preflight.inputs import CHECKS
 from flows.preflight.model import refuse_prompt_texts, source_of
 from flows.preflight.prompts import PromptFiles, read_prompt_files
 from flows.server.reachable import require_pools, require_server, require_ui, server_url, workers_online
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.protocol import policy_family
@@ -98,7 +98,7 @@ def examine(config: RunConfig) -> Diagnosis:
             if weights.healthy:
                 refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
         except InputError as error:
-            findings += _problems("model", [error])
+            findings += _problems("model", error.errors)
     if all(finding.healthy for finding in findings if finding.subject == "storage"):
         findings.append(_disk(config, checkpoint, states, sizes))
     findings += [_fonts(), *_server(config)]
@@ -244,8 +244,8 @@ def _server(config: RunConfig) -> Iterator[Finding]:
         if config.guardrails.on_fall == "pause":
             require_ui("guardrails.on_fall", "pause")
         require_server()
-    except (InputError, InputErrors) as error:
-        yield from _problems("server", error.errors if isinstance(error, InputErrors) else [error])
+    except InputError as error:
+        yield from _problems("server", error.errors)
         return
     if url is None:
         yield Finding("server", True, "none is configured: each run starts a temporary one")

@@ -13,7 +13,7 @@ def refuse_missing_files(config: RunConfig) -> None:
     """Refuse a model's folder or a prompt file of this machine that does not exist or cannot be opened.
 
     Raises:
-        InputErrors: with one entry per problem.
+        InputError: with one entry per problem.
     """
     problems = []
     try:

@@ -17,7 +17,7 @@ from flows.preflight import model, placement, prompts, rewards
 from flows.preflight.model import refuse_prompt_texts, source_of, trained_model
 from flows.preflight.prompts import PromptFiles, read_prompt_files
 from flows.server.reachable import require_pools, require_server, require_ui
-from grpo_core.errors import InputError, InputErrors, raise_all
+from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained import LoraSettings
 from tasks.models.initial import training_choices
@@ -79,26 +79,23 @@ def check_inputs(config: RunConfig) -> RunInputs:
     A model named by a hub id may be downloaded, and a probe is written to the storage root.
 
     Raises:
-        InputErrors: with one entry per problem; an unreachable server and missing pools are reported when nothing
+        InputError: with one entry per problem; an unreachable server and missing pools are reported when nothing
             else is wrong.
     """
     files = run_checks(config)
-    try:
-        require_pools(pools_of(config))
-        if config.guardrails.on_fall == "pause":
-            require_ui("guardrails.on_fall", "pause")
-        inputs = _check_model(config, files)
-        with training_choices(config.policy, inputs.store, inputs.model.adapter) as choices:
-            for choice in choices.values():
-                _refuse_stored_settings(config, choice.lora)
-            notes = policy_family(config.policy.kind).check_choices(source_of(config), choices)
-        inputs.store.require_writable()
-        if config.storage.cache_dir is not None and inputs.store.files.cache is not None:
-            inputs.store.files.cache.require_usable()
-        # Last, since it imports Prefect, which takes seconds.
-        require_server()
-    except InputError as error:
-        raise InputErrors([error]) from error
+    require_pools(pools_of(config))
+    if config.guardrails.on_fall == "pause":
+        require_ui("guardrails.on_fall", "pause")
+    inputs = _check_model(config, files)
+    with training_choices(config.policy, inputs.store, inputs.model.adapter) as choices:
+        for choice in choices.values():
+            _refuse_stored_settings(config, choice.lora)
+        notes = policy_family(config.policy.kind).check_choices(source_of(config), choices)
+    inputs.store.require_writable()
+    if config.storage.cache_dir is not None and inputs.store.files.cache is not None:
+        inputs.store.files.cache.require_usable()
+    # Last, since it imports Prefect, which takes seconds.
+    require_server()
     return replace(inputs, notes=(*inputs.notes, *notes))
 
 
@@ -106,18 +103,15 @@ def check_evaluation(config: RunConfig) -> RunInputs:
     """Check what an evaluation of a run's policies needs: neither training prompts, nor the update and its processes.
 
     Raises:
-        InputErrors: as for check_inputs.
+        InputError: as for check_inputs.
     """
     single = config.placement.model_copy(update={"processes": 1, "sharding": "ddp"})
     unused = {"data": DataSection(), "update": type(config.update)(), "placement": single}
     config = config.model_copy(update=unused)
     files = run_checks(config)
-    try:
-        require_pools([(place, pool) for place, pool in pools_of(config) if place != "placement.update.pool"])
-        inputs = _check_model(config, files)
-        require_server()
-    except InputError as error:
-        raise InputErrors([error]) from error
+    require_pools([(place, pool) for place, pool in pools_of(config) if place != "placement.update.pool"])
+    inputs = _check_model(config, files)
+    require_server()
     return inputs
 
 
@@ -125,7 +119,7 @@ def run_checks(config: RunConfig) -> PromptFiles:
     """Run all `CHECKS` and return the prompts that they read.
 
     Raises:
-        InputErrors: with one entry per problem.
+        InputError: with one entry per problem.
     """
     files = read_prompt_files(config)
     raise_all(problem for check in CHECKS.values() for problem in check(config, files))
@@ -146,7 +140,7 @@ def _refuse_stored_settings(config: RunConfig, stored: LoraSettings | None) -> N
     """Refuse an adapter to start from whose own settings contradict the configuration, as those of `policy.lora` would.
 
     Raises:
-        InputErrors: with one entry per contradiction.
+        InputError: with one entry per contradiction.
     """
     if config.policy.adapter is None or stored is None:
         return

@@ -13,7 +13,7 @@ import yaml
 from configs.loader import check_config
 from configs.schema import RunConfig
 from flows.server.reachable import require_server, server_url
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from tasks.checkout import CHECKOUT
 from tasks.runs.layout import POLICIES, evaluation_folder
 from tasks.runs.reader import RunReader
@@ -143,7 +143,7 @@ def _scheduled_config(store: ArtifactStore, given: Mapping[str, Any]) -> RunConf
         return None
     try:
         return check_config(given)
-    except (InputError, InputErrors):
+    except InputError:
         return None
 
 

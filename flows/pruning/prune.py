@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from flows.pruning.needs import read_scheduled
 from flows.pruning.plan import KINDS, RunPlan, plan_run
 from flows.pruning.request import PruneRequest, check_request
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from tasks.reports.report import Report, Table
 from tasks.reports.text import size
 from tasks.runs.layout import LOCKED_APART
@@ -79,14 +79,14 @@ def prune(request: PruneRequest) -> PruneSummary:
     """Delete what the rules allow and nothing needs; a dry run only reports it.
 
     Raises:
-        InputError, InputErrors: with the option, the value and the hint; nothing is changed then.
+        InputError: with the option, the value and the hint; nothing is changed then.
         StorageError: a disk or a bucket refuses it.
     """
     check_request(request)
     stores = [find_run(source, request.root) for source in request.sources]
     places = [store.path() for store in stores]
     if twice := sorted({place for place in places if places.count(place) > 1}):
-        raise InputErrors([InputError("RUN", twice, "A run is named twice; name each once.")])
+        raise InputError("RUN", twice, "A run is named twice; name each once.")
     scheduled = read_scheduled()
     now = datetime.now(UTC)
     runs: list[PrunedRun] = []

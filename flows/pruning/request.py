@@ -96,7 +96,7 @@ def check_request(request: PruneRequest) -> None:
     """Check the options.
 
     Raises:
-        InputErrors: no rule, a number below 1, an age that cannot be read, a run named twice.
+        InputError: no rule, a number below 1, an age that cannot be read, a run named twice.
     """
     raise_all(_problems(request))
 

@@ -50,7 +50,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     """Find what is stored, and check that it can be used as requested and that the replay could start.
 
     Raises:
-        InputError, InputErrors: with the option or the key, the value and the hint.
+        InputError: with the option or the key, the value and the hint.
     """
     refuse_overrides(request.overrides, request.hint_against)
     store = find_run(request.source, request.root)

@@ -16,7 +16,7 @@ from flows.pipeline.requests import RescoreRequest
 from flows.preflight.inputs import checked_once
 from flows.preflight.rewards import token_problems
 from flows.server.reachable import require_pools, require_server
-from grpo_core.errors import InputError, InputErrors, raise_all
+from grpo_core.errors import InputError, raise_all
 from grpo_core.image_size import ImageSize
 from grpo_core.rewards.images import fits_reward, shown_bounds
 from grpo_core.rewards.registry import build_reward
@@ -72,7 +72,7 @@ def plan_rescore(request: RescoreRequest) -> RescorePlan:
     """Find what is stored, and check that it can be scored as requested.
 
     Raises:
-        InputError, InputErrors: with the option or the key, the value and the hint.
+        InputError: with the option or the key, the value and the hint.
     """
     requested = read_rewards_file(request.rewards, "--rewards")
     raise_all(_option_problems(request))
@@ -83,7 +83,7 @@ def plan_rescore(request: RescoreRequest) -> RescorePlan:
     stores = [find_run(source, request.root) for source in request.sources]
     names = [store.run for store in stores]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InputErrors([InputError("RUN", twice, "A report identifies runs by name; score these separately.")])
+        raise InputError("RUN", twice, "A report identifies runs by name; score these separately.")
     runs = [_plan_run(store, requested, chosen) for store in stores]
     problems = [problem for run in runs for problem in _scoring_problems(run)]
     # Runs may have the same one.
@@ -137,7 +137,7 @@ def _plan_run(store: ArtifactStore, requested: RewardsFile, chosen: tuple[int, i
     running = [section.label for section in requested.rewards if section.normalize == "running"]
     if running and chosen is not None and chosen[0] > first_iteration(store):
         hint = f"The running moments of {', '.join(running)} need every earlier iteration; start with the first."
-        raise InputErrors([InputError("--iterations", f"{chosen[0]}-{chosen[1]}", hint)])
+        raise InputError("--iterations", f"{chosen[0]}-{chosen[1]}", hint)
     needed = {each.number: needed_scores(store, each, requested.rewards) for each in iterations}
     return RescoredRun(store, config, requested.rewards, advantages, iterations, needed)
 

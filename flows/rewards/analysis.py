@@ -98,7 +98,7 @@ def analyse_rewards(
         html: another file for the page; None for no other.
 
     Raises:
-        InputError, InputErrors: with the option, the value and the hint.
+        InputError: with the option, the value and the hint.
     """
     if html is not None:
         require_page_path(html)

@@ -6,7 +6,7 @@ from pathlib import Path
 from configs.loader import read_config, read_rewards_file
 from configs.scoring import RewardSection
 from configs.yaml_files import read_mapping
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, joined
 from grpo_core.rewards.model_reward import ModelReward
 from grpo_core.rewards.registry import REWARDS, build_reward
 from grpo_core.rewards.weights.source import Weights
@@ -22,7 +22,7 @@ def plan_fetch(names: Sequence[str], folder: Path) -> dict[Weights, str]:
         folder: where files go that no setting names.
 
     Raises:
-        InputErrors: no such reward or file, or weights that cannot be downloaded.
+        InputError: no such reward or file, or weights that cannot be downloaded.
     """
     problems: list[InputError] = []
     found: dict[str | None, tuple[Weights, str]] = {}
@@ -38,7 +38,7 @@ def plan_fetch(names: Sequence[str], folder: Path) -> dict[Weights, str]:
             # Two rewards may read the same weights.
             found.setdefault(each.source, (each, reward.name))
     if problems:
-        raise InputErrors(problems)
+        raise joined(problems)
     return dict(found.values())
 
 

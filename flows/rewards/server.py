@@ -17,7 +17,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, raise_all
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.http import LOOPBACK, read_token
 from grpo_core.rewards.reward import Reward, ScoringBatch, provenance_of, score_samples
@@ -178,14 +178,12 @@ def serve(
         report_progress: called with one line, the server's address, when requests are accepted.
 
     Raises:
-        InputErrors: rewards that are not ready, each problem with its hint.
-        InputError: a required token is missing; an address that cannot be listened on.
+        InputError: rewards that are not ready, each problem with its hint; a required token is missing; an address
+            that cannot be listened on.
     """
-    problems = [
+    raise_all(
         InputError(f"rewards.{name}", "not ready", p) for name, reward in rewards.items() for p in reward.preflight()
-    ]
-    if problems:
-        raise InputErrors(problems)
+    )
     if token_env is None and host not in LOOPBACK:
         hint = "Other machines can reach this address. Name the environment variable of a token, or use 127.0.0.1."
         raise InputError("host", host, hint)

@@ -72,7 +72,7 @@ def open_source(request: SampleRequest) -> Source:
     """Find the run or the folder, and check what does not need the model.
 
     Raises:
-        InputError, InputErrors: with the option, the value and the hint.
+        InputError: with the option, the value and the hint.
     """
     refuse_overrides(request.overrides, request.hint_against)
     folder = Path(request.source).expanduser()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from flows.server.temporary import is_temporary
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, joined, raise_all
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import WorkPool
@@ -95,8 +95,7 @@ def require_pools(places: Sequence[tuple[str, str]]) -> None:
         places: the setting that names a pool, such as `placement.rollouts.pool`, and the pool's name.
 
     Raises:
-        InputErrors: no server is configured, or a pool is missing, of another type or paused.
-        InputError: as require_server.
+        InputError: no server is configured, or a pool is missing, of another type or paused; as require_server.
     """
     if not places:
         return
@@ -105,12 +104,11 @@ def require_pools(places: Sequence[tuple[str, str]]) -> None:
             "Work pools belong to a Prefect server, and none is configured: start one with `grpo ui`, export the "
             "PREFECT_API_URL that it prints here and on the workers; or leave the pool out to run the stage here."
         )
-        raise InputErrors([InputError(place, name, hint) for place, name in places])
+        raise joined(InputError(place, name, hint) for place, name in places)
     require_server()
     pools = {pool.name: pool for pool in _read_pools()}
     problems = [problem for place, name in places if (problem := _pool_problem(place, name, pools))]
-    if problems:
-        raise InputErrors(problems)
+    raise_all(problems)
 
 
 def _pool_problem(place: str, name: str, pools: "dict[str, WorkPool]") -> InputError | None:

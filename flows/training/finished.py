@@ -19,7 +19,7 @@ from flows.preflight.prompts import read_prompt_files
 from flows.pruning.keep import PolicyKeeper
 from flows.training.history import TrainingHistory
 from flows.training.summary import TrainSummary, summarize
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from tasks.runs.layout import BASELINES, STORED, Baseline, baseline_folder, evaluation_folder, policy_folder
 from tasks.runs.lookup import CONFIG_SHA256, read_config_file
 from tasks.runs.records import StoredEvaluation
@@ -45,7 +45,7 @@ def read_finished(config: RunConfig) -> TrainSummary | None:
         try:
             run = _unchanged_run(config, store, lock)
             history = None if run is None else read_history(run)
-        except (InputError, InputErrors, ValueError):
+        except (InputError, ValueError):
             # The start reports it, if it cannot be replaced.
             return None
         if run is None or history is None:

@@ -10,7 +10,7 @@ from typing import Any
 from configs.loader import read_config
 from configs.schema import RunConfig
 from configs.yaml_files import read_mapping
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError, raise_all
 from tasks.models.files import copy_digests, model_digest
 from tasks.prompts.files import nearest_names
 from tasks.runs.layout import (
@@ -45,7 +45,7 @@ def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunCon
     """Return the configuration that a run was made with; of a replay, without its replay section.
 
     Raises:
-        InputError, InputErrors: config.yaml is missing, damaged, or not a configuration.
+        InputError: config.yaml is missing, damaged, or not a configuration.
     """
     content = read_config_file(store)
     with tempfile.TemporaryDirectory() as fetched:
@@ -81,27 +81,26 @@ def read_iterations(
         advantages: `stored`, `recomputed`, or the name of a rescoring.
 
     Raises:
-        InputErrors: an iteration is missing or damaged, or there are no such advantages.
+        InputError: an iteration is missing or damaged, or there are no such advantages.
     """
     reader = RunReader(store)
     known = [STORED, RECOMPUTED, *reader.names(RESCORED)]
     if advantages not in known:
         hint = f"{store.run} has {', '.join(known)}. Nearest: {nearest_names(advantages, known)}."
-        raise InputErrors([InputError("--advantages", advantages, hint)])
+        raise InputError("--advantages", advantages, hint)
     complete = _complete_iterations(reader)
     first, last = chosen or (complete[0], complete[-1])
     numbers = range(first, last + 1)
     if missing := [number for number in numbers if number not in complete]:
         hint = f"{store.run} has no complete iteration {missing[0]}; choose among {spans(complete)}."
-        raise InputErrors([InputError("--iterations", f"{first}-{last}", hint)])
+        raise InputError("--iterations", f"{first}-{last}", hint)
     problems, iterations = [], []
     for number in numbers:
         try:
             iterations.append(_read_iteration(reader, number, advantages))
         except InputError as error:
             problems.append(error)
-    if problems:
-        raise InputErrors(problems)
+    raise_all(problems)
     return tuple(iterations)
 
 
@@ -109,7 +108,7 @@ def first_iteration(store: ArtifactStore) -> int:
     """Return the first iteration of a run that has advantages.
 
     Raises:
-        InputErrors: there is none.
+        InputError: there is none.
     """
     return _complete_iterations(RunReader(store))[0]
 
@@ -118,7 +117,7 @@ def _complete_iterations(reader: RunReader) -> list[int]:
     complete = [number for number in reader.iterations() if reader.scored_rounds(iteration_folder(number))]
     if not complete:
         hint = "It has no iteration with stored rollouts and advantages; train it first, or name another run."
-        raise InputErrors([InputError("RUN", reader.store.run, hint)])
+        raise InputError("RUN", reader.store.run, hint)
     return complete
 
 
@@ -216,7 +215,7 @@ def chosen_version(store: ArtifactStore, chosen: str | None) -> int | None:
     included; of equal ones the earliest.
 
     Raises:
-        InputErrors: the best one is asked for, and no stored version was evaluated.
+        InputError: the best one is asked for, and no stored version was evaluated.
     """
     if chosen != BEST:
         return None if chosen is None else int(chosen)
@@ -225,7 +224,7 @@ def chosen_version(store: ArtifactStore, chosen: str | None) -> int | None:
     if not rewards:
         numbers = spans(sorted(stored - {0}))
         hint = f"No stored version of {store.run} was evaluated; run `grpo evaluate`, or give a version: {numbers}."
-        raise InputErrors([InputError("--policy", chosen, hint)])
+        raise InputError("--policy", chosen, hint)
     return max(rewards, key=rewards.__getitem__)
 
 
@@ -237,7 +236,7 @@ def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) 
         model_digest: digest of the initial model.
 
     Raises:
-        InputErrors: there is no such version, or it is damaged.
+        InputError: there is no such version, or it is damaged.
     """
     if version:
         return read_policy(store, version), ()
@@ -254,7 +253,7 @@ def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
     """Return a version of the policy with its optimizer, to continue from.
 
     Raises:
-        InputErrors: there is no such version, or it is damaged; with the versions that there are.
+        InputError: there is no such version, or it is damaged; with the versions that there are.
     """
     stored = stored_versions(store)
     found = _find_policy(store, version) if version in stored else None
@@ -266,7 +265,7 @@ def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
         pruned = _pruned(store, version)
         gone = f"Its files were removed by `{pruned.get('by', 'grpo prune')}`; " if pruned is not None else ""
         hint = f"{gone}{store.run} has policy versions {spans(stored)}. Choose one of these; 0 is the model as given."
-    raise InputErrors([InputError("--policy", version, hint)])
+    raise InputError("--policy", version, hint)
 
 
 def stored_start(described: Mapping[str, Any]) -> PolicyRef | None:
@@ -292,9 +291,8 @@ def adapter_version(config: RunConfig) -> ArtifactRef | None:
     try:
         store = find_run(found[1], config.storage.root)
         checkpoint = read_policy(store, int(found[2])).checkpoint if int(found[2]) else None
-    except (InputError, InputErrors) as error:
-        first = error.errors[0] if isinstance(error, InputErrors) else error
-        raise InputError("policy.adapter", name, first.hint) from error
+    except InputError as error:
+        raise InputError("policy.adapter", name, error.hint) from error
     if checkpoint is None:
         raise InputError("policy.adapter", name, "Version 0 is the model as it was given; leave policy.adapter out.")
     source, known = stored_config(store).policy, read_description(store).get("model_digest")

@@ -9,7 +9,7 @@ import yaml
 import configs
 from configs.loader import check_config
 from configs.scoring import RewardSection
-from grpo_core.errors import InputErrors
+from grpo_core.errors import InputError
 
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}
 OTHER = {**JPEG, "name": "other"}
@@ -38,7 +38,7 @@ def found(**sections: Any) -> list[tuple[str, object]]:
     }
     try:
         check_config(values | sections)
-    except InputErrors as errors:
+    except InputError as errors:
         return [(error.place, error.value) for error in errors.errors]
     return []
 

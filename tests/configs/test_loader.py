@@ -6,7 +6,7 @@ import pytest
 
 from configs.loader import read_config
 from configs.yaml_files import parse_yaml
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 
 MINIMAL = """
 run: {name: mine, iterations: 2}
@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def problems(file: Path, *overrides: str) -> dict[str, InputError]:
-    with pytest.raises(InputErrors) as caught:
+    with pytest.raises(InputError) as caught:
         read_config(file, overrides)
     return {error.place: error for error in caught.value.errors}
 
@@ -70,7 +70,7 @@ class TestMistakes:
         assert "'float32' or 'bfloat16'" in found["policy.dtype"].hint
 
     def test_wrong_options_are_reported_together(self, file: Path) -> None:
-        with pytest.raises(InputErrors) as caught:
+        with pytest.raises(InputError) as caught:
             read_config(file, ["run", "data.prompts.x=1", "rewards.7.weight=1", "learning_rate=1", "update.epochs=0"])
         assert [error.place for error in caught.value.errors] == ["--set"] * 3 + ["update.epochs", "learning_rate"]
 

@@ -8,7 +8,7 @@ import pytest
 from configs.loader import check_config
 from configs.schema import ReplaySection, RunConfig, as_replay, run_identity
 from configs.training import DenoisingUpdateSection, NftUpdateSection, ParitySection, UpdateSection
-from grpo_core.errors import InputErrors
+from grpo_core.errors import InputError
 from grpo_core.parity import ParityTolerance
 from grpo_core.seeds import derive_seed
 
@@ -48,7 +48,7 @@ def configured(*changes: dict[str, Any]) -> RunConfig:
 def found(*changes: dict[str, Any]) -> list[tuple[str, object]]:
     try:
         configured(*changes)
-    except InputErrors as errors:
+    except InputError as errors:
         return [(error.place, error.value) for error in errors.errors]
     return []
 
@@ -362,7 +362,7 @@ class TestDiffusionNft:
         assert found(policy, {"update": {"algorithm": "nft"}}) == [("update.algorithm", "nft")]
 
     def test_a_mistyped_algorithm_is_answered_with_those_that_there_are(self) -> None:
-        with pytest.raises(InputErrors) as refused:
+        with pytest.raises(InputError) as refused:
             configured(PIPELINE, NFT, {"update": {"algorithm": "nftt", "nft_beta": -1.0}})
         other, algorithm = refused.value.errors
         assert (algorithm.place, algorithm.value) == ("update.algorithm", "nftt")

@@ -14,7 +14,7 @@ import configs
 from configs.loader import read_config
 from configs.schema import RunConfig
 from configs.unknown_keys import OTHER_MEANING, TRL_NAMES
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 
 DOCUMENT = Path(configs.__file__).parent.parent / "docs" / "coming_from_trl.md"
 MINIMAL: dict[str, Any] = {
@@ -70,7 +70,7 @@ def value_at(config: object, path: str) -> Any:
 
 
 def problems(file: Path, *overrides: str) -> dict[str, InputError]:
-    with pytest.raises(InputErrors) as caught:
+    with pytest.raises(InputError) as caught:
         read_config(file, overrides)
     return {error.place: error for error in caught.value.errors}
 

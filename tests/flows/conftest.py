@@ -26,7 +26,7 @@ from prefect.testing.utilities import prefect_test_harness
 
 from configs.loader import read_config
 from flows.training.summary import TrainSummary
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from tasks.metrics.names import is_measured
 from tasks.progress import listen
 
@@ -95,11 +95,10 @@ def heard_of(body: Callable[[], R]) -> tuple[R, Heard]:
 
 def refused(body: Callable[[], object]) -> tuple[InputError, ...]:
     """Return the input errors of a call that must be refused."""
-    caught: pytest.ExceptionInfo[InputError | InputErrors]
-    with pytest.raises((InputError, InputErrors)) as caught:
+    caught: pytest.ExceptionInfo[InputError]
+    with pytest.raises(InputError) as caught:
         body()
-    error = caught.value
-    return error.errors if isinstance(error, InputErrors) else (error,)
+    return caught.value.errors
 
 
 def sha256_of(folder: Path, *without: str) -> dict[str, str]:

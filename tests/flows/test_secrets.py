@@ -7,7 +7,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
 from flows.rewards.server import create_app
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from grpo_core.rewards.text.answer import AnswerReward
 from tests.flows.conftest import Runs
 from tests.flows.rewards.test_server import serving_app
@@ -47,7 +47,7 @@ def test_no_file_table_parameter_or_report_contains_the_token(empty: Runs, monke
 def test_a_token_in_the_configuration_is_refused_and_not_repeated(
     empty: Runs, url: str, settings: dict[str, object]
 ) -> None:
-    with pytest.raises((InputError, InputErrors)) as caught:
+    with pytest.raises(InputError) as caught:
         empty.start_text(run="secret", **small(rewards=remote(url, **settings)))
     assert "token_env" in str(caught.value)
     assert TOKEN not in str(caught.value)

@@ -23,7 +23,7 @@ from flows.export.usage import TEXT_PROMPT
 from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.sampling.sample import sample
 from flows.sampling.source import open_source
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from grpo_core.groups import GroupRequest
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
@@ -287,9 +287,9 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     if prepare is not None:
         prepare(folder)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises((InputError, InputErrors)) as caught:
+    with pytest.raises(InputError) as caught:
         exported(root, folder=folder, **{"run": "adapted", **options})
-    error = caught.value.errors[0] if isinstance(caught.value, InputErrors) else caught.value
+    error = caught.value
     assert (error.place, hint in error.hint) == (place, True), error
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -308,7 +308,7 @@ def test_the_best_version_is_chosen_among_those_that_are_stored(own_run: Path, t
     replace_artifact(store, first, None, pruned={"by": "grpo prune"})
     request = ExportRequest(run=str(own_run), folder=str(tmp_path / "best"), policy="best")
     assert plan_export(request).policy.version == 2
-    with pytest.raises(InputErrors, match="removed by `grpo prune`"):
+    with pytest.raises(InputError, match="removed by `grpo prune`"):
         plan_export(request.model_copy(update={"policy": "1"}))
 
 
@@ -317,7 +317,7 @@ def test_damaged_weights_are_refused_and_the_last_valid_version_is_taken(own_run
     request = ExportRequest(run=str(own_run), folder=str(tmp_path / "out"))
     plan = plan_export(request)
     assert (plan.policy.version, len(plan.notes)) == (1, 1)
-    with pytest.raises(InputErrors, match="policies/000002"):
+    with pytest.raises(InputError, match="policies/000002"):
         plan_export(request.model_copy(update={"policy": "2"}))
 
 

@@ -17,7 +17,7 @@ from flows.evaluation.evaluate import evaluate
 from flows.pipeline.forms import form_schema
 from flows.rescoring.rescore import rescore
 from flows.training.train import train
-from grpo_core.errors import InputErrors
+from grpo_core.errors import InputError
 from tests.flows.conftest import TINY, TINY_BOTH, TINY_TEXT, Runs
 from tests.flows.deployment.deployed import MIX, asked_for, deployed, make_pool, on_the_server
 
@@ -122,7 +122,7 @@ def test_a_run_that_cannot_begin_says_why_in_its_state(empty: Runs) -> None:
     state = asyncio.run(train(changed(values, "update", "learning_rat", value=1), return_state=True))
     assert state.is_failed()
     assert "update.learning_rat: got 1" in str(state.message)
-    with pytest.raises(InputErrors):
+    with pytest.raises(InputError):
         asyncio.run(train(changed(values, "data", "prompts", value="nowhere.jsonl")))
     assert not empty.path(run="requested").exists()
 

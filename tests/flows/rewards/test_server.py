@@ -19,7 +19,7 @@ import pytest
 import uvicorn
 
 from flows.rewards.server import create_app, describe_reward, serve
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from grpo_core.modality import Modality
 from grpo_core.rewards.image_statistics.statistics import JpegReward
 from grpo_core.rewards.ocr.text_accuracy import MAX_ASPECT, TextAccuracyReward
@@ -258,7 +258,7 @@ def test_serve_refuses_what_is_not_ready() -> None:
             (REWARDS, {"token_env": "SURELY_NOT_SET"}, "got 'SURELY_NOT_SET'"),
             (REWARDS, {"port": taken.getsockname()[1]}, "host and port: "),
         ):
-            with pytest.raises((InputError, InputErrors), match=message):
+            with pytest.raises(InputError, match=message):
                 serve(rewards, **{"port": 0, **settings})
 
 

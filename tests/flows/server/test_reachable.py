@@ -20,7 +20,7 @@ from prefect.settings import (
 
 from flows.server import reachable
 from flows.server.reachable import require_pools, require_server, server_database, workers_online
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def test_without_a_server_pools_are_refused_and_all_else_is_fine() -> None:
         require_server()
         require_pools([])
         assert server_database() is None
-        with pytest.raises(InputErrors) as refused:
+        with pytest.raises(InputError) as refused:
             require_pools([("placement.rollouts.pool", "gpu"), ("placement.update.pool", "gpu2")])
     assert [error.place for error in refused.value.errors] == ["placement.rollouts.pool", "placement.update.pool"]
 
@@ -177,7 +177,7 @@ def test_pools_are_looked_up_and_each_problem_is_told() -> None:
         ("placement.rewards.pool", "idle"),
         ("placement.update.pool", "plain"),
     ]
-    with pytest.raises(InputErrors) as refused:
+    with pytest.raises(InputError) as refused:
         require_pools([*places, ("placement.advantages.pool", "gpu")])
     assert [(error.place, error.value) for error in refused.value.errors] == places
 

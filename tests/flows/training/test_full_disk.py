@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from configs.loader import read_config
 from flows.command_line.main import application
 from flows.training.train import train
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from tasks.progress import listen
 from tasks.storage.filesystem.failures import StorageError
 from tests.flows.conftest import TINY, Runs, Start
@@ -105,7 +105,7 @@ def test_full_before_anything_was_written(
     undisturbed: tuple[Runs, Start], small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(small_disk)
-    with pytest.raises((InputError, InputErrors, StorageError), match=r"storage\.root: got .*(No space left|is full)"):
+    with pytest.raises((InputError, StorageError), match=r"storage\.root: got .*(No space left|is full)"):
         Runs(small_disk).start()
     assert shutil.disk_usage(small_disk).free < PAGE
 

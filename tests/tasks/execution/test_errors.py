@@ -8,7 +8,7 @@ import httpx
 import pytest
 from botocore.exceptions import ClientError, ConnectTimeoutError, EndpointConnectionError
 
-from grpo_core.errors import FailedSamplesError, InputError, InputErrors, NonFiniteError
+from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError, joined
 from grpo_core.parity import ParityError, ParityReport, ParityTolerance
 from tasks.execution.errors import (
     ErrorRecord,
@@ -49,7 +49,7 @@ def answered(status: int) -> httpx.HTTPStatusError:
         (StageTimeoutError("late"), Retryable.TIMEOUT),
         (RemoteStageError("ConnectionError: there", "", Retryable.STORAGE), Retryable.STORAGE),
         (InputError("a", 1, "hint"), None),
-        (InputErrors([InputError("a", 1, "hint")]), None),
+        (joined([InputError("a", 1, "hint"), InputError("b", 2, "hint")]), None),
         (NonFiniteError("loss", ["s0"], "hint"), None),
         (FailedSamplesError("ocr", ["s0: no answer"], 4, 0.1), None),
         (StorageError("storage.root", "/full", "the disk is full"), None),
@@ -77,6 +77,7 @@ REPORT = ParityReport(0.5, 0.1, 0.6, 1.6, 40, 4, 1, ("s1", "s2"))
     "error",
     [
         InputError("policy.model", "nowhere", "Give a folder."),
+        joined([InputError("a", 1, "hint"), InputError("b", [2], "other hint")]),
         FailedSamplesError("ocr", ["s0: no answer"], 4, 0.1),
         NonFiniteError("loss", ["s1", "s2"], "Lower the learning rate."),
         ParityError(REPORT, ParityTolerance(1e-3, 1e-4)),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from tasks.runs.layout import STORED
 from tasks.runs.lookup import spans
 from tasks.runs.stored import choose_policy, first_iteration, read_iterations, read_policy, read_range
@@ -59,7 +59,7 @@ def test_iterations_that_cannot_be_used(
     if value is None:
         flip_last_byte(maker.folder / "iteration_000002/rollouts/part-00000.parquet")
     before = contents(maker.folder)
-    with pytest.raises(InputErrors) as caught:
+    with pytest.raises(InputError) as caught:
         read_iterations(maker.store, chosen, advantages)
     (error,) = caught.value.errors
     assert (error.place, error.value) == (place, value)
@@ -85,7 +85,7 @@ def test_damaged_pruned_and_missing_policies(tmp_path: Path) -> None:
     flip_last_byte(maker.folder / "policies/000002/adapter_model.safetensors")
     before = contents(maker.folder)
     for version, word in ((1, "grpo prune --policies-last 1"), (2, "sha256"), (7, "versions 2")):
-        with pytest.raises(InputErrors) as caught:
+        with pytest.raises(InputError) as caught:
             choose_policy(maker.store, version, BASE)
         (error,) = caught.value.errors
         assert (error.place, error.value) == ("--policy", version)

@@ -7,7 +7,7 @@ import pytest
 
 from configs.loader import read_config
 from flows.preflight.inputs import check_inputs
-from grpo_core.errors import InputError, InputErrors
+from grpo_core.errors import InputError
 from tasks.storage.filesystem.roots import open_root
 
 
@@ -62,6 +62,6 @@ def test_without_its_package_the_extra_is_named() -> None:
 
 def test_a_folder_for_copies_that_cannot_be_written_is_reported_before_the_run_starts(bucket: str) -> None:
     overrides = [f"storage.root={bucket}/runs", "storage.cache_dir=/dev/null", "run.name=run"]
-    with pytest.raises(InputErrors) as caught:
+    with pytest.raises(InputError) as caught:
         check_inputs(read_config("configs/tiny.yaml", overrides))
     assert [error.place for error in caught.value.errors] == ["storage.cache_dir"]
