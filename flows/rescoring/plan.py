@@ -23,7 +23,7 @@ from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
 from tasks.reports.pages import require_page_path
 from tasks.rewards.stored import NeededScores, StoredScores
-from tasks.runs.layout import RECOMPUTED, RESCORED, REWARDS, STORED, rescoring_folder, stage_folder
+from tasks.runs.layout import PARTS, RECOMPUTED, RESCORED, REWARDS, STORED, rescoring_folder, stage_folder
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.records import StoredIteration
@@ -204,7 +204,7 @@ def _stored_prompts(run: RescoredRun) -> pl.DataFrame:
     """Read dataset, columns, target and size of the prompt of every sample of the run."""
     store, parts = run.store, []
     for rollouts in (sampling_round.rollouts for each in run.iterations for sampling_round in each.rounds):
-        for path in sorted(store.filesystem.glob(f"{store.root}/{rollouts.uri}/*.parquet")):
+        for path in sorted(store.filesystem.glob(f"{store.root}/{rollouts.uri}/{PARTS}")):
             with store.filesystem.open(path) as file:
                 table = pq.ParquetFile(file)
                 wanted = [name for name in _OF_PROMPTS if name in table.schema_arrow.names]

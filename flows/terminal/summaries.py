@@ -44,7 +44,7 @@ def training_rows(summary: "TrainSummary") -> list[tuple[str, str]]:
     }
     rows += [(title, relative(path)) for title, path in files.items() if path]
     rows += [("stopped by the watch" if summary.stopped_early else "watch", sign) for sign in summary.hacking]
-    return [*rows, *(("moved away", reason) for reason in (*summary.quarantined, *summary.previous))]
+    return [*rows, *(("moved away", reason) for reason in summary.quarantined)]
 
 
 def show_evaluation(summary: "EvaluateSummary", console: Console | None = None) -> None:
@@ -118,9 +118,6 @@ def show_pruned(summary: "PruneSummary", console: Console) -> None:
             console.print(table_of("kept", ("what", "which", "why"), rows))
         for note in run.notes:
             console.print(plain(f"{run.run}: {note}"), soft_wrap=True)
-    if not summary.schedules:
-        message = "no Prefect server is configured (PREFECT_API_URL), so the needs of schedules are unknown"
-        console.print(plain(message), soft_wrap=True)
     if summary.dry_run:
         console.print("a dry run: nothing was changed", highlight=False)
 

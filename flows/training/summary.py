@@ -18,7 +18,6 @@ from tasks.reports.text import in_cell, markdown_table
 from tasks.runs.layout import CONTACT_SHEET
 from tasks.runs.run_view import RunSummary
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 
 _SHEET_SIDE = 1000
 """Pixels of the longer side of the contact sheet in the UI, whose pages should stay below 300 KB."""
@@ -33,9 +32,8 @@ class TrainSummary(RunSummary):
         watch: plot of the held-out reward and the guardrails; None without guardrails.
         hacking: guardrails that had fallen at the last evaluation while the reward rose, in words.
         stopped_early: whether the watch, or a hook, ended the run before its last iteration.
-        quarantined: damaged files that this start moved to `quarantine/`, and why.
+        quarantined: damaged and replaced files that this start moved to `quarantine/`, and why.
         reused: number of iterations with results of another run, by its name; their seconds are not counted.
-        previous: what this start moved to `previous/`, made by an older configuration, and why.
     """
 
     contact_sheet: str | None
@@ -44,7 +42,6 @@ class TrainSummary(RunSummary):
     hacking: list[str]
     stopped_early: bool
     quarantined: list[str]
-    previous: list[str]
     reused: dict[str, int]
 
 
@@ -77,8 +74,7 @@ def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, elapsed: fl
         watch=write_watch_plot(run.store, heldout, history.guardrails) if any(history.guardrails.values()) else None,
         hacking=[str(sign) for sign in history.signs],
         stopped_early=policy.version < run.config.run.iterations,
-        quarantined=[reason for reason in run.store.reasons if reason.startswith(QUARANTINE)],
-        previous=[reason for reason in run.store.reasons if reason.startswith(PREVIOUS)],
+        quarantined=list(run.store.reasons),
         reused=Counter(name for record in iterations for name in dict.fromkeys(record.reused.values())),
     )
 

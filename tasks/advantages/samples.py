@@ -72,7 +72,7 @@ def read_samples(
         parts = []
         for number, each in enumerate(rounds):
             place = Path(fetched) / str(number)
-            rollouts = store.local_files(each.rollouts, place / "rollouts", without=layout.STATES)
+            rollouts = store.local_files(each.rollouts, place / "rollouts", without=(layout.IMAGES, layout.STATES))
             scored = {
                 label: store.local_files(reference, place / f"rewards-{index}")
                 for index, (label, reference) in enumerate(each.rewards.items())
@@ -126,10 +126,10 @@ def _column(section: RewardSection) -> str:
 def _read_round(
     rollouts: Path, rewards: Mapping[str, Path], mix: Sequence[RewardSection], settings: AdvantageSettings
 ) -> pl.DataFrame:
-    files = sorted(rollouts.glob("*.parquet"))
+    files = sorted(rollouts.glob(layout.PARTS))
     scanned = pl.scan_parquet(files)
     if _DRAFT not in scanned.collect_schema().names():
-        # Of texts and of older tables: each sample is its own.
+        # Of texts each sample is its own.
         scanned = scanned.with_columns(pl.int_range(pl.len(), dtype=pl.Int32).over("group_id").alias(_DRAFT))
     table = scanned.select(*_READ, _DRAFT).collect()
     for section in mix:

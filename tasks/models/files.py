@@ -1,7 +1,7 @@
 """Digests of a model's files: of a folder, or of a hub snapshot."""
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -102,17 +102,6 @@ REFERENCE_FOLDER, EMA_FOLDER, OLD_FOLDER = "reference", "ema", "old"
 """Folders of a policy version with the weights of its reference, of its moving average, and of its old policy."""
 
 
-def component_folder(policy: Path, stream: Stream, streams: Collection[Stream]) -> Path:
-    """Return where a policy's files of one component are: in its folder, or in a subfolder if it has several.
-
-    Args:
-        policy: folder of a version, or one of the folders in it.
-        stream: of the component.
-        streams: of all trained components.
-    """
-    return policy / stream if len(streams) > 1 else policy
-
-
 def weights_folder(checkpoint: Path, policy: PolicyRef) -> Path:
     """Return the folder with the weights that a reference to a version names.
 
@@ -125,30 +114,31 @@ def weights_folder(checkpoint: Path, policy: PolicyRef) -> Path:
     return checkpoint / OLD_FOLDER if policy.is_old else checkpoint
 
 
-def stored_reference(
-    checkpoint: Path | None, version: PolicyRef, stream: Stream, streams: Collection[Stream]
-) -> Path | None:
+def stored_reference(checkpoint: Path | None, version: PolicyRef, stream: Stream) -> Path | None:
     """Return the folder with the weights of a component's reference; None while that is the initial component.
 
     Args:
         checkpoint: local folder of the version's checkpoint; None for version 0.
-        streams: of all trained components.
     """
     if checkpoint is None or version.reference_digest is None:
         return None
-    folder = component_folder(checkpoint / REFERENCE_FOLDER, stream, streams)
+    folder = checkpoint / REFERENCE_FOLDER / stream
     return folder if folder.is_dir() else None
 
 
 def weights_digest(folder: Path, known: Mapping[Path, str] = MappingProxyType({})) -> str:
-    """Compute a sha256 over the weight files of a policy's folder, or of the subfolders of its components.
+    """Compute a sha256 over the weight files of a policy's components, or of a folder of weights.
+
+    Weights of one component have one digest, wherever they are.
 
     Args:
         known: sha256 of files that are not read for it.
     """
     digest = hashlib.sha256()
-    for part in [path for stream in STREAMS if (path := folder / stream).is_dir()] or [folder]:
+    parts = [path for stream in STREAMS if (path := folder / stream).is_dir()] or [folder]
+    top = parts[0] if len(parts) == 1 else folder
+    for part in parts:
         for pattern in WEIGHT_FILES:
             for path in sorted(part.glob(pattern)):
-                add_file(digest, path.relative_to(folder).as_posix(), path, known.get(path))
+                add_file(digest, path.relative_to(top).as_posix(), path, known.get(path))
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.protocol import Policy, PolicyComponent, PolicyFamily, policy_family
 from grpo_core.policies.trained import Reference
 from grpo_core.streams import Stream
-from tasks.models.files import component_folder, local_source, stored_reference, weights_folder
+from tasks.models.files import local_source, stored_reference, weights_folder
 from tasks.models.initial import initial_digest, training_choices
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -206,13 +206,12 @@ def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
     checkpoint = version.checkpoint
     with tempfile.TemporaryDirectory() as fetched:
         folder = None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
-        components = loaded.policy.components
-        for stream, component in components.items():
+        for stream, component in loaded.policy.components.items():
             if new_weights:
                 weights = None if folder is None else weights_folder(folder, version)
-                component.load_weights(None if weights is None else component_folder(weights, stream, components))
+                component.load_weights(None if weights is None else weights / stream)
             if new_reference:
-                _load_reference(component, stored_reference(folder, version, stream, components))
+                _load_reference(component, stored_reference(folder, version, stream))
     loaded.digest, loaded.reference_digest = version.digest, version.reference_digest
 
 

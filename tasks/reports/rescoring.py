@@ -22,6 +22,7 @@ from tasks.reports.statistics import (
     with_groups,
 )
 from tasks.reports.text import Cells, correlation, counted, number, percent
+from tasks.runs.layout import PARTS
 from tasks.runs.records import StoredIteration
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.advantages import STREAM, leading_stream, read_advantages
@@ -76,8 +77,8 @@ def read_rescored(
     return samples.with_columns(run=pl.lit(store.run))
 
 
-def _files(folders: Iterable[Path]) -> list[Path]:
-    return [path for folder in folders for path in sorted(folder.glob("*.parquet"))]
+def _files(folders: Iterable[Path], pattern: str = "*.parquet") -> list[Path]:
+    return [path for folder in folders for path in sorted(folder.glob(pattern))]
 
 
 def _read_tables(folders: Iterable[Path], columns: Sequence[str]) -> pl.DataFrame:
@@ -85,8 +86,9 @@ def _read_tables(folders: Iterable[Path], columns: Sequence[str]) -> pl.DataFram
 
 
 def _read_rollouts(folders: Sequence[Path]) -> pl.DataFrame:
-    drafts = [DRAFT] if DRAFT in pl.read_parquet_schema(_files(folders)[0]) else []
-    return _read_tables(folders, (*COLUMNS, *drafts))
+    files = _files(folders, PARTS)
+    drafts = [DRAFT] if DRAFT in pl.read_parquet_schema(files[0]) else []
+    return pl.read_parquet(files, columns=[*COLUMNS, *drafts])
 
 
 def _read_rated(folders: Iterable[Path]) -> pa.Table:

@@ -23,7 +23,7 @@ from tasks.reports.statistics import (
     with_groups,
 )
 from tasks.rewards.rows import batches_of, score_rows
-from tasks.runs.layout import SCORES_FILE
+from tasks.runs.layout import PARTS, SCORES_FILE
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -83,7 +83,7 @@ def score_again(
 
 
 def _samples(rollouts: Path) -> pl.DataFrame:
-    return pl.read_parquet(sorted(rollouts.glob("*.parquet")), columns=["sample_id", "group_id", "dataset"])
+    return pl.read_parquet(sorted(rollouts.glob(PARTS)), columns=["sample_id", "group_id", "dataset"])
 
 
 def _joined(samples: pl.DataFrame, scores: pl.DataFrame, label: str, iteration: int) -> pl.DataFrame:

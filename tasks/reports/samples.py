@@ -13,7 +13,7 @@ from PIL import Image
 from grpo_core.image_size import ImageSize
 from grpo_core.streams import STREAMS, Stream
 from tasks.reports.images import read_images
-from tasks.runs.layout import ADVANTAGES_FILE, SCORES_FILE, STATES
+from tasks.runs.layout import ADVANTAGES_FILE, PARTS, SCORES_FILE, STATES
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.advantages import STREAM, read_advantages
@@ -87,7 +87,7 @@ def read_samples(
     samples have no rewards. Of the rollouts' columns, those that the modality does not have are left out.
     """
     folders = [fetch(part) for part in rollouts]
-    rows = [row for folder in folders for path in sorted(folder.glob("*.parquet")) for row in _read_rows(path, columns)]
+    rows = [row for folder in folders for path in sorted(folder.glob(PARTS)) for row in _read_rows(path, columns)]
     for row in rows:
         if "width" in row:
             row["size"] = str(ImageSize(row["width"], row["height"]))
@@ -136,7 +136,7 @@ def _read_rated(files: Sequence[Path]) -> tuple[dict[str, Row], Stream]:
 
 def verified(store: ArtifactStore, fetched: Path) -> Fetch:
     """Verify artifacts when they are read; remote ones are copied below the folder `fetched`."""
-    return lambda reference: store.local_files(reference, fetched / reference.folder, without=STATES)
+    return lambda reference: store.local_files(reference, fetched / reference.folder, without=(STATES,))
 
 
 def _read_rows(path: Path, columns: Sequence[str]) -> list[Row]:

@@ -22,7 +22,7 @@ from tasks.progress import progress_of
 from tasks.rewards.process_pool import score_in_processes
 from tasks.rewards.rows import ScoredRow, batches_of, score_rows
 from tasks.rewards.stored import in_scope, joined_folder, provenance_json, samples_to_score, scores_key
-from tasks.runs.layout import SCORES_FILE, STATES
+from tasks.runs.layout import IMAGES, PARTS, SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
@@ -73,7 +73,7 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
     started = time.perf_counter()
     store, section = current_store(), arguments["section"]
     with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
-        source = store.local_files(arguments["rollouts"], Path(fetched) / "rollouts", without=STATES)
+        source = store.local_files(arguments["rollouts"], Path(fetched) / "rollouts", without=(IMAGES, STATES))
         folders = [store.local_files(part, Path(fetched) / str(number)) for number, part in enumerate(parts)]
         table = pl.concat([pl.read_parquet(folder / SCORES_FILE) for folder in folders])
         failures = table.filter(pl.col("failure").is_not_null()).select("sample_id", "failure").rows()
@@ -131,7 +131,7 @@ def score_reward_task(
     provenance = provenance_json(section)
     with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
         known = _known_scores(store, earlier, provenance, Path(fetched))
-        source = store.local_files(rollouts, Path(fetched) / "rollouts", without=STATES)
+        source = store.local_files(rollouts, Path(fetched) / "rollouts", without=(STATES,))
         everything = _samples(source)
         samples = _shard(everything, part)
         wanted = samples_to_score(section, samples, known["sample_id"])
@@ -160,7 +160,7 @@ def _known_scores(store: ArtifactStore, earlier: Sequence[ArtifactRef], provenan
 
 def _samples(source: Path) -> pl.DataFrame:
     columns = ["sample_id", "iteration", "group_id", "dataset", "columns"]
-    return pl.read_parquet(sorted(source.glob("*.parquet")), columns=columns)
+    return pl.read_parquet(sorted(source.glob(PARTS)), columns=columns)
 
 
 def _shard(samples: pl.DataFrame, part: tuple[int, int] | None) -> pl.DataFrame:

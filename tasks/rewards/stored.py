@@ -15,7 +15,7 @@ from configs.scoring import RewardSection
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import provenance_of
 from tasks.execution.stages import SHARDS
-from tasks.runs.layout import SCORES_FILE
+from tasks.runs.layout import PARTS, SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -80,7 +80,7 @@ class StoredScores:
     def __init__(self, store: ArtifactStore, rollouts: ArtifactRef, candidates: Sequence[ArtifactRef]) -> None:
         self._samples = pl.concat(
             _read(store, path, ["sample_id", "group_id", "dataset", "columns"])
-            for path in sorted(store.filesystem.glob(f"{store.root}/{rollouts.uri}/*.parquet"))
+            for path in sorted(store.filesystem.glob(f"{store.root}/{rollouts.uri}/{PARTS}"))
         )
         columns = ["sample_id", "failure", "provenance"]
         self._tables = [

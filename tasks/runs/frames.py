@@ -12,7 +12,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.images import decode_stored
 from grpo_core.streams import STREAMS
 from tasks.prompts.files import nearest_names
-from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, evaluation_folder, iteration_folder
+from tasks.runs.layout import ADVANTAGES, IMAGES, REWARDS, ROLLOUTS, evaluation_folder, iteration_folder
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from configs.schema import RunConfig
 
 IMAGE = "image"
+_IMAGE_TYPE = pl.Struct({"bytes": pl.Binary, "path": pl.String})
 
 _SHOWN = (
     *("iteration", "sample_id", "group_id", "dataset", "prompt_id", "prompt", "columns", "policy_version", "seed"),
@@ -83,7 +84,7 @@ class StoredRun:
 
         Args:
             iterations: numbers to read; None for all.
-            columns: names of the columns to read; None for all but `image`, which may not fit into memory.
+            columns: names of the columns to read; None for all. `image` is read only where it is named, and joined.
         """
         return self._table(self._iterations(iterations), ROLLOUTS, columns)
 
@@ -178,8 +179,22 @@ class StoredRun:
         return samples
 
     def _scan(self, folders: Sequence[str], stage: str) -> Iterator[pl.LazyFrame]:
-        """Yield a stage's tables one at a time, to be collected before the next."""
-        return (pl.scan_parquet(files) for files in self._files(folders, stage))
+        """Yield a stage's tables one at a time, with the images of rollouts, to be collected before the next."""
+        for files in self._files(folders, stage):
+            images = [path for path in files if path.match(IMAGES)]
+            table = pl.scan_parquet([path for path in files if path not in images])
+            if stage == ROLLOUTS and not images:
+                # Of texts, or pruned.
+                pruned = "defect" in table.collect_schema().names()
+                table = table.with_columns(pl.lit(None, _IMAGE_TYPE).alias(IMAGE)) if pruned else table
+            elif images:
+                table = table.join(
+                    pl.scan_parquet(images).select("sample_id", IMAGE),
+                    on="sample_id",
+                    how="left",
+                    maintain_order="left",
+                )
+            yield table
 
     def _files(self, folders: Sequence[str], stage: str) -> Iterator[list[Path]]:
         """Yield the files of a stage's tables, to be read before the next; remote ones are copied first."""
@@ -228,7 +243,7 @@ def _one_column_each(values: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
 
 
 def _joined(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    # Tables of an earlier version lack columns.
+    # Rows of other windows of noisy steps have other columns.
     return pl.concat(tables, how="diagonal") if tables else pl.DataFrame()
 
 

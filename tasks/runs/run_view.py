@@ -91,7 +91,7 @@ class RunView:
         baselines: mean held-out reward of images that no policy made, by their name in BASELINES.
         policy_version: number of updates; 0 is the initial model.
         policy_digest: sha256 of that policy's weights; None where no valid file states it.
-        moved: files in `quarantine/`, then those in `previous/`.
+        moved: files in `quarantine/`.
         damages: files that differ from what was written.
         unverified: number of artifacts that are not shown and were too large to verify.
     """

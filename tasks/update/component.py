@@ -1,7 +1,7 @@
 """The update of one component of a policy: from the previous version's files to those of the next one."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from grpo_core.seeds import derive_seed
 from grpo_core.streams import Stream
 from grpo_core.update import ProcessGroup, UpdateResult
 from tasks.execution.resources import resource
-from tasks.models.files import EMA_FOLDER, OLD_FOLDER, REFERENCE_FOLDER, component_folder, stored_reference
+from tasks.models.files import EMA_FOLDER, OLD_FOLDER, REFERENCE_FOLDER, stored_reference
 from tasks.models.resident import ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
 from tasks.storage.tables.parquet import write_table
@@ -83,13 +83,9 @@ class ComponentUpdate:
             _write_steps(folder, optimizer.steps, result, algorithm)
         return result, optimizer
 
-    def _own(self, policy: Path) -> Path:
-        """Return the component's folder in that of a policy."""
-        return component_folder(policy, self.stream, self.job.updates)
-
     def _made(self, policy: Path) -> Path:
         """Make the component's folder in that of a policy, and return it."""
-        folder = self._own(policy)
+        folder = policy / self.stream
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -103,8 +99,8 @@ class ComponentUpdate:
         if previous is None:
             return PolicyOptimizer(parameters, self.settings)
         state = json.loads((previous / STATE_FILE).read_text())
-        optimizer = PolicyOptimizer(parameters, self.settings, steps=_steps_so_far(state, self.stream))
-        process_group.load_state(optimizer, load_file(self._own(previous) / OPTIMIZER_FILE))
+        optimizer = PolicyOptimizer(parameters, self.settings, steps=int(state["optimizer_steps"][self.stream]))
+        process_group.load_state(optimizer, load_file(previous / self.stream / OPTIMIZER_FILE))
         return optimizer
 
     def _keep_reference(self) -> None:
@@ -115,7 +111,7 @@ class ComponentUpdate:
             trained.refresh_reference(self.settings.reference.mix)
         else:
             previous = None if version.reference_digest is None else self.previous()
-            if stored_reference(previous, version, self.stream, self.job.updates) is None:
+            if stored_reference(previous, version, self.stream) is None:
                 return
         trained.save_reference(self._made(self.staged / REFERENCE_FOLDER))
 
@@ -133,7 +129,7 @@ class ComponentUpdate:
     def _copy(self, name: str, digest: str | None) -> Path | None:
         """Return the component's folder of a copy that the previous version has; None where it has none."""
         previous = None if digest is None else self.previous()
-        return None if previous is None else self._own(previous / name)
+        return None if previous is None else previous / name / self.stream
 
     @property
     def _old_decay(self) -> float:
@@ -158,14 +154,3 @@ def _write_steps(folder: Path, steps: int, result: UpdateResult, algorithm: Algo
     columns: dict[str, list[Any]] = {"optimizer_step": list(range(steps - len(result.steps) + 1, steps + 1))}
     columns |= {field.name: [getattr(step, field.name) for step in result.steps] for field in fields(algorithm.metrics)}
     write_table(folder / "update_steps.parquet", algorithm.steps_schema, columns)
-
-
-def stored_steps(steps: Mapping[Stream, int]) -> int | dict[Stream, int]:
-    """Return the optimizer steps of all components as the state has them: one number, or several by stream."""
-    return dict(steps) if len(steps) > 1 else next(iter(steps.values()))
-
-
-def _steps_so_far(state: Mapping[str, Any], stream: Stream) -> int:
-    """Return the optimizer steps of a component, from a state's `stored_steps`."""
-    steps = state["optimizer_steps"]
-    return int(steps[stream] if isinstance(steps, Mapping) else steps)

@@ -19,12 +19,12 @@ from grpo_core.streams import UNEQUAL_PASSES, Stream
 from grpo_core.update import ProcessGroup
 from tasks.execution.memory import peak_memory, reset_peak_memory
 from tasks.execution.resources import resource
-from tasks.models.files import EMA_FOLDER, OLD_FOLDER, REFERENCE_FOLDER, component_folder, weights_digest
+from tasks.models.files import EMA_FOLDER, OLD_FOLDER, REFERENCE_FOLDER, weights_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
-from tasks.update.component import ComponentUpdate, stored_steps
+from tasks.update.component import ComponentUpdate
 from tasks.update.rows import StoredRows, read_training_rows
 
 
@@ -189,7 +189,7 @@ def carry_out(
     )
     assert digest is not None, "the folder is there"
     _save_state(staged, {stream: optimizer.steps for stream, optimizer in optimizers.items()}, job.version, digest)
-    moments = [known[component_folder(staged, stream, job.updates) / OPTIMIZER_FILE] for stream in job.updates]
+    moments = [known[staged / stream / OPTIMIZER_FILE] for stream in job.updates]
     checkpoint_digest = _checkpoint_digest(
         f"{digest} {reference_digest} {ema_digest} {old_digest}", moments, (staged / STATE_FILE).read_text()
     )
@@ -234,7 +234,7 @@ def _save_state(folder: Path, steps: Mapping[Stream, int], version: int, digest:
     state = {
         "policy_version": version,
         "policy_digest": digest,
-        "optimizer_steps": stored_steps(steps),
+        "optimizer_steps": dict(steps),
         # No random state is stored: every random number is derived from its place.
         "randomness": "derived from (run seed, iteration, stage, sample)",
     }

@@ -13,7 +13,7 @@ from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained import LoraSettings, TrainingChoice
-from tasks.models.files import EMA_FOLDER, component_folder, model_digest, weights_digest
+from tasks.models.files import EMA_FOLDER, model_digest, weights_digest
 from tasks.runs.lookup import write_description
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 from tests.flows.conftest import TINY, TINY_TEXT
@@ -50,7 +50,7 @@ def both_halves() -> GlmImagePolicy:
 def save_components(policy: Policy, folder: Path) -> None:
     """Write the trained weights of every component as a version has them."""
     for stream, component in policy.components.items():
-        own = component_folder(folder, stream, policy.components)
+        own = folder / stream
         own.mkdir(parents=True, exist_ok=True)
         component.save_weights(own)
 

@@ -42,7 +42,6 @@ def summary(**changes: Any) -> TrainSummary:
         "hacking": [],
         "stopped_early": False,
         "quarantined": [],
-        "previous": [],
         "reused": {},
     }
     return TrainSummary(**known | changes)
@@ -59,7 +58,7 @@ def test_a_training_names_each_file_that_it_wrote(field: str) -> None:
     assert "/elsewhere/r/file" in shown(show_training, summary(**{field: "/elsewhere/r/file"}))
 
 
-@pytest.mark.parametrize("field", ["hacking", "quarantined", "previous"])
+@pytest.mark.parametrize("field", ["hacking", "quarantined"])
 def test_a_training_shows_each_reason_as_data(field: str) -> None:
     assert SHOWN in shown(show_training, summary(**{field: [HOSTILE]}))
 

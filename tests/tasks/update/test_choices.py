@@ -101,13 +101,13 @@ def test_a_moving_average_is_kept_with_the_version_and_can_be_its_weights(store:
     before = start
     for name in ("first", "second"):
         folder = Path(store.path("policies/000001")) if name == "first" else tmp_path / name
-        new, average = load_file(folder / "model.safetensors"), load_file(folder / EMA_FOLDER / "model.safetensors")
+        new, average = (load_file(place / "tokens" / "model.safetensors") for place in (folder, folder / EMA_FOLDER))
         for key, value in average.items():
             assert torch.equal(value, 0.25 * new[key] + 0.75 * before[key]), key
         before = average
     placement = PlacementSection(device="cpu")
     averaged = resource(ResidentPolicy).at(policy.averaged, TEXTS.spec(), TEXTS.rollout, placement)
-    first = load_file(Path(store.path("policies/000001")) / EMA_FOLDER / "model.safetensors")
+    first = load_file(Path(store.path("policies/000001")) / EMA_FOLDER / "tokens" / "model.safetensors")
     parameters = averaged.components["tokens"].trainable_parameters()
     assert all(torch.equal(first[name], parameters[name].detach()) for name in first.keys() & parameters.keys())
     assert policy.averaged.digest == policy.ema_digest != policy.digest

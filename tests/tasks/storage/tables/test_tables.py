@@ -115,7 +115,7 @@ class TestReadTable:
 
 
 # The first digits of the sha256 of names and types: after a change of columns, raise SCHEMA_VERSION and write new ones.
-VERSION = 6
+VERSION = 7
 SCHEMAS: dict[str, pa.Schema] = {
     **{name: value for name, value in vars(schemas).items() if isinstance(value, pa.Schema)},
     "images with both streams": schemas.rollout_schema("image", ["tokens", "denoising"]),
@@ -123,18 +123,19 @@ SCHEMAS: dict[str, pa.Schema] = {
     "images without a stream": schemas.rollout_schema("image", []),
 }
 DIGESTS: dict[str, str] = {
-    "IMAGE_ROLLOUTS": "b320c5eae16e578c",
+    "IMAGE_ROLLOUTS": "89d66b99c6504266",
     "TEXT_ROLLOUTS": "6618eb3b940d7a35",
+    "IMAGES": "b8df0fdabaa4665f",
     "STATES": "208903d956296cd9",
-    "BASELINES": "d94a7397f13a24ee",
+    "BASELINES": "23ee7e46b3f29cac",
     "REWARDS": "3d7b8780ed64efae",
     "ADVANTAGES": "c2cb60185bbda9f0",
     "METRICS": "731d5254988a9344",
     "UPDATE_STEPS": "1d4cafbcd03bb648",
     "NFT_STEPS": "ce95903e6cbdb4a1",
-    "images with both streams": "6d7e323944fa4327",
-    "images made without tokens": "507d2840d5e606c6",
-    "images without a stream": "c8c61cb0202b0120",
+    "images with both streams": "63b76929f4f137f0",
+    "images made without tokens": "a58a8100cc384d78",
+    "images without a stream": "9a309d510df0f644",
 }
 
 
