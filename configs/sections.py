@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from configs.validation import Name, Section
+from configs.validation import Name, RunName, Section
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.diffusers.settings import DiffusersSettings
@@ -45,7 +45,7 @@ class KeepPoliciesSection(Section):
 class RunSection(Section):
     """Name, seed and length of the run."""
 
-    name: Name = Field(description="folder of the run under storage.root")
+    name: RunName = Field(description="folder of the run under storage.root")
     seed: NonNegativeInt = Field(0, description="every random number of the run is derived from it")
     iterations: PositiveInt = Field(description="policy updates to make; can be raised later to continue")
     staleness: NonNegativeInt = Field(
@@ -64,7 +64,7 @@ class RunSection(Section):
     on_change: Literal["refuse", "restart"] = Field(
         "refuse",
         description="what a start does whose settings, code or prompts are not those of the stored policies; restart: "
-        "begin at iteration 1 and move the results to previous/",
+        "begin at iteration 1, and the results become the run NAME~1",
     )
     keep_policies: KeepPoliciesSection | None = Field(None, description="null keeps every policy version")
 

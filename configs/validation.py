@@ -21,6 +21,9 @@ M = TypeVar("M", bound=BaseModel)
 NAME_HINT = "Letters, digits, dots, dashes and underscores, the first a letter or digit; at most 100 characters."
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._~-]{0,99}$"
+"""Names of runs: NAME~1 is what an earlier configuration of NAME made."""
+RunName = Annotated[str, Field(pattern=RUN_NAME_PATTERN)]
 
 # The reward or the schedule defines these keys and values.
 _FREE_MAPPINGS = ("settings", "lr_scheduler_kwargs")

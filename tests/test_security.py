@@ -207,7 +207,7 @@ class TestImages:
     def test_in_a_report(self, tmp_path: Path) -> None:
         kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
         image = pa.array([{"bytes": bomb_png(40_000, 40_000), "path": None}], kind)
-        pq.write_table(pa.table({"sample_id": ["s01"], "image": image}), tmp_path / "part-00000.parquet")
+        pq.write_table(pa.table({"sample_id": ["s01"], "image": image}), tmp_path / "images-00000.parquet")
         assert refusal(lambda: read_images(tmp_path, ["s01"])).place == "image of sample s01"
 
     def test_a_target_of_an_inspected_run(self, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def train(
         typer.Option(metavar="RUN[@N]", help="train a new run from another's weights, by default the last"),
     ] = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="with other settings, begin anew; earlier results move to previous/")
+        bool, typer.Option("--restart", help="with other settings, begin anew; earlier results become the run NAME~1")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -40,7 +40,7 @@ def ask_about_change(change: "ChangedRunError") -> list[str]:
         f"{name} has trained {counted(change.iterations, 'iteration')}, and {change.difference}.",
         f"  1  train in a new run, {other}, which reuses the stages that are unchanged",
         f"  2  train a new run, {other}, from the weights of {name}",
-        f"  3  begin {name} at iteration 1; its results move to previous/",
+        f"  3  begin {name} at iteration 1; its results become the run {name}~1",
         "  4  stop",
     )
     for line in lines:

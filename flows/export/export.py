@@ -19,7 +19,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from grpo_core.streams import Stream
-from tasks.models.files import RECORD_FILE, component_folder, weights_folder
+from tasks.models.files import RECORD_FILE, weights_folder
 from tasks.reports.report import Report
 from tasks.reports.text import relative
 from tasks.storage.filesystem.files import settle_folder
@@ -77,13 +77,13 @@ def export(plan: ExportPlan) -> ExportSummary:
         staged.mkdir()
         section, streams = plan.config.policy, plan.config.policy.streams
         version = read(plan.weights)
-        weights = {stream: weights_folder(version, plan.policy, stream, streams) for stream in streams}
+        weights = {stream: weights_folder(version, plan.policy, stream) for stream in streams}
         if plan.base is not None:
             family = policy_family(section.kind)
             family.save_whole(plan.base, weights, staged, dtype=getattr(torch, section.dtype))
         else:
             for stream, folder in weights.items():
-                write_adapter(stream, folder, component_folder(staged, stream, streams), section)
+                write_adapter(stream, folder, staged / stream if len(streams) > 1 else staged, section)
         (staged / RECORD_FILE).write_text(json.dumps(_record(plan), indent=1, ensure_ascii=False), encoding="utf-8")
         (staged / CARD_FILE).write_text(model_card(plan), encoding="utf-8")
         settle_folder(staged)

@@ -18,7 +18,6 @@ from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunSummary, RunView, summary_of
-from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
 
 MAX_GROUPS = 60
@@ -34,8 +33,7 @@ class InspectSummary(RunSummary):
         finished: whether every planned iteration is done.
         hacking: whether the reward is hacked as far as the evaluations show, with the reasons.
         warnings: damaged and missing files, as sentences.
-        quarantined: place and reason of damaged files in `quarantine/`.
-        previous: place and reason of what is in `previous/`, made by an older configuration.
+        quarantined: place and reason of damaged and replaced files in `quarantine/`.
         html: path of the page; None where none was requested.
     """
 
@@ -45,7 +43,6 @@ class InspectSummary(RunSummary):
     hacking: Verdict
     warnings: list[str]
     quarantined: list[dict[str, str]]
-    previous: list[dict[str, str]]
     html: str | None
 
 
@@ -80,8 +77,7 @@ class Inspection:
             finished=run.finished,
             hacking=self.verdict,
             warnings=list(self.warnings),
-            quarantined=_moved(run, QUARANTINE),
-            previous=_moved(run, PREVIOUS),
+            quarantined=[{"place": each.place, "reason": each.reason} for each in run.moved],
             html=str(html) if html else None,
         )
 
@@ -98,10 +94,6 @@ class Inspection:
         ]
         notes = [f"page written to {html}"] if html else []
         return replace(report, facts=facts, notices=[*report.notices, hacking_notice(verdict.signs)], notes=notes)
-
-
-def _moved(run: RunView, folder: str) -> list[dict[str, str]]:
-    return [{"place": each.place, "reason": each.reason} for each in run.moved if each.place.startswith(folder)]
 
 
 def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Path | None = None) -> Inspection:

@@ -1,8 +1,9 @@
 """What a run's results were made with, and what becomes of them when the next start differs in it.
 
 A run's identity is kept in run.json: the settings that determine results, the model, the prompts, what the scores come
-from, and the code of each stage. A start with another identity moves what is stored to `previous/`, and stages whose
-own inputs, settings and code are unchanged get their results back from there by their keys.
+from, and the code of each stage. A start with another identity makes what is stored the earlier run NAME~1, then NAME~2
+and so on: a run like any other. Stages whose own inputs, settings and code are unchanged get their results from there
+by their keys, as from every run of the root.
 """
 
 import hashlib
@@ -22,14 +23,15 @@ from tasks.prompts.curriculum import PromptSet
 from tasks.reports.text import counted
 from tasks.rewards.stored import scores_key
 from tasks.runs.layout import is_result
-from tasks.runs.lookup import read_description
+from tasks.runs.lookup import CONFIG_FILE, read_description
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.artifacts.tombstones import LINEAGE
 
 IDENTITY, ACCEPTED = "identity", "accepted_code"
+_BECOMES = ".becomes~"
+"""A file of this name and a number in a run's folder: its results are being moved to the earlier run of that number."""
 
 
 def identify(
@@ -126,7 +128,7 @@ class ChangedRunError(InputError):
             )
         hint = (
             f"{difference}. It has trained {counted(iterations, 'iteration')} with what was there before. Choose: "
-            f"{choices} and moves its results to previous/."
+            f"{choices}, and its results become the run {name}~1 (~2, if there is one)."
         )
         super().__init__("run.name", name, f"{hint[:1].upper()}{hint[1:]}")
 
@@ -135,38 +137,61 @@ def find_change(
     config: RunConfig, store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]
 ) -> ChangedRunError | None:
     """Return how a start differs from what made the stored policies; None if it does not, or if there are none."""
-    if described is None or described.get(LINEAGE) == lineage_digest(identity):
+    # A restart that was killed while it moved the results is finished by the next start.
+    if described is None or described.get(LINEAGE) == lineage_digest(identity) or _earlier_run(store) is not None:
         return None
     trained = len(RunReader(store).policies())
     return ChangedRunError(config, _difference(described.get(IDENTITY, {}), identity), trained) if trained else None
 
 
-def move_other_lineage(store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]) -> bool:
-    """Move to `previous/` what another identity made; stages restore by its key what is still valid.
+def make_earlier_run(
+    store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Make what another identity made an earlier run, if there are results; `end_earlier_run` has to follow.
+
+    run.json and config.yaml are copied and stay until they are written anew, so a start after a kill knows the same.
 
     Returns:
-        Whether the description is still that of the folder.
+        The description; None if it is not that of the folder any more.
     """
-    paths = store.filesystem.ls(store.path(), detail=False) if store.filesystem.exists(store.path()) else []
-    names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
-    kept = [name for name in sorted(names) if not name.startswith(".") and name not in (PREVIOUS, QUARANTINE, RUN_FILE)]
-    if described is None:
-        # Nothing says what these are; anything else in the folder may be a person's own.
-        kept = [name for name in kept if is_result(name)]
-        if kept:
-            store.move_to_previous(
-                kept, reason=f"{RUN_FILE} is missing or damaged, so nothing says how these were made"
-            )
-        return False
-    if described.get(LINEAGE) == lineage_digest(identity):
-        return True
-    # A worker that picks up a request of the previous configuration finds nothing.
-    clear_calls(store)
-    reason = _difference(described.get(IDENTITY, {}), identity)
-    log(f"{store.run}: {reason}; its results are moved to previous/, and what is still valid is used again")
-    # run.json goes last: while it exists, the next start continues to move.
-    store.move_to_previous([*kept, RUN_FILE], reason=reason)
-    return False
+    if described is not None and described.get(LINEAGE) == lineage_digest(identity):
+        return described
+    if any(is_result(name) for name in RunReader(store).names()):
+        # A worker that picks up a request of the previous configuration finds nothing.
+        clear_calls(store)
+        missing = f"{RUN_FILE} is missing or damaged, so nothing says how its results were made"
+        reason = missing if described is None else _difference(described.get(IDENTITY, {}), identity)
+        earlier = store.earlier_runs()
+        number = 1 + int(earlier[0].rpartition("~")[2]) if earlier else 1
+        log(f"{store.run}: {reason}; its results are now the run {store.run}~{number}, and what is valid is used again")
+        store.write_file(f"{_BECOMES}{number}", reason.encode())
+        finish_earlier_run(store)
+    return None
+
+
+def finish_earlier_run(store: ArtifactStore) -> None:
+    """Move what is left to the earlier run that a start has begun to make; nothing happens where none has."""
+    run = _earlier_run(store)
+    if run is None:
+        return
+    names = [name for name in RunReader(store).names() if not name.startswith(".")]
+    store.give_to(run, [name for name in names if name not in (CONFIG_FILE, RUN_FILE)])
+    for name in (CONFIG_FILE, RUN_FILE):
+        content = store.read_file(name)
+        if content is not None and store.read_shared(f"{run}/{name}") is None:
+            store.write_file(f"{run}/{name}", content, shared=True)
+
+
+def end_earlier_run(store: ArtifactStore) -> None:
+    """Note that the earlier run is complete, once the run has its own description."""
+    for path in store.filesystem.glob(store.path(f"{_BECOMES}*")):
+        store.filesystem.rm_file(path)
+
+
+def _earlier_run(store: ArtifactStore) -> str | None:
+    """Return the earlier run that the results are being moved to."""
+    found = [name for name in RunReader(store).names() if name.startswith(_BECOMES)]
+    return f"{store.run}~{found[0].removeprefix(_BECOMES)}" if found else None
 
 
 def _difference(previous: Mapping[str, Any], identity: Mapping[str, Any]) -> str:

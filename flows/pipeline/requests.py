@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 from typer import Argument, Option
 
-from configs.validation import NAME_PATTERN, Name, Section
+from configs.validation import RUN_NAME_PATTERN, Name, Section
 from grpo_core.errors import InputError, raise_all
 from grpo_core.streams import STREAMS
 
@@ -135,7 +135,7 @@ class ReplayRequest(Section):
         MAX_STALENESS, ge=0, description="maximum versions between a row's policy and the policy that is trained"
     )
     name: Annotated[str | None, Option("--run", metavar="NAME")] = Field(
-        None, pattern=NAME_PATTERN, description="name of the replay; by default RUN-replay"
+        None, pattern=RUN_NAME_PATTERN, description="name of the replay; by default RUN-replay"
     )
     overrides: Overrides = Field((), description="change the source's configuration, as section.key=value")
     root: Root = "runs"

@@ -17,10 +17,12 @@ from flows.pipeline.lineage import (
     ACCEPTED,
     IDENTITY,
     ChangedRunError,
+    end_earlier_run,
     find_change,
+    finish_earlier_run,
     identify,
     lineage_digest,
-    move_other_lineage,
+    make_earlier_run,
     read_valid_description,
     settle_code,
     stage_code,
@@ -157,7 +159,7 @@ def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunEr
 
 @contextmanager
 def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
-    """Check the inputs, then lock and open the run's folder; files of another configuration move to `previous/`.
+    """Check the inputs, then lock and open the run's folder; results of another configuration become an earlier run.
 
     With `accept_code`, stored results that other code made are kept, and run.json records it.
 
@@ -170,6 +172,7 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
     store, model = inputs.store, inputs.model
     with locked(store, setting="run.name", value=config.run.name) as lock:
         require_schema(store)
+        finish_earlier_run(store)
         previous = read_valid_description(store)
         config, start = settle_start(config, previous or {})
         run = Run(config, store, lock, model, inputs.training, inputs.heldout, start)
@@ -180,18 +183,18 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         identity = identify(config, model, inputs.training, start)
         if config.run.on_change == "refuse" and (change := find_change(config, store, previous, identity)) is not None:
             raise change
-        current = previous if move_other_lineage(store, previous, identity) else None
-        recorded = (current or {}).get("evaluation")
+        recorded = (make_earlier_run(store, previous, identity) or {}).get("evaluation")
         evaluation = heldout_digest(config, inputs.heldout) or recorded
         if recorded not in (None, evaluation) and store.filesystem.exists(store.path(EVALUATIONS)):
             # They cannot be compared with later ones.
             reason = "the held-out prompts, their targets, number or seed changed"
-            store.move_to_previous([EVALUATIONS], reason=reason)
+            store.quarantine([EVALUATIONS], reason=reason)
         described, settings = describe(run, identity, accepted, evaluation)
         versions = described["versions"]
         if changed := changed_versions((previous or {}).get("versions", versions), versions):
             log(f"library versions changed since the last start: {', '.join(changed)}; results are kept")
         write_description(store, described, settings)
+        end_earlier_run(store)
         record_start(store)
         yield run
 

@@ -5,10 +5,9 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 from flows.pipeline.run import Run
-from flows.pruning.needs import BEST, Needs, add_dependents
-from flows.pruning.plan import RunPlan, plan_versions
+from flows.pruning.plan import Needs, RunPlan, add_best, add_dependents, plan_versions
 from flows.pruning.prune import carry_out, locked_apart
-from flows.pruning.request import PruneRequest
+from flows.pruning.request import Retention
 from grpo_core.errors import InputError
 from tasks.progress import log
 from tasks.pruning import Prunable, find_prunable
@@ -21,7 +20,7 @@ class PolicyKeeper:
     """Deletes policy versions of a run by the rules of `grpo prune`, one start of a training at a time.
 
     Versions that the next iterations are sampled with stay, and so do those that another run starts from or that a
-    `grpo evaluate` is using. The server's schedules are not asked, because that takes a request per iteration.
+    `grpo evaluate` is using.
     """
 
     def __init__(self, run: Run) -> None:
@@ -48,16 +47,13 @@ class PolicyKeeper:
             # A run that resumes passes its earlier iterations, and knows its best version when it has passed them all.
             return
         versions = self._find(sorted(self._stored))
-        needs, request = (
-            Needs(),
-            PruneRequest(sources=(run.store.run,), policies_last=section.last, policies_every=section.every),
-        )
+        retention = Retention("run.keep_policies", section.last, section.every, section.best)
         self._rewards |= heldout
-        rewards = {each: reward for each, reward in self._rewards.items() if each in versions}
-        if section.best and rewards:
-            needs.policies[max(rewards, key=rewards.__getitem__)].append(BEST)
+        needs = Needs()
+        if retention.best:
+            add_best(needs, self._rewards, list(versions))
         add_dependents(needs, run.store)
-        plan = RunPlan(run.store, request, datetime.now(UTC), "run.keep_policies", frozenset(self._written))
+        plan = RunPlan(run.store, retention, datetime.now(UTC), frozenset(self._written))
         plan_versions(plan, run.config, versions, needs)
         self._carry_out(plan)
 
@@ -67,7 +63,7 @@ class PolicyKeeper:
             patterns = (evaluation_folder(version), f"{OTHER_EVALUATIONS}/*/{version:06d}")
             # A version that an evaluation is using is deleted after a later iteration.
             with suppress(InputError), locked_apart(plan.store, patterns) as locks:
-                single = RunPlan(plan.store, plan.request, plan.now, deleted=[deletion])
+                single = RunPlan(plan.store, plan.retention, plan.now, deleted=[deletion])
                 carry_out(single, [self._run.lock, *locks])
                 self._stored.discard(version)
                 for note in single.notes:

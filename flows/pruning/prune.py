@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel
 
-from flows.pruning.needs import read_scheduled
 from flows.pruning.plan import KINDS, RunPlan, plan_run
 from flows.pruning.request import PruneRequest, check_request
 from grpo_core.errors import InputError
@@ -51,12 +50,10 @@ class PruneSummary(BaseModel):
 
     Attributes:
         bytes: freed in total.
-        schedules: whether a Prefect server reported what it will run.
     """
 
     dry_run: bool
     bytes: int
-    schedules: bool
     runs: list[PrunedRun]
 
     def report(self) -> Report:
@@ -69,8 +66,6 @@ class PruneSummary(BaseModel):
             kept = [{"what": one.kind, "which": ", ".join(one.names), "why": one.reason} for one in run.kept]
             tables += [Table(f"{run.run}: {done}", rows), Table(f"{run.run}: kept", kept, ("which", "why"))]
         notes = [f"{run.run}: {note}" for run in self.runs for note in run.notes]
-        if not self.schedules:
-            notes += ["no Prefect server is configured (PREFECT_API_URL), so the needs of schedules are unknown"]
         notes += ["a dry run: nothing was changed"] if self.dry_run else []
         return Report("", tables=tables, notes=notes)
 
@@ -87,18 +82,17 @@ def prune(request: PruneRequest) -> PruneSummary:
     places = [store.path() for store in stores]
     if twice := sorted({place for place in places if places.count(place) > 1}):
         raise InputError("RUN", twice, "A run is named twice; name each once.")
-    scheduled = read_scheduled()
     now = datetime.now(UTC)
     runs: list[PrunedRun] = []
     with ExitStack() as stack:
         locks = [[] if request.dry_run else stack.enter_context(_locked(store)) for store in stores]
         for store, held in zip(stores, locks, strict=True):
-            plan = plan_run(store, stored_config(store), request, scheduled or (), now)
+            plan = plan_run(store, stored_config(store), request.retention, now)
             if not request.dry_run:
                 carry_out(plan, held)
             runs.append(_report(plan))
     freed = sum(each.bytes for run in runs for each in run.deleted)
-    return PruneSummary(dry_run=request.dry_run, bytes=freed, schedules=scheduled is not None, runs=runs)
+    return PruneSummary(dry_run=request.dry_run, bytes=freed, runs=runs)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The options of `grpo prune` as rules; every mistake is reported before anything is read."""
+"""What is retained of a run: by the options of `grpo prune`, or by `run.keep_policies`."""
 
 import re
 from collections.abc import Iterator
@@ -26,10 +26,10 @@ class Age:
     number: int
     unit: str
 
-    def reached(self, made: datetime, now: datetime, iteration: int | None = None, last: int | None = None) -> bool:
-        """Return whether something is at least as old; it may belong to an iteration of a run with a last one."""
+    def reached(self, made: datetime, now: datetime, iteration: int, last: int) -> bool:
+        """Return whether something that an iteration made is at least as old; `last` is the run's last iteration."""
         if self.unit == "i":
-            return iteration is not None and last is not None and iteration <= last - self.number
+            return iteration <= last - self.number
         return now - made >= timedelta(hours=self.number * (24 if self.unit == "d" else 1))
 
 
@@ -37,6 +37,27 @@ def read_age(text: str | None) -> Age | None:
     """Read an age such as 30d, 12h or 20i; None for None and for any other text."""
     found = _AGE.fullmatch(text.strip()) if text is not None else None
     return Age(int(found[1]), found[2]) if found else None
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is retained of a run, apart from what something needs.
+
+    Attributes:
+        by: the command or the setting that says so, which tombstones name.
+        last: number of policy versions at the end; None: all versions.
+        every: versions N, 2N, ...; None: none of them.
+        best: whether the version with the best held-out reward is retained.
+        images: age from which images of iterations are deleted; None: none are.
+        states: age from which latents of denoising steps are deleted; None: none are.
+    """
+
+    by: str
+    last: int | None = None
+    every: int | None = None
+    best: bool = True
+    images: Age | None = None
+    states: Age | None = None
 
 
 class PruneRequest(Section):
@@ -55,41 +76,33 @@ class PruneRequest(Section):
     states_older_than: Annotated[str | None, Option(metavar="AGE")] = Field(
         None, description="delete latents of denoising steps this old, without which iterations cannot be replayed"
     )
-    evaluations: Annotated[bool, Option("--evaluations")] = Field(
-        False, description="also delete images of evaluations, except the first, the best and the last"
-    )
-    previous_older_than: Annotated[str | None, Option(metavar="AGE")] = Field(
-        None, description="delete folders this old in previous/ and quarantine/: 30d or 12h"
-    )
     dry_run: Annotated[bool, Option("--dry-run")] = Field(
         False, description="report what would be deleted, and change nothing"
     )
     root: Root = "runs"
 
     @property
-    def last(self) -> int | None:
-        """Number of versions to keep at the end; None keeps all versions."""
-        if self.policies_every is None and self.policies_last is None:
-            return None
-        return self.policies_last or POLICIES_LAST
+    def rules(self) -> dict[str, int | str]:
+        """The given rules by their options."""
+        given = {
+            "--policies-every": self.policies_every,
+            "--policies-last": self.policies_last,
+            "--images-older-than": self.images_older_than,
+            "--states-older-than": self.states_older_than,
+        }
+        return {option: value for option, value in given.items() if value is not None}
 
     @property
-    def policy_rule(self) -> str:
-        """The rule for policies, as options."""
-        every = f"--policies-every {self.policies_every} " if self.policies_every is not None else ""
-        return f"{every}--policies-last {self.last}" if self.last else ""
-
-    @property
-    def image_rule(self) -> str:
-        """The rule for images, as options."""
-        if self.images_older_than is None:
-            return ""
-        return f"--images-older-than {self.images_older_than}" + (" --evaluations" if self.evaluations else "")
-
-    @property
-    def states_rule(self) -> str:
-        """The rule for states of denoising steps, as options."""
-        return "" if self.states_older_than is None else f"--states-older-than {self.states_older_than}"
+    def retention(self) -> Retention:
+        """What the options retain."""
+        some = self.policies_every is not None or self.policies_last is not None
+        return Retention(
+            by=" ".join(["grpo prune", *(f"{option} {value}" for option, value in self.rules.items())]),
+            last=(self.policies_last or POLICIES_LAST) if some else None,
+            every=self.policies_every,
+            images=read_age(self.images_older_than),
+            states=read_age(self.states_older_than),
+        )
 
 
 def check_request(request: PruneRequest) -> None:
@@ -102,31 +115,17 @@ def check_request(request: PruneRequest) -> None:
 
 
 def _problems(request: PruneRequest) -> Iterator[InputError]:
-    numbers = {"--policies-every": request.policies_every, "--policies-last": request.policies_last}
-    of_iterations = {
-        "--images-older-than": request.images_older_than,
-        "--states-older-than": request.states_older_than,
-    }
-    ages = {**of_iterations, "--previous-older-than": request.previous_older_than}
-    if all(value is None for value in (*numbers.values(), *ages.values())):
+    if not request.rules:
         hint = (
-            "Say what may be deleted: --policies-every N, --policies-last K, --images-older-than AGE, "
-            "--states-older-than AGE or --previous-older-than AGE; add --dry-run to see what that would delete."
+            "Say what may be deleted: --policies-every N, --policies-last K, --images-older-than AGE or "
+            "--states-older-than AGE; add --dry-run to see what that would delete."
         )
         yield InputError("grpo prune", "no rule", hint)
-    for option, number in numbers.items():
-        if number is not None and number < 1:
-            yield InputError(option, number, "Give 1 or more; the last version is always kept.")
-    for option, text in ages.items():
-        if text is None:
-            continue
-        age = read_age(text)
-        if age is None:
-            back = "; or iterations back from the last, as 20i" if option in of_iterations else ""
-            yield InputError(option, text, f"Write days or hours, as 30d or 12h{back}.")
-        elif age.unit == "i" and option not in of_iterations:
-            yield InputError(option, text, "These folders belong to no iteration; write days or hours, as 30d.")
-    if request.evaluations and request.images_older_than is None:
-        yield InputError("--evaluations", True, "Say how old their images must be with --images-older-than.")
+    for option, value in request.rules.items():
+        if isinstance(value, int) and value < 1:
+            yield InputError(option, value, "Give 1 or more; the last version is always kept.")
+        if isinstance(value, str) and read_age(value) is None:
+            hint = "Write days or hours, as 30d or 12h; or iterations back from the last, as 20i."
+            yield InputError(option, value, hint)
     if len(set(request.sources)) < len(request.sources):
         yield InputError("RUN", list(request.sources), "A run is named twice; name each once.")

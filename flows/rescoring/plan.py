@@ -23,7 +23,7 @@ from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
 from tasks.reports.pages import require_page_path
 from tasks.rewards.stored import NeededScores, StoredScores
-from tasks.runs.layout import RECOMPUTED, RESCORED, REWARDS, STORED, rescoring_folder, stage_folder
+from tasks.runs.layout import PARTS, RECOMPUTED, RESCORED, REWARDS, STORED, rescoring_folder, stage_folder
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.records import StoredIteration
@@ -204,5 +204,5 @@ def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> It
 def _stored_prompts(run: RescoredRun) -> pl.DataFrame:
     """Read dataset, columns, target and size of the prompt of every sample of the run."""
     store, rollouts = run.store, [part.rollouts.uri for each in run.iterations for part in each.rounds]
-    tables = (read_columns(store.filesystem, f"{store.root}/{uri}", _OF_PROMPTS) for uri in rollouts)
+    tables = (read_columns(store.filesystem, f"{store.root}/{uri}/{PARTS}", _OF_PROMPTS) for uri in rollouts)
     return pl.concat(pl.DataFrame(table) for table in tables)

@@ -138,7 +138,7 @@ def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[St
 
 
 def open_folder(name: str, run: RescoredRun) -> None:
-    """Store the rewards of the rescoring; advantages that other rewards made are moved to `previous/`."""
+    """Store the rewards of the rescoring; advantages that other rewards made are moved to `quarantine/`."""
     store, place = run.store, rescoring_folder(name)
     requested = RewardsFile(rewards=run.rewards, advantages=run.advantages)
     content = requested.model_dump_json(indent=1).encode()
@@ -150,7 +150,7 @@ def open_folder(name: str, run: RescoredRun) -> None:
     parts = (store.manifest_path(ADVANTAGES), ADVANTAGES)
     stale = [f"{place}/{each}/{part}" for each, names in stored.items() for part in parts if part in names]
     if stale:
-        store.move_to_previous(stale, reason=f"the rewards of the rescoring {name} changed")
+        store.quarantine(stale, reason=f"the rewards of the rescoring {name} changed")
     store.write_file(f"{place}/{REWARDS_FILE}", content)
 
 

@@ -57,7 +57,7 @@ def read_step(
 
 
 def _images(store: ArtifactStore, evaluation: EvaluationView) -> Mapping[str, Sequence[Image.Image]]:
-    with store.reading(without=STATES) as read:
+    with store.reading(without=(STATES,)) as read:
         try:
             table = read_samples(
                 read,

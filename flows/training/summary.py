@@ -16,7 +16,6 @@ from tasks.reports.report import Report, reward_facts, seconds_facts
 from tasks.reports.text import counted, relative
 from tasks.runs.layout import ADVANTAGES, CONTACT_SHEET, GUARDRAILS_PLOT
 from tasks.runs.run_view import RunSummary, guardrail_curves, summary_of
-from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 
 _SHEET_SIDE = 1000
 """Pixels of the longer side of the contact sheet in the UI, whose pages should stay below 300 KB."""
@@ -31,9 +30,8 @@ class TrainSummary(RunSummary):
         guardrails_plot: plot of the held-out reward and the guardrails; None without guardrails.
         hacking: guardrails that had fallen at the last evaluation while the reward rose, in words.
         stopped_early: whether a guardrail, or a hook, ended the run before its last iteration.
-        quarantined: damaged files that this start moved to `quarantine/`, and why.
+        quarantined: damaged and replaced files that this start moved to `quarantine/`, and why.
         reused: number of iterations with results of another run, by its name; their seconds are not counted.
-        previous: what this start moved to `previous/`, made by an older configuration, and why.
     """
 
     contact_sheet: str | None
@@ -42,7 +40,6 @@ class TrainSummary(RunSummary):
     hacking: list[str]
     stopped_early: bool
     quarantined: list[str]
-    previous: list[str]
     reused: dict[str, int]
 
     def report(self) -> Report:
@@ -60,7 +57,7 @@ class TrainSummary(RunSummary):
             ("stored in", relative(self.folder)),
             *((title, relative(path)) for title, path in files.items() if path),
             *(("stopped by a guardrail" if self.stopped_early else "guardrail fell", sign) for sign in self.hacking),
-            *(("moved away", reason) for reason in (*self.quarantined, *self.previous)),
+            *(("moved away", reason) for reason in self.quarantined),
         ]
         return Report(f"{self.run}: {self.iterations} iterations", facts)
 
@@ -79,8 +76,7 @@ def summarize(run: Run, history: TrainingHistory, elapsed: float) -> TrainSummar
         guardrails_plot=_write_guardrails_plot(run, history) if history.guardrail_series else None,
         hacking=[str(sign) for sign in history.signs],
         stopped_early=version < run.config.run.iterations,
-        quarantined=[reason for reason in store.reasons if reason.startswith(QUARANTINE)],
-        previous=[reason for reason in store.reasons if reason.startswith(PREVIOUS)],
+        quarantined=list(store.reasons),
         reused=Counter(name for record in history.iterations for name in dict.fromkeys(record.reused.values())),
     )
 

@@ -15,7 +15,7 @@ from configs.scoring import RewardSection
 from grpo_core.advantages import AdvantageSettings, compared_samples, kl_penalty
 from grpo_core.streams import Stream
 from tasks.runs import samples as runs
-from tasks.runs.layout import REWARD_COLUMN, STATES
+from tasks.runs.layout import IMAGES, REWARD_COLUMN, STATES
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, Read
 from tasks.storage.tables.lists import padded
@@ -52,7 +52,7 @@ def read_samples(
     store: ArtifactStore, rounds: Sequence[SamplingRound], mix: Sequence[RewardSection], settings: AdvantageSettings
 ) -> Samples:
     """Join the rollouts of all sampling rounds with the scores of every reward of the mix."""
-    with store.reading(without=STATES) as read:
+    with store.reading(without=(IMAGES, STATES)) as read:
         samples = pl.concat(_read_round(read, each, mix, settings) for each in rounds)
     # Siblings one after another, as their groups were drawn.
     samples = samples.sort(pl.int_range(pl.len()).min().over("group_id"), maintain_order=True)

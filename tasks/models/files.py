@@ -1,7 +1,7 @@
 """Digests of a model's files: of a folder, or of a hub snapshot."""
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -104,29 +104,25 @@ COPIES: tuple[CopyName, ...] = get_args(CopyName)
 WEIGHT_FILES = ("adapter_model*.safetensors", *FULL_WEIGHTS)
 
 
-def component_folder(policy: Path, stream: Stream, streams: Collection[Stream]) -> Path:
-    """Return where a policy's files of one component are: in its folder, or in a subfolder if it has several.
-
-    The copies of its weights are in subfolders of their names.
+def component_folder(policy: Path, stream: Stream) -> Path:
+    """Return where a policy's files of one component are; the copies of its weights are in subfolders of their names.
 
     Args:
         policy: folder of a version.
         stream: of the component.
-        streams: of all trained components.
     """
-    return policy / stream if len(streams) > 1 else policy
+    return policy / stream
 
 
-def weights_folder(checkpoint: Path, policy: PolicyRef, stream: Stream, streams: Collection[Stream]) -> Path:
+def weights_folder(checkpoint: Path, policy: PolicyRef, stream: Stream) -> Path:
     """Return the folder with the weights of a component that a reference to a version names.
 
     Args:
         checkpoint: local folder of the version's checkpoint.
         policy: the version; `policy.averaged` names its moving average, and `policy.sampler` its old policy.
         stream: of the component.
-        streams: of all trained components.
     """
-    own = component_folder(checkpoint, stream, streams)
+    own = component_folder(checkpoint, stream)
     return own if policy.copy_name is None else copy_folder(own, policy.copy_name) or own
 
 
@@ -140,7 +136,9 @@ def copy_folder(component: Path, name: CopyName) -> Path | None:
 
 
 def weights_digest(folder: Path, known: Mapping[Path, str] = MappingProxyType({}), copy: CopyName | None = None) -> str:
-    """Compute a sha256 over the weight files of a policy's folder, or of the subfolders of its components.
+    """Compute a sha256 over the weight files of a policy's components, or of a folder of weights.
+
+    Weights of one component have one digest, wherever they are.
 
     Args:
         known: sha256 of files that are not read for it.

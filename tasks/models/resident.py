@@ -205,13 +205,11 @@ def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
     checkpoint = version.checkpoint
     with current_store().reading() as read:
         folder = None if checkpoint is None else read(checkpoint)
-        components = loaded.policy.components
-        for stream, component in components.items():
+        for stream, component in loaded.policy.components.items():
             if new_weights:
-                component.load_weights(folder and weights_folder(folder, version, stream, components))
+                component.load_weights(folder and weights_folder(folder, version, stream))
             if new_reference:
-                own = folder and component_folder(folder, stream, components)
-                _load_reference(component, own and copy_folder(own, "reference"))
+                _load_reference(component, folder and copy_folder(component_folder(folder, stream), "reference"))
     loaded.digest, loaded.reference_digest = version.digest, version.copies.get("reference")
 
 

@@ -49,7 +49,7 @@ def write_heldout_texts(store: ArtifactStore, before: ArtifactRef, after: Artifa
 def _pairs(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef) -> Iterator[Sides]:
     """Read two evaluations, and pair the samples of each prompt by their group id."""
     groups = []
-    with store.reading(without=STATES) as read:
+    with store.reading(without=(STATES,)) as read:
         for side in (before, after):
             rollouts = store.find(f"{stage_folder(side.folder)}/{ROLLOUTS}")
             assert rollouts is not None, "an evaluation keeps its rollouts"

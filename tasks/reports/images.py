@@ -11,6 +11,7 @@ from PIL import Image
 from grpo_core.errors import InputError
 from grpo_core.rewards.images import decode_stored
 from tasks.prompts.targets import TargetReference, load_target
+from tasks.runs.layout import IMAGES
 
 PRUNED = "image removed"
 """Shown in place of an image that `grpo prune` deleted."""
@@ -30,7 +31,7 @@ def read_images(
         sides: longest side by sample, in pixels, to which an image is reduced at once; None keeps every size.
     """
     found: dict[str, Image.Image] = {}
-    for path in sorted(rollouts.glob("*.parquet")) if sample_ids else ():
+    for path in sorted(rollouts.glob(IMAGES)) if sample_ids else ():
         file = pq.ParquetFile(path)
         for group in range(file.num_row_groups):
             names = file.read_row_group(group, columns=["sample_id"])["sample_id"].to_pylist()

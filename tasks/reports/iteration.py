@@ -65,7 +65,7 @@ def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[Iterati
     record = history[-1]
     rollouts = [each.rollouts for each in record.rounds]
     rewards = [pair for each in record.rounds for pair in each.rewards.items()]
-    with store.reading(without=STATES) as read:
+    with store.reading(without=(STATES,)) as read:
         table = read_samples(read, rollouts, rewards, [record.advantages], _COLUMNS)
         tables = [Table("", list(_metric_rows(record, table))), Table("", list(_curves(history)))]
         lines = [markdown_of(Report(f"{run}: iteration {record.iteration}", tables=tables))]

@@ -55,7 +55,7 @@ def read_rescored(
         StaleReferenceError: a table is missing or changed.
     """
     sides = []
-    with store.reading(without=STATES) as read:
+    with store.reading(without=(STATES,)) as read:
         for each in previous:
             pairs, rollouts = _scores(each), [part.rollouts for part in each.rounds]
             samples = read_samples(read, rollouts, pairs, [each.advantages], (*COLUMNS, DRAFT))
@@ -96,7 +96,7 @@ def read_outputs(store: ArtifactStore, iterations: Sequence[StoredIteration], sa
     """Read images or texts of those samples that are of this run; iterations without any are not opened."""
     wanted = samples.filter(pl.col("run") == store.run)
     outputs: dict[tuple[str, str], Image.Image | str] = {}
-    with store.reading(without=STATES) as read:
+    with store.reading(without=(STATES,)) as read:
         for each in iterations:
             names = wanted.filter(pl.col("iteration") == each.number)["sample_id"].to_list()
             if not names:

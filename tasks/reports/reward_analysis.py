@@ -42,7 +42,7 @@ def read_scores(store: ArtifactStore, rounds: Mapping[int, Sequence[SamplingRoun
         StaleReferenceError: a table is missing or changed.
     """
     frames = []
-    with store.reading(without=STATES) as read:
+    with store.reading(without=(STATES,)) as read:
         for iteration, parts in rounds.items():
             for part in parts:
                 samples = read_rollouts([read(part.rollouts)], _OF_SAMPLES)
@@ -60,7 +60,7 @@ def score_again(
     Complete groups are scored until there are at least as many samples as requested.
     """
     frames = []
-    with store.reading(without=STATES) as read:
+    with store.reading(without=(STATES,)) as read:
         source = read(part.rollouts)
         table = read_rollouts([source], _OF_SAMPLES)
         groups = table.group_by("group_id", maintain_order=True).len().with_columns(sum=pl.col("len").cum_sum())

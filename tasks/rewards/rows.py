@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.images import decode_stored
 from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch, score_samples
 from tasks.prompts.targets import TargetReference, load_target
+from tasks.runs.layout import IMAGES, PARTS
 
 Row = Mapping[str, Any]
 
@@ -22,7 +24,7 @@ SCORES = ("sample_id", "value", "raw", "failure", "seconds")
 
 _READ = ("sample_id", "group_id", "dataset", "prompt", "columns")
 _READ_OF_TOKENS = ("token_ids",)
-_READ_OF_IMAGES = ("target_uri", "target_sha256", "image", "defect")
+_READ_OF_IMAGES = ("target_uri", "target_sha256", "defect")
 _READ_OF_TEXTS = ("completion",)
 _READ_AT_ONCE = 32
 
@@ -47,14 +49,25 @@ def batches_of(source: Path, size: int, wanted: frozenset[str], *, with_tokens: 
 
 
 def _rows_of(source: Path, more: tuple[str, ...]) -> Iterator[Row]:
-    for path in sorted(source.glob("*.parquet")):
-        file = pq.ParquetFile(path)
-        known = file.schema_arrow.names
-        own = _READ_OF_IMAGES if "image" in known else _READ_OF_TEXTS
+    images = chain.from_iterable(_records(path, ("sample_id", "image")) for path in sorted(source.glob(IMAGES)))
+    for path in sorted(source.glob(PARTS)):
+        known = pq.read_schema(path).names
+        of_images = "defect" in known
         # Images can be made without tokens.
         kept = [name for name in more if name in known]
-        for record in file.iter_batches(_READ_AT_ONCE, columns=[*_READ, *own, *kept]):
-            yield from record.to_pylist()
+        for row in _records(path, [*_READ, *(_READ_OF_IMAGES if of_images else _READ_OF_TEXTS), *kept]):
+            if of_images:
+                # They are stored in the order of the rows; there are none once they were pruned.
+                stored = next(images, {"sample_id": row["sample_id"], "image": None})
+                if stored["sample_id"] != row["sample_id"]:
+                    raise ValueError(f"{path.name}: the image of {row['sample_id']} is not in its place")
+                row["image"] = stored["image"]
+            yield row
+
+
+def _records(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for record in pq.ParquetFile(path).iter_batches(_READ_AT_ONCE, columns=list(columns)):
+        yield from record.to_pylist()
 
 
 def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> list[Row]:

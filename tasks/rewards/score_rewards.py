@@ -21,7 +21,7 @@ from tasks.progress import progress_of
 from tasks.rewards.process_pool import score_in_processes
 from tasks.rewards.rows import SCORES, Row, batches_of, score_rows
 from tasks.rewards.stored import in_scope, joined_folder, provenance_json, samples_to_score, scores_key
-from tasks.runs.layout import SCORES_FILE, STATES
+from tasks.runs.layout import IMAGES, PARTS, SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, Read, current_store
@@ -69,7 +69,7 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
     """Join the shards' rows in one table, unless together more samples could not be scored than is allowed."""
     started = time.perf_counter()
     store, section = current_store(), arguments["section"]
-    with store.reading(without=STATES) as read, store.staging() as staged:
+    with store.reading(without=(IMAGES, STATES)) as read, store.staging() as staged:
         source = read(arguments["rollouts"])
         folders = [read(part) for part in parts]
         table = pl.concat([pl.read_parquet(folder / SCORES_FILE) for folder in folders])
@@ -126,7 +126,7 @@ def score_reward_task(
     configure_torch(placement)
     store, reward = current_store(), build_reward(section.reward, section.settings)
     provenance = provenance_json(section)
-    with store.reading(without=STATES) as read, store.staging() as staged:
+    with store.reading(without=(STATES,)) as read, store.staging() as staged:
         known = _known_scores(read, earlier, provenance)
         source = read(rollouts)
         everything = _samples(source)
@@ -156,7 +156,7 @@ def _known_scores(read: Read, earlier: Sequence[ArtifactRef], provenance: str) -
 
 def _samples(source: Path) -> pl.DataFrame:
     columns = ["sample_id", "iteration", "group_id", "dataset", "columns"]
-    return pl.read_parquet(sorted(source.glob("*.parquet")), columns=columns)
+    return pl.read_parquet(sorted(source.glob(PARTS)), columns=columns)
 
 
 def _shard(samples: pl.DataFrame, part: tuple[int, int] | None) -> pl.DataFrame:

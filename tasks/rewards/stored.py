@@ -14,6 +14,7 @@ from configs.scoring import RewardSection
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import provenance_of
 from tasks.execution.stages import SHARDS
+from tasks.runs.layout import PARTS, SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.parquet import read_columns
@@ -77,12 +78,13 @@ class StoredScores:
     """The tables of scores of one sampling round, from any run; each is read once."""
 
     def __init__(self, store: ArtifactStore, rollouts: ArtifactRef, candidates: Sequence[ArtifactRef]) -> None:
-        def read(reference: ArtifactRef, *columns: str) -> pl.DataFrame:
-            return pl.DataFrame(read_columns(store.filesystem, f"{store.root}/{reference.uri}", columns))
+        def read(reference: ArtifactRef, files: str, *columns: str) -> pl.DataFrame:
+            return pl.DataFrame(read_columns(store.filesystem, f"{store.root}/{reference.uri}/{files}", columns))
 
-        self._samples = read(rollouts, "sample_id", "group_id", "dataset", "columns")
+        self._samples = read(rollouts, PARTS, "sample_id", "group_id", "dataset", "columns")
         self._tables = [
-            (each, read(each, "sample_id", "failure", "provenance").drop_nulls("provenance")) for each in candidates
+            (each, read(each, SCORES_FILE, "sample_id", "failure", "provenance").drop_nulls("provenance"))
+            for each in candidates
         ]
 
     def needed(self, section: RewardSection) -> NeededScores:

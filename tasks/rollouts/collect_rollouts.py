@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from configs.sections import PlacementSection, RolloutSection
 from grpo_core.collect import collect_rollouts, sampled_at_once
 from grpo_core.policies.protocol import family_module
@@ -21,14 +23,13 @@ from tasks.rollouts.denoising import state_rows
 from tasks.rollouts.plan import RolloutPlan
 from tasks.rollouts.rows import rollout_columns
 from tasks.rollouts.tokens import token_metrics
-from tasks.runs.layout import ROLLOUTS, STATES
+from tasks.runs.layout import IMAGES, IMAGES_FILE, PART_FILE, PARTS, ROLLOUTS, STATES, STATES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.tables import schemas
 from tasks.storage.tables.parquet import TableWriter, joint_digest, part_digests
 
 STAGE = "collect rollouts"
-_FILE = "part-00000.parquet"
 
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,8 +80,9 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
     with store.reading() as read, store.staging() as staged:
         for number, part in enumerate(parts):
             folder = read(part)
-            for path in sorted(folder.rglob("*.parquet")):
-                _link_or_copy(path, staged / path.relative_to(folder).with_name(f"part-{number:05d}.parquet"))
+            for name in (PART_FILE, IMAGES_FILE, STATES_FILE):
+                if (path := folder / name.format(0)).exists():
+                    _link_or_copy(path, staged / name.format(number))
         return store.commit(
             staged,
             f"{plan.folder}/{ROLLOUTS}",
@@ -89,18 +91,14 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
             rows=sum(part.rows for part in parts),
             # Shards are sampled in parallel.
             seconds=max(part.seconds for part in parts) + time.perf_counter() - started,
-            metrics=token_metrics(_tables(staged)),
+            metrics=token_metrics(sorted(staged.glob(PARTS))),
             peak_memory=max((part.peak_memory for part in parts if part.peak_memory is not None), default=None),
         )
 
 
-def _tables(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.parquet"))
-
-
 def _digest(folder: Path) -> str:
-    """Return the digest of the rows and their states, the same however many files they are in."""
-    files = [*_tables(folder), *_tables(folder / STATES)]
+    """Return the digest of the rows, their images and their states, the same however many files they are in."""
+    files = [path for pattern in (PARTS, IMAGES, STATES) for path in sorted(folder.glob(pattern))]
     return joint_digest([digest for path in files for digest in part_digests(path)])
 
 
@@ -138,19 +136,27 @@ def collect_rollouts_task(
         sampler = resource(ResidentPolicy).at(policy, model, rollout, placement)
         requests = [plan.request(group) for group in plan.groups]
         groups = collect_rollouts(sampler, requests, prompts_per_batch=prompts_per_batch, with_reference=with_reference)
-        schema = schemas.rollout_schema(model.family.modality, _recorded(plan, model))
+        modality, noisy = model.family.modality, plan.window_start is not None
         with store.staging() as staged:
-            table = TableWriter(staged / _FILE, schema)
-            states = TableWriter(staged / STATES / _FILE, schemas.STATES) if plan.window_start is not None else None
+
+            def writer(name: str, schema: pa.Schema) -> TableWriter:
+                return TableWriter(staged / name.format(0), schema)
+
+            table = writer(PART_FILE, schemas.rollout_schema(modality, _recorded(plan, model)))
+            images = writer(IMAGES_FILE, schemas.IMAGES) if modality == "image" else None
+            states = writer(STATES_FILE, schemas.STATES) if noisy else None
             for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
-                table.write(rollout_columns(group, planned, plan, policy, rollout))
+                columns = rollout_columns(group, planned, plan, policy, rollout)
+                table.write(columns)
+                if images is not None:
+                    images.write(columns)
                 if states is not None:
                     for row in state_rows(group):
                         states.write(row)
                 report_progress(done * plan.group_size)
-            table.close()
-            if states is not None:
-                states.close()
+            for each in (table, images, states):
+                if each is not None:
+                    each.close()
             return store.commit(
                 staged,
                 f"{plan.folder}/{ROLLOUTS}",
@@ -158,7 +164,7 @@ def collect_rollouts_task(
                 schema_version=schemas.SCHEMA_VERSION,
                 rows=table.rows,
                 seconds=time.perf_counter() - started,
-                metrics=token_metrics(_tables(staged)),
+                metrics=token_metrics(sorted(staged.glob(PARTS))),
                 peak_memory=peak_memory(),
             )
 

@@ -117,7 +117,7 @@ def map_states(folders: Sequence[Path], sample_ids: pl.Series, scratch: Path) ->
     Raises:
         ValueError: states of a sample are missing or cut; the sample is named.
     """
-    path, stored = scratch / STATES, dict[str, _Stored]()
+    path, stored = scratch / "states", dict[str, _Stored]()
     with path.open("wb") as output:
         for row in _rows_of(folders, sample_ids):
             stored[row["sample_id"].as_py()] = _copy(row, output)
@@ -133,7 +133,7 @@ def map_states(folders: Sequence[Path], sample_ids: pl.Series, scratch: Path) ->
 
 def _rows_of(folders: Sequence[Path], sample_ids: pl.Series) -> Iterator[dict[str, pa.Scalar]]:
     wanted = sample_ids.to_arrow()
-    for path in (path for folder in folders for path in sorted((folder / STATES).glob("*.parquet"))):
+    for path in (path for folder in folders for path in sorted(folder.glob(STATES))):
         # Otherwise a whole row group is buffered once more.
         with pq.ParquetFile(path, memory_map=True) as file:
             for batch in file.iter_batches(batch_size=4):

@@ -13,11 +13,11 @@ from grpo_core.rewards.images import encode_png
 from tasks.execution.caching import stage_task
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
-from tasks.runs.layout import ROLLOUTS, Baseline, baseline_folder
+from tasks.runs.layout import IMAGES_FILE, PART_FILE, ROLLOUTS, Baseline, baseline_folder
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import current_store
-from tasks.storage.tables.parquet import write_table
-from tasks.storage.tables.schemas import BASELINES, SCHEMA_VERSION
+from tasks.storage.tables.parquet import joint_digest, write_table
+from tasks.storage.tables.schemas import BASELINES, IMAGES, SCHEMA_VERSION
 
 STAGE = "draw baseline"
 
@@ -46,11 +46,12 @@ def draw_baseline_task(baseline: Baseline, plan: RolloutPlan, placement: Placeme
         "image": [_drawing(baseline, group) for group in groups],
     }
     with store.staging() as staged:
-        digest = write_table(staged / "part-00000.parquet", BASELINES, columns)
+        tables = ((PART_FILE, BASELINES), (IMAGES_FILE, IMAGES))
+        digests = [write_table(staged / name.format(0), schema, columns) for name, schema in tables]
         return store.commit(
             staged,
             f"{baseline_folder(baseline)}/{ROLLOUTS}",
-            digest=digest,
+            digest=joint_digest(digests),
             schema_version=SCHEMA_VERSION,
             rows=len(groups),
             seconds=time.perf_counter() - started,

@@ -17,7 +17,7 @@ from grpo_core.streams import Stream
 from tasks.rollouts.denoising import denoising_columns, read_denoising
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
 from tasks.rollouts.tokens import read_tokens, token_columns
-from tasks.runs.layout import STATES
+from tasks.runs.layout import IMAGES, STATES
 from tasks.storage.artifacts.reference import PolicyRef
 
 
@@ -30,19 +30,19 @@ class StoredStream:
         read: returns the actions of rows of the table. Its arguments are the rows, the local folders of the rollouts, a
             folder for local files, and the maximum number of actions of a row.
         max_length: column with that number.
-        unread: folder of the artifact that only other streams need; None: all of it is needed.
+        unread: patterns of the artifact's files that its update does not need.
     """
 
     columns: Callable[[RolloutGroup], Mapping[str, Sequence[Any]]]
     read: Callable[[pl.DataFrame, Sequence[Path], Path, int], SampledActions]
     max_length: str
-    unread: str | None = None
+    unread: tuple[str, ...]
 
 
 STORED_STREAMS: Mapping[Stream, StoredStream] = MappingProxyType(
     {
-        "tokens": StoredStream(token_columns, read_tokens, max_length="max_length", unread=STATES),
-        "denoising": StoredStream(denoising_columns, read_denoising, max_length="sde_window_size"),
+        "tokens": StoredStream(token_columns, read_tokens, max_length="max_length", unread=(IMAGES, STATES)),
+        "denoising": StoredStream(denoising_columns, read_denoising, max_length="sde_window_size", unread=(IMAGES,)),
     }
 )
 

@@ -15,6 +15,7 @@ from grpo_core.groups import RolloutGroup
 from grpo_core.image_size import ImageSize
 from grpo_core.records import SampledActions, SampledTokens, TokenBatch, TokenSupport
 from tasks.metrics.names import COMPLETION_LENGTH, DRAFTS, TOKENS
+from tasks.runs.layout import PARTS
 from tasks.storage.tables.lists import lists_of, padded, unpadded
 
 
@@ -69,7 +70,7 @@ def read_tokens(table: pl.DataFrame, folders: Sequence[Path], scratch: Path, max
     Raises:
         ValueError: rows of several temperatures, or with and without a stored support.
     """
-    files = [path for folder in folders for path in sorted(folder.glob("*.parquet"))]
+    files = [path for folder in folders for path in sorted(folder.glob(PARTS))]
     return SampledActions(
         actions=read_token_batch(table, _support(table, _mapped_support_ids(files, table["sample_id"], scratch))),
         rollout_logprobs=padded(table["rollout_logprobs"]),

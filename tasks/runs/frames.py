@@ -12,11 +12,18 @@ from PIL import Image
 from grpo_core.errors import InputError
 from grpo_core.rewards.images import decode_stored
 from tasks.prompts.files import nearest_names
-from tasks.runs.layout import ADVANTAGE_COLUMN, ADVANTAGES, REWARDS, ROLLOUTS, evaluation_folder, iteration_folder
+from tasks.runs.layout import (
+    ADVANTAGE_COLUMN,
+    ADVANTAGES,
+    REWARDS,
+    ROLLOUTS,
+    evaluation_folder,
+    iteration_folder,
+)
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
-from tasks.runs.samples import read_samples, tables_of
+from tasks.runs.samples import IMAGE, read_samples, scan_table, tables_of
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, Read
 from tasks.storage.tables.advantages import read_advantages
@@ -24,7 +31,6 @@ from tasks.storage.tables.advantages import read_advantages
 if TYPE_CHECKING:
     from configs.schema import RunConfig
 
-IMAGE = "image"
 
 _SHOWN = (
     *("iteration", "sample_id", "group_id", "dataset", "prompt_id", "prompt", "columns", "policy_version", "seed"),
@@ -85,7 +91,7 @@ class StoredRun:
 
         Args:
             iterations: numbers to read; None for all.
-            columns: names of the columns to read; None for all but `image`, which may not fit into memory.
+            columns: names of the columns to read; None for all. `image` is read only where it is named, and joined.
         """
         return self._table(self._iterations(iterations), ROLLOUTS, columns)
 
@@ -100,7 +106,10 @@ class StoredRun:
         first image; of denoising steps one per image that is compared with others.
         """
         return _joined(
-            [pl.DataFrame(read_advantages(files)) for files in self._files(self._iterations(iterations), ADVANTAGES)]
+            [
+                pl.DataFrame(read_advantages(tables_of(part)))
+                for part in self._artifacts(self._iterations(iterations), ADVANTAGES)
+            ]
         )
 
     def samples(
@@ -156,7 +165,9 @@ class StoredRun:
                     raise InputError("columns", name, f"The {stage} have no such column: {nearest_names(name, known)}.")
             return table.select(list(columns) if columns else pl.exclude(IMAGE))
 
-        return _joined([select(table).collect() for table in map(pl.scan_parquet, self._files(folders, stage))])
+        images = columns is not None and IMAGE in columns
+        parts = self._artifacts(folders, stage)
+        return _joined([select(scan_table(part, images=images)).collect() for part in parts])
 
     def _samples(self, folders: Sequence[str], prompt: str | None, *, images: bool) -> pl.DataFrame:
         lowered = pl.col("prompt").str.to_lowercase()
@@ -172,11 +183,11 @@ class StoredRun:
         streams = [name for name in samples.columns if name.startswith(ADVANTAGE_COLUMN)]
         return samples if len(streams) > 1 else samples.drop(streams)
 
-    def _files(self, folders: Sequence[str], stage: str) -> Iterator[list[Path]]:
-        """Yield the files of a stage's tables, to be read before the next; remote ones are copied first."""
+    def _artifacts(self, folders: Sequence[str], stage: str) -> Iterator[Path]:
+        """Yield the folders of a stage's artifacts, each to be read before the next; remote ones are copied first."""
         for folder in folders:
             with self._reading(folder) as (found, read):
-                yield from (tables_of(read(each)) for each in found(stage))
+                yield from map(read, found(stage))
 
     @contextlib.contextmanager
     def _reading(self, folder: str) -> Iterator[tuple[Callable[[str], list[ArtifactRef]], Read]]:
@@ -218,7 +229,7 @@ def _artifacts(reader: RunReader, folder: str, stage: str) -> Iterator[str]:
 
 
 def _joined(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    # Tables of an earlier version lack columns.
+    # Rows of other windows of noisy steps have other columns.
     return pl.concat(tables, how="diagonal") if tables else pl.DataFrame()
 
 

@@ -1,16 +1,19 @@
 """The names in a run folder: paths for what writes there, parsers for what reads. No other module contains them.
 
 iteration_000001/rollouts, rewards/<label>, advantages     stages of an iteration; artifacts
+iteration_000001/rollouts/part-00000.parquet               a row per sample; one file per shard, and so of the next two
+iteration_000001/rollouts/images-00000.parquet             its images
+iteration_000001/rollouts/states/part-00000.parquet        latents of its noisy denoising steps, which an update reads
 iteration_000001/round_02/...                              the same for its second sampling round
 iteration_000001/metrics.parquet
-policies/000001                                            what an update made; an artifact
+policies/000001/<stream>                                   what an update made of each component; an artifact
 evaluations/000001/..., guardrails/<label>                 held-out prompts, sampled by version 1
 evaluations_of/<prompts>/000001/...                        the same with other prompts or settings
 rescored/<name>/iteration_000001/...                       other rewards over stored rollouts
 trackers.json, tensorboard                                 what trackers call the run; TensorBoard's logs
 
-Beside them the storage keeps `quarantine/` (damaged files), `previous/` (results of an older configuration) and
-`.incoming/` (unfinished files): tasks/storage/artifacts/run_folder.py.
+Beside them the storage keeps `quarantine/` (damaged and replaced files) and `.incoming/` (unfinished files):
+tasks/storage/artifacts/run_folder.py. What an earlier configuration made is a run of its own: `NAME~1`, `NAME~2`.
 """
 
 import re
@@ -20,8 +23,10 @@ ROLLOUTS, REWARDS, ADVANTAGES, UPDATE, GUARDRAILS = "rollouts", "rewards", "adva
 STAGES = (ROLLOUTS, REWARDS, ADVANTAGES, UPDATE)
 """An iteration's stages in their order; the artifact of the update is a policy."""
 
-STATES = "states"
-"""Folder of an artifact of rollouts: the latents of their noisy denoising steps, which only an update reads."""
+PART_FILE, IMAGES_FILE, STATES_FILE = "part-{:05d}.parquet", "images-{:05d}.parquet", "states/part-{:05d}.parquet"
+"""Files of an artifact of rollouts, by the number of the shard."""
+PARTS, IMAGES, STATES = (name.format(0).replace("00000", "*") for name in (PART_FILE, IMAGES_FILE, STATES_FILE))
+"""Patterns of these files. Only rewards and reports read images, and only an update reads states."""
 
 REWARD_COLUMN, ADVANTAGE_COLUMN = "rewards/", "advantages/"
 """Prefixes of columns of joined samples: single rewards, followed by a label; advantages, followed by a stream."""

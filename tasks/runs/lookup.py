@@ -12,9 +12,11 @@ from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.filesystem.files import dump_checked, load_checked
-from tasks.storage.tables.schemas import READABLE_VERSIONS
+from tasks.storage.tables.schemas import SCHEMA_VERSION
 
 CONFIG_FILE, CONFIG_SHA256 = "config.yaml", "config_sha256"
+LAST_OF_BEFORE = "ae0e9c1"
+"""The last commit that reads and continues runs of the schema versions before this program's."""
 _HINT = "Start the run again with its own command, which writes it again."
 
 
@@ -55,7 +57,7 @@ def read_config_file(store: ArtifactStore) -> bytes:
 
 
 def require_schema(store: ArtifactStore) -> None:
-    """Refuse a run that an older or newer version of this program wrote; nothing in it is changed.
+    """Refuse a run that an older or newer version of this program wrote, the same way everywhere; nothing is changed.
 
     Raises:
         InputError: with the schema version that run.json states.
@@ -65,10 +67,11 @@ def require_schema(store: ArtifactStore) -> None:
     except InputError:
         # A damaged file has no known version; its readers report the damage.
         return
-    if isinstance(version, int) and version not in READABLE_VERSIONS:
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        other = f"commit {LAST_OF_BEFORE}" if version < SCHEMA_VERSION else "the newer commit that wrote it"
         hint = (
-            f"This program reads versions {spans(READABLE_VERSIONS)}, and nothing was changed. Start under a new run "
-            "name, or use the version that wrote it."
+            f"This program reads version {SCHEMA_VERSION}, and nothing was changed. Finish the run with {other} "
+            "(`git checkout`), or start under a new run name."
         )
         raise InputError(f"{store.run}/{RUN_FILE}", f"schema version {version}", hint)
 

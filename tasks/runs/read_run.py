@@ -30,7 +30,6 @@ from tasks.runs.reader import RunReader, StoredArtifact
 from tasks.runs.run_view import EvaluationView, IterationView, RunView, Stages, means_of
 from tasks.runs.starts import read_starts
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 from tasks.storage.artifacts.store import RUN_FILE
 from tasks.storage.filesystem.files import load_checked
 
@@ -87,7 +86,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
         baselines=_read_baselines(reader),
         policy_version=version,
         policy_digest=digest,
-        moved=(*reader.moved_files(QUARANTINE), *reader.moved_files(PREVIOUS)),
+        moved=tuple(reader.moved_files()),
         damages=tuple(reader.damages),
         unverified=reader.unverified,
     )

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tasks.storage.artifacts.run_folder import QUARANTINE, REASON_FILE
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import removed_by
 from tasks.storage.filesystem.files import is_local
-from tasks.storage.tables.schemas import READABLE_VERSIONS
+from tasks.storage.tables.schemas import SCHEMA_VERSION
 
 VERIFIED_BYTES = 512 * 2**20
 """How many bytes of artifacts that are not shown are verified: about a second of sha256."""
@@ -29,7 +30,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class MovedFiles:
-    """What a start of the run moved to a folder of `quarantine/` or `previous/`; paths are within the run."""
+    """What a start of the run moved to a folder of `quarantine/`; paths are within the run."""
 
     place: str
     reason: str
@@ -121,14 +122,14 @@ class RunReader:
             return {}
         return values if isinstance(values, Mapping) else {}
 
-    def moved_files(self, folder: str) -> list[MovedFiles]:
-        """Return what was moved to `quarantine/` or `previous/`, in the order of its folders' names."""
+    def moved_files(self) -> list[MovedFiles]:
+        """Return what was moved to `quarantine/`, in the order of its folders' names."""
         found = []
-        for name in self.names(folder):
-            note = self.read_json(f"{folder}/{name}/{REASON_FILE}")
+        for name in self.names(QUARANTINE):
+            note = self.read_json(f"{QUARANTINE}/{name}/{REASON_FILE}")
             paths = note.get("paths")
             moved = tuple(str(path) for path in paths) if isinstance(paths, list) else ()
-            found.append(MovedFiles(f"{folder}/{name}", str(note.get("reason", "no reason is written")), moved))
+            found.append(MovedFiles(f"{QUARANTINE}/{name}", str(note.get("reason", "no reason is written")), moved))
         return found
 
     def report_damage(self, place: str, reason: str) -> None:
@@ -149,9 +150,8 @@ class RunReader:
         except (ValueError, TypeError) as error:
             self.report_damage(name, f"it is not a manifest, or was changed ({type(error).__name__})")
             return None
-        if reference.schema_version not in READABLE_VERSIONS:
-            readable = " or ".join(map(str, READABLE_VERSIONS))
-            reason = f"schema version {reference.schema_version}; this program reads {readable}"
+        if reference.schema_version != SCHEMA_VERSION:
+            reason = f"schema version {reference.schema_version}; this program reads {SCHEMA_VERSION}"
             self.report_damage(folder, reason)
             return None
         if manifest.pruned is not None:
@@ -218,7 +218,7 @@ class RunReader:
 
 def _shown(names: Iterable[str]) -> list[str]:
     """Return the names of an artifact's files except those of states, which only an update reads."""
-    return [name for name in names if not name.startswith(f"{STATES}/")]
+    return [name for name in names if not fnmatchcase(name, STATES)]
 
 
 def refuse_lost(store: ArtifactStore, rollouts: ArtifactRef, folder: str, needed: str) -> None:
@@ -236,7 +236,7 @@ def refuse_lost(store: ArtifactStore, rollouts: ArtifactRef, folder: str, needed
     if pruned is None or needed not in removed_by(pruned):
         return
     names = {folder, store.manifest_path(folder)}
-    found = [each for each in RunReader(store).moved_files(QUARANTINE) if not names.isdisjoint(each.paths)]
+    found = [each for each in RunReader(store).moved_files() if not names.isdisjoint(each.paths)]
     if not found:
         return
     last = found[-1]

@@ -183,7 +183,7 @@ class RunView(RunHistory):
         starts: its starts, in order.
         config_text: content of config.yaml; None without a readable one.
         shown: the iteration to show; None where it has no valid stage.
-        moved: files in `quarantine/`, then those in `previous/`.
+        moved: files in `quarantine/`.
         damages: files that differ from what was written.
         unverified: number of artifacts that are not shown and were too large to verify.
     """

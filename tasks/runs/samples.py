@@ -1,16 +1,19 @@
 """The samples of sampling rounds: rollouts, each reward's values and the advantages, joined by sample_id."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from grpo_core.streams import STREAMS
-from tasks.runs.layout import ADVANTAGE_COLUMN, REWARD_COLUMN, SCORES_FILE
+from tasks.runs.layout import ADVANTAGE_COLUMN, IMAGES, REWARD_COLUMN, SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import Read
 from tasks.storage.tables.advantages import STREAM, read_advantages
+
+IMAGE = "image"
+_IMAGE_TYPE = pl.Struct({"bytes": pl.Binary, "path": pl.String})
 
 ONE_EACH: Mapping[str, Any] = {"on": "sample_id", "how": "left", "validate": "1:1", "maintain_order": "left"}
 """How a table of samples is joined with another that has at most one row for each of them."""
@@ -48,15 +51,28 @@ def read_samples(
 
 def read_rollouts(folders: Iterable[Path], columns: Sequence[str], where: pl.Expr | None = None) -> pl.DataFrame:
     """Read these columns of rollouts, as far as they have them, in the stored order; `where` chooses rows."""
-    return pl.concat((part for folder in folders for part in _parts(folder, columns, where)), how="diagonal")
+    return pl.concat((_chosen(folder, columns, where) for folder in folders), how="diagonal")
 
 
-def _parts(folder: Path, columns: Sequence[str], where: pl.Expr | None) -> Iterator[pl.DataFrame]:
-    for path in tables_of(folder):
-        table = pl.scan_parquet(path)
-        known = set(table.collect_schema().names())
-        chosen = table if where is None else table.filter(where)
-        yield chosen.select([name for name in columns if name in known]).collect()
+def _chosen(folder: Path, columns: Sequence[str], where: pl.Expr | None) -> pl.DataFrame:
+    table = scan_table(folder, images=IMAGE in columns)
+    known = set(table.collect_schema().names())
+    chosen = table if where is None else table.filter(where)
+    return chosen.select([name for name in columns if name in known]).collect()
+
+
+def scan_table(folder: Path, *, images: bool = False) -> pl.LazyFrame:
+    """Scan the table of an artifact; of rollouts of images with the column `image`, if these are wanted.
+
+    An image is null where `grpo prune` deleted it.
+    """
+    table = pl.scan_parquet(tables_of(folder))
+    if not images or "defect" not in table.collect_schema().names():
+        return table
+    files = sorted(folder.glob(IMAGES))
+    if not files:
+        return table.with_columns(pl.lit(None, _IMAGE_TYPE).alias(IMAGE))
+    return table.join(pl.scan_parquet(files).select("sample_id", IMAGE), **ONE_EACH)
 
 
 def with_scores(samples: pl.DataFrame, scores: Mapping[str, Sequence[Path]]) -> pl.DataFrame:
@@ -85,5 +101,5 @@ def with_advantages(samples: pl.DataFrame, files: Sequence[Path]) -> pl.DataFram
 
 
 def tables_of(folder: Path) -> list[Path]:
-    """Return the Parquet files of an artifact, without those in its folders."""
-    return sorted(folder.glob("*.parquet"))
+    """Return the Parquet files of an artifact's table, without those of images and states."""
+    return sorted(path for path in folder.glob("*.parquet") if not path.match(IMAGES))

@@ -17,6 +17,7 @@ from tasks.runs.layout import (
     ADVANTAGES,
     EVALUATIONS,
     GUARDRAILS,
+    PARTS,
     RECOMPUTED,
     RESCORED,
     REWARDS,
@@ -33,7 +34,6 @@ from tasks.runs.records import SamplingRound, StoredEvaluation, StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.parquet import read_columns
-from tasks.storage.tables.schemas import READABLE_VERSIONS
 
 BEST = "best"
 """In place of a number: the policy version with the highest held-out reward."""
@@ -53,6 +53,9 @@ def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunCon
         path.write_bytes(content)
         values = read_mapping(path, "RUN", example="configs/tiny.yaml", keys="run, policy")
         values.pop("replay", None)
+        # An earlier run has another name than when it was made.
+        if "~" in store.run and isinstance(values.get("run"), dict):
+            values["run"]["name"] = store.run
         path.write_text(json.dumps(values))
         return read_config(path, overrides)
 
@@ -139,12 +142,10 @@ def _read_iteration(reader: RunReader, number: int, advantages: str) -> StoredIt
 
 
 def _require(store: ArtifactStore, folder: str) -> ArtifactRef:
-    found, place = store.find(folder), f"{store.run}/{folder}"
+    found = store.find(folder)
     if found is None:
-        raise InputError(place, None, "It is missing, or one of its files was changed; choose other --iterations.")
-    if found.schema_version not in READABLE_VERSIONS:
-        hint = f"This program reads versions {spans(READABLE_VERSIONS)}; choose other --iterations."
-        raise InputError(place, f"schema version {found.schema_version}", hint)
+        hint = "It is missing, or one of its files was changed; choose other --iterations."
+        raise InputError(f"{store.run}/{folder}", None, hint)
     return found
 
 
@@ -152,7 +153,8 @@ def read_samplers(store: ArtifactStore, rollouts: Sequence[ArtifactRef]) -> froz
     """Return version and digest of the policies that sampled the rows of these rollouts."""
     found: set[tuple[int, str]] = set()
     for reference in rollouts:
-        rows = read_columns(store.filesystem, f"{store.root}/{reference.uri}", ("policy_version", "policy_digest"))
+        files = f"{store.root}/{reference.uri}/{PARTS}"
+        rows = read_columns(store.filesystem, files, ("policy_version", "policy_digest"))
         found |= set(zip(*(column.to_pylist() for column in rows.columns), strict=True))
     return frozenset(found)
 

@@ -17,7 +17,7 @@ from tasks.models.resident import ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import current_store
-from tasks.update.component import ComponentUpdate, stored_steps
+from tasks.update.component import ComponentUpdate
 from tasks.update.job import UpdateJob, UpdateOutcome
 from tasks.update.rows import StoredRows, read_training_rows
 
@@ -65,7 +65,7 @@ def carry_out(
     known = {staged / name: sha256 for name, sha256 in settled.items()}
     policy = PolicyRef(version=job.version, digest=weights_digest(staged, known), copies=copy_digests(staged, known))
     _save_state(staged, {stream: optimizer.steps for stream, optimizer in optimizers.items()}, policy)
-    moments = [known[component_folder(staged, stream, job.updates) / OPTIMIZER_FILE] for stream in job.updates]
+    moments = [known[component_folder(staged, stream) / OPTIMIZER_FILE] for stream in job.updates]
     checkpoint_digest = _checkpoint_digest(policy, moments, (staged / STATE_FILE).read_text())
     if process_group.count == 1:
         resident.keep_optimizers(checkpoint_digest, job.updates, optimizers)
@@ -105,7 +105,7 @@ def _save_state(folder: Path, steps: Mapping[Stream, int], policy: PolicyRef) ->
     state = {
         "policy_version": policy.version,
         "policy_digest": policy.digest,
-        "optimizer_steps": stored_steps(steps),
+        "optimizer_steps": dict(steps),
         # No random state is stored: every random number is derived from its place.
         "randomness": "derived from (run seed, iteration, stage, sample)",
     }

@@ -1,7 +1,7 @@
 """The update of one component of a policy: from the previous version's files to those of the next one."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class ComponentUpdate:
 
     def _own(self, policy: Path) -> Path:
         """Return the component's folder in that of a policy."""
-        return component_folder(policy, self.stream, self.job.updates)
+        return component_folder(policy, self.stream)
 
     def _optimizer(self, process_group: ProcessGroup) -> PolicyOptimizer:
         parameters = self.component.trainable_parameters()
@@ -97,8 +97,8 @@ class ComponentUpdate:
         if previous is None:
             return PolicyOptimizer(parameters, self.settings)
         state = json.loads((previous / STATE_FILE).read_text())
-        optimizer = PolicyOptimizer(parameters, self.settings, steps=_steps_so_far(state, self.stream))
-        process_group.load_state(optimizer, load_file(self._own(previous) / OPTIMIZER_FILE))
+        optimizer = PolicyOptimizer(parameters, self.settings, steps=int(state["optimizer_steps"][self.stream]))
+        process_group.load_state(optimizer, load_file(previous / self.stream / OPTIMIZER_FILE))
         return optimizer
 
     def _stored_copy(self, name: CopyName) -> Path | None:
@@ -149,14 +149,3 @@ def _write_steps(folder: Path, steps: int, result: UpdateResult, algorithm: Algo
     columns: dict[str, list[Any]] = {"optimizer_step": list(range(steps - len(result.steps) + 1, steps + 1))}
     columns |= {field.name: [getattr(step, field.name) for step in result.steps] for field in fields(algorithm.metrics)}
     write_table(folder / "update_steps.parquet", algorithm.steps_schema, columns)
-
-
-def stored_steps(steps: Mapping[Stream, int]) -> int | dict[Stream, int]:
-    """Return the optimizer steps of all components as the state has them: one number, or several by stream."""
-    return dict(steps) if len(steps) > 1 else next(iter(steps.values()))
-
-
-def _steps_so_far(state: Mapping[str, Any], stream: Stream) -> int:
-    """Return the optimizer steps of a component, from a state's `stored_steps`."""
-    steps = state["optimizer_steps"]
-    return int(steps[stream] if isinstance(steps, Mapping) else steps)

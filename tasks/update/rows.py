@@ -11,11 +11,12 @@ from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.records import TrainingRows
 from grpo_core.streams import Stream
 from tasks.rollouts.rows import STORED_STREAMS
+from tasks.runs.layout import PARTS
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.advantages import STREAM, read_advantages
 
-_LEFT_ON_DISK = frozenset({"image", "completion", "support_ids"})
+_LEFT_ON_DISK = frozenset({"completion", "support_ids"})
 
 
 @dataclass(frozen=True)
@@ -121,11 +122,10 @@ def read_training_rows(
 
 
 def _read_samples(folders: Sequence[Path]) -> pl.DataFrame:
-    files = [path for folder in folders for path in sorted(folder.glob("*.parquet"))]
-    names = [[name for name in pl.read_parquet_schema(path) if name not in _LEFT_ON_DISK] for path in files]
-    tables = [pl.read_parquet(path, columns=columns) for path, columns in zip(files, names, strict=True)]
-    # Tables of an older schema version lack columns.
-    return pl.concat(tables, how="diagonal")
+    files = [path for folder in folders for path in sorted(folder.glob(PARTS))]
+    return pl.read_parquet(
+        files, columns=[name for name in pl.read_parquet_schema(files[0]) if name not in _LEFT_ON_DISK]
+    )
 
 
 def _read_scores(folder: Path, stream: Stream) -> pl.DataFrame:

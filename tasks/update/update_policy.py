@@ -44,18 +44,12 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "rollouts": [rollouts.digest for rollouts in inputs["rollouts"]],
         "max_staleness": inputs["max_staleness"],
         "advantages": inputs["advantages"].digest,
-        **_described_updates(inputs["updates"]),
+        "updates": {
+            stream: {"update": update.result_settings(), "custom_loss": update.custom_loss}
+            for stream, update in inputs["updates"].items()
+        },
         "seed": inputs["seed"],
     }
-
-
-def _described_updates(updates: Mapping[Stream, AnyUpdateSection]) -> Mapping[str, Any]:
-    """Return what the updates are: under one name for one component, by stream for several."""
-    described: dict[str, Mapping[str, Any]] = {
-        stream: {"update": update.result_settings(), "custom_loss": update.custom_loss}
-        for stream, update in updates.items()
-    }
-    return described if len(described) > 1 else next(iter(described.values()))
 
 
 def _modules(inputs: Mapping[str, Any]) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def measure_file(what: str, schema: pa.Schema, groups: int, tokens: int, side: i
 
 def measure_filter(root: Path) -> Row:
     """Measure how many rollouts a second a filter over all files of a run goes through."""
-    files = str(root / RUN / "iteration_*" / ROLLOUTS / "*.parquet")
+    files = str(root / RUN / "iteration_*" / ROLLOUTS / "part-*.parquet")
     shown = ("sample_id", "prompt", "completion")
 
     def chosen() -> pl.DataFrame:

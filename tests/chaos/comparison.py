@@ -10,7 +10,7 @@ from typing import Any
 from tests.flows.conftest import Runs
 
 CUT_SHORT = "a file is missing or changed, or its writing was cut short"
-_OF_A_START = ("quarantine", "previous", ".stages", ".incoming", ".lock", ".calls")
+_OF_A_START = ("quarantine", ".stages", ".incoming", ".lock", ".calls")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def files_of(runs: Runs, run: str) -> list[str]:
 def unexplained(runs: Runs, run: str) -> list[str]:
     """What was moved away for any other reason than that its writing was cut short."""
     found = []
-    for folder in (*runs.path("quarantine", run=run).glob("*"), *runs.path("previous", run=run).glob("*")):
+    for folder in runs.path("quarantine", run=run).glob("*"):
         note = folder / "reason.json"
         reason = json.loads(note.read_text())["reason"] if note.exists() else None
         # A kill between the making of the folder and the note in it leaves nothing but the folder.

@@ -198,15 +198,14 @@ class Runs:
         return self.root.joinpath(run, *parts)
 
     def reasons(self, run: str = "run") -> list[str]:
-        """Why something was moved to `quarantine/` or `previous/`, in order."""
-        folders = (self.path(name, run=run) for name in ("quarantine", "previous"))
-        notes = [note for folder in folders for note in sorted(folder.glob("*/reason.json"))]
+        """Why something was moved to `quarantine/`, in order."""
+        notes = sorted(self.path("quarantine", run=run).glob("*/reason.json"))
         return [json.loads(note.read_text())["reason"] for note in notes]
 
     def tables(self, run: str = "run") -> dict[str, list[dict[str, Any]]]:
         """Every value of every table of a run, measured times left out."""
         top = self.path(run=run)
-        found = [path for path in sorted(top.rglob("*.parquet")) if not {"quarantine", "previous"} & set(path.parts)]
+        found = [path for path in sorted(top.rglob("*.parquet")) if "quarantine" not in path.parts]
         return {path.relative_to(top).as_posix(): _unmeasured(pl.read_parquet(path)) for path in found}
 
 

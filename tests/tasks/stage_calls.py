@@ -124,4 +124,4 @@ def scoring(values: Callable[[str], float | None]) -> Callable[[JpegReward, Scor
 
 
 def table_of(store: ArtifactStore, reference: ArtifactRef) -> pl.DataFrame:
-    return pl.read_parquet(store.local_files(reference) / "*.parquet")
+    return pl.read_parquet(store.local_files(reference) / "part-*.parquet")

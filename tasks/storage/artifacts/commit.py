@@ -142,7 +142,8 @@ class ArtifactWriter(RunFolder):
             if standing is not None and standing.equals_in_result(manifest):
                 if self.files.damage(place, standing) is None:
                     return standing.reference(f"{self.run}/{folder}")
-                manifest = Manifest(described, manifest.files, previous=(standing.sha256, *standing.previous))
+                # References to it stay valid if only its files have to be written again.
+                manifest = standing if standing.files == manifest.files else manifest
             self.clear_place(folder)
             if is_local(self.filesystem):
                 move_folder(staged, Path(place))
@@ -161,7 +162,7 @@ class ArtifactWriter(RunFolder):
         return (settle_folder if is_local(self.filesystem) else hashes_of)(staged, settled or {})
 
     def put_file(self, file: Path, path: str, sha256: str) -> None:
-        """Put a settled local file into its place, or into the place of an older one, in one step."""
+        """Put a settled local file into its place in one step."""
         if not is_local(self.filesystem):
             self.filesystem.put_file(str(file), path)
             self.files.keep(path, file, sha256)
@@ -178,12 +179,11 @@ class ArtifactWriter(RunFolder):
         write_file_atomically(self.filesystem, path, manifest.content, scratch=scratch)
 
     def clear_place(self, folder: str, *, reason: str | None = None) -> None:
-        """Move an artifact of the run to `previous/` if it is valid, or to `quarantine/` with the reason, if known."""
+        """Move what is in the place of an artifact of the run to `quarantine/`, with the reason if it is known."""
         # The manifest moves first: without it the folder is no artifact.
         present = [path for path in (self.manifest_path(folder), folder) if self.filesystem.exists(self.path(path))]
         if not present:
             return
-        if reason is None and self.valid_manifest_at(self.path(folder)) is not None:
-            self.move_to_previous(present, reason=_REPLACED)
-        else:
-            self.quarantine(present, reason=reason or _CUT_SHORT)
+        if reason is None:
+            reason = _CUT_SHORT if self.valid_manifest_at(self.path(folder)) is None else _REPLACED
+        self.quarantine(present, reason=reason)

@@ -200,7 +200,7 @@ class ArtifactFiles:
             place = target / name
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
-                reason = _difference(manifest, name, self._fetch(f"{folder}/{name}", place, manifest.accepted(name)))
+                reason = _difference(manifest, name, self._fetch(f"{folder}/{name}", place, manifest.files[name]))
             except FileNotFoundError:
                 reason = "is missing"
             if reason is not None:
@@ -231,13 +231,13 @@ class ArtifactFiles:
         version = self._version(path)
         return None if version is None or self.cache is None else self.cache.seen(version)
 
-    def _fetch(self, path: str, target: Path, accepted: frozenset[str]) -> str:
-        """Put a file at `target` and return its sha256."""
+    def _fetch(self, path: str, target: Path, expected: str) -> str:
+        """Put a file at `target` and return its sha256; one that is known to have another is not fetched."""
         if self.cache is None:
             return self._download(path, target)
-        with self.cache.reading(min(accepted)):
+        with self.cache.reading(expected):
             known = self._known(path)
-            if known is not None and (known not in accepted or self.cache.take(known, target)):
+            if known is not None and (known != expected or self.cache.take(known, target)):
                 return known
             return self._download(path, target)
 
@@ -261,6 +261,5 @@ class ArtifactFiles:
 
 
 def _difference(manifest: Manifest, name: str, found: str) -> str | None:
-    if found in manifest.accepted(name):
-        return None
-    return f"has sha256 {found[:12]}, not {manifest.files[name][:12]}"
+    expected = manifest.files[name]
+    return None if found == expected else f"has sha256 {found[:12]}, not {expected[:12]}"

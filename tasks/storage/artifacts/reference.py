@@ -25,7 +25,7 @@ class ArtifactRef(BaseModel):
 
     Attributes:
         uri: folder of the artifact relative to the storage root, `<run>/iteration_000001/rollouts`.
-        sha256: digest of the artifact's manifest, which lists the sha256 of every file.
+        sha256: digest of the artifact's manifest as its stage wrote it, with the sha256 of every file.
         digest: digest of the values that later stages depend on; measured times are not among them.
         schema_version: version of the files' layout.
         rows: number of samples.
@@ -118,17 +118,14 @@ class Manifest:
     Attributes:
         described: fields of the reference, except its uri and sha256.
         files: sha256 by name within the artifact's folder.
-        previous: sha256 of the manifests that this one replaced; references to them mean this one.
         pruned: what was deleted from the artifact and why (a tombstone); None if nothing was deleted.
-        replaced: sha256 of the files that were replaced by smaller ones or deleted. A replaced file is valid in both
-            forms, since the process that replaces it may be killed halfway.
+        deleted: sha256 of the deleted files by name.
     """
 
     described: Mapping[str, Any]
     files: Mapping[str, str]
-    previous: tuple[str, ...] = ()
     pruned: Mapping[str, Any] | None = None
-    replaced: Mapping[str, str] = field(default_factory=dict)
+    deleted: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def content(self) -> bytes:
@@ -137,14 +134,14 @@ class Manifest:
         Raises:
             ValueError: a metric is not finite.
         """
-        optional = {"previous": list(self.previous), "pruned": self.pruned, "replaced": dict(self.replaced)}
-        present = {name: value for name, value in optional.items() if value not in ([], None, {})}
-        return dump_checked({**self.described, "files": dict(self.files), **present})
+        tombstone = {} if self.pruned is None else {"pruned": self.pruned, "deleted": dict(self.deleted)}
+        return dump_checked({**self.described, "files": dict(self.files), **tombstone})
 
     @cached_property
     def sha256(self) -> str:
-        """Digest of the manifest itself."""
-        return hashlib.sha256(self.content).hexdigest()
+        """Digest of the manifest as the stage wrote it: deleting files changes no reference to the artifact."""
+        written = self if self.pruned is None else Manifest(self.described, {**self.files, **self.deleted})
+        return hashlib.sha256(written.content).hexdigest()
 
     def reference(self, uri: str) -> ArtifactRef:
         """Make the reference that stands for the artifact at `uri`.
@@ -155,19 +152,14 @@ class Manifest:
         return ArtifactRef(uri=uri, sha256=self.sha256, **self.described)
 
     def matches(self, reference: ArtifactRef) -> bool:
-        """Return whether the reference means this manifest, or one that it replaced."""
-        known = (self.sha256, *self.previous)
-        return reference.sha256 in known and self.described.get("digest") == reference.digest
+        """Return whether the reference means this artifact."""
+        return reference.sha256 == self.sha256 and self.described.get("digest") == reference.digest
 
     def equals_in_result(self, other: "Manifest") -> bool:
         """Return whether later stages get the same from both; measured seconds may differ."""
         kept = ("digest", "schema_version", "rows", "metrics")
         same = all(self.described.get(name) == other.described.get(name) for name in kept)
         return same and set(self.files) == set(other.files) and self.pruned == other.pruned
-
-    def accepted(self, name: str) -> frozenset[str]:
-        """Return every sha256 that a file may have."""
-        return frozenset({self.files[name], self.replaced.get(name, self.files[name])})
 
 
 @lru_cache(maxsize=64)
@@ -178,12 +170,11 @@ def read_manifest(content: bytes) -> Manifest:
         ValueError: it is no manifest, was changed, or names a file outside of its folder.
     """
     found = load_checked(content)
-    files, replaced = _checked(found.pop("files", None)), _checked(found.pop("replaced", {}))
-    previous, pruned = found.pop("previous", []), found.pop("pruned", None)
-    known = isinstance(previous, list) and all(isinstance(each, str) for each in previous)
-    if not known or not isinstance(pruned, Mapping | None):
+    files, deleted = _checked(found.pop("files", None)), _checked(found.pop("deleted", {}))
+    pruned = found.pop("pruned", None)
+    if not isinstance(pruned, Mapping | None):
         raise ValueError("the manifest has entries of the wrong kind")
-    return Manifest(found, files, tuple(previous), pruned, replaced)
+    return Manifest(found, files, pruned, deleted)
 
 
 def _checked(files: object) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""A run's folder under a storage root: paths, small files, staging, commit lock, `quarantine/` and `previous/`."""
+"""A run's folder under a storage root: paths, small files, staging, commit lock, `quarantine/`, earlier runs."""
 
 import contextlib
 import json
@@ -25,8 +25,8 @@ from tasks.storage.filesystem.files import (
 from tasks.storage.filesystem.lease import Lease, this_process, wait_for_lease
 from tasks.storage.filesystem.roots import open_root, probe_filesystem
 
-QUARANTINE, PREVIOUS = "quarantine", "previous"
-"""Folders for damaged files, and for results of an older configuration."""
+QUARANTINE = "quarantine"
+"""Folder for damaged files, and for results that other results of the same stage replaced."""
 INCOMING = ".incoming"
 REASON_FILE = "reason.json"
 _COMMIT_LOCK = "commit.lock"
@@ -37,7 +37,7 @@ class RunFolder:
 
     Attributes:
         root: the root's path in the filesystem.
-        reasons: what was moved to `quarantine/` or `previous/` since this store was opened, and why.
+        reasons: what was moved to `quarantine/` since this store was opened, and why.
         copied: the run that an artifact was made in, by its folder, for those that another run made.
         unread: records and artifacts of finished stages that a bucket failed to return.
         requested: file with the request for what is written; the run removes it to withdraw the request.
@@ -157,26 +157,28 @@ class RunFolder:
         if self._lease is not None and (loss := self._lease.find_loss()) is not None:
             raise UnreachableStorageError("storage.root", self.path(), loss)
 
-    def quarantine(self, paths: Sequence[str], *, reason: str, copy: bool = False) -> None:
-        """Move damaged files of this run to `quarantine/`, or copy those that the caller is about to overwrite."""
-        self._move_away(QUARANTINE, paths, reason, copy=copy)
-
-    def move_to_previous(self, paths: Sequence[str], *, reason: str) -> None:
-        """Move valid files and folders of this run to `previous/`, from where they can be restored."""
-        self._move_away(PREVIOUS, paths, reason)
-
-    def _move_away(self, folder: str, paths: Sequence[str], reason: str, *, copy: bool = False) -> None:
+    def quarantine(self, paths: Sequence[str], *, reason: str) -> None:
+        """Move files and folders of this run to `quarantine/`; what is valid there can be restored."""
         with translate_remote_errors(self.filesystem, self.root), self.commit_lock():
-            taken = self.filesystem.glob(self.path(f"{folder}/*"))
-            place = f"{folder}/{len(taken) + 1:04d}-{uuid.uuid4().hex[:6]}"
+            taken = self.filesystem.glob(self.path(f"{QUARANTINE}/*"))
+            place = f"{QUARANTINE}/{len(taken) + 1:04d}-{uuid.uuid4().hex[:6]}"
             self.reasons.append(f"{place}: {paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}: {reason}")
             said = json.dumps({"reason": reason, "paths": list(paths)}, indent=1).encode()
             self.write_file(f"{place}/{REASON_FILE}", said)
             for path in paths:
-                if copy:
-                    self.write_file(f"{place}/{path}", self.filesystem.cat_file(self.path(path)))
-                else:
-                    self._move(self.path(path), self.path(f"{place}/{path}"))
+                self._move(self.path(path), self.path(f"{place}/{path}"))
+
+    def earlier_runs(self, run: str | None = None) -> list[str]:
+        """List the runs that earlier configurations of this run, or of another one, have become; the last is first."""
+        name = run or self.run
+        found = (str(path).rstrip("/").rsplit("~", 1)[-1] for path in self.filesystem.glob(f"{self.root}/{name}~*"))
+        return [f"{name}~{number}" for number in sorted((int(each) for each in found if each.isdigit()), reverse=True)]
+
+    def give_to(self, run: str, names: Sequence[str]) -> None:
+        """Move files and folders of this run to the same places in another run of the root."""
+        with translate_remote_errors(self.filesystem, self.root), self.commit_lock():
+            for name in names:
+                self._move(self.path(name), f"{self.root}/{run}/{name}")
 
     def _move(self, source: str, target: str) -> None:
         if is_local(self.filesystem):

@@ -1,16 +1,17 @@
 """A run's artifacts, verified whenever they are read, and restored from other places where they are valid.
 
-Damaged files move to `quarantine/`; a valid artifact that another one replaces moves to `previous/`, from where it can
-be restored. Pruning replaces the manifest by a tombstone and then deletes files.
+Damaged files and artifacts that others replace move to `quarantine/`. Restored is what is valid there, in another run,
+or in the runs that earlier configurations of a run became: `NAME~1`, `NAME~2`.
 """
 
 import contextlib
 import functools
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,8 @@ from tasks.progress import log
 from tasks.storage.artifacts.commit import ArtifactWriter
 from tasks.storage.artifacts.files import GIB, ReadCache, default_cache
 from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleReferenceError
-from tasks.storage.artifacts.run_folder import PREVIOUS, RunFolder
-from tasks.storage.artifacts.tombstones import LINEAGE, pruned_error, restored_tombstone
+from tasks.storage.artifacts.run_folder import QUARANTINE, RunFolder
+from tasks.storage.artifacts.tombstones import LINEAGE, pruned_error
 from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.filesystem.files import is_local, load_checked, move_folder, settle_folder
 
@@ -41,11 +42,11 @@ class ArtifactStore(ArtifactWriter):
     """Artifacts of one run under a storage root that may be any fsspec URL."""
 
     @contextlib.contextmanager
-    def reading(self, *, without: str | None = None) -> Iterator[Read]:
+    def reading(self, *, without: Sequence[str] = ()) -> Iterator[Read]:
         """Give the function that reads artifacts within the block; at its end, copies of remote ones are removed.
 
         Args:
-            without: a folder of the artifacts whose files are not needed, as for `local_files`.
+            without: patterns of the names of files that are not needed, as for `local_files`.
         """
         with contextlib.ExitStack() as stack:
             scratch = None
@@ -58,13 +59,13 @@ class ArtifactStore(ArtifactWriter):
 
             yield read
 
-    def local_files(self, reference: ArtifactRef, folder: Path | None = None, *, without: str | None = None) -> Path:
+    def local_files(self, reference: ArtifactRef, folder: Path | None = None, *, without: Sequence[str] = ()) -> Path:
         """Return the artifact's folder on this machine, every file verified.
 
         Args:
             reference: an artifact of this root.
             folder: where to put the files of a remote artifact; not used for a local root.
-            without: a folder of the artifact whose files are not needed: they are neither verified nor copied.
+            without: patterns of the names of files that are not needed: they are neither verified nor copied.
 
         Raises:
             StaleReferenceError: it is missing or changed; its files are moved to `quarantine/` first.
@@ -74,7 +75,7 @@ class ArtifactStore(ArtifactWriter):
         # Concurrent stages read the same artifact: only one of them may move it away, and memory:// gives all of them
         # one open file.
         with _READING, translate_remote_errors(self.filesystem, self.root):
-            place = f"{self.root}/{reference.uri}"
+            place = self._place_of(reference)
             damage = self._read_files(place, reference, folder, without)
             if damage is None:
                 return Path(place) if folder is None or is_local(self.filesystem) else folder
@@ -85,25 +86,33 @@ class ArtifactStore(ArtifactWriter):
                         self.clear_place(reference.folder, reason=damage)
             raise StaleReferenceError(f"{reference.uri}: {damage}; start the run again and the stage runs again")
 
-    def _read_files(self, place: str, reference: ArtifactRef, folder: Path | None, without: str | None) -> str | None:
+    def _place_of(self, reference: ArtifactRef) -> str:
+        """Return the artifact's folder in the filesystem; another run may have become an earlier run since."""
+        place = f"{self.root}/{reference.uri}"
+        if reference.run == self.run or isinstance(self.matching_manifest(place, reference), Manifest):
+            return place
+        earlier = (f"{self.root}/{run}/{reference.folder}" for run in self.earlier_runs(reference.run))
+        return next((each for each in earlier if isinstance(self.matching_manifest(each, reference), Manifest)), place)
+
+    def _read_files(
+        self, place: str, reference: ArtifactRef, folder: Path | None, without: Sequence[str]
+    ) -> str | None:
         manifest = self.matching_manifest(place, reference)
-        if isinstance(manifest, str):
-            manifest = restored_tombstone(self, reference) or manifest
         if isinstance(manifest, str):
             return manifest
         if manifest.pruned is not None and not manifest.files:
-            raise pruned_error(self, reference, manifest)
-        needed = [name for name in manifest.files if without is None or not name.startswith(f"{without}/")]
+            raise pruned_error(self, place, reference, manifest)
+        needed = [name for name in manifest.files if not any(fnmatchcase(name, pattern) for pattern in without)]
         if is_local(self.filesystem):
             return self.files.damage(place, manifest, needed)
         assert folder is not None, "a remote artifact needs a local folder"
         return self.files.fetch(place, manifest, folder, needed)
 
     def restore_artifact(self, reference: ArtifactRef) -> ArtifactRef:
-        """Return the same artifact in its place in this run, copied from another run or from `previous/` if need be.
+        """Return the same artifact in its place in this run, copied from elsewhere below the root if need be.
 
-        A pruned artifact counts as present while its tombstone is there. It is restored from `previous/` only if the
-        run has the same lineage as when the artifact was pruned, since another one may need the deleted files.
+        A pruned artifact counts as present while its tombstone is there. It is restored only from an earlier run of
+        this one, if this one has the lineage that it was pruned with: another one may need the deleted files.
 
         Raises:
             StaleReferenceError: there is no valid copy; damaged files are moved to `quarantine/` first.
@@ -114,11 +123,11 @@ class ArtifactStore(ArtifactWriter):
             self.copied[reference.folder] = reference.run
         with translate_remote_errors(self.filesystem, self.root):
             damage = self.damage(self.path(home.folder), home)
-            if damage is None or restored_tombstone(self, home) is not None:
+            if damage is None:
                 return home
-            for place in self._other_places(reference):
+            for run, place in self._other_places(reference):
                 manifest = self.matching_manifest(place, reference)
-                if not isinstance(manifest, Manifest) or not self._may_restore(place, manifest, home.folder):
+                if not isinstance(manifest, Manifest) or not self._may_restore(run, manifest, home.folder):
                     continue
                 if self.files.damage(place, manifest) is None:
                     self._copy(place, manifest, home.folder, damage)
@@ -129,17 +138,21 @@ class ArtifactStore(ArtifactWriter):
                     self.clear_place(home.folder, reason=damage)
         raise StaleReferenceError(f"{reference.uri}: {damage}")
 
-    def _other_places(self, reference: ArtifactRef) -> Iterator[str]:
-        yield f"{self.root}/{reference.uri}"
-        for run in dict.fromkeys([self.run, reference.run]):
-            for previous in sorted(self.filesystem.glob(f"{self.root}/{run}/{PREVIOUS}/*"), reverse=True):
-                yield f"{previous}/{reference.folder}"
+    def _other_places(self, reference: ArtifactRef) -> Iterator[tuple[str, str]]:
+        """Yield where the artifact may be, as a run and a folder in the filesystem."""
+        yield reference.run, f"{self.root}/{reference.uri}"
+        runs = list(dict.fromkeys([self.run, reference.run]))
+        for run in (earlier for name in runs for earlier in self.earlier_runs(name)):
+            yield run, f"{self.root}/{run}/{reference.folder}"
+        for run in runs:
+            for place in sorted(self.filesystem.glob(f"{self.root}/{run}/{QUARANTINE}/*"), reverse=True):
+                yield run, f"{place}/{reference.folder}"
 
-    def _may_restore(self, place: str, manifest: Manifest, folder: str) -> bool:
+    def _may_restore(self, run: str, manifest: Manifest, folder: str) -> bool:
         if manifest.pruned is None:
             return True
         lineage = manifest.pruned.get(LINEAGE)
-        return place.startswith(f"{self.path()}/") and lineage is not None and lineage == lineage_of(self, folder)
+        return run in self.earlier_runs() and lineage is not None and lineage == lineage_of(self, folder)
 
     def _copy(self, source: str, manifest: Manifest, folder: str, damage: str) -> None:
         place = self.path(folder)
@@ -158,25 +171,25 @@ class ArtifactStore(ArtifactWriter):
             self.write_manifest(folder, manifest, staged.parent)
 
     def pruned_reason(self, reference: ArtifactRef) -> Mapping[str, Any] | None:
-        """Return what was deleted from an artifact and why, as given to `replace_artifact`; None if nothing was.
+        """Return what was deleted from an artifact and why, as given to `delete_files`; None if nothing was.
 
         Raises:
             StaleReferenceError: the artifact there does not match the reference.
         """
         with translate_remote_errors(self.filesystem, self.root):
-            manifest = self.matching_manifest(f"{self.root}/{reference.uri}", reference)
+            manifest = self.matching_manifest(self._place_of(reference), reference)
         if isinstance(manifest, str):
             raise StaleReferenceError(f"{reference.uri}: {manifest}")
         return manifest.pruned
 
 
-def lineage_of(store: RunFolder, folder: str = "", file: str = RUN_FILE) -> str | None:
-    """Return a digest of what made the artifact in a folder of the run; None if the description lacks it.
+def lineage_of(store: RunFolder, folder: str) -> str | None:
+    """Return a digest of what made the artifact in a folder of the run; None if the run's description lacks it.
 
     Evaluations also depend on the held-out prompts.
     """
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        described = load_checked(store.read_file(file) or b"{}")
+        described = load_checked(store.read_file(RUN_FILE) or b"{}")
         lineage: str = described[LINEAGE]
         return f"{lineage} {described['evaluation']}" if folder.startswith("evaluations/") else lineage
     return None

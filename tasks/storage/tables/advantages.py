@@ -13,21 +13,15 @@ STREAM = "stream"
 
 
 def read_advantages(files: Sequence[Path], columns: Sequence[str] | None = None) -> pa.Table:
-    """Read tables of advantages with the column `stream`; those of runs that knew no streams are of tokens.
+    """Read tables of advantages with the column `stream`.
 
     Args:
         files: at least one.
         columns: names of the columns to read besides `stream`; None for all.
     """
-    return pa.concat_tables([_read(path, columns) for path in files], promote_options="default")
-
-
-def _read(path: Path, columns: Sequence[str] | None) -> pa.Table:
+    wanted = None if columns is None else [*columns, STREAM]
     # Unlike read_table, it does not import pandas.
-    file = pq.ParquetFile(path)
-    wanted = file.schema_arrow.names if columns is None else [*columns, STREAM]
-    table = file.read(columns=wanted)
-    return table if STREAM in table.column_names else table.append_column(STREAM, pa.repeat("tokens", len(table)))
+    return pa.concat_tables([pq.ParquetFile(path).read(columns=wanted) for path in files])
 
 
 def leading_stream(table: pa.Table) -> pa.Table:

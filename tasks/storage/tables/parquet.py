@@ -133,10 +133,10 @@ def part_digests(path: Path) -> list[str]:
     return [str(digest) for digest in json.loads(metadata[DIGESTS.encode()])]
 
 
-def read_columns(filesystem: AbstractFileSystem, folder: str, columns: Sequence[str]) -> pa.Table:
-    """Read columns of an artifact's tables where they lie, unverified; those that a table lacks are left out."""
+def read_columns(filesystem: AbstractFileSystem, pattern: str, columns: Sequence[str]) -> pa.Table:
+    """Read columns of the tables whose paths match, where they lie and unverified; those a table lacks are left out."""
     parts = []
-    for path in sorted(filesystem.glob(f"{folder}/*.parquet")):
+    for path in sorted(filesystem.glob(pattern)):
         with filesystem.open(path) as stream:
             file = pq.ParquetFile(stream)
             parts.append(file.read(columns=[name for name in columns if name in file.schema_arrow.names]))

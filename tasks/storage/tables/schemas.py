@@ -11,8 +11,7 @@ from grpo_core.modality import Modality
 from grpo_core.streams import STREAMS, Stream
 
 SCHEMA_VERSION = 7
-READABLE_VERSIONS = range(7, SCHEMA_VERSION + 1)
-"""Versions of stored tables that this program reads."""
+"""The one version of stored tables that this program writes and reads."""
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -113,10 +112,7 @@ _WITHOUT_TOKENS = [
     ("max_sequence_length", pa.int32()),  # of prompts in ids; null: the pipeline's own
     ("negative_prompt", pa.string()),
 ]
-_IMAGES = [
-    ("defect", pa.string()),  # why the image is unusable, such as NaN pixels; null: it is usable
-    ("image", _IMAGE),
-]
+_DEFECT = ("defect", pa.string())  # why the image is unusable, such as NaN pixels; null: it is usable
 _TEXTS = [
     ("max_completion_length", pa.int32()),
     ("stop", pa.string()),  # JSON list
@@ -126,7 +122,7 @@ _TEXTS = [
 
 
 def rollout_schema(modality: Modality, streams: Collection[Stream]) -> pa.Schema:
-    """Return the schema of rollouts.
+    """Return the schema of rollouts; their images are in files of their own.
 
     Args:
         modality: of the policy.
@@ -136,11 +132,13 @@ def rollout_schema(modality: Modality, streams: Collection[Stream]) -> pa.Schema
     if modality == "text":
         return _described([*_SAMPLE, *of_streams, *_TEXTS, *_ORIGIN, ("completion", pa.string())])
     prompted = [] if "tokens" in streams else _WITHOUT_TOKENS
-    return _described([*_SAMPLE, *_TARGET, *of_streams, *_RENDERING, *prompted, *_ORIGIN, *_IMAGES])
+    return _described([*_SAMPLE, *_TARGET, *of_streams, *_RENDERING, *prompted, *_ORIGIN, _DEFECT])
 
 
 IMAGE_ROLLOUTS = rollout_schema("image", ["tokens"])
 TEXT_ROLLOUTS = rollout_schema("text", ["tokens"])
+
+IMAGES = _described([("sample_id", pa.string()), ("prompt", pa.string()), ("image", _IMAGE)])
 
 STATES = _described(
     [
@@ -157,8 +155,7 @@ BASELINES = _described(
         *(field for field in _SAMPLE if field[0] != "sibling"),
         *_TARGET,
         ("token_ids", pa.list_(pa.int32())),  # empty: nothing was sampled
-        ("defect", pa.string()),
-        ("image", _IMAGE),
+        _DEFECT,
     ]
 )
 

@@ -13,7 +13,7 @@ from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained import LoraSettings, TrainingChoice
-from tasks.models.files import component_folder, model_digest, weights_digest
+from tasks.models.files import model_digest, weights_digest
 from tasks.runs.lookup import write_description
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 from tests.flows.conftest import TINY, TINY_TEXT
@@ -50,7 +50,7 @@ def both_halves() -> GlmImagePolicy:
 def save_components(policy: Policy, folder: Path, copy: str = "") -> None:
     """Write the trained weights of every component as a version has them, or as a copy of those."""
     for stream, component in policy.components.items():
-        own = component_folder(folder, stream, policy.components) / copy
+        own = folder / stream / copy
         own.mkdir(parents=True, exist_ok=True)
         component.save_weights(own)
 

@@ -1,8 +1,11 @@
 """Opening a run's folder: what makes another run of it, and what it says of itself."""
 
+import contextvars
 import functools
 import io
+import itertools
 import json
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,7 +20,13 @@ from flows.pipeline.run import changed_run, open_run
 from grpo_core.errors import InputError
 from tasks.execution import caching
 from tasks.execution.fingerprint import code_fingerprint
+from tasks.progress import listen
+from tasks.runs.lookup import find_run, read_config_file, runs_below
+from tasks.runs.stored import stored_config
+from tasks.storage.artifacts.run_folder import RunFolder
+from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import REPOSITORY, TINY, sha256_of
+from tests.progress import ProgressLog
 
 
 @pytest.fixture
@@ -38,11 +47,18 @@ def config(prompts: Path, *overrides: str) -> RunConfig:
 
 
 def reasons(prompts: Path, *overrides: str, accept_code: bool = False) -> list[str]:
-    """Why the folder's content was moved to `previous/`, after opening the run once more."""
-    root = prompts.parent / "runs"
-    with open_run(config(prompts, *overrides), accept_code=accept_code):
-        pass
-    return [json.loads(note.read_text())["reason"] for note in sorted(root.glob("tiny/previous/*/reason.json"))]
+    """Why the results became an earlier run when the run was opened once more; afterwards it has new ones."""
+    log, made = ProgressLog(), config(prompts, *overrides)
+
+    def opened() -> None:
+        listen(log)
+        with open_run(made, accept_code=accept_code):
+            pass
+
+    contextvars.copy_context().run(opened)
+    (prompts.parent / "runs" / made.run.name / "iteration_000001").mkdir(exist_ok=True)
+    lines = [line.removeprefix(f"{made.run.name}: ").partition("; its results are now the run ") for line in log.lines]
+    return [reason for reason, became, _ in lines if became]
 
 
 def test_opened_again_as_it_was(prompts: Path) -> None:
@@ -53,6 +69,11 @@ def test_opened_again_as_it_was(prompts: Path) -> None:
 def test_another_value_is_another_run(prompts: Path) -> None:
     reasons(prompts)
     assert reasons(prompts, "update.kl_coef=0.02") == ["the configuration changed: update.kl_coef 0.01 -> 0.02"]
+    # The last one before was the first.
+    (reason,) = reasons(prompts)
+    assert "update.kl_coef 0.02 -> 0.01" in reason
+    assert [each.run for each in runs_below(str(prompts.parent / "runs")) or ()] == ["tiny", "tiny~1", "tiny~2"]
+    assert stored_config(find_run("tiny~2", str(prompts.parent / "runs"))).run.name == "tiny~2"
 
 
 @pytest.fixture
@@ -79,6 +100,7 @@ def test_policies_of_other_settings_stay_until_someone_chooses(prompts: Path, tr
     (reason,) = reasons(prompts, OTHER, RESTART)
     assert "update.kl_coef 0.01 -> 0.02" in reason
     assert not (trained / "policies").exists()
+    assert (trained.with_name("tiny~1") / "policies").exists()
     # It is a decision of that start alone.
     assert "on_change" not in (trained / "config.yaml").read_text()
 
@@ -163,9 +185,9 @@ def test_evaluations_of_another_evaluate_section_go_aside(prompts: Path) -> None
     made.mkdir(parents=True)
     assert reasons(prompts, *heldout, "evaluate.every=2") == []
     assert made.exists()
-    (reason,) = reasons(prompts, *heldout, "evaluate.seed=1")
-    assert "seed changed" in reason
+    assert reasons(prompts, *heldout, "evaluate.seed=1") == []
     assert not made.exists()
+    assert list(made.parents[1].glob("quarantine/*/evaluations/000000"))
 
 
 def test_what_changes_memory_leaves_the_run_as_it_is(prompts: Path) -> None:
@@ -179,17 +201,17 @@ def test_changed_code_is_another_run_unless_it_is_accepted(prompts: Path, monkey
     edited = functools.cache(lambda roots: f"edited {code_fingerprint(roots)}" if "update" in roots[0] else "same")
     for module in (caching, lineage):
         monkeypatch.setattr(module, "code_fingerprint", lambda roots: "same")
-    (first,) = reasons(prompts)
+    assert len(reasons(prompts)) == 1
     for module in (caching, lineage):
         monkeypatch.setattr(module, "code_fingerprint", edited)
-    assert reasons(prompts, accept_code=True) == [first]
+    assert reasons(prompts, accept_code=True) == []
     # What was accepted stays accepted.
-    assert reasons(prompts) == [first]
+    assert reasons(prompts) == []
     described = json.loads((prompts.parent / "runs" / "tiny" / "run.json").read_text())
     assert list(described["accepted_code"].values()) == ["same"]
     for module in (caching, lineage):
         monkeypatch.setattr(module, "code_fingerprint", lambda roots: "other" if "update" in roots[0] else "same")
-    assert reasons(prompts)[1:] == ["the code of update policy changed (--accept-code keeps the results)"]
+    assert reasons(prompts) == ["the code of update policy changed (--accept-code keeps the results)"]
 
 
 def test_every_start_is_recorded_with_its_lineage(prompts: Path) -> None:
@@ -201,23 +223,53 @@ def test_every_start_is_recorded_with_its_lineage(prompts: Path) -> None:
     assert len(path.read_text().splitlines()) == 1
 
 
-def test_killed_while_it_moved_to_previous_it_goes_on_to_move(prompts: Path, trained: Path) -> None:
-    (trained / "previous" / "0001-000000").mkdir(parents=True)
-    (trained / "config.yaml").rename(trained / "previous" / "0001-000000" / "config.yaml")
-    reasons(prompts, OTHER, RESTART)
+@pytest.mark.parametrize(
+    ("then", "step"), [*(((), step) for step in range(2, 9)), ((OTHER,), 4), ((OTHER,), 7), ((OTHER, RESTART), 5)]
+)
+def test_killed_while_the_earlier_run_is_made_the_next_start_finishes_it(
+    prompts: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, step: int, then: tuple[str, ...]
+) -> None:
+    """Every change of the folder is a step; the next start may be any."""
+    steps = itertools.count(1)
+    whole = {name: getattr(RunFolder, name) for name in ("_move", "write_file")}
+
+    def counted(name: str) -> Callable[..., None]:
+        def change(*args: object, **kwargs: object) -> None:
+            if next(steps) == step:
+                raise KeyboardInterrupt
+            whole[name](*args, **kwargs)
+
+        return change
+
+    with monkeypatch.context() as patch:
+        for name in whole:
+            patch.setattr(RunFolder, name, counted(name))
+        with pytest.raises(KeyboardInterrupt):
+            reasons(prompts, OTHER, RESTART)
+    begun = bool(list(trained.glob(".becomes~*")))
+    assert begun == (step > 2)
+    reasons(prompts, *then)
+    earlier = trained.with_name("tiny~1")
+    assert not trained.with_name("tiny~2").exists()
+    assert not list(trained.glob(".becomes*"))
+    if not begun:
+        assert (trained / "policies").exists()
+        assert not earlier.exists()
+        return
     assert not (trained / "policies").exists()
+    assert (earlier / "policies" / "000001.manifest.json").exists()
+    assert read_config_file(ArtifactStore(str(earlier.parent), "tiny~1")) != b""
+    assert reasons(prompts, *then[:1]) == []
 
 
-def test_without_its_description_all_that_policies_made_goes_aside(prompts: Path) -> None:
+def test_without_its_description_it_becomes_an_earlier_run(prompts: Path) -> None:
     reasons(prompts)
     run = prompts.parent / "runs" / "tiny"
-    made = ["iteration_000001", "policies", "evaluations", "evaluations_of", "rescored"]
-    for name in [*made, "notes"]:
-        (run / name).mkdir()
-        (run / name / "file").write_text(name)
+    (run / "notes").write_text("notes")
     (run / "run.json").write_bytes(b"{")
     (reason,) = reasons(prompts)
     assert "run.json is missing or damaged" in reason
-    (aside,) = (run / "previous").iterdir()
-    assert {path.name for path in aside.iterdir()} == {*made, "reason.json"}
-    assert (run / "notes" / "file").read_text() == "notes"
+    earlier = run.with_name("tiny~1")
+    assert {path.name for path in earlier.iterdir()} == {
+        *("config.yaml", "iteration_000001", "notes", "run.json", "starts.jsonl")
+    }

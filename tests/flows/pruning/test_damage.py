@@ -18,8 +18,9 @@ from tests.flows.pruning.conftest import RUN, again, deleted, images, iteration,
 PRUNES = {"policies_last": 1, "images_older_than": "1i"}
 
 
+@pytest.mark.slow
 def test_without_its_description_what_was_pruned_comes_back(runs: Runs, trained: tuple[Runs, Start]) -> None:
-    pruned(runs, **PRUNES, evaluations=True)
+    pruned(runs, **PRUNES)
     flip(runs.path("run.json", run=RUN), random.Random(2))
     start = again(runs)
     assert (start.stages, start.summary.policy_digest) == ((), trained[1].summary.policy_digest)
@@ -34,6 +35,7 @@ def test_another_configuration_takes_nothing_that_was_pruned(runs: Runs) -> None
     assert images(runs, iteration(1)) == 4
 
 
+@pytest.mark.slow
 class TestScoresOfRemovedImages:
     def test_a_damaged_table_is_an_error_until_it_is_put_back(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
         pruned(runs, **PRUNES)
@@ -75,7 +77,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_prune_passes_by_damaged_rollouts(runs: Runs, damage: Callable[[Path], object]) -> None:
-    (part,) = runs.path(iteration(1), "rollouts", run=RUN).iterdir()
+    part = runs.path(iteration(1), "rollouts", "part-00000.parquet", run=RUN)
     damage(part)
     left = part.read_bytes() if part.exists() else None
     planned = pruned(runs, dry_run=True, **PRUNES)

@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from flows.pruning.plan import CALLS, ENDS, HELDOUT_IMAGES, IMAGES, MOVED, UNSCORED, VERSIONS, WRITES
+from flows.pruning.plan import CALLS, IMAGES, UNSCORED, VERSIONS, WRITES
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from tasks.runs.lookup import read_config_file, read_description, write_description
@@ -36,7 +36,7 @@ class TestPruned:
     def test_dry_run_then_for_real_then_again_and_the_run_goes_on(
         self, runs: Runs, trained: tuple[Runs, Start]
     ) -> None:
-        requested = {"policies_last": 1, "images_older_than": "1i", "evaluations": True}
+        requested = {"policies_last": 1, "images_older_than": "1i"}
         before, size = tree(runs.root), sum(path.stat().st_size for path in runs.root.rglob("*") if path.is_file())
         planned = pruned(runs, dry_run=True, **requested)
         assert tree(runs.root) == before
@@ -44,15 +44,10 @@ class TestPruned:
         assert (done.dry_run, done.model_dump(exclude={"dry_run"})) == (False, planned.model_dump(exclude={"dry_run"}))
         stays = {4, best(runs)}
         assert stored_versions(ArtifactStore(str(runs.root), RUN)) == sorted(stays)
-        assert deleted(done) == {
-            VERSIONS: 4 - len(stays),
-            IMAGES: 3,
-            **({HELDOUT_IMAGES: 1} if best(runs) == 4 else {}),
-        }
+        assert deleted(done) == {VERSIONS: 4 - len(stays), IMAGES: 3}
         assert [images(runs, iteration(number)) for number in (1, 2, 3, 4)] == [0, 0, 0, 4]
         assert kept(done, VERSIONS) == ({} if best(runs) == 4 else {"2": "it has the best held-out reward"})
-        assert set(kept(done, HELDOUT_IMAGES)) >= {"evaluations/000000"}
-        assert ENDS in kept(done, HELDOUT_IMAGES)["evaluations/000000"]
+        assert images(runs, "evaluations/000002") == 1
         left = sum(path.stat().st_size for path in runs.root.rglob("*") if path.is_file())
         assert size - left == pytest.approx(done.bytes, rel=0.05)
         # Nothing is left to do, for it or for the run.
@@ -61,7 +56,7 @@ class TestPruned:
         assert (second.bytes, deleted(second), contents(runs.root)) == (0, {}, after)
         start = again(runs)
         assert start.stages == ()
-        assert (start.summary.quarantined, start.summary.previous) == ([], [])
+        assert start.summary.quarantined == []
         assert start.summary.model_dump(exclude={"seconds", "folder", "contact_sheet"}) == trained[
             1
         ].summary.model_dump(exclude={"seconds", "folder", "contact_sheet"})
@@ -82,8 +77,6 @@ class TestPruned:
 
     def test_leftovers(self, runs: Runs) -> None:
         store = ArtifactStore(str(runs.root), RUN)
-        store.write_file("damaged", b"12345")
-        store.quarantine(["damaged"], reason="it is damaged")
         long_ago = datetime.now(UTC).timestamp() - 40 * 86400
         for name in ("aa.json", "bb.json"):
             store.write_file(f".calls/{name}", b"{}")
@@ -92,13 +85,8 @@ class TestPruned:
         gone.mkdir(parents=True)
         (gone / "half").write_bytes(b"half")
         (gone.parent / "lock").touch()
-        assert deleted(pruned(runs, previous_older_than="30d", dry_run=True)) == {CALLS: 1, WRITES: 1}
-        (reason,) = runs.path("quarantine", run=RUN).glob("*/reason.json")
-        os.utime(reason, (long_ago, long_ago))
-        done = pruned(runs, previous_older_than="30d")
-        assert deleted(done) == {MOVED: 1, CALLS: 1, WRITES: 1}
+        assert deleted(pruned(runs, images_older_than="30d")) == {CALLS: 1, WRITES: 1}
         assert not gone.exists()
-        assert not reason.parent.exists()
         assert [path.name for path in runs.path(".calls", run=RUN).iterdir()] == ["bb.json"]
 
 
@@ -146,16 +134,6 @@ class TestNeeded:
         versions = kept(pruned(runs, policies_last=2), VERSIONS)
         assert ("1" in versions) == needed
         assert (1 in stored_versions(ArtifactStore(str(runs.root), RUN))) == needed
-
-    def test_what_the_current_configuration_may_restore(self, runs: Runs) -> None:
-        store = ArtifactStore(str(runs.root), RUN)
-        store.write_file("was/run.json", runs.path("run.json", run=RUN).read_bytes())
-        store.move_to_previous(["was"], reason="the configuration changed")
-        (folder,) = runs.path("previous", run=RUN).iterdir()
-        (folder / "was" / "run.json").rename(folder / "run.json")
-        done = pruned(runs, previous_older_than="0d")
-        assert list(kept(done, MOVED)) == [f"previous/{folder.name}"]
-        assert folder.exists()
 
 
 def test_the_program_prints_a_table_and_one_json_object(runs: Runs) -> None:

@@ -74,7 +74,7 @@ class TestSameSettings:
         again, heard = run_replay(finished, "rewards.0.weight=2.0", name="whole")
         assert tuple(heard.stages) == UPDATES[1:]
         assert again.policy_digest == whole.policy_digest
-        finished.path("policies/000001/adapter_model.safetensors", run="whole").write_bytes(b"damaged")
+        finished.path("policies/000001/tokens/adapter_model.safetensors", run="whole").write_bytes(b"damaged")
         again, heard = run_replay(finished, "rewards.0.weight=2.0", name="whole")
         assert tuple(heard.stages) == UPDATES[:1]
         assert again.policy_digest == whole.policy_digest
@@ -147,7 +147,7 @@ class TestCorrection:
         for cap in (2.0, 6.0):
             sets = ("update.kl_coef=0.0", f"update.mismatch={{mode: truncate, level: token, cap: {cap}}}")
             run_replay(finished, *sets, iterations="2", name=f"cap{cap}")
-            steps = pl.read_parquet(finished.path("policies/000001/update_steps.parquet", run=f"cap{cap}"))
+            steps = pl.read_parquet(finished.path("policies/000001/tokens/update_steps.parquet", run=f"cap{cap}"))
             assert metrics(finished, 1, f"cap{cap}")["mismatch/mean_weight"] == pytest.approx(cap)
             norms.append(steps["grad_norm"][0])
         assert norms[1] / norms[0] == pytest.approx(3.0, rel=1e-4)

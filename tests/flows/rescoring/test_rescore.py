@@ -129,7 +129,7 @@ def test_a_rescoring_changed_under_its_name_leaves_no_previous_advantages(finish
     scored_again(finished, PSNR, name="one", iterations="2")
     assert not finished.path("rescored", "one", "iteration_000001", "advantages.manifest.json").exists()
     assert "the rewards of the rescoring one changed" in finished.reasons()[-1]
-    (kept,) = finished.path("previous").rglob("one/iteration_000001/advantages/advantages.parquet")
+    (kept,) = finished.path("quarantine").rglob("one/iteration_000001/advantages/advantages.parquet")
     assert pl.read_parquet(kept).equals(whole)
     (error,) = refused(lambda: plan_replay(request_replay(finished, advantages="one")))
     assert "iteration_000001/advantages" in error.place

@@ -18,7 +18,7 @@ def test_a_run_starts_from_a_version_of_another(empty: Runs) -> None:
     adapted = {"policy__lora": None, "update__kl_coef": 0.1, "run__iterations": 1, **EVALUATED}
     second = empty.start("second", policy__adapter="first@2", **adapted)
     assert second.summary.heldout_before == first.summary.heldout_after
-    steps = pl.read_parquet(empty.path("policies", "000001", "update_steps.parquet", run="second"))
+    steps = pl.read_parquet(empty.path("policies", "000001", "tokens", "update_steps.parquet", run="second"))
     # The KL is that to the adapter, and not to the model under it.
     assert steps["kl"][0] == pytest.approx(0.0, abs=1e-9)
     assert steps["kl"][1] > 0

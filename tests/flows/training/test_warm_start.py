@@ -14,7 +14,7 @@ ADAPTER = {"rank": 8, "alpha": 8.0}
 
 
 def steps(runs: Runs, run: str) -> pl.DataFrame:
-    return pl.read_parquet(runs.path("policies/000001/update_steps.parquet", run=run))
+    return pl.read_parquet(runs.path("policies/000001/tokens/update_steps.parquet", run=run))
 
 
 def test_weights_go_on_and_the_optimizer_begins_anew(finished: Runs) -> None:

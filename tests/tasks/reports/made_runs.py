@@ -16,6 +16,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.parquet import TableWriter, write_table
 from tasks.storage.tables.schemas import (
     ADVANTAGES,
+    IMAGES,
     METRICS,
     REWARDS,
     SCHEMA_VERSION,
@@ -131,11 +132,13 @@ class RunMaker:
             # No denoising step of an evaluation is noisy.
             recorded = [each for each in self.streams if each == "tokens" or iteration_of(prefix) is not None]
             schema = rollout_schema(self.modality, recorded)
-            writer = TableWriter(staged / "part-00000.parquet", schema)
-            for group in range(len(self.prompts)):
-                rows = [self._row(group, sibling, prefix, seed) for sibling in range(GROUP_SIZE)]
-                writer.write({name: [row.get(name) for row in rows] for name in schema.names})
-            writer.close()
+            tables = {"part": schema} if self.texts else {"part": schema, "images": IMAGES}
+            for kind, each in tables.items():
+                writer = TableWriter(staged / f"{kind}-00000.parquet", each)
+                for group in range(len(self.prompts)):
+                    rows = [self._row(group, sibling, prefix, seed) for sibling in range(GROUP_SIZE)]
+                    writer.write({name: [row.get(name) for row in rows] for name in each.names})
+                writer.close()
             return self.commit(staged, f"{place}/rollouts", SECONDS["rollouts"], {"tokens": 16.0})
 
     def place(self, sibling: int, prefix: str) -> tuple[int, int]:

@@ -138,7 +138,7 @@ def test_a_run_without_tokens_has_a_page(tmp_path: Path) -> None:
 def test_prompts_warnings_and_configuration_are_data(tmp_path: Path) -> None:
     maker = whole_run(tmp_path, prompts=(EVIL, "plain"))
     maker.store.write_file("config.yaml", ("run: {iterations: 2}\n# " + EVIL).encode())
-    maker.store.move_to_previous(["run.json"], reason=EVIL)
+    maker.store.quarantine(["run.json"], reason=EVIL)
     text = "".join(check_offline(page_of(maker, warnings=(EVIL,))).text)
     assert text.count(EVIL) == 5  # the group, the held-out pair, the configuration, what was moved, the warning
     assert "ranranran" not in text

@@ -125,12 +125,12 @@ def test_metrics_come_from_the_stages_whatever_else_is_damaged(
 
 def test_moved_folders_and_their_reasons(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
-    maker.store.move_to_previous(["iteration_000002"], reason="the configuration changed: seed 1 -> 2")
-    broken = maker.folder / "previous" / "0002-abcdef"
+    maker.store.quarantine(["iteration_000002"], reason="a bit fell")
+    broken = maker.folder / "quarantine" / "0002-abcdef"
     broken.mkdir()
     (broken / "reason.json").write_text(json.dumps({"reason": 3, "paths": 4}))
     first, second = read(maker).moved
-    assert first.reason == "the configuration changed: seed 1 -> 2"
+    assert first.reason == "a bit fell"
     assert first.paths == ("iteration_000002",)
     assert (second.reason, second.paths) == ("3", ())
 

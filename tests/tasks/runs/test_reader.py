@@ -10,10 +10,10 @@ from tasks.rewards.stored import joined_folder
 from tasks.runs import reader as artifact_reader
 from tasks.runs.reader import RunReader, refuse_lost
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, STATES_REMOVED, replace_artifact
+from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, STATES_REMOVED, delete_files
 from tasks.storage.filesystem.files import dump_checked, load_checked
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte
-from tests.tasks.storage.made_artifacts import FOLDER, commit
+from tests.tasks.storage.made_artifacts import FOLDER, NESTED, commit
 
 SCORES = "iteration_000001/rewards/ssim"
 FILE = f"{SCORES}/scores.parquet"
@@ -118,9 +118,7 @@ def test_a_quarantined_artifact_is_named_with_the_last_reason(store: ArtifactSto
     # While everything is there it is only made again.
     refuse_lost(store, rollouts, folder, needed)
     by = f"grpo prune --{needed}-older-than 1i"
-    with store.staging() as staged:
-        (staged / "part-00000.parquet").write_bytes(b"less")
-        replace_artifact(store, rollouts, staged, pruned={"removed": needed, "by": by, "on": "2026-01-01"})
+    delete_files(store, rollouts, [NESTED], pruned={"removed": needed, "by": by, "on": "2026-01-01"})
     (other,) = {IMAGES_REMOVED, STATES_REMOVED} - {needed}
     refuse_lost(store, rollouts, folder, other)
     with pytest.raises(InputError) as caught:
@@ -133,9 +131,10 @@ def test_a_quarantined_artifact_is_named_with_the_last_reason(store: ArtifactSto
 def test_what_was_never_made_or_moved_with_its_run_is_not_lost(store: ArtifactStore) -> None:
     rollouts = commit(store)
     store.write_file("iteration_000001/rewards/psnr/scores.parquet", b"x")
-    store.move_to_previous(["iteration_000001"], reason="the configuration changed")
+    store.give_to("run~1", ["iteration_000001"])
     rollouts = commit(store)
-    replace_artifact(store, rollouts, None, pruned={"removed": IMAGES_REMOVED, "by": "grpo prune", "on": "2026-01-01"})
+    pruned = {"removed": IMAGES_REMOVED, "by": "grpo prune", "on": "2026-01-01"}
+    delete_files(store, rollouts, [NESTED], pruned=pruned)
     store.write_file("quarantine/0009-zzz/reason.json", b"[]")
     for folder in (TABLE, "iteration_000001/rewards/psnr"):
         refuse_lost(store, rollouts, folder, IMAGES_REMOVED)

@@ -4,22 +4,22 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
+from tasks.storage.artifacts.run_folder import QUARANTINE
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.artifacts.tombstones import replace_artifact
+from tasks.storage.artifacts.tombstones import delete_files
 
 FOLDER = "iteration_000001/rollouts"
 MANIFEST = f"{FOLDER}.manifest.json"
 PART = f"{FOLDER}/part-00000.parquet"
 FILES = {"part-00000.parquet": b"first part", "nested/part-00001.bin": bytes(range(256))}
-FEWER = {"part-00000.parquet": b"first"}
+NESTED = "nested/part-00001.bin"
 PRUNED = {"removed": "images", "older_than_days": 30}
 
 ON_EACH_KIND_OF_ROOT = pytest.mark.parametrize(
@@ -42,15 +42,12 @@ def commit(store: ArtifactStore, folder: str = FOLDER, *, seconds: float = 1.0, 
         )
 
 
-def replace(
-    store: ArtifactStore, reference: ArtifactRef, files: dict[str, bytes] | None, pruned: Mapping[str, Any] = PRUNED
+def delete(
+    store: ArtifactStore, reference: ArtifactRef, names: Collection[str], pruned: Mapping[str, Any] = PRUNED
 ) -> ArtifactRef:
-    """Replace the files of an artifact by these, or by none."""
-    if files is None:
-        return replace_artifact(store, reference, None, pruned=pruned)
-    with store.staging() as staged:
-        stage(staged, files)
-        return replace_artifact(store, reference, staged, pruned=pruned)
+    """Delete these files of an artifact."""
+    delete_files(store, reference, names, pruned=pruned)
+    return reference
 
 
 def root_url(store: ArtifactStore) -> str:
@@ -87,21 +84,17 @@ def read(store: ArtifactStore, reference: ArtifactRef, folder: Path) -> dict[str
     return {path.relative_to(local).as_posix(): path.read_bytes() for path in local.rglob("*") if path.is_file()}
 
 
-def moved(store: ArtifactStore, *folders: str) -> list[str]:
-    """Reasons why something was moved to `quarantine/` or `previous/`."""
-    notes = [
-        note
-        for folder in folders or (QUARANTINE, PREVIOUS)
-        for note in sorted(store.filesystem.glob(store.path(f"{folder}/*/reason.json")))
-    ]
+def moved(store: ArtifactStore) -> list[str]:
+    """Reasons why something was moved to `quarantine/`."""
+    notes = sorted(store.filesystem.glob(store.path(f"{QUARANTINE}/*/reason.json")))
     return [json.loads(store.filesystem.cat_file(note))["reason"] for note in notes]
 
 
 def contents(store: ArtifactStore) -> dict[str, bytes]:
-    """Every file of a run but those of locks, `quarantine/` and `previous/`."""
+    """Every file of a run but those of locks and `quarantine/`."""
     top = store.path()
     found = {str(path).removeprefix(f"{top}/"): path for path in store.filesystem.find(top)}
-    shown = {name: path for name, path in found.items() if not name.startswith((".", QUARANTINE, PREVIOUS))}
+    shown = {name: path for name, path in found.items() if not name.startswith((".", QUARANTINE))}
     return {name: store.filesystem.cat_file(path) for name, path in shown.items()}
 
 

@@ -25,7 +25,9 @@ def rollouts(rows: int, *, seed: int = 2**63 - 1) -> dict[str, list[object]]:
         "temperature": 1.0,
         "seed": seed,
     }
-    columns: dict[str, list[object]] = {name: [known.get(name)] * rows for name in schemas.IMAGE_ROLLOUTS.names}
+    columns: dict[str, list[object]] = {
+        name: [known.get(name)] * rows for name in (*schemas.IMAGE_ROLLOUTS.names, "image")
+    }
     columns["sibling"] = list(range(rows))
     columns["image"] = [{"bytes": image(shade), "path": f"{shade}.png"} for shade in range(rows)]
     return columns

@@ -100,13 +100,14 @@ def test_a_moving_average_is_kept_with_the_version_and_can_be_its_weights(store:
     before = start
     for name in ("first", "second"):
         folder = Path(store.path("policies/000001")) if name == "first" else tmp_path / name
-        new, average = load_file(folder / "model.safetensors"), load_file(folder / "ema" / "model.safetensors")
+        own = folder / "tokens"
+        new, average = load_file(own / "model.safetensors"), load_file(own / "ema" / "model.safetensors")
         for key, value in average.items():
             assert torch.equal(value, 0.25 * new[key] + 0.75 * before[key]), key
         before = average
     placement = PlacementSection(device="cpu")
     averaged = resource(ResidentPolicy).at(policy.averaged, TEXTS.spec(), TEXTS.rollout, placement)
-    first = load_file(Path(store.path("policies/000001")) / "ema" / "model.safetensors")
+    first = load_file(Path(store.path("policies/000001")) / "tokens" / "ema" / "model.safetensors")
     parameters = averaged.components["tokens"].trainable_parameters()
     assert all(torch.equal(first[name], parameters[name].detach()) for name in first.keys() & parameters.keys())
     assert policy.averaged.digest == policy.copies["ema"] != policy.digest

@@ -23,7 +23,7 @@ from tasks.models.files import weights_digest
 from tasks.models.resident import ResidentPolicy
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tasks.storage.artifacts.tombstones import STATES_REMOVED, replace_artifact
+from tasks.storage.artifacts.tombstones import STATES_REMOVED, delete_files
 from tasks.update.carry_out import carry_out
 from tasks.update.job import UpdateJob, UpdateOutcome
 from tasks.update.update_policy import update_policy_task
@@ -119,14 +119,14 @@ def test_each_component_learns_from_its_rows_and_is_stored_apart(both: Updated) 
 def test_a_component_is_trained_as_in_a_run_of_its_own(
     stream: Stream, both: Updated, store: ArtifactStore, tmp_path: Path
 ) -> None:
-    """No update sees the other's rows, settings or weights; one component alone is stored without a subfolder."""
+    """No update sees the other's rows, settings or weights."""
     single = changed(JOINT, train=(stream,))
     (rollouts,) = both.job.rollouts
     job = job_of(single, rollouts, trained_advantages(single, rollouts), update={stream: UPDATES[stream]})
     assert alone(job, tmp_path / "one").rows == {"tokens": 8, "denoising": 6}[stream]
     state = json.loads((tmp_path / "one" / "training_state.json").read_text())
-    assert state["optimizer_steps"] == {"tokens": 4, "denoising": 1}[stream]
-    ours, theirs = load_file(both.folder / stream / ADAPTER), load_file(tmp_path / "one" / ADAPTER)
+    assert state["optimizer_steps"] == {stream: {"tokens": 4, "denoising": 1}[stream]}
+    ours, theirs = load_file(both.folder / stream / ADAPTER), load_file(tmp_path / "one" / stream / ADAPTER)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     assert ours.keys() == theirs.keys()
 
@@ -168,13 +168,13 @@ def test_the_averaged_policy_is_loaded_by_component(both: Updated, store: Artifa
 
 def disturbed(stored: ArtifactRef, column: str, store: ArtifactStore) -> ArtifactRef:
     """The rollouts with other log-probs in a column, committed in their place."""
-    table = pl.read_parquet(sorted(store.local_files(stored).glob("*.parquet")))
+    table = pl.read_parquet(sorted(store.local_files(stored).glob("part-*.parquet")))
     with store.staging() as staged:
         for path in store.local_files(stored).rglob("*.parquet"):
             target = staged / path.relative_to(store.local_files(stored))
             target.parent.mkdir(exist_ok=True)
             target.write_bytes(path.read_bytes())
-        (written,) = staged.glob("*.parquet")
+        (written,) = staged.glob("part-*.parquet")
         table.with_columns(pl.col(column).list.eval(pl.element() + 0.01)).write_parquet(written)
         return store.commit(
             staged,
@@ -260,7 +260,7 @@ def test_a_kill_between_the_components_leaves_no_version(
     assert (again.digest, again.checkpoint.digest) == (outcome.policy.digest, outcome.checkpoint_digest)
     # A version that is damaged after the states were pruned cannot be made again.
     store.clear_place("policies/000001", reason="a bit fell")
-    replace_artifact(store, job.rollouts[0], None, pruned={"removed": STATES_REMOVED})
+    delete_files(store, job.rollouts[0], ["states/part-00000.parquet"], pruned={"removed": STATES_REMOVED})
     with pytest.raises(InputError, match=r"policies/000001: got 'damaged'. .*\(a bit fell\).*: the states of "):
         make()
 

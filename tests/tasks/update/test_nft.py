@@ -75,7 +75,7 @@ def test_finished_latents_are_stored_and_read(store: ArtifactStore, tmp_path: Pa
     job = nft_job()
     (rollouts,) = job.rollouts
     folder = store.local_files(rollouts, tmp_path / "rollouts")
-    table = pl.concat([pl.read_parquet(path) for path in sorted(folder.glob("*.parquet"))])
+    table = pl.concat([pl.read_parquet(path) for path in sorted(folder.glob("part-*.parquet"))])
     assert table["denoising_logprobs"].to_list() == [[]] * 8
     assert table["window_start"].unique().to_list() == [STEPS]
     family, scratch = ModelSpec.model_validate(job.model).family, tmp_path / "scratch"
@@ -100,10 +100,10 @@ def test_an_update_trains_and_stores_its_own_steps(store: ArtifactStore, tmp_pat
     assert outcome.metrics["optimizer_steps"] == 2.0
     assert outcome.metrics["nft/positive_error"] > 0
     assert outcome.metrics["kl"] == pytest.approx(outcome.metrics["nft/velocity_change"] / 2)
-    steps = pl.read_parquet(tmp_path / "new" / "update_steps.parquet")
+    steps = pl.read_parquet(tmp_path / "new" / "denoising" / "update_steps.parquet")
     assert steps.columns == NFT_STEPS.names
     assert steps["optimizer_step"].to_list() == [1, 2]
-    weights = load_file(tmp_path / "new" / "adapter_model.safetensors")
+    weights = load_file(tmp_path / "new" / "denoising" / "adapter_model.safetensors")
     assert all(value.abs().max() > 0 for name, value in weights.items() if "lora_B" in name)
 
 
@@ -123,16 +123,17 @@ def test_an_update_goes_on_from_what_is_stored_and_the_old_policy_follows(store:
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     first = Path(store.path("policies/000001"))
     (policy_1, old_1), (policy_2, old_2) = (
-        [load_file(folder / ADAPTER) for folder in (version, version / "old")]
+        [load_file(folder / ADAPTER) for folder in (version / "denoising", version / "denoising" / "old")]
         for version in (first, tmp_path / "second")
     )
     # Adapters begin at zero.
     assert all(torch.equal(old_1[name], 0.75 * value) for name, value in policy_1.items() if "lora_B" in name)
     assert all(torch.equal(old_2[name], 0.5 * value + 0.5 * old_1[name]) for name, value in policy_2.items())
     # They are what sampled, and what the first step is measured from.
-    assert policy.copies["old"] == weights_digest(first / "old") != policy.digest
-    assert (tmp_path / "sampler" / ADAPTER).read_bytes() == (first / "old" / ADAPTER).read_bytes()
-    steps = pl.read_parquet(tmp_path / "second" / "update_steps.parquet")
+    old = first / "denoising" / "old"
+    assert policy.copies["old"] == weights_digest(old) != policy.digest
+    assert (tmp_path / "sampler" / ADAPTER).read_bytes() == (old / ADAPTER).read_bytes()
+    steps = pl.read_parquet(tmp_path / "second" / "denoising" / "update_steps.parquet")
     assert steps["velocity_change"][0] > 0
 
 

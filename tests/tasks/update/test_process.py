@@ -1,5 +1,6 @@
 """The update in several processes: the weights and moments of one, every row once, and failures that are reported."""
 
+import json
 import os
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
         last[way] = kept.local_files(policy.checkpoint)
     assert largest_difference(last["one"], last["changing"]) < 3e-6
     states = [(folder / "training_state.json").read_text() for folder in last.values()]
-    assert all('"optimizer_steps": 12' in state for state in states)
+    assert all(json.loads(state)["optimizer_steps"] == {"tokens": 12} for state in states)
     assert all((folder / "reference").exists() for folder in last.values())
 
 
@@ -244,7 +245,7 @@ def test_the_task_starts_its_processes_and_the_next_rollouts_are_the_new_version
     assert largest_difference(kept.local_files(one.checkpoint), store.local_files(two.checkpoint)) < 1e-6
     again = modality.collect(one)
     ours, theirs = (
-        pl.read_parquet(place.local_files(reference) / "*.parquet")
+        pl.read_parquet(place.local_files(reference) / "part-*.parquet")
         for place, reference in ((store, drawn), (kept, again))
     )
     assert set(ours["policy_digest"]) == {two.digest}

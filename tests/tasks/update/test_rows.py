@@ -1,10 +1,9 @@
-"""Which stored rows an update trains: those with an advantage in its stream, of tables of this version and the last."""
+"""Which stored rows an update trains: those with an advantage in its stream."""
 
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from grpo_core.policies.protocol import policy_family
@@ -13,24 +12,23 @@ from grpo_core.streams import Stream
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.parquet import write_table
-from tasks.storage.tables.schemas import ADVANTAGES, IMAGE_ROLLOUTS
+from tasks.storage.tables.schemas import ADVANTAGES, IMAGE_ROLLOUTS, SCHEMA_VERSION
 from tasks.update.rows import read_training_rows
 
 POLICY = PolicyRef(version=0, digest="d" * 64)
-NEW = {"token_sample", "image_number", "stream"}
-"""Columns that tables of version 5 do not have."""
 
 
-def commit(store: ArtifactStore, folder: str, schema: pa.Schema, columns: dict[str, Any], version: int) -> ArtifactRef:
+def commit(store: ArtifactStore, folder: str, schema: pa.Schema, columns: dict[str, Any]) -> ArtifactRef:
     rows = len(columns["sample_id"])
-    kept = [field for field in schema if version > 5 or field.name not in NEW]
-    table = {field.name: columns.get(field.name, [None] * rows) for field in kept}
+    table = {name: columns.get(name, [None] * rows) for name in schema.names}
     with store.staging() as staged:
-        digest = write_table(staged / "part-00000.parquet", pa.schema(kept, metadata=schema.metadata), table)
-        return store.commit(staged, folder, digest=digest, schema_version=version, rows=rows, seconds=0.0, metrics={})
+        digest = write_table(staged / "part-00000.parquet", schema, table)
+        return store.commit(
+            staged, folder, digest=digest, schema_version=SCHEMA_VERSION, rows=rows, seconds=0.0, metrics={}
+        )
 
 
-def rollouts(store: ArtifactStore, names: list[str], iteration: int = 1, version: int = 7) -> ArtifactRef:
+def rollouts(store: ArtifactStore, names: list[str], iteration: int = 1) -> ArtifactRef:
     """Tokens [1], [1, 2], ... with log-probs of -1 each."""
     rows = len(names)
     lengths = range(1, rows + 1)
@@ -53,11 +51,11 @@ def rollouts(store: ArtifactStore, names: list[str], iteration: int = 1, version
         "policy_version": [0] * rows,
         "policy_digest": [POLICY.digest] * rows,
     }
-    return commit(store, f"iteration_{iteration:06d}/rollouts", IMAGE_ROLLOUTS, columns, version)
+    return commit(store, f"iteration_{iteration:06d}/rollouts", IMAGE_ROLLOUTS, columns)
 
 
 def advantages(
-    store: ArtifactStore, values: list[tuple[str, Stream, float | None]], version: int = 7, reward: float | None = 0.5
+    store: ArtifactStore, values: list[tuple[str, Stream, float | None]], reward: float | None = 0.5
 ) -> ArtifactRef:
     names, streams, numbers = zip(*values, strict=True)
     columns = {
@@ -66,7 +64,7 @@ def advantages(
         "advantage": numbers,
         "reward": [reward] * len(values),
     }
-    return commit(store, "iteration_000009/advantages", ADVANTAGES, columns, version)
+    return commit(store, "iteration_000009/advantages", ADVANTAGES, columns)
 
 
 def read(
@@ -86,26 +84,17 @@ def test_rows_with_an_advantage_in_the_stream_and_no_others(store: ArtifactStore
     assert rows.advantages.tolist() == [1.0]
 
 
-@pytest.mark.parametrize("versions", [(5, 5, 5), (5, 6, 6)])
-def test_tables_of_version_5_are_read_as_tokens(
-    store: ArtifactStore, tmp_path: Path, versions: tuple[int, int, int]
-) -> None:
-    """Also beside those of this version, as in a run that goes on with it."""
-    first, second, scored = versions
-    parts = [rollouts(store, ["a", "b"], version=first), rollouts(store, ["c"], 2, version=second)]
-    scores = advantages(store, [("a", "tokens", 1.0), ("b", "tokens", None), ("c", "tokens", 3.0)], scored)
+def test_tables_of_several_rounds_are_read_as_one(store: ArtifactStore, tmp_path: Path) -> None:
+    parts = [rollouts(store, ["a", "b"]), rollouts(store, ["c"], 2)]
+    scores = advantages(store, [("a", "tokens", 1.0), ("b", "tokens", None), ("c", "tokens", 3.0)])
     rows = read(store, parts, scores, tmp_path)
     assert rows.sample_ids == ("a", "c")
     assert rows.advantages.tolist() == [1.0, 3.0]
     assert (rows.max_length, rows.rollout_logprobs.tolist()) == (9, [[-1.0], [-1.0]])
-    assert [path.name for path in Path(store.path("iteration_000001/rollouts")).iterdir()] == ["part-00000.parquet"]
-    found = pq.read_schema(Path(store.path("iteration_000001/rollouts")) / "part-00000.parquet").names
-    assert ("token_sample" in found) == (first > 5)
 
 
-@pytest.mark.parametrize("version", [5, 6])
-def test_a_stream_without_advantages_is_refused(store: ArtifactStore, tmp_path: Path, version: int) -> None:
-    drawn, scores = rollouts(store, ["a"], version=version), advantages(store, [("a", "tokens", 1.0)], version)
+def test_a_stream_without_advantages_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
+    drawn, scores = rollouts(store, ["a"]), advantages(store, [("a", "tokens", 1.0)])
     with pytest.raises(ValueError, match="no sample has an advantage in its denoising"):
         read(store, [drawn], scores, tmp_path, "denoising")
 

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.reference import StaleReferenceError
-from tasks.storage.artifacts.run_folder import INCOMING, PREVIOUS, QUARANTINE
+from tasks.storage.artifacts.run_folder import INCOMING
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.failures import StorageError
 from tasks.storage.filesystem.files import dump_checked, load_checked
@@ -70,11 +70,11 @@ class TestCommit:
             )
         assert contents(store) == {}
 
-    def test_another_result_moves_the_first_to_previous(self, store: ArtifactStore) -> None:
+    def test_another_result_moves_the_first_to_quarantine(self, store: ArtifactStore) -> None:
         first, second = commit(store, rows=4), commit(store, rows=5)
         assert first.sha256 != second.sha256
         assert store.find(FOLDER) == second
-        assert moved(store) == moved(store, PREVIOUS) == ["another result of the same stage took its place"]
+        assert moved(store) == ["another result of the same stage took its place"]
         assert store.restore_artifact(first) == first
         assert store.find(FOLDER) == first
 
@@ -83,10 +83,9 @@ class TestCommit:
         assert commit(store, seconds=2.0) == first
         assert moved(store) == []
         flip(store, PART)
-        third = commit(store, seconds=3.0)
-        assert (third.seconds, store.find(FOLDER)) == (3.0, third)
-        assert ["cut short" in reason for reason in moved(store, QUARANTINE)] == [True]
         # A process that still has the first reference reads the same result.
+        assert commit(store, seconds=3.0) == first == store.find(FOLDER)
+        assert ["cut short" in reason for reason in moved(store)] == [True]
         assert store.restore_artifact(first) == first
         assert read(store, first, tmp_path / "fetched") == FILES
 
@@ -140,7 +139,6 @@ class TestDamage:
         assert store.find(FOLDER) is None
         assert contents(store) == {}
         assert [name in reason for reason in moved(store)] == [True]
-        assert moved(store) == moved(store, QUARANTINE)
         again = commit(store)
         assert store.restore_artifact(again) == again
         assert read(store, again, tmp_path / "again") == FILES
@@ -159,13 +157,13 @@ class TestDamage:
 
 
 class TestWithout:
-    def test_only_the_files_of_that_folder_are_neither_copied_nor_verified(
+    def test_only_the_files_of_a_pattern_are_neither_copied_nor_verified(
         self, store: ArtifactStore, tmp_path: Path
     ) -> None:
         reference = commit(store)
         whole = contents(store)
         flip(store, f"{FOLDER}/nested/part-00001.bin")
-        folder = another(store).local_files(reference, tmp_path / "some", without="nested")
+        folder = another(store).local_files(reference, tmp_path / "some", without=("nested/*",))
         assert (folder / "part-00000.parquet").read_bytes() == FILES["part-00000.parquet"]
         assert not (tmp_path / "some" / "nested").exists()
         assert contents(store).keys() == whole.keys()
@@ -174,7 +172,7 @@ class TestWithout:
         reference = commit(store)
         flip(store, PART)
         with pytest.raises(StaleReferenceError, match=r"part-00000\.parquet has sha256"):
-            another(store).local_files(reference, tmp_path / "some", without="nested")
+            another(store).local_files(reference, tmp_path / "some", without=("nested/*",))
 
 
 class TestRestore:
@@ -192,19 +190,35 @@ class TestRestore:
         flip(other, PART)
         home = other.restore_artifact(reference)
         assert read(other, home, tmp_path / "fetched") == FILES
-        assert ["part-00000.parquet has sha256" in reason for reason in moved(other, QUARANTINE)] == [True]
+        assert ["part-00000.parquet has sha256" in reason for reason in moved(other)] == [True]
 
-    def test_artifacts_in_previous_come_back_and_those_in_quarantine_do_not(self, store: ArtifactStore) -> None:
+    @pytest.mark.parametrize("place", ["quarantine", "earlier run"])
+    def test_what_was_set_aside_comes_back_unless_it_is_damaged(
+        self, store: ArtifactStore, tmp_path: Path, place: str
+    ) -> None:
         reference = commit(store)
-        store.move_to_previous([MANIFEST, FOLDER], reason="a test")
+
+        def set_aside() -> None:
+            if place == "quarantine":
+                store.quarantine([MANIFEST, FOLDER], reason="a test")
+            else:
+                store.give_to("run~2", [MANIFEST, FOLDER])
+
+        set_aside()
         assert store.find(FOLDER) is None
         assert store.restore_artifact(reference) == reference == store.find(FOLDER)
-        quarantined = another(store, "other")
-        reference = commit(quarantined)
-        store.filesystem.rm(store.path(), recursive=True)
-        quarantined.quarantine([MANIFEST, FOLDER], reason="a test")
+        if place == "earlier run":
+            assert store.earlier_runs() == ["run~2"]
+            # Of another run it is read where it is.
+            store.filesystem.rm(store.path(), recursive=True)
+            assert read(another(store, "other"), reference, tmp_path / "fetched") == FILES
+            commit(store)
+        aside = store.path("quarantine") if place == "quarantine" else f"{store.root}/run~2"
+        store.filesystem.rm(aside, recursive=True)
+        flip(store, PART)
+        set_aside()
         with pytest.raises(StaleReferenceError):
-            quarantined.restore_artifact(reference)
+            store.restore_artifact(reference)
 
     def test_the_run_folder_under_another_name_is_enough(self, local: ArtifactStore) -> None:
         reference = commit(local)

@@ -1,12 +1,11 @@
-"""Stored advantages with and without the column `stream`."""
+"""Stored advantages, which have a row per sample and stream."""
 
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
-from tasks.storage.tables.advantages import leading_stream, read_advantages
+from tasks.storage.tables.advantages import STREAM, leading_stream, read_advantages
 
 UNEVEN = pa.table(
     {
@@ -17,25 +16,13 @@ UNEVEN = pa.table(
 )
 
 
-@pytest.fixture
-def tables(tmp_path: Path) -> list[Path]:
-    """One of a run that knew no streams, and one of both."""
-    paths = [tmp_path / "old.parquet", tmp_path / "new.parquet"]
-    pq.write_table(pa.table({"reward": [0.5], "sample_id": ["z"]}), paths[0])
-    pq.write_table(UNEVEN, paths[1])
-    return paths
-
-
-def rows(table: pa.Table) -> list[tuple[object, ...]]:
-    return [tuple(row.values()) for row in table.to_pylist()]
-
-
-def test_tables_without_streams_are_of_tokens(tables: list[Path]) -> None:
-    table = read_advantages(tables, ("sample_id", "reward"))
-    assert rows(table) == [("z", 0.5, "tokens"), *rows(UNEVEN.select(["sample_id", "reward", "stream"]))]
-    assert read_advantages(tables[:1])["stream"].to_pylist() == ["tokens"]
-    assert read_advantages(tables[1:]).equals(UNEVEN)
-    assert read_advantages(tables).num_rows == 5
+def test_tables_are_read_with_their_streams(tmp_path: Path) -> None:
+    paths = [tmp_path / "1.parquet", tmp_path / "2.parquet"]
+    for path in paths:
+        pq.write_table(UNEVEN, path)
+    assert read_advantages(paths[:1]).equals(UNEVEN)
+    table = read_advantages(paths, ("sample_id",))
+    assert (table.column_names, table.num_rows) == (["sample_id", STREAM], 2 * UNEVEN.num_rows)
 
 
 def test_statistics_are_of_the_first_stream() -> None:

@@ -123,18 +123,19 @@ SCHEMAS: dict[str, pa.Schema] = {
     "images without a stream": schemas.rollout_schema("image", []),
 }
 DIGESTS: dict[str, str] = {
-    "IMAGE_ROLLOUTS": "488e5a271160d9aa",
+    "IMAGE_ROLLOUTS": "89d66b99c6504266",
     "TEXT_ROLLOUTS": "6618eb3b940d7a35",
+    "IMAGES": "b8df0fdabaa4665f",
     "STATES": "208903d956296cd9",
-    "BASELINES": "d94a7397f13a24ee",
+    "BASELINES": "23ee7e46b3f29cac",
     "REWARDS": "3d7b8780ed64efae",
     "ADVANTAGES": "c2cb60185bbda9f0",
     "METRICS": "731d5254988a9344",
     "UPDATE_STEPS": "1d4cafbcd03bb648",
     "NFT_STEPS": "ce95903e6cbdb4a1",
-    "images with both streams": "dd7c50a1fa5070ef",
-    "images made without tokens": "235355c0e256d8ab",
-    "images without a stream": "9ce547fe4d933af5",
+    "images with both streams": "63b76929f4f137f0",
+    "images made without tokens": "a58a8100cc384d78",
+    "images without a stream": "9a309d510df0f644",
 }
 
 

@@ -16,12 +16,14 @@ from tasks.storage.tables.parquet import write_table
 from tests.tasks.storage.table_rows import BREAKDOWNS, advantages, image, rollouts
 
 Load = Callable[..., datasets.Dataset]
+TABLES = {"part": schemas.IMAGE_ROLLOUTS, "images": schemas.IMAGES}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "iteration_000001" / "rollouts"
-    write_table(folder / "part-00000.parquet", schemas.IMAGE_ROLLOUTS, rollouts(3))
+    for name, schema in TABLES.items():
+        write_table(folder / f"{name}-00000.parquet", schema, rollouts(3))
     (folder.parent / "rollouts.manifest.json").write_text("{}")
     return folder
 
@@ -46,18 +48,19 @@ def broken_down(tmp_path: Path) -> Path:
 
 
 def test_polars(folder: Path, broken_down: Path) -> None:
-    table = pl.read_parquet(folder / "*.parquet")
+    table = pl.read_parquet(folder / "part-*.parquet")
     assert table["sibling"].to_list() == [0, 1, 2]
     assert table["token_ids"].to_list() == [[1, 2, 3]] * 3
     assert table["rollout_logprobs"].to_list() == [[-0.5, -0.25, 0.0]] * 3
     assert table["seed"].to_list() == [2**63 - 1] * 3
-    assert table["image"].struct.field("bytes").to_list() == [image(shade) for shade in range(3)]
+    images = pl.read_parquet(folder / "images-*.parquet")
+    assert images["image"].struct.field("bytes").to_list() == [image(shade) for shade in range(3)]
     assert pl.read_parquet(broken_down)["reward_breakdown"].to_list() == BREAKDOWNS
 
 
 def test_duckdb(folder: Path, broken_down: Path) -> None:
-    files = f"{folder.parent.parent}/iteration_*/rollouts/*.parquet"
-    columns = "sibling, prompt, token_ids[1], image.path, image.bytes"
+    files = f"{folder.parent.parent}/iteration_*/rollouts/part-*.parquet"
+    columns = "sibling, prompt, token_ids[1]"
     with duckdb.connect() as database:
         rows = database.sql(f"select {columns} from read_parquet('{files}')").fetchall()
         breakdowns = database.sql(f"select reward_breakdown from read_parquet('{broken_down}')").fetchall()
@@ -66,17 +69,17 @@ def test_duckdb(folder: Path, broken_down: Path) -> None:
             f"(select unnest(reward_breakdown) as entry from read_parquet('{broken_down}'))"
         )
         entries = database.sql(query).fetchall()
-    assert rows == [(shade, "a cup, 一只猫", 1, f"{shade}.png", image(shade)) for shade in range(3)]
+    assert rows == [(shade, "a cup, 一只猫", 1) for shade in range(3)]
     assert [breakdown for (breakdown,) in breakdowns] == BREAKDOWNS
     assert entries == [tuple(each.values()) for breakdown in BREAKDOWNS for each in breakdown]
 
 
-@pytest.mark.parametrize("way", ["files", "folder"])
-def test_datasets_shows_the_images(folder: Path, load: Load, way: str) -> None:
-    table = load("parquet", data_files={"train": str(folder / "*.parquet")}) if way == "files" else load(str(folder))
-    assert isinstance(table.features["image"], datasets.Image)
-    assert table.features["token_ids"] == datasets.List(datasets.Value("int32"))
-    for shade, row in enumerate(table):
+def test_datasets_shows_the_images(folder: Path, load: Load) -> None:
+    parts, images = (load("parquet", data_files={"train": str(folder / f"{name}-*.parquet")}) for name in TABLES)
+    assert isinstance(images.features["image"], datasets.Image)
+    assert parts.features["token_ids"] == datasets.List(datasets.Value("int32"))
+    for shade, (row, drawn) in enumerate(zip(parts, images, strict=True)):
+        row = {**row, **drawn}
         assert isinstance(row["image"], Image.Image)
         assert row["image"].size == (4, 2)
         assert row["image"].getpixel((0, 0)) == (shade, 0, 255 - shade)
@@ -85,8 +88,9 @@ def test_datasets_shows_the_images(folder: Path, load: Load, way: str) -> None:
 
 
 def test_datasets_reads_parts_that_have_different_digests(folder: Path, load: Load) -> None:
-    write_table(folder / "part-00001.parquet", schemas.IMAGE_ROLLOUTS, rollouts(2, seed=5))
-    assert [row["image"].getpixel((0, 0))[0] for row in load(str(folder))] == [0, 1, 2, 0, 1]
+    write_table(folder / "images-00001.parquet", schemas.IMAGES, rollouts(2, seed=5))
+    rows = load("parquet", data_files={"train": str(folder / "images-*.parquet")})
+    assert [row["image"].getpixel((0, 0))[0] for row in rows] == [0, 1, 2, 0, 1]
 
 
 def test_datasets_reads_lists_of_structs(broken_down: Path, load: Load) -> None:
