@@ -89,6 +89,12 @@ class TestPrefect:
                     assert expected in content
                     assert len(content) < 300_000
 
+    def test_the_end_leaves_its_report(self, undisturbed: tuple[Runs, Start]) -> None:
+        filtered = ArtifactFilter(key=ArtifactFilterKey(any_=["grpo-run-summary"]))
+        with get_client(sync_client=True) as client:
+            contents = [str(artifact.data) for artifact in client.read_artifacts(artifact_filter=filtered)]
+        assert any(each.startswith("# run: 2 iterations\n") and "| policy digest |" in each for each in contents)
+
 
 def _task_runs(run: str) -> dict[str, str | None]:
     """State name by task run name, of the last flow run of this name; waits for the server's recorder."""
