@@ -64,7 +64,7 @@ OTHER_MEANING: Mapping[str, str] = MappingProxyType(
 )
 """Path with TRL's name -> what to set instead."""
 
-_BY_STREAM = "Only a run that trains this stream has it; add the stream to policy.train, or leave this out."
+_BY_STREAM = "Only a run that trains both streams (policy.train) has one update each; give its keys in update itself."
 
 OF_OTHER_RUNS: Mapping[str, str] = MappingProxyType({"update.tokens": _BY_STREAM, "update.denoising": _BY_STREAM})
 """Path of a key that the configurations of other runs have -> which they are."""

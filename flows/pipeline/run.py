@@ -105,7 +105,7 @@ class Run:
             seed=config.run.seed,
             iteration=iteration,
             sampling_round=sampling_round,
-            renderings=config.images_of_samples,
+            images_of_samples=config.images_of_samples,
             shared_noise=_shares_noise(config.rollout),
             window_start=config.window_start(iteration),
         )

@@ -39,10 +39,10 @@ class GroupPlan(BaseModel):
 
 
 class Place(NamedTuple):
-    """Place of a sample in its group: which draft it is made from, and which rendering of that draft it is."""
+    """Place of a sample in its group: the token sample that it is made from, and which image of that it is."""
 
-    draft: int
-    rendering: int
+    token_sample: int
+    image_number: int
 
 
 class RolloutPlan(BaseModel):
@@ -56,7 +56,7 @@ class RolloutPlan(BaseModel):
         group_size: samples per group.
         shared_noise: whether siblings share the decoder's first noise.
         groups: in the order in which they are sampled: those of one image size together, the largest first.
-        renderings: how many samples are made from each draft of a group; empty: one from each.
+        images_of_samples: how many images each token sample of a group gets; empty: one each.
         window_start: index of the first noisy denoising step, the same for all groups, since the steps of one window
             are compared; None: no noisy steps.
     """
@@ -71,23 +71,23 @@ class RolloutPlan(BaseModel):
     shared_noise: bool
     groups: tuple[GroupPlan, ...]
     # Left out of JSON where they say nothing, so that digests of such plans do not depend on them.
-    renderings: tuple[int, ...] = Field((), exclude_if=lambda renderings: not renderings)
+    images_of_samples: tuple[int, ...] = Field((), exclude_if=lambda counts: not counts)
     window_start: int | None = Field(None, exclude_if=lambda start: start is None)
 
     @model_validator(mode="after")
     def _require_every_sample(self) -> Self:
-        if self.renderings and sum(self.renderings) != self.group_size:
-            raise ValueError("the renderings of all drafts are the samples of a group")
+        if self.images_of_samples and sum(self.images_of_samples) != self.group_size:
+            raise ValueError("the images of all token samples are the samples of a group")
         return self
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The draft and the rendering of each sample of a group."""
-        counts = self.renderings or (1,) * self.group_size
-        return tuple(Place(draft, rendering) for draft, count in enumerate(counts) for rendering in range(count))
+        """The place of each sample of a group."""
+        counts = self.images_of_samples or (1,) * self.group_size
+        return tuple(Place(sample, image) for sample, count in enumerate(counts) for image in range(count))
 
     def request(self, group: GroupPlan) -> GroupRequest:
-        """Return the ids and seeds of a group's samples; renderings of a draft have one token seed."""
+        """Return the ids and seeds of a group's samples; images of a token sample have one token seed."""
         places = self.places
         samples = range(len(places))
         noise = [0 if self.shared_noise else sample for sample in samples]
@@ -95,7 +95,7 @@ class RolloutPlan(BaseModel):
         return GroupRequest(
             prompt=group.prompt,
             sample_ids=tuple(f"{group.group_id}.{name}" for name in self._names()),
-            seeds=tuple(derive_seed(self.seed, "tokens", group.group_id, place.draft) for place in places),
+            seeds=tuple(derive_seed(self.seed, "tokens", group.group_id, place.token_sample) for place in places),
             noise_seeds=tuple(derive_seed(self.seed, "noise", group.group_id, index) for index in noise),
             step_seeds=tuple(derive_seed(self.seed, "step", group.group_id, sample) for sample in steps),
             size=group.size,
@@ -103,8 +103,8 @@ class RolloutPlan(BaseModel):
         )
 
     def _names(self) -> list[str]:
-        if len(self.renderings) > 1:
-            return [f"s{place.draft:02d}.r{place.rendering:02d}" for place in self.places]
+        if len(self.images_of_samples) > 1:
+            return [f"s{place.token_sample:02d}.r{place.image_number:02d}" for place in self.places]
         return [f"s{sample:02d}" for sample in range(self.group_size)]
 
 
@@ -133,7 +133,7 @@ def plan_round(
     seed: int,
     iteration: int,
     sampling_round: int,
-    renderings: Sequence[int],
+    images_of_samples: Sequence[int],
     shared_noise: bool,
     window_start: int | None,
 ) -> RolloutPlan:
@@ -141,7 +141,7 @@ def plan_round(
 
     Args:
         prompts: one per group.
-        renderings: how many samples are made from each draft of a group.
+        images_of_samples: how many images each token sample of a group gets.
         shared_noise: whether siblings share the decoder's first noise.
         window_start: index of the first noisy denoising step; None without noisy steps.
     """
@@ -152,9 +152,9 @@ def plan_round(
         title=f"iteration {iteration}" if first else f"iteration {iteration}, round {sampling_round}",
         iteration=iteration,
         seed=seed,
-        group_size=sum(renderings),
+        group_size=sum(images_of_samples),
         shared_noise=shared_noise,
-        renderings=tuple(renderings) if set(renderings) != {1} else (),
+        images_of_samples=tuple(images_of_samples) if set(images_of_samples) != {1} else (),
         window_start=window_start,
         groups=_groups({f"{name}.p{place:04d}": prompt for place, prompt in enumerate(prompts)}),
     )
@@ -163,7 +163,7 @@ def plan_round(
 def plan_evaluation(
     prompts: Sequence[DrawnPrompt], *, seed: int, version: int, samples_per_prompt: int, shared_noise: bool
 ) -> RolloutPlan:
-    """Plan the held-out groups, each sample from a draft of its own and without noisy denoising steps.
+    """Plan the held-out groups, each sample from its own token sample and without noisy denoising steps.
 
     Sample ids and seeds are the same for every policy version, so that samples pair up.
     """

@@ -58,7 +58,7 @@ def plan(
         seed=11,
         iteration=iteration,
         sampling_round=sampling_round,
-        renderings=(1, 1),
+        images_of_samples=(1, 1),
         shared_noise=True,
         window_start=None,
     )

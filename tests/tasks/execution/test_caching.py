@@ -33,7 +33,7 @@ def artifact(digest: str = "d", **changes: object) -> ArtifactRef:
 
 
 def plan(**changes: Any) -> object:
-    values: dict[str, Any] = {"seed": 0, "iteration": 1, "sampling_round": 1, "renderings": (1, 1)}
+    values: dict[str, Any] = {"seed": 0, "iteration": 1, "sampling_round": 1, "images_of_samples": (1, 1)}
     return plan_round(PROMPTS, **{**values, "shared_noise": True, "window_start": None, **changes})
 
 
@@ -107,8 +107,8 @@ DETERMINING = [
     ("rollouts", {"model": model(digest="other")}),
     ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="bfloat16"))}),
     ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(alpha=2.0)))}),
-    ("rollouts", {"plan": plan(renderings=(1, 1, 1))}),
-    ("rollouts", {"plan": plan(renderings=(2,))}),
+    ("rollouts", {"plan": plan(images_of_samples=(1, 1, 1))}),
+    ("rollouts", {"plan": plan(images_of_samples=(2,))}),
     ("rollouts", {"plan": plan(window_start=0)}),
     ("rollouts", {"plan": plan(seed=1)}),
     ("rollouts", {"plan": plan(iteration=2)}),

@@ -44,7 +44,7 @@ def policy() -> PolicyRef:
 
 
 def plan(
-    *, renderings: Sequence[int] = UNEVEN, window_start: int | None = 0, prompts: int = 2, iteration: int = 1
+    *, images_of_samples: Sequence[int] = UNEVEN, window_start: int | None = 0, prompts: int = 2, iteration: int = 1
 ) -> RolloutPlan:
     texts = ("a red circle", "a blue cross", "a green square")[:prompts]
     return plan_round(
@@ -52,7 +52,7 @@ def plan(
         seed=11,
         iteration=iteration,
         sampling_round=1,
-        renderings=renderings,
+        images_of_samples=images_of_samples,
         shared_noise=False,
         window_start=window_start,
     )

@@ -125,7 +125,7 @@ def test_renderings_of_a_draft_differ_by_their_steps_alone(store: ArtifactStore)
 
 
 def test_rollouts_without_noisy_steps_have_no_trace_of_them(store: ArtifactStore) -> None:
-    rollouts = collect(plan(window_start=None, renderings=(1, 1), prompts=1))
+    rollouts = collect(plan(window_start=None, images_of_samples=(1, 1), prompts=1))
     folder = store.local_files(rollouts)
     assert sorted(path.name for path in folder.iterdir()) == ["images-00000.parquet", "part-00000.parquet"]
     assert not [name for name in table_of(store, rollouts).columns if name.startswith(("sde", "denoising", "step"))]

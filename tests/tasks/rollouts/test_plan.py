@@ -32,7 +32,7 @@ def iteration(
     sampling_round: int = 1,
     seed: int = 0,
     count: int = 3,
-    renderings: tuple[int, ...] = (1, 1),
+    images_of_samples: tuple[int, ...] = (1, 1),
     noise: bool = True,
     window_start: int | None = None,
 ) -> RolloutPlan:
@@ -41,7 +41,7 @@ def iteration(
         seed=seed,
         iteration=number,
         sampling_round=sampling_round,
-        renderings=renderings,
+        images_of_samples=images_of_samples,
         shared_noise=noise,
         window_start=window_start,
     )
@@ -69,7 +69,7 @@ def test_names_say_iteration_occurrence_and_sibling() -> None:
 
 def test_every_sample_of_a_run_has_a_unique_name_and_seed() -> None:
     plans = [
-        iteration(number, sampling_round=later, count=7, renderings=(1, 1, 1, 1))
+        iteration(number, sampling_round=later, count=7, images_of_samples=(1, 1, 1, 1))
         for number in range(1, 6)
         for later in (1, 2, 3)
     ]
@@ -79,7 +79,7 @@ def test_every_sample_of_a_run_has_a_unique_name_and_seed() -> None:
 
 
 def test_seeds_depend_on_the_place_alone() -> None:
-    few, many = iteration(3, renderings=(1, 1)), iteration(3, renderings=(1, 1, 1, 1))
+    few, many = iteration(3, images_of_samples=(1, 1)), iteration(3, images_of_samples=(1, 1, 1, 1))
     for small, large in zip(few.groups, many.groups, strict=True):
         assert many.request(large).seeds[:2] == few.request(small).seeds
     assert set(seeds(iteration(3, seed=1))).isdisjoint(seeds(iteration(3, seed=0)))
@@ -94,8 +94,8 @@ def test_siblings_share_the_noise_or_not() -> None:
     assert len(first) == len(shared.groups)
 
 
-def requested(renderings: tuple[int, ...], **changes: Any) -> GroupRequest:
-    plan = iteration(renderings=renderings, count=1, window_start=2, **changes)
+def requested(images_of_samples: tuple[int, ...], **changes: Any) -> GroupRequest:
+    plan = iteration(images_of_samples=images_of_samples, count=1, window_start=2, **changes)
     return plan.request(plan.groups[0])
 
 
@@ -124,7 +124,7 @@ def test_all_samples_of_one_draft_are_its_renderings() -> None:
     assert one.sample_ids == requested((1, 1, 1, 1)).sample_ids
     assert len(set(one.seeds)) == 1
     assert [len(set(seeds)) for seeds in (one.step_seeds, one.noise_seeds)] == [4, 4]
-    assert iteration(renderings=(4,)).places == ((0, 0), (0, 1), (0, 2), (0, 3))
+    assert iteration(images_of_samples=(4,)).places == ((0, 0), (0, 1), (0, 2), (0, 3))
 
 
 def test_without_a_window_there_is_no_noise_in_the_steps() -> None:
@@ -143,14 +143,14 @@ def test_plans_without_renderings_keep_the_form_that_their_digests_were_made_of(
         "shared_noise",
         "groups",
     ]
-    for plan in (iteration(), iteration(renderings=(2, 1), window_start=0)):
+    for plan in (iteration(), iteration(images_of_samples=(2, 1), window_start=0)):
         assert RolloutPlan.model_validate_json(plan.model_dump_json()) == plan
-    assert iteration(renderings=(2, 1)).model_dump()["renderings"] == (2, 1)
+    assert iteration(images_of_samples=(2, 1)).model_dump()["images_of_samples"] == (2, 1)
 
 
 def test_renderings_that_are_not_the_samples_are_refused() -> None:
-    values = iteration(renderings=(2, 1)).model_dump()
-    with pytest.raises(ValidationError, match="the renderings of all drafts are the samples of a group"):
+    values = iteration(images_of_samples=(2, 1)).model_dump()
+    with pytest.raises(ValidationError, match="the images of all token samples are the samples of a group"):
         RolloutPlan.model_validate({**values, "group_size": 4})
 
 
@@ -185,7 +185,9 @@ def test_groups_of_one_size_are_sampled_together_also_by_a_shard(
     drawn = [replace(PROMPTS[place % 5], size=size) for place, size in enumerate(sizes)]
     plain = [replace(prompt, size=None) for prompt in drawn]
     plan, unsized = (
-        plan_round(each, seed=0, iteration=1, sampling_round=1, renderings=(1, 1), shared_noise=True, window_start=None)
+        plan_round(
+            each, seed=0, iteration=1, sampling_round=1, images_of_samples=(1, 1), shared_noise=True, window_start=None
+        )
         for each in (drawn, plain)
     )
     groups = {group.group_id: group for group in plan.groups}

@@ -38,7 +38,7 @@ DECODER = replace(
     rollout=JOINT.rollout.model_copy(
         update={"sde_window_size": 0, "guidance_scale": 1.0, "num_inference_steps": STEPS}
     ),
-    renderings=(4,),
+    images_of_samples=(4,),
     window_start=STEPS,
     shared_noise=False,
 )

@@ -70,7 +70,7 @@ class Modality:
     policy: PolicySection
     rollout: GlmImageRolloutSection | TextRolloutSection
     prompts: tuple[str, str]
-    renderings: tuple[int, ...] = (1, 1, 1, 1)
+    images_of_samples: tuple[int, ...] = (1, 1, 1, 1)
     window_start: int | None = None
     shared_noise: bool = True
 
@@ -91,10 +91,10 @@ class Modality:
             title="an iteration",
             iteration=policy.version + 1,
             seed=11,
-            group_size=sum(self.renderings),
+            group_size=sum(self.images_of_samples),
             shared_noise=self.shared_noise,
             groups=groups_of(self.prompts),
-            renderings=self.renderings if set(self.renderings) != {1} else (),
+            images_of_samples=self.images_of_samples if set(self.images_of_samples) != {1} else (),
             window_start=self.window_start,
         )
         return collect_rollouts_task.fn(policy, plan, self.spec(), self.rollout, False, PlacementSection(device="cpu"))
@@ -119,7 +119,7 @@ JOINT = Modality(
         height=32, width=32, num_inference_steps=4, guidance_scale=1.5, sde_window_range=(0, 3), group_size=4
     ),
     IMAGES.prompts,
-    renderings=(3, 1, 1, 1),
+    images_of_samples=(3, 1, 1, 1),
     window_start=1,
 )
 JOINT_ADVANTAGES: Mapping[tuple[str, Stream], float] = {
