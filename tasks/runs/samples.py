@@ -1,6 +1,6 @@
 """The samples of sampling rounds: rollouts, each reward's values and the advantages, joined by sample_id."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,13 @@ def read_samples(
 
 def read_rollouts(folders: Iterable[Path], columns: Sequence[str], where: pl.Expr | None = None) -> pl.DataFrame:
     """Read these columns of rollouts, as far as they have them, in the stored order; `where` chooses rows."""
-    return pl.concat((part for folder in folders for part in _parts(folder, columns, where)), how="diagonal")
+    return pl.concat((_read(path, columns, where) for folder in folders for path in tables_of(folder)), how="diagonal")
 
 
-def _parts(folder: Path, columns: Sequence[str], where: pl.Expr | None) -> Iterator[pl.DataFrame]:
-    for path in tables_of(folder):
-        table = pl.scan_parquet(path)
-        known = set(table.collect_schema().names())
-        chosen = table if where is None else table.filter(where)
-        yield chosen.select([name for name in columns if name in known]).collect()
+def _read(path: Path, columns: Sequence[str], where: pl.Expr | None) -> pl.DataFrame:
+    known = pl.read_parquet_schema(path)
+    table = pl.scan_parquet(path) if where is None else pl.scan_parquet(path).filter(where)
+    return table.select([name for name in columns if name in known]).collect()
 
 
 def with_scores(samples: pl.DataFrame, scores: Mapping[str, Sequence[Path]]) -> pl.DataFrame:
@@ -72,16 +70,18 @@ def with_advantages(samples: pl.DataFrame, files: Sequence[Path]) -> pl.DataFram
     if not files:
         return samples
     rated = pl.DataFrame(read_advantages(files, ("sample_id", "reward", "advantage", "dropped")))
-    parts = {stream: rated.filter(pl.col(STREAM) == stream).drop(STREAM) for stream in STREAMS}
-    parts = {stream: part for stream, part in parts.items() if not part.is_empty()}
-    first = pl.concat(parts.values()).unique("sample_id", keep="first")
-    own = pl.concat(part.select("sample_id", streams=pl.lit(stream)) for stream, part in parts.items())
-    samples = samples.join(first, **ONE_EACH).join(own.group_by("sample_id", maintain_order=True).all(), **ONE_EACH)
-    for stream, part in parts.items():
-        samples = samples.join(
-            part.select("sample_id", pl.col("advantage").alias(ADVANTAGE_COLUMN + stream)), **ONE_EACH
-        )
-    return samples
+    # In the order of STREAMS, so that the first of a sample's rows is that of its first stream.
+    ordered = rated.sort(pl.col(STREAM).cast(pl.Enum(STREAMS)), maintain_order=True)
+    of_streams = [
+        pl.col("advantage").filter(pl.col(STREAM) == stream).first().alias(ADVANTAGE_COLUMN + stream)
+        for stream in STREAMS
+        if stream in rated[STREAM]
+    ]
+    kept = pl.col("reward", "advantage", "dropped").first()
+    by_sample = ordered.group_by("sample_id", maintain_order=True).agg(
+        kept, pl.col(STREAM).alias("streams"), *of_streams
+    )
+    return samples.join(by_sample, **ONE_EACH)
 
 
 def tables_of(folder: Path) -> list[Path]:
