@@ -88,16 +88,18 @@ def with_advantages(samples: pl.DataFrame, files: Sequence[Path]) -> pl.DataFram
     if not files:
         return samples
     rated = pl.DataFrame(read_advantages(files, ("sample_id", "reward", "advantage", "dropped")))
-    parts = {stream: rated.filter(pl.col(STREAM) == stream).drop(STREAM) for stream in STREAMS}
-    parts = {stream: part for stream, part in parts.items() if not part.is_empty()}
-    first = pl.concat(parts.values()).unique("sample_id", keep="first")
-    own = pl.concat(part.select("sample_id", streams=pl.lit(stream)) for stream, part in parts.items())
-    samples = samples.join(first, **ONE_EACH).join(own.group_by("sample_id", maintain_order=True).all(), **ONE_EACH)
-    for stream, part in parts.items():
-        samples = samples.join(
-            part.select("sample_id", pl.col("advantage").alias(ADVANTAGE_COLUMN + stream)), **ONE_EACH
-        )
-    return samples
+    # In the order of STREAMS, so that the first of a sample's rows is that of its first stream.
+    ordered = rated.sort(pl.col(STREAM).cast(pl.Enum(STREAMS)), maintain_order=True)
+    of_streams = [
+        pl.col("advantage").filter(pl.col(STREAM) == stream).first().alias(ADVANTAGE_COLUMN + stream)
+        for stream in STREAMS
+        if stream in rated[STREAM]
+    ]
+    kept = pl.col("reward", "advantage", "dropped").first()
+    by_sample = ordered.group_by("sample_id", maintain_order=True).agg(
+        kept, pl.col(STREAM).alias("streams"), *of_streams
+    )
+    return samples.join(by_sample, **ONE_EACH)
 
 
 def tables_of(folder: Path) -> list[Path]:
