@@ -83,14 +83,12 @@ def code_fingerprint(roots: Iterable[str], checkout: Path = CHECKOUT) -> str:
     Raises:
         ValueError: there is no such module or name.
     """
-    with _PARSING, collection_paused():
-        return _digest(tuple(roots), checkout)
+    return _digest(tuple(roots), checkout)
 
 
 def reached_modules(roots: Iterable[str], checkout: Path = CHECKOUT) -> frozenset[str]:
     """Return the modules that a fingerprint covers, packages among them."""
-    with _PARSING, collection_paused():
-        return frozenset(_reached(tuple(roots), checkout))
+    return frozenset(_reached(tuple(roots), checkout))
 
 
 @lru_cache(maxsize=64)
@@ -101,7 +99,13 @@ def _digest(roots: tuple[str, ...], checkout: Path) -> str:
     return digest.hexdigest()
 
 
-def _reached(roots: tuple[str, ...], checkout: Path) -> dict[str, str]:
+@lru_cache(maxsize=64)
+def _reached(roots: tuple[str, ...], checkout: Path) -> Mapping[str, str]:
+    with _PARSING, collection_paused():
+        return _follow(roots, checkout)
+
+
+def _follow(roots: tuple[str, ...], checkout: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     waiting = []
     for root in roots:
