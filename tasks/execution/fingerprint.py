@@ -1,9 +1,8 @@
-"""Fingerprint the code that computes a stage's result: everything that its function reaches, and nothing else.
+"""Fingerprint the code that computes a stage's result: the modules that its function's module reaches, and no others.
 
-A fingerprint covers every function, class and constant of this project that a stage can reach by name, starting at its
-function and following imports through all modules, those inside functions too. Each is taken as a syntax tree without
-comments and docstrings. So an edited comment changes no key, a changed line in a loss changes the update's alone, and a
-new mechanism anywhere is seen without being listed.
+A fingerprint covers every module of this project that a stage's module imports, those inside functions too, and what
+these import. Each is taken as a syntax tree without comments and docstrings. So an edited comment changes no key, a
+changed line in a loss changes the update's alone, and a new mechanism anywhere is seen without being listed.
 
 Names that are composed at run time (a policy or a reward found by its configured name) cannot be followed; a stage
 names their modules as further roots. The versions of libraries are recorded with a run, and are no part of a key.
@@ -12,9 +11,8 @@ names their modules as further roots. The versions of libraries are recorded wit
 import ast
 import hashlib
 import threading
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import resolve_name
@@ -26,8 +24,8 @@ from tasks.garbage_collection import collection_paused
 PACKAGES = ("grpo_core", "tasks", "configs", "data")
 """Packages of this project that a stage may import."""
 
-Symbol = tuple[str, str]
-"""A module and a name at its top level."""
+Import = tuple[str, str | None]
+"""A module and a name in it; None for the module itself."""
 
 _LIBRARIES = (
     "accelerate",
@@ -54,260 +52,178 @@ _LIBRARIES = (
 )
 """Libraries that compute."""
 
+_PACKAGE = "__init__.py"
 _PARSING = threading.Lock()
 """Python 3.11 raises SystemError in one of two threads that build syntax trees at once."""
 
 
 @dataclass(frozen=True)
-class Code:
-    """A statement, or its decorators.
+class ModuleSource:
+    """A module as fingerprints see it.
 
     Attributes:
-        text: its syntax tree without docstrings; equal for statements that differ in format and comments alone.
-        names: the names in it, those in quoted annotations too.
-        chains: the dotted names in it, `a.b.c` as ("a", "b", "c").
+        text: its syntax tree; equal for sources that differ in format, comments and docstrings alone.
+        used: what it imports and uses; what it imports for its decorators or for types alone is not followed.
+        exported: everything that it imports, by bound name.
     """
 
     text: str
-    names: tuple[str, ...]
-    chains: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
-class ModuleSource:
-    """A module's top level.
-
-    Attributes:
-        definitions: statements by the name that they bind, each with its decorators; None without any.
-        imports: the module and the name in it by bound name; None for a module itself. Imports inside functions count.
-        effects: statements that bind no name; they run whenever the module is imported.
-    """
-
-    definitions: dict[str, list[tuple[Code | None, Code]]] = field(default_factory=lambda: defaultdict(list))
-    imports: dict[str, list[tuple[str, str | None]]] = field(default_factory=lambda: defaultdict(list))
-    effects: list[Code] = field(default_factory=list)
+    used: tuple[Import, ...]
+    exported: Mapping[str, tuple[Import, ...]]
 
 
 def code_fingerprint(roots: Iterable[str], checkout: Path = CHECKOUT) -> str:
     """Compute the sha256 of the code that the roots reach.
 
     Args:
-        roots: `package.module:name` for a function or class, whose decorators are left out, or `package.module` for
-            everything that a module defines.
+        roots: `package.module`, or `package.module:name` for a function or class there; the decorators of the module's
+            functions are then left out.
         checkout: folder that holds the packages.
 
     Raises:
         ValueError: there is no such module or name.
     """
-    with _PARSING, collection_paused():
-        return _digest(tuple(roots), checkout)
+    return _digest(tuple(roots), checkout)
 
 
-def reached_symbols(roots: Iterable[str], checkout: Path = CHECKOUT) -> frozenset[Symbol]:
-    """Return the module and name of all that a fingerprint covers; an empty name for a module's bare statements."""
-    with _PARSING, collection_paused():
-        return frozenset(_reached(tuple(roots), checkout))
+def reached_modules(roots: Iterable[str], checkout: Path = CHECKOUT) -> frozenset[str]:
+    """Return the modules that a fingerprint covers, packages among them."""
+    return frozenset(_reached(tuple(roots), checkout))
 
 
 @lru_cache(maxsize=64)
 def _digest(roots: tuple[str, ...], checkout: Path) -> str:
     digest = hashlib.sha256()
-    for (module, name), text in sorted(_reached(roots, checkout).items()):
-        digest.update(f"{module}:{name}\n{text}\n".encode())
+    for module, text in sorted(_reached(roots, checkout).items()):
+        digest.update(f"{module}\n{text}\n".encode())
     return digest.hexdigest()
 
 
-def _reached(roots: tuple[str, ...], checkout: Path) -> dict[Symbol, str]:
-    found: dict[Symbol, str] = {}
-    waiting: list[Symbol] = []
-    undecorated = set()
+@lru_cache(maxsize=64)
+def _reached(roots: tuple[str, ...], checkout: Path) -> Mapping[str, str]:
+    with _PARSING, collection_paused():
+        return _follow(roots, checkout)
+
+
+def _follow(roots: tuple[str, ...], checkout: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    waiting = []
     for root in roots:
         module, _, name = root.partition(":")
-        source = _source(module, checkout)
-        if source is None or (name and name not in source.definitions):
+        source = _source(module, checkout, name)
+        if source is None:
             raise ValueError(f"{root}: there is no such module or name in {checkout}")
-        undecorated.add((module, name))
-        waiting += [(module, each) for each in ([name] if name else source.definitions)]
+        found[module] = source.text
+        waiting += [(module, source)]
     while waiting:
-        symbol = waiting.pop()
-        module, name = symbol
-        source = _source(module, checkout)
-        if symbol in found or source is None:
-            continue
-        if name and name not in source.definitions:
-            waiting += _imported(source, name, checkout)
-            continue
-        found[symbol], named = _read(module, name, checkout, decorated=symbol not in undecorated)
-        waiting += [(parent, "") for parent in _with_parents(module)]
-        waiting += named
-    return {symbol: text for symbol, text in found.items() if text}
+        module, source = waiting.pop()
+        reached = [each for imported in source.used for each in _resolved(imported, checkout)]
+        reached += [".".join(module.split(".")[:count]) for count in range(1, module.count(".") + 1)]
+        for each in reached:
+            if each not in found and (source := _source(each, checkout)) is not None:
+                found[each] = source.text
+                waiting.append((each, source))
+    return found
 
 
 @lru_cache(maxsize=8192)
-def _read(module: str, name: str, checkout: Path, *, decorated: bool) -> tuple[str, tuple[Symbol, ...]]:
-    """Return the code of a name, or of a module's bare statements, and what it names; stages share most of theirs."""
-    source = _source(module, checkout)
-    assert source is not None, "a module of this project"
-    parts = source.effects
-    if name:
-        parts = [each for pair in source.definitions[name] for each in (pair if decorated else pair[1:]) if each]
-    named = dict.fromkeys(symbol for part in parts for symbol in _named(part, module, source, checkout))
-    return "\n".join(part.text for part in parts), tuple(named)
+def _resolved(imported: Import, checkout: Path) -> tuple[str, ...]:
+    """Return the modules that an import leads to; of a package all that it exports, unless it is one name."""
+    module, name = imported
+    if name is not None and _file(f"{module}.{name}", checkout) is not None:
+        module, name = f"{module}.{name}", None
+    source, file = _source(module, checkout), _file(module, checkout)
+    if source is None or file is None:
+        return ()
+    names = {*source.exported} if name is None else {name} & {*source.exported}
+    passed_on = [each for found in names if file.name == _PACKAGE for each in source.exported[found]]
+    return module, *(reached for each in passed_on for reached in _resolved(each, checkout))
 
 
-def _named(code: Code, module: str, source: ModuleSource, checkout: Path) -> Iterator[Symbol]:
-    """Yield what a statement names: in its own module, and as `module.name` in others."""
-    for chain in code.chains:
-        yield from _through_modules(source, chain, checkout)
-    for name in code.names:
-        if name in source.definitions:
-            yield module, name
-        elif name in source.imports:
-            yield from _imported(source, name, checkout)
-
-
-def _imported(source: ModuleSource, name: str, checkout: Path) -> Iterator[Symbol]:
-    """Yield where an imported name leads; attributes of an imported module are found where they are used."""
-    for module, attribute in source.imports.get(name, ()):
-        if attribute is not None and _source(f"{module}.{attribute}", checkout) is None:
-            yield module, attribute
-
-
-def _through_modules(source: ModuleSource, chain: tuple[str, ...], checkout: Path) -> Iterator[Symbol]:
-    """Yield `module.name` where the module was imported as an object."""
-    for module, attribute in source.imports.get(chain[0], ()):
-        path = module if attribute is None else f"{module}.{attribute}"
-        rest = chain[1:]
-        while rest and _source(f"{path}.{rest[0]}", checkout) is not None:
-            path, rest = f"{path}.{rest[0]}", rest[1:]
-        if rest and _source(path, checkout) is not None:
-            yield path, rest[0]
-
-
-class _Walk:
-    """One pass over a syntax tree that gathers everything that a fingerprint needs of it."""
-
-    def __init__(self, package: str) -> None:
-        self.package = package
-        self.imports: list[tuple[str, tuple[str, str | None]]] = []
-        self._begin()
-
-    def _begin(self) -> None:
-        self.text: list[str] = []
-        self.names: dict[str, None] = {}
-        self.chains: dict[tuple[str, ...], None] = {}
-
-    def code(self, *nodes: ast.AST, without: str = "") -> Code:
-        """Return the code of these nodes, without one field of theirs."""
-        self._begin()
-        for node in nodes:
-            self._visit(node, without)
-        return Code(" ".join(self.text), tuple(self.names), tuple(self.chains))
-
-    def _visit(self, node: ast.AST, without: str = "") -> None:
-        self._note(node)
-        text = self.text
-        # Fields that are empty are left out: later versions of Python add some.
-        text.append(f"({type(node).__name__}")
-        for name in node._fields:
-            value = getattr(node, name, None)
-            if value is None or name == without:
-                continue
-            if isinstance(value, ast.AST):
-                text.append(name)
-                self._visit(value)
-            elif not isinstance(value, list):
-                text.append(f"{name} {value!r}")
-            elif value:
-                text.append(f"{name} [")
-                for each in value:
-                    if not isinstance(each, ast.AST):
-                        text.append(repr(each))
-                    elif not _is_text(each):
-                        self._visit(each)
-                text.append("]")
-        text.append(")")
-
-    def _note(self, node: ast.AST) -> None:
-        """Keep what a node imports or names."""
-        if isinstance(node, ast.Name):
-            self.names[node.id] = None
-        elif isinstance(node, ast.Attribute):
-            if chain := _dotted(node):
-                self.chains[chain] = None
-        elif isinstance(node, ast.arg | ast.AnnAssign):
-            self.names |= dict.fromkeys(_quoted_names(node.annotation))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            self.names |= dict.fromkeys(_quoted_names(node.returns))
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                bound = alias.asname or alias.name.split(".")[0]
-                self.imports.append((bound, (alias.name if alias.asname else bound, None)))
-        elif isinstance(node, ast.ImportFrom):
-            target = resolve_name("." * node.level + (node.module or ""), self.package)
-            self.imports += [(alias.asname or alias.name, (target, alias.name)) for alias in node.names]
-
-
-def _dotted(node: ast.Attribute) -> tuple[str, ...]:
-    names: list[str] = []
-    value: ast.expr = node
-    while isinstance(value, ast.Attribute):
-        names.append(value.attr)
-        value = value.value
-    return (value.id, *reversed(names)) if isinstance(value, ast.Name) else ()
-
-
-def _quoted_names(annotation: ast.expr | None) -> list[str]:
-    """Return the names in the strings of an annotation."""
-    constants = [each.value for each in ast.walk(annotation) if isinstance(each, ast.Constant)] if annotation else []
-    quoted = [value for value in constants if isinstance(value, str)]
-    names: list[str] = []
-    for text in quoted:
-        try:
-            names += [each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)]
-        except SyntaxError:
-            # A shape of jaxtyping, or a value of a Literal.
-            continue
-    return names
-
-
-def _with_parents(module: str) -> list[str]:
-    parts = module.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-
-
-@lru_cache(maxsize=1024)
-def _source(module: str, checkout: Path) -> ModuleSource | None:
-    """Parse a module of this project; None for any other."""
+@lru_cache(maxsize=8192)
+def _file(module: str, checkout: Path) -> Path | None:
+    """Return the file of a module of this project; None for any other."""
     if module.split(".")[0] not in PACKAGES:
         return None
     path = checkout.joinpath(*module.split("."))
-    is_package = path.is_dir()
-    file = path / "__init__.py" if is_package else path.with_suffix(".py")
-    if not file.is_file():
+    file = path / _PACKAGE if path.is_dir() else path.with_suffix(".py")
+    return file if file.is_file() else None
+
+
+@lru_cache(maxsize=2048)
+def _source(module: str, checkout: Path, name: str = "") -> ModuleSource | None:
+    """Parse a module of this project; None for any other, and for one that does not define the name.
+
+    With a name, decorators of functions are left out: those of stages reach everything that runs a stage.
+    """
+    file = _file(module, checkout)
+    if file is None:
         return None
-    source, walk = ModuleSource(), _Walk(module if is_package else module.rpartition(".")[0])
-    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
-        decorators = getattr(statement, "decorator_list", [])
-        code = walk.code(statement, without="decorator_list")
-        names = _bound_names(statement)
-        for name in names:
-            source.definitions[name].append((walk.code(*decorators) if decorators else None, code))
-        runs = not isinstance(statement, ast.Import | ast.ImportFrom) and not _is_for_types(statement)
-        if not names and runs and not _is_text(statement):
-            source.effects.append(code)
-    for name, imported in walk.imports:
-        source.imports[name].append(imported)
-    return source
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    if name:
+        if name not in {getattr(each, "name", None) for each in tree.body}:
+            return None
+        for each in tree.body:
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                each.decorator_list = []
+    is_package = file.name == _PACKAGE
+    walk = _Walk(module if is_package else module.rpartition(".")[0], is_package)
+    walk.visit(tree)
+    used = dict.fromkeys(imported for name, imported, runs in walk.imports if runs and name in walk.names)
+    exported: dict[str, tuple[Import, ...]] = {}
+    for name, imported, _ in walk.imports:
+        exported[name] = (*exported.get(name, ()), imported)
+    return ModuleSource(" ".join(walk.text), tuple(used), exported)
 
 
-def _bound_names(statement: ast.stmt) -> list[str]:
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [statement.name]
-    if isinstance(statement, ast.Assign | ast.AnnAssign):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
-    return []
+class _Walk:
+    """One pass over a syntax tree: its text, the names in it, and what it imports.
+
+    Attributes:
+        imports: the bound name, what it is bound to, and whether the import runs, which one for types does not.
+    """
+
+    def __init__(self, package: str, is_package: bool) -> None:
+        self.package, self.is_package = package, is_package
+        self.text: list[str] = []
+        self.names: set[str] = set()
+        self.imports: list[tuple[str, Import, bool]] = []
+
+    def visit(self, node: ast.AST) -> None:
+        """Add a node and all below it."""
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            self._add_imports(node, runs=True)
+            # A package's own imports only pass names on.
+            if self.is_package:
+                return
+        if isinstance(node, ast.If) and isinstance(test := node.test, ast.Name) and test.id == "TYPE_CHECKING":
+            for statement in node.body:
+                if isinstance(statement, ast.Import | ast.ImportFrom):
+                    self._add_imports(statement, runs=False)
+            return
+        if isinstance(node, ast.Name):
+            self.names.add(node.id)
+        self.text.append(f"({type(node).__name__}")
+        for name in node._fields:
+            value = getattr(node, name, None)
+            # Fields that are empty are left out: later versions of Python add some.
+            if value is None or value == []:
+                continue
+            self.text.append(name)
+            for each in value if isinstance(value, list) else [value]:
+                if not isinstance(each, ast.AST):
+                    self.text.append(repr(each))
+                elif not _is_text(each):
+                    self.visit(each)
+        self.text.append(")")
+
+    def _add_imports(self, node: ast.Import | ast.ImportFrom, *, runs: bool) -> None:
+        for alias in node.names:
+            if isinstance(node, ast.Import):
+                self.imports.append((alias.asname or alias.name.split(".")[0], (alias.name, None), runs))
+            else:
+                target = resolve_name("." * node.level + (node.module or ""), self.package)
+                self.imports.append((alias.asname or alias.name, (target, alias.name), runs))
 
 
 def _is_text(statement: ast.AST) -> bool:
@@ -316,10 +232,6 @@ def _is_text(statement: ast.AST) -> bool:
         and isinstance(statement.value, ast.Constant)
         and isinstance(statement.value.value, str)
     )
-
-
-def _is_for_types(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.If) and isinstance(test := statement.test, ast.Name) and test.id == "TYPE_CHECKING"
 
 
 def library_versions() -> dict[str, str]:
