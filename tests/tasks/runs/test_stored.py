@@ -9,7 +9,7 @@ from tasks.runs.layout import STORED
 from tasks.runs.lookup import spans
 from tasks.runs.stored import choose_policy, first_iteration, read_iterations, read_policy, read_range
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.artifacts.tombstones import replace_artifact
+from tasks.storage.artifacts.tombstones import delete_files
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte, whole_run
 
 BASE = "base" * 16
@@ -81,10 +81,13 @@ def test_damaged_pruned_and_missing_policies(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
     first = maker.store.find("policies/000001")
     assert first is not None
-    replace_artifact(maker.store, first, None, pruned={"by": "grpo prune --policies-last 1"})
-    flip_last_byte(maker.folder / "policies/000002/adapter_model.safetensors")
+    found = maker.store.manifest_at(maker.store.path("policies/000001"))
+    assert found is not None
+    pruned = {"by": "grpo prune --policies-last 1", "on": "2026-01-01"}
+    delete_files(maker.store, first, list(found.files), pruned=pruned)
+    flip_last_byte(maker.folder / "policies/000002/tokens/adapter_model.safetensors")
     before = contents(maker.folder)
-    for version, word in ((1, "grpo prune --policies-last 1"), (2, "sha256"), (7, "versions 2")):
+    for version, word in ((1, "grpo prune --policies-last 1` on 2026-01-01"), (2, "sha256"), (7, "versions 2")):
         with pytest.raises(InputErrors) as caught:
             choose_policy(maker.store, version, BASE)
         (error,) = caught.value.errors
@@ -92,5 +95,5 @@ def test_damaged_pruned_and_missing_policies(tmp_path: Path) -> None:
         assert word in error.hint
     policy, (note,) = choose_policy(maker.store, None, BASE)
     assert policy.version == 0
-    assert "policies/000002/adapter_model.safetensors" in note
+    assert "policies/000002/tokens/adapter_model.safetensors" in note
     assert contents(maker.folder) == before
