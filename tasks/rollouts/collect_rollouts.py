@@ -151,8 +151,9 @@ def collect_rollouts_task(
                 table.write(columns)
                 if images is not None:
                     images.write(columns)
-                for row in state_rows(group) if states is not None else ():
-                    states.write(row)
+                if states is not None:
+                    for row in state_rows(group):
+                        states.write(row)
                 report_progress(done * plan.group_size)
             for each in (table, images, states):
                 if each is not None:
