@@ -265,7 +265,8 @@ def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
         hint = f"{found}. Choose another version, or start the run again: damaged files are made again."
     else:
         pruned = _pruned(store, version)
-        gone = f"Its files were removed by `{pruned.get('by', 'grpo prune')}`; " if pruned is not None else ""
+        by, on = (pruned or {}).get("by", "grpo prune"), (pruned or {}).get("on", "an earlier day")
+        gone = f"Its files were removed by `{by}` on {on}; " if pruned is not None else ""
         hint = f"{gone}{store.run} has policy versions {spans(stored)}. Choose one of these; 0 is the model as given."
     raise InputError("--policy", version, hint)
 

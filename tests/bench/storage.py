@@ -25,13 +25,13 @@ from grpo_core.rewards.images import encode_png
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.checkout import CHECKOUT
 from tasks.rewards.score_rewards import score_reward_task
-from tasks.runs.layout import ROLLOUTS, iteration_folder
+from tasks.runs.layout import IMAGES_FILE, ROLLOUTS, iteration_folder
 from tasks.runs.lookup import write_description
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.storage.filesystem.files import hashes_of, settle_folder
 from tasks.storage.tables.parquet import TableWriter
-from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
+from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, IMAGES, SCHEMA_VERSION, TEXT_ROLLOUTS
 from tests.bench.table import Row, alternate
 
 SIBLINGS, VOCABULARY = 8, 151_936
@@ -55,29 +55,38 @@ def measure() -> Iterator[Row]:
 
 
 def measure_file(what: str, schema: pa.Schema, groups: int, tokens: int, side: int = 0) -> Iterator[Row]:
-    """Measure one file of rollouts: its bytes, and writing and reading it, verified, beside a copy of the same bytes.
+    """Measure files of rollouts: their bytes, and writing and reading them, verified, beside a copy of the same bytes.
 
     What is written is on the disk at the end, the copy too.
     """
+    tables = {FILE: schema, **({IMAGES_FILE.format(0): IMAGES} if side else {})}
     drawn = list(draw_groups(schema, groups, tokens, side=side))
     with tempfile.TemporaryDirectory() as folder:
-        staged, copy = Path(folder) / "staged", Path(folder) / "copy"
+        staged, copies = Path(folder) / "staged", Path(folder) / "copies"
+        copies.mkdir()
 
         def write() -> None:
-            write_table(staged, schema, drawn)
+            for name, each in tables.items():
+                write_table(staged, each, drawn, name)
             settle_folder(staged)
 
+        def copy() -> None:
+            for name in tables:
+                shutil.copyfile(staged / name, copies / name)
+
         def write_copy() -> None:
-            shutil.copyfile(staged / FILE, copy)
-            with copy.open("rb") as file:
-                os.fsync(file.fileno())
+            copy()
+            for name in tables:
+                with (copies / name).open("rb") as file:
+                    os.fsync(file.fileno())
 
         def read() -> None:
             hashes_of(staged)
-            pq.read_table(staged / FILE)
+            for name in tables:
+                pq.read_table(staged / name)
 
         write()
-        size = (staged / FILE).stat().st_size
+        size = sum((staged / name).stat().st_size for name in tables)
         count = sum(sum(columns["length"]) for columns in drawn)
         if side:
             images = sum(len(image["bytes"]) for columns in drawn for image in columns["image"])
@@ -86,7 +95,7 @@ def measure_file(what: str, schema: pa.Schema, groups: int, tokens: int, side: i
             yield Row(what=what, unit="bytes/token", ours=(size / count,), at_most=12.0)
         for name, ours, theirs in (
             ("write", write, write_copy),
-            ("read", read, lambda: shutil.copyfile(staged / FILE, copy)),
+            ("read", read, copy),
         ):
             seconds, copied = alternate(5, ours, theirs)
             label, peer = f"{name} {what}", "a plain copy"
@@ -157,12 +166,14 @@ def draw_groups(
             "completion": texts,
             "image": [{"bytes": encode_png(Image.fromarray(each)), "path": f"{name}.png"} for each in noise],
         }
-        yield {field.name: known.get(field.name, [None] * SIBLINGS) for field in schema}
+        yield {name: known.get(name, [None] * SIBLINGS) for name in (*schema.names, "image")}
 
 
-def write_table(folder: Path, schema: pa.Schema, groups: Iterator[Columns] | Sequence[Columns]) -> tuple[str, int]:
+def write_table(
+    folder: Path, schema: pa.Schema, groups: Iterator[Columns] | Sequence[Columns], name: str = FILE
+) -> tuple[str, int]:
     """Write a file of rollouts; return its digest and its rows."""
-    writer = TableWriter(folder / FILE, schema)
+    writer = TableWriter(folder / name, schema)
     for columns in groups:
         writer.write(columns)
     return writer.close(), writer.rows

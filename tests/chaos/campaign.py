@@ -120,4 +120,4 @@ def random_plans(rng: random.Random, census: Census) -> Iterator[Plan]:
         name = rng.choice(sorted(census.operations))
         yield Plan(operation=Operation(name, rng.randint(1, max(1, census.operations[name] // 4))))
         if "write_manifest" in name:
-            yield Plan(operation=Operation("_move_away", rng.randint(1, _OPERATIONS_OF_MOVING_AWAY)))
+            yield Plan(operation=Operation("quarantine", rng.randint(1, _OPERATIONS_OF_MOVING_AWAY)))

@@ -20,7 +20,7 @@ from tasks.prompts.targets import TargetReference
 from tasks.rewards.score_rewards import score_reward_task
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan, plan_round
-from tasks.runs.layout import SCORES_FILE
+from tasks.runs.layout import IMAGES, SCORES_FILE
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -113,7 +113,7 @@ def update(
 
 def content(store: ArtifactStore, reference: ArtifactRef) -> dict[str, bytes]:
     folder = store.local_files(reference)
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def scoring(values: Callable[[str], float | None]) -> Callable[[JpegReward, ScoringBatch], Sequence[Score]]:
@@ -124,4 +124,10 @@ def scoring(values: Callable[[str], float | None]) -> Callable[[JpegReward, Scor
 
 
 def table_of(store: ArtifactStore, reference: ArtifactRef) -> pl.DataFrame:
-    return pl.read_parquet(store.local_files(reference) / "part-*.parquet")
+    """The artifact's rows, those of rollouts with their images."""
+    files = sorted(store.local_files(reference).glob("*.parquet"))
+    images = [path for path in files if path.match(IMAGES)]
+    table = pl.read_parquet([path for path in files if path not in images])
+    if not images:
+        return table
+    return table.join(pl.read_parquet(images).drop("prompt"), on="sample_id", how="left", maintain_order="left")

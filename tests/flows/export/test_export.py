@@ -33,7 +33,7 @@ from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.trained import ADAPTER_FILE, LoraSettings, TrainingChoice
 from grpo_core.seeds import derive_seed, make_generator
 from grpo_core.streams import STREAMS
-from tasks.storage.artifacts.tombstones import replace_artifact
+from tasks.storage.artifacts.tombstones import delete_files
 from tests.flows.export.stored_policies import HALVES, SHIPPED, both_halves, store_run
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tasks.reports.made_runs import flip_last_byte
@@ -305,7 +305,9 @@ def test_the_best_version_is_chosen_among_those_that_are_stored(own_run: Path, t
     store = plan_export(ExportRequest(run=str(own_run), folder=str(tmp_path / "x"))).store
     first = store.find("policies/000001")
     assert first is not None
-    replace_artifact(store, first, None, pruned={"by": "grpo prune"})
+    found = store.manifest_at(store.path(first.folder))
+    assert found is not None
+    delete_files(store, first, list(found.files), pruned={"by": "grpo prune"})
     request = ExportRequest(run=str(own_run), folder=str(tmp_path / "best"), policy="best")
     assert plan_export(request).policy.version == 2
     with pytest.raises(InputError, match="removed by `grpo prune`"):

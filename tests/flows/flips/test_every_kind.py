@@ -15,7 +15,7 @@ from tasks.execution.call import CALLS, StageCall, StageOutcome, code_of, leave_
 from tasks.storage.artifacts.files import ReadCache
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, described, use_store
-from tasks.storage.artifacts.tombstones import replace_artifact
+from tasks.storage.artifacts.tombstones import delete_files
 from tasks.storage.filesystem.files import dump_checked
 from tasks.storage.prefect_results import FOLDER, StageRecords
 from tasks.storage.run_lock import LOCK, locked
@@ -81,7 +81,8 @@ def test_manifest_of_a_pruned_artifact(evaluated: Evaluated, store: ArtifactStor
     reference, manifest = evaluated.references[artifact], Path(store.path(f"{artifact}{MANIFEST_ENDING}"))
     for _ in range(FLIPS):
         evaluated.copy_alone(artifact, store)
-        replace_artifact(store, reference, None, pruned={"by": "grpo prune run --policies-last 1", "at": "2026-01-01"})
+        files = [name.removeprefix(f"{artifact}/") for folder, name in evaluated.files() if folder == artifact]
+        delete_files(store, reference, files, pruned={"by": "grpo prune run --policies-last 1", "on": "2026-01-01"})
         assert store.pruned_reason(reference) is not None
         flip(manifest, chance)
         with pytest.raises(StaleReferenceError, match=names_damage(manifest)):

@@ -16,7 +16,7 @@ from tests.flows.conftest import Runs, Start
 PLANS = (
     # Files of rollouts in their place, the manifest not; then while they are moved away.
     Plan(operation=Operation("rename: files.py:write_file_atomically < commit.py:write_manifest", 1)),
-    Plan(operation=Operation("rename: run_folder.py:_move < run_folder.py:_move_away", 1)),
+    Plan(operation=Operation("rename: run_folder.py:_move < run_folder.py:quarantine", 1)),
     # Scores complete, the record of the second reward not.
     Plan(operation=Operation("rename: files.py:write_file_atomically < prefect_results.py:_keep", 3)),
     Plan(operation=Operation("_save_state", 1)),

@@ -273,10 +273,13 @@ class RunMaker:
 
     def update(self, version: int) -> ArtifactRef:
         with self.store.staging() as staged:
-            (staged / "adapter_model.safetensors").write_bytes(b"weights of %d" % version)
+            for stream in self.streams:
+                own = staged / stream
+                own.mkdir()
+                (own / "adapter_model.safetensors").write_bytes(b"weights of %d" % version)
+                write_table(own / "update_steps.parquet", UPDATE_STEPS, {name: [] for name in UPDATE_STEPS.names})
             state = {"policy_version": version, "policy_digest": f"{version:064d}"}
             (staged / "training_state.json").write_text(json.dumps(state))
-            write_table(staged / "update_steps.parquet", UPDATE_STEPS, {name: [] for name in UPDATE_STEPS.names})
             metrics = {"kl": 0.01 * version, "entropy": 2.0, "grad_norm": 1.0}
             return self.commit(staged, f"policies/{version:06d}", SECONDS["update"], metrics)
 

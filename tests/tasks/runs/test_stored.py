@@ -81,10 +81,13 @@ def test_damaged_pruned_and_missing_policies(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
     first = maker.store.find("policies/000001")
     assert first is not None
-    delete_files(maker.store, first, list(contents(maker.folder / first.folder)), pruned={"by": "grpo prune --policies-last 1"})
-    flip_last_byte(maker.folder / "policies/000002/adapter_model.safetensors")
+    found = maker.store.manifest_at(maker.store.path("policies/000001"))
+    assert found is not None
+    pruned = {"by": "grpo prune --policies-last 1", "on": "2026-01-01"}
+    delete_files(maker.store, first, list(found.files), pruned=pruned)
+    flip_last_byte(maker.folder / "policies/000002/tokens/adapter_model.safetensors")
     before = contents(maker.folder)
-    for version, word in ((1, "grpo prune --policies-last 1"), (2, "sha256"), (7, "versions 2")):
+    for version, word in ((1, "grpo prune --policies-last 1` on 2026-01-01"), (2, "sha256"), (7, "versions 2")):
         with pytest.raises(InputError) as caught:
             choose_policy(maker.store, version, BASE)
         (error,) = caught.value.errors
@@ -92,5 +95,5 @@ def test_damaged_pruned_and_missing_policies(tmp_path: Path) -> None:
         assert word in error.hint
     policy, (note,) = choose_policy(maker.store, None, BASE)
     assert policy.version == 0
-    assert "policies/000002/adapter_model.safetensors" in note
+    assert "policies/000002/tokens/adapter_model.safetensors" in note
     assert contents(maker.folder) == before

@@ -33,7 +33,7 @@ def test_an_update_continues_with_the_optimizer_in_memory_as_with_the_stored_one
         update = SETTINGS.model_copy(update={"learning_rate": learning_rate})
         return job_of(TEXTS, rollouts, advantages, policy=policy, update=update)
 
-    stored = Path(store.path("policies/000001")) / OPTIMIZER_FILE
+    stored = Path(store.path("policies/000001/tokens")) / OPTIMIZER_FILE
     with run_resources():
         first = made(after(None))
         content = stored.read_bytes()
@@ -53,7 +53,7 @@ def test_an_update_continues_with_the_optimizer_in_memory_as_with_the_stored_one
     with run_resources():
         assert alone(after(second), tmp_path / "again").policy.digest == third.digest
         # Other settings need another optimizer, which continues from the files.
-        Path(store.path("policies/000003"), OPTIMIZER_FILE).unlink()
+        Path(store.path("policies/000003/tokens"), OPTIMIZER_FILE).unlink()
         with pytest.raises(StaleReferenceError, match=OPTIMIZER_FILE):
             made(after(third, learning_rate=1e-5))
 
