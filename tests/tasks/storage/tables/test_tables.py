@@ -123,7 +123,7 @@ SCHEMAS: dict[str, pa.Schema] = {
     "images without a stream": schemas.rollout_schema("image", []),
 }
 DIGESTS: dict[str, str] = {
-    "IMAGE_ROLLOUTS": "89d66b99c6504266",
+    "IMAGE_ROLLOUTS": "593feb55620fb70e",
     "TEXT_ROLLOUTS": "6618eb3b940d7a35",
     "IMAGES": "b8df0fdabaa4665f",
     "STATES": "208903d956296cd9",
@@ -133,9 +133,9 @@ DIGESTS: dict[str, str] = {
     "METRICS": "731d5254988a9344",
     "UPDATE_STEPS": "1d4cafbcd03bb648",
     "NFT_STEPS": "ce95903e6cbdb4a1",
-    "images with both streams": "63b76929f4f137f0",
-    "images made without tokens": "a58a8100cc384d78",
-    "images without a stream": "9a309d510df0f644",
+    "images with both streams": "9e94887cb0487791",
+    "images made without tokens": "a78762ee61f0e24c",
+    "images without a stream": "0e304675356a4e04",
 }
 
 
