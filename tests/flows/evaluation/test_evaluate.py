@@ -108,7 +108,7 @@ class TestStored:
         assert heard.stages == [f"evaluation of policy 2: {stage}" for stage in STAGES]
         assert summary.heldout == trained[1].summary.heldout_after
         assert content(runs) == before
-        drawn = pl.read_parquet(runs.path("evaluations", "000002", "rollouts", "*.parquet", run="text"))
+        drawn = pl.read_parquet(runs.path("evaluations", "000002", "rollouts", "part-*.parquet", run="text"))
         assert table(summary, "rollouts").equals(drawn)
 
     def test_a_second_start_computes_nothing(self, runs: Runs) -> None:

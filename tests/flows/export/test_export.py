@@ -315,7 +315,7 @@ def test_the_best_version_is_chosen_among_those_that_are_stored(own_run: Path, t
 
 
 def test_damaged_weights_are_refused_and_the_last_valid_version_is_taken(own_run: Path, tmp_path: Path) -> None:
-    flip_last_byte(own_run / "policies/000002" / ADAPTER_FILE)
+    flip_last_byte(own_run / "policies/000002/tokens" / ADAPTER_FILE)
     request = ExportRequest(run=str(own_run), folder=str(tmp_path / "out"))
     plan = plan_export(request)
     assert (plan.policy.version, len(plan.notes)) == (1, 1)

@@ -26,7 +26,7 @@ KINDS = (
 )
 CHANGES: tuple[dict[str, object], ...] = (
     {"run__iterations": 2},
-    {"update__learning_rate": 0.5},
+    {"update__tokens__learning_rate": 0.5},
     {"evaluate__samples_per_prompt": 3},
     {"run__keep_policies": {"last": 1}},
     {"run__trackers": ["tensorboard"]},

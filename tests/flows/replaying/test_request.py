@@ -47,7 +47,7 @@ def of_another_model(runs: Runs) -> None:
 
 
 def of_another_schema(runs: Runs) -> None:
-    path = runs.path("iteration_000001/rollouts.manifest.json")
+    path = runs.path("run.json")
     path.write_bytes(dump_checked({**load_checked(path.read_bytes()), "schema_version": 1}))
 
 
@@ -83,7 +83,7 @@ class TestBadInput:
             (without_rollouts, "RUN"),
             (truncated, "run/iteration_000002/rollouts"),
             (of_another_model, "policy.model"),
-            (of_another_schema, "run/iteration_000001/rollouts"),
+            (of_another_schema, "run/run.json"),
             (lambda runs: runs.path("run.json").write_text("{"), "run/run.json"),
         ],
     )

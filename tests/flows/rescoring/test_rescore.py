@@ -104,7 +104,7 @@ def test_one_reward_more_computes_that_one_and_later_rescorings_take_it_from_the
 
 
 def test_another_scope_scores_only_what_is_new_in_it(finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = pl.read_parquet(finished.path("iteration_*", "rollouts", "*.parquet"))["columns"].to_list()
+    prompts = pl.read_parquet(finished.path("iteration_*", "rollouts", "part-*.parquet"))["columns"].to_list()
     target = json.loads(prompts[0])["target"]
     where, own = {"where": {"target": [target]}}, sum(target in columns for columns in prompts)
     narrow, _ = scored_again(finished, SSIM, {**JPEG, **where}, name="narrow")

@@ -37,7 +37,7 @@ def test_the_second_epoch_is_better_than_the_first(empty: Runs) -> None:
     assert min(metrics_of(empty, "kl")) >= 0
     assert max(metrics_of(empty, "sampling/sampling_logp_difference/max")) < 1e-4
     # As in TRL: all tokens so far, with a prompt for each of its completions.
-    rollouts = pl.scan_parquet(empty.path("iteration_*", "rollouts", "*.parquet", run="text"))
+    rollouts = pl.scan_parquet(empty.path("iteration_*", "rollouts", "part-*.parquet", run="text"))
     tokens = rollouts.group_by("iteration").agg(pl.col("length").sum() + pl.col("prompt_length").sum()).collect()
     assert metrics_of(empty, "num_tokens") == tokens.sort("iteration")["length"].cum_sum().to_list()
     for iteration in (1, 2):
@@ -73,7 +73,7 @@ def test_groups_without_spread_are_drawn_again_up_to_the_bound(empty: Runs) -> N
         assert groups == 4 or count == 3
         last = folder if count == 1 else folder / f"round_{int(count):02d}"
         advantages = pl.read_parquet(last / "advantages" / "advantages.parquet")
-        rollouts = pl.concat([pl.read_parquet(path) for path in sorted(folder.rglob("rollouts/*.parquet"))])
+        rollouts = pl.concat([pl.read_parquet(path) for path in sorted(folder.rglob("rollouts/part-*.parquet"))])
         assert set(advantages["sample_id"]) == set(rollouts["sample_id"])
         assert rollouts["prompt_id"].n_unique() == rollouts["group_id"].n_unique()
         trained = advantages.filter(pl.col("advantage").is_not_null())

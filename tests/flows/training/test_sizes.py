@@ -63,7 +63,7 @@ def test_a_run_of_several_sizes_comes_through(server: None, tmp_path: Path) -> N
         assert Image.open(io.BytesIO(row["image"]["bytes"])).size == size
         assert (row["length"], row["max_length"]) == (lengths[size], 80)
     assert max(metrics(whole, iteration, "run")["sampling/sampling_logp_difference/max"] for iteration in (1, 2)) < 1e-4
-    assert sizes_of(pl.read_parquet(whole.path("evaluations/000002/rollouts/*.parquet"))) == expected
+    assert sizes_of(pl.read_parquet(whole.path("evaluations/000002/rollouts/part-*.parquet"))) == expected
 
     with training_process(killed, tmp_path / "process", **given) as process:
         while not killed.path("iteration_000002/rollouts/part-00000.parquet").exists():

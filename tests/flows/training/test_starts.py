@@ -39,7 +39,7 @@ def test_evaluations_sample_with_the_moving_average_and_rollouts_do_not(empty: R
     assert start.summary.policy_digest == policies[2].digest
 
     def sampler(place: str, run: str = "run") -> str:
-        (digest,) = pl.read_parquet(empty.path(place, "rollouts", "*.parquet", run=run))["policy_digest"].unique()
+        (digest,) = pl.read_parquet(empty.path(place, "rollouts", "part-*.parquet", run=run))["policy_digest"].unique()
         return str(digest)
 
     assert sampler("iteration_000002") == policies[1].digest

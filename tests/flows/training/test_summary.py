@@ -20,11 +20,10 @@ def facts(**changes: Any) -> dict[str, str]:
         "folder": "/elsewhere/r",
         "contact_sheet": None,
         "heldout_texts": None,
-        "watch": None,
+        "guardrails_plot": None,
         "hacking": [],
         "stopped_early": False,
         "quarantined": [],
-        "previous": [],
         "reused": {},
     }
     return dict(TrainSummary(**known | changes).report().facts)
@@ -46,8 +45,8 @@ def test_rewards_times_and_where_to_look() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *((field, "/elsewhere/r/file") for field in ("contact_sheet", "heldout_texts", "watch")),
-        *((field, ["a reason"]) for field in ("hacking", "quarantined", "previous")),
+        *((field, "/elsewhere/r/file") for field in ("contact_sheet", "heldout_texts", "guardrails_plot")),
+        *((field, ["a reason"]) for field in ("hacking", "quarantined")),
     ],
 )
 def test_each_file_and_each_reason(field: str, value: Any) -> None:

@@ -79,7 +79,7 @@ def test_rollouts_ahead_of_the_updates(workers: Workers, empty: Runs) -> None:
     settings: dict[str, object] = {"run__iterations": 4, "run__staleness": 1}
     pooled = empty.start(**settings, placement__rollouts__pool="images").summary
     versions = [
-        set(pl.read_parquet(empty.path(f"iteration_{number:06d}", "rollouts", "*.parquet"))["policy_version"])
+        set(pl.read_parquet(empty.path(f"iteration_{number:06d}", "rollouts", "part-*.parquet"))["policy_version"])
         for number in (1, 2, 3, 4)
     ]
     assert versions == [{0}, {0}, {1}, {2}]

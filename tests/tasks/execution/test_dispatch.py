@@ -87,7 +87,7 @@ def here(task: Any) -> Callable[[Part], Any]:
 
 
 def files(store: ArtifactStore, reference: ArtifactRef) -> list[Path]:
-    return sorted(store.local_files(reference).glob("*.parquet"))
+    return sorted(store.local_files(reference).glob("part-*.parquet"))
 
 
 @pytest.fixture(scope="module")

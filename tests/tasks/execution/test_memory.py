@@ -94,7 +94,7 @@ def test_rollouts_in_halves_are_the_same_samples(store: ArtifactStore, monkeypat
 
     monkeypatch.setattr(GlmImagePolicy, "sample", bounded)
     halved = collect_rollouts_task.fn(**rollout_arguments("halved", HERE))
-    ours, theirs = (pl.read_parquet(store.local_files(each) / "*.parquet") for each in (halved, whole))
+    ours, theirs = (pl.read_parquet(store.local_files(each) / "part-*.parquet") for each in (halved, whole))
     exact = ["sample_id", "seed", "token_ids", "finished", "policy_digest", "noise_seed"]
     assert ours.select(exact).equals(theirs.select(exact))
     difference = ours["rollout_logprobs"].explode() - theirs["rollout_logprobs"].explode()
