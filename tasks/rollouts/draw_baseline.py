@@ -16,8 +16,8 @@ from tasks.rollouts.plan import GroupPlan, RolloutPlan
 from tasks.runs.layout import IMAGES_FILE, PART_FILE, ROLLOUTS, Baseline, baseline_folder
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import current_store
+from tasks.storage.tables import schemas
 from tasks.storage.tables.parquet import joint_digest, write_table
-from tasks.storage.tables.schemas import BASELINES, IMAGES, SCHEMA_VERSION
 
 STAGE = "draw baseline"
 
@@ -46,13 +46,13 @@ def draw_baseline_task(baseline: Baseline, plan: RolloutPlan, placement: Placeme
         "image": [_drawing(baseline, group) for group in groups],
     }
     with store.staging() as staged:
-        tables = ((PART_FILE, BASELINES), (IMAGES_FILE, IMAGES))
+        tables = ((PART_FILE, schemas.BASELINES), (IMAGES_FILE, schemas.IMAGES))
         digests = [write_table(staged / name.format(0), schema, columns) for name, schema in tables]
         return store.commit(
             staged,
             f"{baseline_folder(baseline)}/{ROLLOUTS}",
             digest=joint_digest(digests),
-            schema_version=SCHEMA_VERSION,
+            schema_version=schemas.SCHEMA_VERSION,
             rows=len(groups),
             seconds=time.perf_counter() - started,
             metrics={},

@@ -2,8 +2,8 @@
 
 import asyncio
 import hashlib
-import shutil
 import json
+import shutil
 from collections.abc import Callable
 from typing import Any
 

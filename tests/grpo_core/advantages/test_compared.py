@@ -1,9 +1,9 @@
 """Which samples are compared for each stream, against values worked out by hand."""
 
-import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_core.advantages import AdvantageSettings, compared_samples, compute_advantages
 from grpo_core.rewards.mix.terms import RewardTerm
