@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import data.tiny_glm_image as glm_image
 import data.tiny_sd3 as sd3
 import data.tiny_text as text
 from data.shapes import HELDOUT_FILE, TRAIN_FILE, choose_scenes, split_scenes, write_prompt_file
+from data.tiny_glm_image import components, training
 from data.training import ProgressCallback, write_recipe
 
 if TYPE_CHECKING:
@@ -31,26 +31,26 @@ LINES = 20
 
 def make_glm_image() -> None:
     """Make the tiny GLM-Image: token model, decoder, prompt files; it has never seen the held-out captions."""
-    recipe = glm_image.TinyRecipe()
+    recipe = components.TinyRecipe()
     seen, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
-    pipeline = glm_image.build_pipeline(recipe)
+    pipeline = components.build_pipeline(recipe)
 
     def train() -> Mapping[str, object]:
         steps = _progress("train token model")
-        token_model = asdict(glm_image.train_autoregressive(pipeline, recipe, steps))
-        decoder = glm_image.train_decoder(pipeline, recipe, _progress("train decoder"))
+        token_model = asdict(training.train_autoregressive(pipeline, recipe, steps))
+        decoder = training.train_decoder(pipeline, recipe, _progress("train decoder"))
         return {"token_model": token_model, "decoder": {"final_loss": decoder}}
 
     def measure(folder: Path) -> list[object]:
         return [
-            {"temperature": warm, **asdict(glm_image.evaluate_tiny_model(folder, unseen, temperature=warm))}
+            {"temperature": warm, **asdict(training.evaluate_tiny_model(folder, unseen, temperature=warm))}
             for warm in (1.0, 0.7)
         ]
 
     def save(folder: Path) -> None:
-        glm_image.save_tiny_model(pipeline, folder)
+        components.save_tiny_model(pipeline, folder)
 
-    replace_model("tiny-glm-image", recipe, glm_image.LIBRARIES, train, save, measure)
+    replace_model("tiny-glm-image", recipe, components.LIBRARIES, train, save, measure)
     for name, scenes, count in (
         (TRAIN_FILE, seen, recipe.train_prompts),
         (HELDOUT_FILE, unseen, recipe.heldout_prompts),

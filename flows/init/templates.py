@@ -59,7 +59,7 @@ SHIPPED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
 )
 """What each configuration has for the shipped model of its kind instead: YAML by section and key."""
 
-PROMPTS: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
+EXAMPLE_PROMPTS: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
     {
         "image": tuple(
             f"a {colour} {shape} in the center on a {background} background"
@@ -85,14 +85,14 @@ PROMPTS: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-HELDOUT: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
+EXAMPLE_HELDOUT: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
     {
         "image": tuple(f"a yellow {shape} at the top left on a white background" for shape in ("circle", "square")),
         "text": tuple(f"sort the letters of {word}" for word in ("paper", "light")),
     }
 )
 
-REWARD: Mapping[Modality, str] = MappingProxyType(
+EXAMPLE_REWARD: Mapping[Modality, str] = MappingProxyType(
     {
         "image": '''"""One number per image, higher is better; only images of the same prompt are compared."""
 

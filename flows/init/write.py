@@ -13,7 +13,7 @@ from pydantic import Field
 from typer import Argument, Option
 
 from configs.validation import NAME_PATTERN, Section
-from flows.init import templates
+from flows.init.templates import CONFIGS, EXAMPLE_HELDOUT, EXAMPLE_PROMPTS, EXAMPLE_REWARD, MODALITIES, SHIPPED, Kind
 from grpo_core.errors import InputError
 from tasks.checkout import CHECKOUT
 
@@ -25,7 +25,7 @@ class InitRequest(Section):
     """A folder with a commented configuration, and examples of what was not given."""
 
     folder: Annotated[str, Argument(metavar="DIR")] = Field(min_length=1, description="folder to write, new or empty")
-    kind: templates.Kind = Field(
+    kind: Kind = Field(
         "image",
         description="of the model: image, GLM-Image; diffusers, a text-to-image pipeline of diffusers; text, a "
         "language model",
@@ -92,17 +92,17 @@ def _check(config: Path) -> None:
 
 
 def _files(request: InitRequest, folder: Path) -> Mapping[Path, str]:
-    files, modality = {folder / CONFIG: _config(request, folder)}, templates.MODALITIES[request.kind]
+    files, modality = {folder / CONFIG: _config(request, folder)}, MODALITIES[request.kind]
     if request.prompts is None:
-        files[folder / PROMPTS] = "\n".join(templates.PROMPTS[modality]) + "\n"
-        files[folder / HELDOUT] = "\n".join(templates.HELDOUT[modality]) + "\n"
+        files[folder / PROMPTS] = "\n".join(EXAMPLE_PROMPTS[modality]) + "\n"
+        files[folder / HELDOUT] = "\n".join(EXAMPLE_HELDOUT[modality]) + "\n"
     if request.reward == OWN:
-        files[folder / REWARD] = templates.REWARD[modality]
+        files[folder / REWARD] = EXAMPLE_REWARD[modality]
     return files
 
 
 def _config(request: InitRequest, folder: Path) -> str:
-    shipped, place = templates.SHIPPED[request.kind], request.folder.rstrip("/")
+    shipped, place = SHIPPED[request.kind], request.folder.rstrip("/")
     name, model = folder.resolve().name, shipped["policy.model"]
     tiny = request.model is None or Path(request.model).expanduser().resolve() == CHECKOUT / model
     function = f"{place}/{REWARD}:reward" if request.reward == OWN else request.reward
@@ -118,7 +118,7 @@ def _config(request: InitRequest, folder: Path) -> str:
         values["evaluate.prompts"] = _quoted(f"{place}/{HELDOUT}")
     if request.targets is not None:
         values["data.targets"] = _quoted(request.targets)
-    text = (templates.CONFIGS / f"{request.kind}.yaml").read_text(encoding="utf-8")
+    text = (CONFIGS / f"{request.kind}.yaml").read_text(encoding="utf-8")
     text = fill(text.replace(CONFIG, str(folder / CONFIG)), values)
     if request.prompts is None:
         return text

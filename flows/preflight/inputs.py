@@ -13,9 +13,12 @@ from typing import TypeVar
 from configs.contradictions import contradictions, pools_of
 from configs.schema import RunConfig
 from configs.sections import DataSection, LoraSection
-from flows.preflight import model, placement, prompts, rewards
+from flows.preflight.model import check as check_model
 from flows.preflight.model import refuse_prompt_texts, source_of, trained_model
+from flows.preflight.placement import check_device, check_storage, check_trackers
 from flows.preflight.prompts import PromptFiles, read_prompt_files
+from flows.preflight.prompts import check as check_prompts
+from flows.preflight.rewards import check as check_rewards
 from flows.server.reachable import require_pools, require_server, require_ui
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.protocol import policy_family
@@ -32,12 +35,12 @@ Check = Callable[[RunConfig, PromptFiles], Iterator[InputError]]
 
 CHECKS: Mapping[str, Check] = MappingProxyType(
     {
-        "prompts": prompts.check,
-        "model": model.check,
-        "rewards": rewards.check,
-        "device": placement.check_device,
-        "storage": placement.check_storage,
-        "trackers": placement.check_trackers,
+        "prompts": check_prompts,
+        "model": check_model,
+        "rewards": check_rewards,
+        "device": check_device,
+        "storage": check_storage,
+        "trackers": check_trackers,
     }
 )
 """Checks by subject that load no model, write no file and do not import Prefect."""
@@ -130,7 +133,7 @@ def _check_model(config: RunConfig, files: PromptFiles) -> RunInputs:
     # A hub name may be downloaded here, so everything else has been checked.
     store, spec = open_store(config.storage, config.run.name), trained_model(config)
     # What was downloaded can be read, and it is not loaded yet.
-    raise_all(model.check(config, files))
+    raise_all(check_model(config, files))
     training, heldout = files.usable("data"), files.usable("evaluate")
     refuse_prompt_texts(config, (*training, *heldout))
     return RunInputs(store, spec, training, heldout, files.notes)
