@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from configs.schema import RunConfig
-from configs.scoring import RewardSection
 from configs.stream_contradictions import stream_contradictions
+from configs.training import RewardSection
 from configs.validation import error_at
 from grpo_core.advantages.settings import refuse_terms
 from grpo_core.errors import InputError
-from grpo_core.optimizer.settings import WITH_LENGTH
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.registry import build_reward
+from grpo_core.update.settings import WITH_LENGTH
 
 MANIFEST_ENDING = ".manifest.json"
 """Ending of the file next to a stored table, whose folder has the reward's name."""

@@ -7,9 +7,8 @@ from typing import Any
 
 from configs.contradictions import contradictions
 from configs.schema import RewardsFile, RunConfig
-from configs.unknown_keys import our_path, translate
 from configs.validation import validated
-from configs.yaml_files import parse_yaml, read_mapping
+from configs.yaml_files import our_path, parse_yaml, read_mapping, translate
 from grpo_core.errors import InputError, joined, raise_all
 
 

@@ -6,7 +6,6 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationInfo, model_validator
 
-from configs.scoring import GuardrailsSection, RewardSection
 from configs.sections import (
     DataSection,
     DatasetSection,
@@ -26,19 +25,21 @@ from configs.training import (
     AdvantagesSection,
     AnyUpdateSection,
     DenoisingUpdateSection,
+    GuardrailsSection,
     MismatchSection,
     NftUpdateSection,
+    RewardSection,
     StreamUpdatesSection,
     UpdateSection,
     read_update,
     update_section,
 )
 from configs.validation import Name, Section
-from grpo_core.optimizer.settings import WITH_LENGTH
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.protocol import policy_family
-from grpo_core.policies.trained.choice import Reference
+from grpo_core.policies.trained.settings import Reference
 from grpo_core.streams import STREAMS, Stream
+from grpo_core.update.settings import WITH_LENGTH
 
 _ROLLOUTS: Mapping[Kind, type[RolloutSection]] = {
     "glm_image": GlmImageRolloutSection,

@@ -21,11 +21,11 @@ from pydantic import (
 from configs.validation import Name, RunName, Section
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.denoising.settings import DenoisingSettings
-from grpo_core.policies.diffusers.settings import DiffusersSettings
+from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import policy_family
-from grpo_core.policies.trained.choice import LoraSettings
-from grpo_core.sampling_settings import ImageSettings
+from grpo_core.policies.trained.settings import LoraSettings
+from grpo_core.settings import ImageSettings
 from grpo_core.streams import STREAMS, Stream
 
 

@@ -10,7 +10,7 @@ from configs.training import NftUpdateSection, UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.losses.settings import LOSSES
 from grpo_core.policies.denoising.settings import DenoisingSettings
-from grpo_core.policies.diffusers.settings import DiffusersSettings
+from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.policies.protocol import policy_family
 from grpo_core.streams import Stream
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, GetJsonSchemaHandler, ValidationError, Va
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from configs.unknown_keys import nearest_key, translate
+from configs.yaml_files import nearest_key, translate
 from grpo_core.errors import InputError, joined, raise_all
 from grpo_core.settings import STRICT
 

@@ -1,14 +1,185 @@
-"""Read YAML files as plain values. It imports no model library, so a wrong file name is answered at once."""
+"""Read YAML files as plain values, without any model library; TRL's names of keys, and suggestions for unknown ones."""
 
 import difflib
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from grpo_core.errors import InputError
+from grpo_core.streams import STREAMS
+
+TRL_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "advantages.multi_objective_aggregation": "advantages.aggregation",
+        "advantages.scale_rewards": "advantages.scale",
+        "evaluate.num_generations_eval": "evaluate.samples_per_prompt",
+        "policy.model_name_or_path": "policy.model",
+        "rollout.num_generations": "rollout.group_size",
+        "update.adam_epsilon": "update.eps",
+        "update.beta": "update.kl_coef",
+        "update.epsilon": "update.clip_range",
+        "update.epsilon_high": "update.clip_range_high",
+        "update.importance_sampling_level": "update.importance_level",
+        "update.loss_type": "update.loss",
+        "update.lr_scheduler_type": "update.lr_scheduler",
+        "update.mask_truncated_completions": "update.mask_truncated",
+        "update.num_iterations": "update.epochs",
+        "update.off_policy_mask_threshold": "update.off_policy_threshold",
+        "update.per_device_train_batch_size": "update.micro_batch_size",
+        "update.ref_model_mixup_alpha": "update.reference.mix",
+        "update.top_entropy_quantile": "update.entropy_quantile",
+        "update.use_bias_correction_kl": "update.kl_importance_correction",
+        "update.vllm_importance_sampling_clip_max": "update.mismatch.cap",
+        "update.vllm_importance_sampling_clip_min": "update.mismatch.floor",
+    }
+)
+"""Path with TRL's name -> path with ours; both mean the same, in the same unit."""
+
+OTHER_MEANING: Mapping[str, str] = MappingProxyType(
+    {
+        "evaluate.eval_steps": "Set evaluate.every: it counts iterations, eval_steps counts optimizer steps.",
+        "rollout.generation_batch_size": "Set rollout.prompts_per_iteration, which counts prompts and not completions, "
+        "to generation_batch_size / num_generations.",
+        "rollout.steps_per_generation": "Set update.minibatch_size to the rows of one optimizer step.",
+        "run.log_completions": "`grpo inspect RUN` and Prefect's UI show completions; there is no such setting.",
+        "run.max_steps": "Set run.iterations: it counts rounds of sampling and training, max_steps counts optimizer "
+        "steps. An iteration has update.epochs x its rows / update.minibatch_size of them.",
+        "run.num_train_epochs": "Set run.iterations to num_train_epochs x prompts / rollout.prompts_per_iteration.",
+        "run.report_to": "Set run.trackers to a list of the same names, such as [tensorboard, wandb].",
+        "run.output_dir": "Set run.name, and storage.root for the folder of all runs.",
+        "update.adam_beta1": "Set update.betas to [adam_beta1, adam_beta2].",
+        "update.adam_beta2": "Set update.betas to [adam_beta1, adam_beta2].",
+        "update.gradient_accumulation_steps": "Set update.minibatch_size, the rows of one optimizer step, to "
+        "per_device_train_batch_size x gradient_accumulation_steps x processes.",
+        "update.optim": "Set update.optimizer to adamw, adamw_8bit, paged_adamw or paged_adamw_8bit.",
+        "update.ref_model_sync_steps": "Set update.reference.refresh_every: it counts iterations, ref_model_sync_steps "
+        "counts optimizer steps.",
+        "update.sync_ref_model": "Set update.reference.refresh_every to the iterations between refreshes, or to 0.",
+        "update.vllm_importance_sampling_correction": "Set update.mismatch.mode to truncate, mask or none.",
+        "update.vllm_importance_sampling_mode": "Set update.mismatch.level to its first half, token or sequence, and "
+        "update.mismatch.mode to its second, truncate or mask.",
+    }
+)
+"""Path with TRL's name -> what to set instead."""
+
+_BY_STREAM = "Only a run that trains both streams (policy.train) has one update each; give its keys in update itself."
+
+OF_OTHER_RUNS: Mapping[str, str] = MappingProxyType({"update.tokens": _BY_STREAM, "update.denoising": _BY_STREAM})
+"""Path of a key that the configurations of other runs have -> which they are."""
+
+NONE_CHOSEN: Mapping[str, type[BaseModel]] = MappingProxyType({})
+
+_SCALES = {True: "group", False: "none"}
+
+
+def our_path(path: str) -> str:
+    """Return the path of a setting with our name for it; of an update's also where they stand by stream."""
+    section, stream, name = (*path.split(".", 2), "", "")[:3]
+    if section == "update" and stream in STREAMS:
+        return f"update.{stream}{TRL_NAMES.get(f'update.{name}', f'update.{name}').removeprefix('update')}"
+    return TRL_NAMES.get(path, path)
+
+
+def translate(values: dict[str, Any]) -> list[InputError]:
+    """Rename TRL's settings in a configuration, in place.
+
+    Returns:
+        Errors for the settings that cannot be renamed; these are removed.
+    """
+    errors = []
+    for path in (*TRL_NAMES, *OTHER_MEANING):
+        section, _, name = path.partition(".")
+        found = values.get(section)
+        if not isinstance(found, dict):
+            continue
+        errors += _translate(found, section, name)
+        for stream in STREAMS if section == "update" else ():
+            if isinstance(inner := found.get(stream), dict):
+                errors += _translate(inner, f"{section}.{stream}", name)
+    return errors
+
+
+def _translate(found: dict[str, Any], place: str, name: str) -> list[InputError]:
+    """Rename one of TRL's settings in a section.
+
+    Args:
+        place: path of the section.
+    """
+    if name not in found:
+        return []
+    path, value = f"{place.partition('.')[0]}.{name}", found.pop(name)
+    if path == "update.epsilon_high" and "cispo" in (found.get("loss"), found.get("loss_type")):
+        hint = f"With cispo TRL's epsilon_high caps the ratio itself; set {place}.ratio_cap."
+        return [InputError(f"{place}.{name}", value, hint)]
+    if path in OTHER_MEANING:
+        return [InputError(f"{place}.{name}", value, OTHER_MEANING[path])]
+    target = TRL_NAMES[path].partition(".")[2]
+    *parents, last = target.split(".")
+    section = found
+    for parent in parents:
+        inner: Any = section.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            return []  # reported as a section that is not a mapping
+        section = inner
+    if last in section:
+        hint = f"{place}.{target} is set too and means the same; leave one of them out."
+        return [InputError(f"{place}.{name}", value, hint)]
+    section[last] = _SCALES[value] if name == "scale_rewards" and isinstance(value, bool) else value
+    return []
+
+
+def nearest_key(
+    model: type[BaseModel], location: Sequence[str], chosen: Mapping[str, type[BaseModel]] = NONE_CHOSEN
+) -> str:
+    """Suggest the full paths of similar keys, and list the keys of the section.
+
+    Args:
+        location: path of the unknown key; numbers are indices in a list.
+        chosen: models by path, for fields that allow several.
+    """
+    if hint := OF_OTHER_RUNS.get(".".join(location)):
+        return hint
+    section, name = tuple(part for part in location[:-1] if not part.isdigit()), location[-1]
+    paths = list(_paths(model, chosen))
+    here = [path for path in paths if path[:-1] == section]
+    elsewhere = [path for path in paths if path[:-1] != section]
+    renamed = [tuple(ours.split(".")) for trl, ours in TRL_NAMES.items() if trl.endswith(f".{name}")]
+    near = (
+        [path for path in elsewhere if path[-1] == name]
+        or [path for path in renamed if path in paths]
+        or _close(name, here)
+        or _close(name, elsewhere)
+    )
+    meant = f"Did you mean {' or '.join('.'.join(path) for path in near[:3])}? " if near else ""
+    return f"{meant}Known here: {', '.join(path[-1] for path in here)}."
+
+
+def _close(name: str, paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    close = difflib.get_close_matches(name, {path[-1] for path in paths}, n=1, cutoff=0.6)
+    return [path for path in paths if path[-1] in close]
+
+
+def _paths(
+    model: type[BaseModel], chosen: Mapping[str, type[BaseModel]], above: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every key of a model; the entries of a list have the path of the list."""
+    for name, field in model.model_fields.items():
+        path = (*above, name)
+        yield path
+        only = chosen.get(".".join(path))
+        for inner in [only] if only else _models(field.annotation):
+            yield from _paths(inner, chosen, path)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in getattr(annotation, "__args__", ()) for model in _models(argument)]
 
 
 class _StrictLoader(yaml.SafeLoader):

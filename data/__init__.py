@@ -5,6 +5,6 @@
 - :mod:`data.tiny_glm_image`, :mod:`data.tiny_sd3` and :mod:`data.tiny_text` build, train, measure and save the models
   under ``data/models``, with :mod:`data.training`.
 - :mod:`data.tiny_models` is the command that trains and replaces a shipped model.
-- Both image models learn from :mod:`data.imperfect_drawings`, paint through :mod:`data.cell_autoencoder` and are
-  measured by :mod:`data.image_quality`.
+- Both image models learn from :mod:`data.shapes`, paint through :mod:`data.training` and are
+  measured by :mod:`data.training`.
 """

@@ -1,4 +1,4 @@
-"""Synthetic images of one coloured shape on a plain background, their captions, image tokens and prompt files.
+"""Synthetic images of one coloured shape on a plain background, also imperfect ones, captions and tokens.
 
 An image is a grid of 8 x 8 cells with one flat colour each; a cell is 8 x 8 pixels, the size of one large image
 token of the tiny GLM-Image. A caption names colour, shape, position and background, so it determines its image.
@@ -10,7 +10,7 @@ the blends of a preview cell of which a sprite covers a quarter, a half or three
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -236,3 +236,46 @@ def _words(scene: Scene) -> tuple[tuple[str, str], ...]:
         ("position", scene.position),
         ("background", scene.background),
     )
+
+
+@dataclass(frozen=True)
+class Mistakes:
+    """How often a drawing does not show what its caption says; a policy can unlearn that with rewards.
+
+    Attributes:
+        slip_probability: probability that a sprite is moved by -1, 0 or 1 cells along each axis, within the canvas.
+        confusion_probability: probability that another shape than the caption's is drawn.
+        speckle_probability: probability per cell of a random colour.
+    """
+
+    slip_probability: float
+    confusion_probability: float
+    speckle_probability: float
+
+
+def draw_imperfect_corpus(
+    scenes: Sequence[Scene], count: int, mistakes: Mistakes, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Draw `count` images of random scenes.
+
+    Returns:
+        int64 [count], which of the scenes the caption describes; uint8 [count, 8, 8, 3], one colour per cell.
+    """
+    rng = np.random.default_rng(seed)
+    index = rng.integers(len(scenes), size=count)
+    cells = np.stack([_draw_imperfect(scenes[i], mistakes, rng) for i in index])
+    palette = np.array([*COLORS.values(), *BACKGROUNDS.values()], dtype=np.uint8)
+    stray = rng.random(cells.shape[:3]) < mistakes.speckle_probability
+    cells[stray] = palette[rng.integers(len(palette), size=int(stray.sum()))]
+    return index, cells
+
+
+def _draw_imperfect(scene: Scene, mistakes: Mistakes, rng: np.random.Generator) -> NDArray[np.uint8]:
+    if rng.random() < mistakes.confusion_probability:
+        scene = replace(scene, shape=str(rng.choice([shape for shape in SPRITES if shape != scene.shape])))
+    row, column = sprite_origin(scene.shape, scene.position)
+    if rng.random() < mistakes.slip_probability:
+        height, width = sprite_mask(scene.shape).shape
+        row = int(np.clip(row + rng.integers(-1, 2), 0, GRID - height))
+        column = int(np.clip(column + rng.integers(-1, 2), 0, GRID - width))
+    return draw_cells(scene, origin=(row, column))

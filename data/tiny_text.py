@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from data.training import ProgressCallback, train
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.trained import TrainingChoice
+from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.seeds import derive_seed
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from flows.prefect_settings import apply_settings
 
 if TYPE_CHECKING:
-    from flows.functions import evaluate, replay, rescore, train
+    from flows.commands import evaluate, replay, rescore, train
     from flows.training.hooks import StopTraining
     from tasks.runs.frames import open_run
 
@@ -47,4 +47,4 @@ def __getattr__(name: str) -> object:
     """Import a function when it is first used: the program `grpo` imports this package and starts at once."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES.get(name, "flows.functions")), name)
+    return getattr(importlib.import_module(_MODULES.get(name, "flows.commands")), name)

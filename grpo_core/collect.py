@@ -10,11 +10,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
-from grpo_core.groups import ComparedLogprobs, GroupRequest, RolloutGroup
-from grpo_core.image_size import ImageSize
 from grpo_core.policies.protocol import Policy, PolicyComponent
-from grpo_core.records import Actions, BrokenImage, DenoisingBatch, TokenBatch, TrainingRows, pad_to_longest
-from grpo_core.streams import Stream
+from grpo_core.records import (
+    Actions,
+    BrokenImage,
+    ComparedLogprobs,
+    DenoisingBatch,
+    GroupRequest,
+    RolloutGroup,
+    TokenBatch,
+    TrainingRows,
+    pad_to_longest,
+)
+from grpo_core.streams import ImageSize, Stream
 
 
 class _OfOneSize(Protocol):

@@ -7,8 +7,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_core.records import TokenSupport
-from grpo_core.sampling_settings import Truncation
 from grpo_core.seeds import make_generator
+from grpo_core.settings import Truncation
 
 _BLOCK = 1024
 

@@ -1,6 +1,8 @@
-"""Every random number of a run is derived from its place, so that a repeated stage gives the same result."""
+"""Seeds derived from the place of each random number, and digests of files."""
 
+import functools
 import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,3 +29,20 @@ def make_generator(seed: int) -> "torch.Generator":
     import torch
 
     return torch.Generator(device="cpu").manual_seed(seed)
+
+
+def file_sha256(path: str) -> str:
+    """Return the sha256 of a file in hexadecimal; it is read again only when its size or time has changed.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    file = Path(path).expanduser().resolve()
+    status = file.stat()
+    return _file_sha256(file, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _file_sha256(file: Path, size: int, mtime_ns: int) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

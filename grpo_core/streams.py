@@ -1,6 +1,51 @@
-"""The kinds of actions that a rollout can have, and which samples of a prompt are compared to train each."""
+"""What a policy generates, images or texts, and the streams of actions that train it."""
 
-from typing import Literal
+import math
+from typing import Literal, NamedTuple
+
+import regex
+
+Modality = Literal["image", "text"]
+"""What a row of tokens is rendered to."""
+
+
+MAX_PIXELS = 8192 * 8192
+"""Largest width times height of an image from anywhere; a small file can unpack to more than fits in memory."""
+
+
+class ImageSize(NamedTuple):
+    """Width and height of an image in pixels, in the order of PIL's `Image.size`; written 512x768."""
+
+    width: int
+    height: int
+
+    @property
+    def pixels(self) -> int:
+        """Number of pixels."""
+        return self.width * self.height
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}"
+
+
+def nearest_multiple(size: ImageSize, unit: int) -> ImageSize:
+    """Return the nearest size of at most MAX_PIXELS whose sides are multiples of `unit` pixels."""
+    sides = [max(unit, round(side / unit) * unit) for side in size]
+    if math.prod(sides) > MAX_PIXELS:
+        shrink = math.sqrt(MAX_PIXELS / math.prod(sides))
+        sides = [max(unit, math.floor(side * shrink / unit + 1e-9) * unit) for side in sides]
+    return ImageSize(*sides)
+
+
+_VISIBLE = regex.compile(
+    r"[^\p{White_Space}\p{Default_Ignorable_Code_Point}\p{Cc}\p{Cf}\p{Mn}\N{BRAILLE PATTERN BLANK}]"
+)
+
+
+def has_visible_text(text: str) -> bool:
+    """Return whether a text has any character but white space, control, format and filler ones, and marks on others."""
+    return _VISIBLE.search(text) is not None
+
 
 Stream = Literal["tokens", "denoising"]
 """`tokens`: sampled ids. `denoising`: the noisy steps of a flow-matching sampler."""

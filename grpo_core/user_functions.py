@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
+from grpo_core.seeds import file_sha256
 
 REFERENCE = re.compile(r".+:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """``package.module:function`` or ``path/to/file.py:function``."""

@@ -15,10 +15,7 @@ from typing import Any
 
 from tasks.execution.call import CALLS
 from tasks.runs.layout import IMAGES, STATES
-from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest
-from tasks.storage.artifacts.run_folder import INCOMING
-from tasks.storage.artifacts.store import ArtifactStore, lineage_of
-from tasks.storage.artifacts.tombstones import (
+from tasks.storage.artifacts.commit import (
     AND,
     IMAGES_REMOVED,
     LINEAGE,
@@ -27,7 +24,10 @@ from tasks.storage.artifacts.tombstones import (
     left_over,
     removed_by,
 )
-from tasks.storage.filesystem.files import is_local, locked_file
+from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest
+from tasks.storage.artifacts.run_folder import INCOMING
+from tasks.storage.artifacts.store import ArtifactStore, lineage_of
+from tasks.storage.files import is_local, locked_file
 
 CALLS_ARE_KEPT = timedelta(days=1)
 """Longer than any stage takes; a run that was stopped looks for the results of its calls when it continues."""

@@ -82,7 +82,7 @@ def shipped_pipeline() -> "GlmImagePipeline":
     import torch
 
     from grpo_core.policies.glm_image.loading import load_pipeline
-    from tests.tiny_policy import MODEL
+    from tests.tiny_policies import MODEL
 
     return load_pipeline(str(MODEL), dtype=torch.float32, device=torch.device("cpu"))
 

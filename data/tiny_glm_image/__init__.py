@@ -6,16 +6,3 @@
 The whole recipe: ``build_pipeline``, ``train_autoregressive``, ``train_decoder``, ``save_tiny_model``,
 ``evaluate_tiny_model``.
 """
-
-from data.tiny_glm_image.components import LIBRARIES, TinyRecipe, build_pipeline, save_tiny_model
-from data.tiny_glm_image.training import evaluate_tiny_model, train_autoregressive, train_decoder
-
-__all__ = [
-    "LIBRARIES",
-    "TinyRecipe",
-    "build_pipeline",
-    "evaluate_tiny_model",
-    "save_tiny_model",
-    "train_autoregressive",
-    "train_decoder",
-]

@@ -16,8 +16,8 @@ from transformers import (
 )
 from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
-from data.cell_autoencoder import build_cell_autoencoder
 from data.shapes import CELL_PIXELS, CODEBOOK_SIZE, IMAGE_PIXELS, all_scenes
+from data.training import build_cell_autoencoder
 from grpo_core.policies.glm_image.processor import UnitProcessor
 
 IMAGE_START_ID = CODEBOOK_SIZE
@@ -40,7 +40,7 @@ class TinyRecipe:
         heldout_fraction: share of the captions that the supervised training never sees.
         corpus_size: images drawn for the supervised training.
         slip_probability, confusion_probability, speckle_probability: mistakes in them, see
-            :class:`data.imperfect_drawings.Mistakes`.
+            :class:`data.shapes.Mistakes`.
         hidden_size, layers, heads, key_value_heads, intermediate_size: of the autoregressive model.
         rope_theta: base of its rotary frequencies; a grid of eight rows needs fast ones, or columns look alike.
         initializer_range: standard deviation of its initial weights.

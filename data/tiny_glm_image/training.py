@@ -11,29 +11,29 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from data.image_quality import ImageQuality, measure_images
-from data.imperfect_drawings import Mistakes, draw_imperfect_corpus
 from data.shapes import (
     CELL_PIXELS,
     CODEBOOK_SIZE,
     GRID,
     IMAGE_PIXELS,
     PREVIEW_GRID,
+    Mistakes,
     Scene,
     decode_tokens,
     draw_cells,
+    draw_imperfect_corpus,
     encode_cells,
     split_scenes,
 )
 from data.tiny_glm_image.components import TinyRecipe
-from data.training import ProgressCallback, train
-from grpo_core.groups import GroupRequest
-from grpo_core.image_size import ImageSize
+from data.training import ImageQuality, ProgressCallback, measure_images, train
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, score_tokens
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.trained import TrainingChoice
+from grpo_core.policies.trained.settings import TrainingChoice
+from grpo_core.records import GroupRequest
 from grpo_core.seeds import derive_seed
+from grpo_core.streams import ImageSize
 
 GROUP_SIZE = 4
 """Images of a caption when a saved model is measured."""

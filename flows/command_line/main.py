@@ -16,12 +16,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows import functions
-from flows.command_line.options import Config, Json, Overrides, RunName, handle_errors, takes_request
-from flows.command_line.questions import RESTART, ask_about_change, ask_for_init, is_terminal
-from flows.command_line.rewards import commands as reward_commands
-from flows.command_line.stored_runs import commands as stored_run_commands
-from flows.init.write import InitRequest, write_folder
+from flows import commands as functions
+from flows.command_line.options import (
+    RESTART,
+    Config,
+    Json,
+    Overrides,
+    RunName,
+    ask_about_change,
+    ask_for_init,
+    handle_errors,
+    is_terminal,
+    takes_request,
+)
+from flows.command_line.subcommands import commands as stored_run_commands
+from flows.command_line.subcommands import reward_commands
+from flows.init import InitRequest, write_folder
 from flows.pipeline.requests import DeployRequest, EvaluateRequest, ReplayRequest, RescoreRequest
 from flows.server.start import ServerRequest, serve
 from grpo_core.errors import InputError
@@ -126,7 +136,7 @@ def train(
         checked = resolved(config, run, overrides, *chosen)
         ask = ask_about_change if is_terminal() else None
         summary = functions.train(checked, accept_code=accept_code, ask=ask)
-        from flows.terminal.tables import show_report
+        from flows.terminal.output import show_report
 
         show_report(summary.report())
         if as_json:
@@ -138,7 +148,7 @@ def train(
 def replay(request: ReplayRequest, as_json: Json = False) -> None:
     """Train a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
     summary = functions.replay(request)
-    from flows.terminal.tables import show_report
+    from flows.terminal.output import show_report
 
     show_report(summary.report())
     if as_json:
@@ -150,7 +160,7 @@ def replay(request: ReplayRequest, as_json: Json = False) -> None:
 def rescore(request: RescoreRequest, as_json: Json = False) -> None:
     """Score stored rollouts with other rewards or weights and report what changed; only missing scores are computed."""
     done = functions.rescore(request)
-    from flows.terminal.tables import show_report
+    from flows.terminal.output import show_report
 
     show_report(done.report())
     if as_json:
@@ -162,7 +172,7 @@ def rescore(request: RescoreRequest, as_json: Json = False) -> None:
 def evaluate(request: EvaluateRequest, as_json: Json = False) -> None:
     """Evaluate a policy version on held-out prompts with fixed seeds; stored results are not computed again."""
     summary = functions.evaluate(request)
-    from flows.terminal.tables import show_report
+    from flows.terminal.output import show_report
 
     show_report(summary.report())
     if as_json:
@@ -182,8 +192,8 @@ def deploy(
     import asyncio
 
     checked = resolved(config, run, overrides)
-    from flows.deployment.deploy import deploy_run
-    from flows.terminal.tables import show_report
+    from flows.deploy import deploy_run
+    from flows.terminal.output import show_report
 
     deployed = asyncio.run(deploy_run(request, checked))
     show_report(deployed.report())
@@ -197,7 +207,7 @@ def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -
     with handle_errors(as_json):
         checked = resolved(config, None, overrides)
         from flows.preflight.doctor import examine
-        from flows.terminal.tables import show_report
+        from flows.terminal.output import show_report
 
         diagnosis = examine(checked)
         show_report(diagnosis.report())
@@ -254,8 +264,8 @@ def worker(
             )
         import asyncio
 
-        from flows.terminal.progress import training_progress
-        from flows.workers.worker import serve as serve_pool
+        from flows.terminal.output import training_progress
+        from flows.worker import serve as serve_pool
 
         with training_progress():
             asyncio.run(serve_pool(pool, idle, limit))

@@ -1,13 +1,15 @@
-"""What commands share: options, requests whose fields are options, and how errors are reported."""
+"""What commands share: options, requests whose fields are options, questions, and how errors are reported."""
 
 import inspect
+import itertools
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
@@ -15,6 +17,11 @@ from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 from configs.validation import Section, validated
 from grpo_core.errors import InputError, joined
+
+if TYPE_CHECKING:
+    from configs.schema import RunConfig
+    from flows.init import InitRequest
+    from flows.pipeline.lineage import ChangedRunError
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/tiny.yaml")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
@@ -130,3 +137,75 @@ def _of_option(model: type[Section], error: InputError) -> InputError:
     elif isinstance(info, ArgumentInfo):
         name = info.metavar or name
     return InputError(f"{name}.{rest}" if rest else name, error.value, error.hint)
+
+
+RESTART = "run.on_change=restart"
+
+
+def is_terminal() -> bool:
+    """Whether there is a person to ask: both the input and the messages are a terminal's."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def ask_about_change(change: "ChangedRunError") -> list[str]:
+    """Let a person choose what becomes of a run that is started with other settings.
+
+    Returns:
+        Overrides of the configuration that carry out the choice.
+
+    Raises:
+        typer.Exit: the person wants to stop.
+    """
+    from rich.prompt import IntPrompt
+
+    from flows.terminal.output import stderr
+    from tasks.reports.text import counted
+
+    name = change.config.run.name
+    named = [f"run.name={json.dumps(other := _free_name(change.config))}"]
+    lines = (
+        f"{name} has trained {counted(change.iterations, 'iteration')}, and {change.difference}.",
+        f"  1  train in a new run, {other}, which reuses the stages that are unchanged",
+        f"  2  train a new run, {other}, from the weights of {name}",
+        f"  3  begin {name} at iteration 1; its results become the run {name}~1",
+        "  4  stop",
+    )
+    for line in lines:
+        typer.echo(line, err=True)
+    chosen = IntPrompt.ask("Which", choices=["1", "2", "3", "4"], default=4, console=stderr())
+    if chosen == len(lines) - 1:
+        raise typer.Exit(1)
+    return (named, [*named, f"run.continue_from={json.dumps(name)}"], [RESTART])[chosen - 1]
+
+
+def ask_for_init(request: "InitRequest") -> "InitRequest":
+    """Ask for what `grpo init` can be given as options; an empty answer keeps the default."""
+    from rich.prompt import Prompt
+
+    from configs.validation import validated
+    from flows.init import InitRequest, Kind
+    from flows.terminal.output import stderr
+
+    console = stderr()
+    answers = {
+        "kind": Prompt.ask(
+            "Model: image (GLM-Image), diffusers (a text-to-image pipeline) or text",
+            choices=list(get_args(Kind)),
+            default="image",
+            console=console,
+        ),
+        "model": Prompt.ask("Model, a folder or hub name (empty: the shipped tiny model)", default="", console=console),
+        "prompts": Prompt.ask("Prompt file (empty: examples)", default="", console=console),
+        "reward": Prompt.ask("Reward, of `grpo rewards list`, or own for a function", default="own", console=console),
+    }
+    given = {name: answer for name, answer in answers.items() if answer}
+    return validated(InitRequest, {"folder": request.folder, **given})
+
+
+def _free_name(config: "RunConfig") -> str:
+    from tasks.runs.reader import RunReader
+    from tasks.storage.artifacts.store import open_store
+
+    taken = RunReader(open_store(config.storage, "")).names()
+    names = (f"{config.run.name}-{number}" for number in itertools.count(2))
+    return next(name for name in names if name not in taken)

@@ -12,17 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.sections import PolicySection
-from flows.export.model_card import model_card
+from flows.export.model_card import DIFFUSERS_FILE, model_card
 from flows.export.plan import ExportPlan
-from flows.export.usage import DIFFUSERS_FILE
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import policy_family
-from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from grpo_core.streams import Stream
-from tasks.models.files import RECORD_FILE, weights_folder
+from tasks.models.initial import RECORD_FILE, weights_folder
 from tasks.reports.report import Report
 from tasks.reports.text import relative
-from tasks.storage.filesystem.files import settle_folder
+from tasks.storage.files import settle_folder
 
 CARD_FILE = "README.md"
 

@@ -6,13 +6,12 @@ from pathlib import Path
 from configs.schema import RunConfig
 from flows.pipeline.requests import ExportRequest
 from grpo_core.errors import InputError
-from tasks.models.files import model_folder
-from tasks.models.initial import initial_digest
+from tasks.models.initial import initial_digest, model_folder
 from tasks.runs.lookup import find_run, read_description
 from tasks.runs.stored import adapter_version, choose_policy, chosen_version, stored_config, stored_versions
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.files import require_writable
+from tasks.storage.files import require_writable
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from flows.pipeline.lineage import (
     make_earlier_run,
     read_valid_description,
     settle_code,
+    settle_start,
     stage_code,
 )
-from flows.pipeline.warm_start import settle_start
 from flows.preflight.inputs import check_inputs
 from grpo_core.streams import Stream
 from tasks.execution.fingerprint import changed_versions, library_versions
@@ -36,14 +36,13 @@ from tasks.progress import Silence, listen, log
 from tasks.prompts.curriculum import PromptSet, PromptStatistics, draw_prompts
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS
-from tasks.runs.lookup import require_schema, write_description
-from tasks.runs.starts import record_start
+from tasks.runs.lookup import record_start, require_schema, write_description
 from tasks.runs.stored import START
+from tasks.storage.artifacts.commit import LINEAGE
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.artifacts.tombstones import LINEAGE
 from tasks.storage.run_lock import RunLock, locked
-from tasks.storage.tables.schemas import SCHEMA_VERSION
+from tasks.storage.schemas import SCHEMA_VERSION
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""How flows call the four stages: each is one Prefect task, with a record in the run's folder.
+"""How flows call the four stages: each is one Prefect task, with a record in the run's folder; events for automations.
+
+The resource of both is `grpo.run.NAME`; Prefect adds the flow run, its deployment and its tags as related resources. An
+event is sent once, when its policy version is evaluated; a run that was killed at that moment sends it again.
 
 policy, plan      --collect_rollouts-->    rollouts
 rollouts          --score_rewards-->       one table per reward
@@ -8,33 +11,59 @@ all of these      --update_policy-->       the next policy
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import ParamSpec, TypeVar
+from dataclasses import asdict
+from typing import Any, ParamSpec, TypeVar
 
 from prefect import Task
 from prefect.context import SyncClientContext
+from prefect.events import emit_event
 from prefect.futures import wait
 
-from configs.scoring import RewardSection
 from configs.sections import PlacementSection, RolloutSection
-from configs.training import AnyUpdateSection
-from flows.pipeline.flow_run_page import shown_in_ui
+from configs.training import AnyUpdateSection, RewardSection
+from flows.pipeline.prefect_ui import shown_in_ui
 from flows.pipeline.run import Run
 from flows.server.temporary import not_waiting_for_ended_server
+from grpo_core.rewards.hacking import HackingSign
 from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import configured, unsearched
+from tasks.execution.call import clear_shards
 from tasks.execution.resources import run_resources, stages_cancelled_on_interrupt, stages_cancelled_on_signal
-from tasks.execution.stages import clear_shards
-from tasks.rewards.score_rewards import score_reward_task
-from tasks.rewards.stored import failed_scores
+from tasks.rewards.score_rewards import failed_scores, score_reward_task
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
-from tasks.runs.records import SamplingRound
+from tasks.runs.layout import SamplingRound, StoredEvaluation
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, StageContext, current_store, stage_context, use_stage_context
 from tasks.storage.prefect_results import registered_records
 from tasks.storage.run_lock import RunLock
 from tasks.update.update_policy import update_policy_task
+
+EVALUATED, HACKING_SIGN = "grpo.evaluated", "grpo.hacking-sign"
+
+
+def emit_evaluated(run: str, policy: PolicyRef, done: StoredEvaluation) -> None:
+    """Report the means of an evaluation: held-out reward, rewards, guardrails; null where no sample has a score."""
+    figures = {
+        "heldout_reward": done.advantages.metrics.get("reward"),
+        "rewards": {label: scores.metrics.get(f"rewards/{label}/mean") for label, scores in done.rewards.items()},
+        "guardrails": {label: scores.metrics.get(f"rewards/{label}/mean") for label, scores in done.guardrails.items()},
+        "samples": done.rollouts.rows,
+    }
+    _emit(EVALUATED, run, policy, figures)
+
+
+def emit_hacking_sign(run: str, policy: PolicyRef, sign: HackingSign) -> None:
+    """Report a guardrail that has fallen while the reward rose: its levels, and the sign in words."""
+    _emit(HACKING_SIGN, run, policy, {**asdict(sign), "message": str(sign)})
+
+
+def _emit(event: str, run: str, policy: PolicyRef, figures: Mapping[str, Any]) -> None:
+    resource = {"prefect.resource.id": f"grpo.run.{run}", "prefect.resource.name": run}
+    described = {"run": run, "policy": policy.version, "policy_digest": policy.digest}
+    emit_event(event, resource=resource, payload={**described, **figures})
+
 
 P = ParamSpec("P")
 R = TypeVar("R", ArtifactRef, PolicyRef)

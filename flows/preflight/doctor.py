@@ -18,17 +18,16 @@ from flows.preflight.model import refuse_prompt_texts, source_of
 from flows.preflight.prompts import PromptFiles, read_prompt_files
 from flows.server.reachable import require_pools, require_server, require_ui, server_url, workers_online
 from grpo_core.errors import InputError
-from grpo_core.image_size import ImageSize
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.protocol import policy_family
-from grpo_core.policies.trained import TrainingChoice
-from grpo_core.streams import Stream
+from grpo_core.policies.trained.settings import TrainingChoice
+from grpo_core.streams import ImageSize, Stream
 from tasks.models.initial import training_choices
 from tasks.reports.report import Report, Table
 from tasks.reports.text import counted
 from tasks.runs.stored import adapter_version
 from tasks.storage.artifacts.store import open_store
-from tasks.storage.filesystem.files import is_local
+from tasks.storage.files import is_local
 
 SIZES_SHOWN = 8
 """Number of image sizes that are named."""

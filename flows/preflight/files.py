@@ -3,10 +3,10 @@
 from configs.schema import RunConfig
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.protocol import policy_family
-from tasks.models.files import local_source
+from tasks.models.initial import local_source
 from tasks.prompts.files import find_files
 from tasks.prompts.formats import ENDINGS
-from tasks.prompts.hub import DatasetChoice, names_dataset
+from tasks.prompts.read import DatasetChoice, names_dataset
 
 
 def refuse_missing_files(config: RunConfig) -> None:

@@ -13,16 +13,20 @@ from typing import TypeVar
 from configs.contradictions import contradictions, pools_of
 from configs.schema import RunConfig
 from configs.sections import DataSection, LoraSection
-from flows.preflight.model import check as check_model
-from flows.preflight.model import refuse_prompt_texts, source_of, trained_model
-from flows.preflight.placement import check_device, check_storage, check_trackers
-from flows.preflight.prompts import PromptFiles, read_prompt_files
-from flows.preflight.prompts import check as check_prompts
-from flows.preflight.rewards import check as check_rewards
+from flows.preflight.model import (
+    check_device,
+    check_model,
+    check_storage,
+    check_trackers,
+    refuse_prompt_texts,
+    source_of,
+    trained_model,
+)
+from flows.preflight.prompts import PromptFiles, check_prompts, check_rewards, read_prompt_files
 from flows.server.reachable import require_pools, require_server, require_ui
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.protocol import policy_family
-from grpo_core.policies.trained import LoraSettings
+from grpo_core.policies.trained.settings import LoraSettings
 from tasks.models.initial import training_choices
 from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import PromptSet

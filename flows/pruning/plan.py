@@ -34,9 +34,9 @@ from tasks.runs.layout import (
 )
 from tasks.runs.reader import RunReader
 from tasks.runs.stored import find_evaluation, heldout_rewards
+from tasks.storage.artifacts.commit import IMAGES_REMOVED, STATES_REMOVED
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, STATES_REMOVED
 
 VERSIONS, IMAGES, STEPS = "policy versions", "images of iterations", "denoising steps of iterations"
 CALLS, WRITES = "calls of work pools", "unfinished writes"

@@ -10,27 +10,34 @@ import polars as pl
 from configs.contradictions import reward_contradictions
 from configs.loader import read_rewards_file
 from configs.schema import RewardsFile, RunConfig
-from configs.scoring import RewardSection
-from configs.training import AdvantagesSection
+from configs.training import AdvantagesSection, RewardSection
 from flows.pipeline.requests import RescoreRequest
 from flows.preflight.inputs import checked_once
-from flows.preflight.rewards import token_problems
+from flows.preflight.prompts import token_problems
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, raise_all
-from grpo_core.image_size import ImageSize
 from grpo_core.rewards.images import fits_reward, shown_bounds
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
-from tasks.reports.pages import require_page_path
-from tasks.rewards.stored import NeededScores, StoredScores
-from tasks.runs.layout import PARTS, RECOMPUTED, RESCORED, REWARDS, STORED, rescoring_folder, stage_folder
+from grpo_core.streams import ImageSize
+from tasks.reports.report import require_page_path
+from tasks.rewards.score_rewards import NeededScores, StoredScores
+from tasks.runs.layout import (
+    PARTS,
+    RECOMPUTED,
+    RESCORED,
+    REWARDS,
+    STORED,
+    StoredIteration,
+    rescoring_folder,
+    stage_folder,
+)
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
-from tasks.runs.records import StoredIteration
 from tasks.runs.stored import first_iteration, read_iterations, read_range, stored_config
+from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, removed_by
-from tasks.storage.tables.parquet import read_columns
+from tasks.storage.parquet import read_columns
 
 _OF_PROMPTS = ("dataset", "columns", "target_uri", "width", "height")
 

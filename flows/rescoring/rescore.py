@@ -13,14 +13,12 @@ from prefect import flow
 from pydantic import BaseModel
 
 from configs.schema import RewardsFile
-from flows.pipeline.flow_run_page import publish_report
-from flows.pipeline.forms import RescoreForm
+from flows.pipeline.prefect_ui import RescoreForm, publish_report
 from flows.pipeline.stages import named, recording, score_concurrently
 from flows.rescoring.plan import RescoredRun, RescorePlan, plan_rescore
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.progress import log
-from tasks.reports.pages import write_page
-from tasks.reports.report import Report, seconds_facts
+from tasks.reports.report import Report, seconds_facts, write_page
 from tasks.reports.rescoring import (
     compare,
     comparison_tables,
@@ -33,20 +31,21 @@ from tasks.reports.rescoring import (
 )
 from tasks.reports.statistics import Statistics
 from tasks.reports.text import counted, relative
-from tasks.rewards.stored import failed_scores
+from tasks.rewards.score_rewards import failed_scores
 from tasks.runs.layout import (
     ADVANTAGES,
     REPORT_FILE,
     REPORT_PAGE,
     REWARDS,
     REWARDS_FILE,
+    SamplingRound,
+    StoredIteration,
     iteration_folder,
     parse_iteration,
     rescoring_folder,
     stage_folder,
 )
 from tasks.runs.reader import RunReader
-from tasks.runs.records import SamplingRound, StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.run_lock import locked
 

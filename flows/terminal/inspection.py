@@ -9,19 +9,19 @@ from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from flows.terminal.tables import plain, show_report, table_of
+from flows.terminal.output import plain, show_report, table_of
 from tasks.reports.comparison import Comparison
-from tasks.reports.groups import Group, Groups
 from tasks.reports.images import PRUNED
-from tasks.reports.metric_titles import metric_rows, metric_title
 from tasks.reports.report import Report, Table
 from tasks.reports.run_page import Heldout, plotted_metrics
-from tasks.reports.samples import Row
+from tasks.reports.samples import Group, Groups, Row
 from tasks.reports.text import (
     ASCII_BLOCKS,
     SPARK_WIDTH,
     UNICODE_BLOCKS,
     change,
+    metric_rows,
+    metric_title,
     number,
     one_line,
     relative,

@@ -13,11 +13,10 @@ from tasks.reports.iteration import IterationRecord
 from tasks.runs.layout import TRACKERS_FILE
 from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.files import dump_checked, is_local, load_checked
+from tasks.storage.files import dump_checked, is_local, load_checked
 
 if TYPE_CHECKING:
-    from flows.tracking.backends import Backend
-    from flows.tracking.step import Step
+    from flows.tracking.backends import Backend, Step
 
 
 @contextlib.contextmanager
@@ -56,7 +55,7 @@ class RunTrackers:
         for name in [name for name in self._names if number > self._last_step(name)]:
             with self._leaving_out(name):
                 if step is None:
-                    from flows.tracking.step import read_step
+                    from flows.tracking.backends import read_step
 
                     step = read_step(self._store, number, record, evaluation)
                 backend = self._backend(name)

@@ -9,18 +9,17 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from configs.schema import RunConfig
-from flows.evaluation.evaluate import evaluate_baselines, evaluate_policy
-from flows.pipeline.events import emit_evaluated, emit_hacking_sign
+from flows.evaluation import evaluate_baselines, evaluate_policy
 from flows.pipeline.run import Run, plan_heldout
+from flows.pipeline.stages import emit_evaluated, emit_hacking_sign
 from grpo_core.rewards.hacking import HackingSign
-from tasks.metrics.names import WALL_TIME
+from tasks.metrics import WALL_TIME
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
 from tasks.reports.iteration import IterationRecord
 from tasks.rollouts.plan import RolloutPlan
-from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, UPDATE, Baseline
-from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier
-from tasks.runs.records import SamplingRound, StoredEvaluation
+from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, UPDATE, Baseline, SamplingRound, StoredEvaluation
+from tasks.runs.read_run import gather_metrics, read_metrics, with_earlier
 from tasks.runs.run_view import EvaluationView, RunHistory, signs_of
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from configs.sections import RunSection
 from tasks.execution.resources import stages_cancelled_on_interrupt, stages_withdrawn_on_failure
-from tasks.runs.records import SamplingRound
+from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 
 

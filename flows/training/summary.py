@@ -1,21 +1,52 @@
-"""The summary of a training run: first and last rewards, time by stage, where to look."""
+"""The end of a training run: first and last rewards, time by stage, where to look; also of a run that had finished.
+
+Everything that a start would use again is verified as the start would. Whatever is missing, damaged or made with other
+settings, code, prompts or libraries is left to the start, which names and replaces it.
+"""
 
 import io
+import json
+import time
 from collections import Counter
+from typing import Any
 
+import yaml
 from PIL import Image
 from prefect import get_run_logger
 
+from configs.schema import RunConfig
 from configs.sections import TextRolloutSection
-from flows.pipeline.flow_run_page import publish_report
-from flows.pipeline.run import Run
+from flows.pipeline.lineage import identify, read_valid_description, settle_code, settle_start, stage_code
+from flows.pipeline.prefect_ui import publish_report
+from flows.pipeline.run import Run, describe, heldout_digest
+from flows.preflight.model import trained_model
+from flows.preflight.prompts import read_prompt_files
+from flows.pruning.prune import PolicyKeeper
 from flows.training.history import TrainingHistory
-from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
+from grpo_core.errors import InputError
 from tasks.reports.images import image_uri, shrunk
+from tasks.reports.iteration import write_contact_sheet, write_heldout_texts
 from tasks.reports.report import Report, reward_facts, seconds_facts
 from tasks.reports.text import counted, relative
-from tasks.runs.layout import ADVANTAGES, CONTACT_SHEET, GUARDRAILS_PLOT
+from tasks.runs.layout import (
+    ADVANTAGES,
+    BASELINES,
+    CONTACT_SHEET,
+    GUARDRAILS_PLOT,
+    STORED,
+    Baseline,
+    StoredEvaluation,
+    baseline_folder,
+    evaluation_folder,
+    policy_folder,
+)
+from tasks.runs.lookup import CONFIG_SHA256, read_config_file
 from tasks.runs.run_view import RunSummary, guardrail_curves, summary_of
+from tasks.runs.stored import find_evaluation, read_iterations, read_policy
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore, open_store
+from tasks.storage.prefect_results import note_copied
+from tasks.storage.run_lock import RunLock, locked
 
 _SHEET_SIDE = 1000
 """Pixels of the longer side of the contact sheet in the UI, whose pages should stay below 300 KB."""
@@ -84,7 +115,7 @@ def summarize(run: Run, history: TrainingHistory, elapsed: float) -> TrainSummar
 def _write_guardrails_plot(run: Run, history: TrainingHistory) -> str:
     """Plot the held-out reward above the guardrails and return the path of the image."""
     # The plotting library takes a second to import, which a run without guardrails does not need.
-    from tasks.reports.reward_plots import plot_guardrails
+    from tasks.reports.plots import plot_guardrails
 
     run.store.write_file(GUARDRAILS_PLOT, plot_guardrails(*guardrail_curves(history)))
     return run.store.path(GUARDRAILS_PLOT)
@@ -99,3 +130,90 @@ async def publish_summary(run: Run, summary: TrainSummary) -> None:
         image = shrunk(Image.open(io.BytesIO(sheet)), _SHEET_SIDE)
         images = f"![before and after training]({image_uri(image, lossless_side=0, quality=80)})\n"
     await publish_report(report, f"{summary.run}-summary", images)
+
+
+_ELSEWHERE = ("placement", "storage")
+"""Sections that a finished run has no more use for."""
+
+
+def read_finished(config: RunConfig) -> TrainSummary | None:
+    """Return the summary of a run that a start would leave as it is; None if there is anything for a start to do.
+
+    Raises:
+        InputError: another process writes the run.
+    """
+    started = time.perf_counter()
+    store = open_store(config.storage, config.run.name)
+    with locked(store, setting="run.name", value=config.run.name) as lock:
+        try:
+            run = _unchanged_run(config, store, lock)
+            history = None if run is None else read_history(run)
+        except (InputError, ValueError):
+            # The start reports it, if it cannot be replaced.
+            return None
+        if run is None or history is None:
+            return None
+        # A start that was killed at its end may have left some.
+        PolicyKeeper(run).delete_unneeded(config.run.iterations, history.heldout_rewards)
+        return summarize(run, history, time.perf_counter() - started)
+
+
+def _unchanged_run(config: RunConfig, store: ArtifactStore, lock: RunLock) -> Run | None:
+    """Return the run if a start would write the same run.json and config.yaml again, but for where it runs."""
+    prompts, previous = read_prompt_files(config), read_valid_description(store)
+    if previous is None or prompts.problems:
+        return None
+    config, start = settle_start(config, previous)
+    model = trained_model(config)
+    run = Run(config, store, lock, model, prompts.usable("data"), prompts.usable("evaluate"), start)
+    accepted = settle_code(stage_code(config, model), previous, accept=False)
+    identity = identify(config, model, run.training, start)
+    evaluation = heldout_digest(config, run.heldout) or previous.get("evaluation")
+    described, settings = describe(run, identity, accepted, evaluation)
+    stored = {name: value for name, value in previous.items() if name != CONFIG_SHA256}
+    same = json.loads(json.dumps(described)) == stored and _read(settings) == _read(read_config_file(store))
+    return run if same else None
+
+
+def _read(settings: bytes) -> dict[str, Any]:
+    return {name: section for name, section in yaml.safe_load(settings).items() if name not in _ELSEWHERE}
+
+
+def read_history(run: Run) -> TrainingHistory | None:
+    """Read the history of a finished run; None if a part is missing, damaged, or would be written again by a start."""
+    config, store, history = run.config, run.store, TrainingHistory.of(run)
+    if not note_copied(store):
+        return None
+    evaluations: dict[int, StoredEvaluation] = {}
+    for version in range(config.run.iterations + 1) if run.heldout else ():
+        if version == 0 or config.is_evaluated(version):
+            done = find_evaluation(store, evaluation_folder(version), config)
+            if done is None:
+                return None
+            evaluations[version] = done
+    if any(target is not None for each in run.heldout for target in each.targets):
+        history.add_baselines(_find_baselines(run))
+        if len(history.baselines) < len(BASELINES):
+            return None
+    if 0 in evaluations:
+        history.add_evaluation(config, 0, evaluations[0])
+    labels = {section.label for section in config.rewards}
+    for stored in read_iterations(store, (1, config.run.iterations), STORED):
+        if stored.number in evaluations:
+            history.add_evaluation(config, stored.number, evaluations[stored.number])
+        update = store.find(policy_folder(stored.number))
+        if update is None:
+            return None
+        record, changed = history.add_iteration(store, stored.number, stored.rounds, stored.advantages, update)
+        if changed or not record.stored or any(set(each.rewards) != labels for each in stored.rounds):
+            return None
+    history.reach(read_policy(store, config.run.iterations))
+    return history
+
+
+def _find_baselines(run: Run) -> dict[Baseline, ArtifactRef]:
+    """Return the advantages of the images that no policy made, as far as all of their stages are valid."""
+    unguarded: Any = run.config.guardrails.model_copy(update={"rewards": ()})
+    config = run.config.model_copy(update={"guardrails": unguarded})
+    found = {name: find_evaluation(run.store, baseline_folder(name), config) for name in BASELINES}
+    return {name: done.advantages for name, done in found.items() if done is not None}

@@ -19,17 +19,16 @@ from functools import partial
 from prefect import flow
 
 from configs.schema import CORRECTION, RunConfig, corrected
-from flows.pipeline.forms import TrainConfig
+from flows.pipeline.prefect_ui import TrainConfig
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards, update_policy
 from flows.training.callbacks import open_callbacks
 from flows.training.history import TrainingHistory, evaluate
 from flows.training.prefetch import ScoredRollouts, prefetching
 from flows.training.summary import TrainSummary, publish_summary, summarize
-from tasks.metrics.names import stream_prefix
+from tasks.metrics import stream_prefix
 from tasks.rollouts.plan import RolloutPlan
-from tasks.runs.layout import REWARDS
-from tasks.runs.records import SamplingRound
+from tasks.runs.layout import REWARDS, SamplingRound
 from tasks.storage.artifacts.reference import PolicyRef
 
 

@@ -11,14 +11,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_core.advantages.objective import Moments, moments_of, objective_of
+from grpo_core.advantages.compared import Moments, moments_of, objective_of
 from grpo_core.advantages.settings import AdvantageSettings, refuse_terms
 from grpo_core.errors import NonFiniteError
-from grpo_core.losses.kl import estimate_kl
+from grpo_core.losses.ratios import estimate_kl
 from grpo_core.losses.settings import KlEstimator
-from grpo_core.rewards.mix.combine import CombinedRewards, combine_rewards
-from grpo_core.rewards.mix.running import RunningMoments
-from grpo_core.rewards.mix.terms import RewardTerm
+from grpo_core.rewards.mix import CombinedRewards, RunningMoments, combine_rewards
+from grpo_core.rewards.registry import RewardTerm
 
 
 @dataclass(frozen=True)

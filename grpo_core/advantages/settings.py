@@ -8,7 +8,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from grpo_core.errors import InputError
 from grpo_core.losses.settings import KlEstimator
-from grpo_core.rewards.mix.terms import MissingRewards, RewardTerm
+from grpo_core.rewards.registry import MissingRewards, RewardTerm
 from grpo_core.settings import check_fields
 
 Baseline = Literal["mean", "leave_one_out"]

@@ -6,9 +6,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_core.losses.kl import estimate_kl
 from grpo_core.losses.policy_loss import PolicyTerm, TermInputs, find_loss
-from grpo_core.losses.ratios import importance_ratio, is_clamped, log_ratio_at, mismatch_weights, token_log_ratio
+from grpo_core.losses.ratios import (
+    estimate_kl,
+    importance_ratio,
+    is_clamped,
+    log_ratio_at,
+    mismatch_weights,
+    token_log_ratio,
+)
 from grpo_core.losses.reductions import Denominators, masked_sum, on_policy_rows
 from grpo_core.losses.settings import LossSettings
 from grpo_core.records import StepGaussians

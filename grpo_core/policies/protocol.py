@@ -5,19 +5,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpo_core.modality import Modality
-from grpo_core.streams import Stream
+from grpo_core.streams import Modality, Stream
 
 if TYPE_CHECKING:
     import torch
     from jaxtyping import Float
     from torch import Tensor, nn
 
-    from grpo_core.groups import GroupRequest, RolloutGroup
-    from grpo_core.image_size import ImageSize
     from grpo_core.policies.sizes import ModelSizes
-    from grpo_core.policies.trained import TrainedModel, TrainingChoice
-    from grpo_core.records import ActionLogprobs, DenoisingBatch, Entropies
+    from grpo_core.policies.trained.model import TrainedModel
+    from grpo_core.policies.trained.settings import TrainingChoice
+    from grpo_core.records import ActionLogprobs, DenoisingBatch, Entropies, GroupRequest, RolloutGroup
+    from grpo_core.streams import ImageSize
 
 
 class PolicyComponent(Protocol):

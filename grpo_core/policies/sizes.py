@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from grpo_core.image_size import ImageSize
-from grpo_core.policies.trained import TrainedModel
-from grpo_core.streams import Stream
+from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.streams import ImageSize, Stream
 
 _ATTENTION = re.compile(r"(.+?\.\d+)\.\w*att\w*\.")
 

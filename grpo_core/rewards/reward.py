@@ -18,8 +18,8 @@ from PIL import Image
 from pydantic import ConfigDict, Field
 
 from grpo_core.errors import InputError
-from grpo_core.modality import Modality
 from grpo_core.rewards.images import require_fit, to_rgb
+from grpo_core.streams import Modality
 
 STRICT = ConfigDict(strict=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 """For the settings of a reward, a pydantic dataclass: no value is converted, no secret is shown."""

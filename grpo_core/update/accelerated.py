@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
-from grpo_core.optimizer import PolicyOptimizer
-from grpo_core.policies.trained import TrainedModel
+from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.update.optimizer import PolicyOptimizer
 
 BUCKET_ELEMENTS = 1 << 26
 CHECKED_AT_ONCE = 1 << 24

@@ -7,20 +7,13 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from grpo_core.losses import (
-    Denominators,
-    LossInputs,
-    TokenLoss,
-    compute_microbatch_loss,
-    entropy_threshold,
-    high_entropy_mask,
-    overlong_mask,
-)
+from grpo_core.losses.microbatch_loss import LossInputs, TokenLoss, compute_microbatch_loss
+from grpo_core.losses.reductions import Denominators, entropy_threshold, high_entropy_mask, overlong_mask
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.records import Entropies, TrainingRows
-from grpo_core.update.metrics import StepSums
 from grpo_core.update.process_group import ProcessGroup, share
 from grpo_core.update.settings import UpdateSettings, microbatches
+from grpo_core.update.step import StepSums
 
 
 @dataclass(frozen=True)

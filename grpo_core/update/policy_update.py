@@ -6,18 +6,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_core.losses import mismatch_metrics, mismatch_weights
-from grpo_core.optimizer import PolicyOptimizer
+from grpo_core.losses.ratios import mismatch_metrics, mismatch_weights
 from grpo_core.parity import ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.records import Actions, Entropies, TrainingRows
 from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_actions
-from grpo_core.update.metrics import StepMetrics, UpdateResult
+from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
 from grpo_core.update.settings import UpdateSettings, microbatches, minibatches
 from grpo_core.update.step import (
     Progress,
+    StepMetrics,
     Tick,
+    UpdateResult,
     counter,
     keeping_old,
     no_gradient_of_a_refused_update,

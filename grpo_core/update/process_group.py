@@ -6,8 +6,8 @@ from typing import Protocol, TypeVar
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from grpo_core.optimizer import PolicyOptimizer
-from grpo_core.policies.trained import TrainedModel
+from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.update.optimizer import PolicyOptimizer
 
 Part = TypeVar("Part")
 

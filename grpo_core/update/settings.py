@@ -1,12 +1,14 @@
-"""How rows become optimizer steps: the options, the minibatches, and the microbatches."""
+"""How rows become optimizer steps: minibatches, microbatches, the optimizer, the learning rate by step."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from grpo_core.errors import InputError
 from grpo_core.losses.settings import LossSettings
 from grpo_core.settings import check_fields
 
@@ -124,3 +126,147 @@ def microbatches(lengths: Sequence[int], size: int) -> list[list[int]]:
     # Stable: rows of one length keep their order in the minibatch.
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+OptimizerKind = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
+Schedule = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "warmup_stable_decay",
+]
+ScheduleValue = float | int | str | bool
+
+WITH_LENGTH = frozenset(
+    {"linear", "cosine", "cosine_with_restarts", "polynomial", "cosine_with_min_lr", "warmup_stable_decay"}
+)
+WITHOUT_KWARGS = frozenset({"constant", "constant_with_warmup", "linear"})
+PROBES = 64
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101).
+
+    Attributes:
+        learning_rate: after warm-up.
+        betas: decay of the first and second moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled.
+        lr_scheduler: name of a transformers schedule.
+        warmup_steps: optimizer steps from zero to the learning rate.
+        optimizer: how the moments are kept. `adamw`: in the parameters' dtype. `adamw_8bit`: in 8 bits, block by block
+            (Dettmers et al., 2022, arXiv:2110.02861), and in fp32 where a parameter has fewer than 4096 elements.
+            `paged_adamw` (in fp32), `paged_adamw_8bit`: in memory that CUDA moves to the host when the GPU's runs out.
+        total_steps: length of the schedule in optimizer steps, warm-up included; ignored by schedules without one.
+        lr_scheduler_kwargs: further arguments of the schedule's function in transformers.
+
+    Raises:
+        InputError: a schedule that cannot be computed with these values.
+    """
+
+    learning_rate: NonNegativeFloat
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    lr_scheduler: Schedule = "constant"
+    warmup_steps: NonNegativeInt = 0
+    optimizer: OptimizerKind = "adamw"
+    total_steps: PositiveInt | None = None
+    lr_scheduler_kwargs: Mapping[str, ScheduleValue] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "update")
+        self.schedule()
+
+    def schedule(self) -> "LearningRateSchedule":
+        """The learning rate of each step."""
+        return LearningRateSchedule(self)
+
+
+class LearningRateSchedule:
+    """One of transformers' schedules as a function of the step.
+
+    Schedules that depend on the length of the run keep the rate of step `total_steps` from there on: a cosine would
+    rise again. Most end at zero, and further steps change nothing.
+    """
+
+    def __init__(self, settings: OptimizerSettings) -> None:
+        """Prepare the schedule of these settings.
+
+        Raises:
+            InputError: a length that is missing or too short, or values that the schedule cannot be computed with.
+        """
+        name, given = settings.lr_scheduler, dict(settings.lr_scheduler_kwargs)
+        self._last = settings.total_steps if name in WITH_LENGTH else None
+        if name in WITH_LENGTH:
+            _refuse_length(settings)
+        if given and name in WITHOUT_KWARGS:
+            raise InputError("update.lr_scheduler_kwargs", given, f"{name} has no arguments; leave them out.")
+        self._learning_rate = settings.learning_rate
+        try:
+            self._multiplier = self._built(settings)
+            rates = [self(step) for step in self._probes(settings.warmup_steps)]
+        except (TypeError, ValueError, ArithmeticError) as error:
+            hint = f"{name} cannot be computed with these values ({error})."
+            raise InputError("update.lr_scheduler_kwargs", given, hint) from error
+        if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
+            hint = f"{name} would give rates from {min(rates):g} to {max(rates):g}; none may be below zero."
+            raise InputError("update.lr_scheduler_kwargs", given, hint)
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate after `step` earlier steps."""
+        reached = step if self._last is None else min(step, self._last)
+        return float(self._learning_rate * self._multiplier(reached))
+
+    def _built(self, settings: OptimizerSettings) -> Callable[[int], float]:
+        if settings.lr_scheduler == "constant":
+            return lambda step: 1.0
+        # Importing its schedules takes seconds, and the checks of most configurations need none of them.
+        import torch
+        from transformers import get_scheduler
+
+        # transformers builds a schedule for an optimizer; this one only provides the learning rate.
+        dummy_optimizer = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
+        scheduler = get_scheduler(
+            settings.lr_scheduler,
+            dummy_optimizer,
+            settings.warmup_steps,
+            self._last,
+            scheduler_specific_kwargs=dict(settings.lr_scheduler_kwargs),
+        )
+        multiplier: Callable[[int], float] = scheduler.lr_lambdas[0]
+        return multiplier
+
+    def _probes(self, warmup_steps: int) -> list[int]:
+        """Return steps in every phase of the schedule."""
+        end = 2 * warmup_steps + PROBES if self._last is None else self._last
+        parts = (end * part // PROBES for part in range(PROBES + 1))
+        return sorted({0, max(warmup_steps - 1, 0), warmup_steps, *parts})
+
+
+def _refuse_length(settings: OptimizerSettings) -> None:
+    """Refuse a schedule whose length is missing, or does not fit its phases."""
+    name, total, warmup = settings.lr_scheduler, settings.total_steps, settings.warmup_steps
+    kwargs = dict(settings.lr_scheduler_kwargs)
+    if total is None:
+        hint = "It depends on the length of the run; set update.total_steps, or use constant_with_warmup."
+        raise InputError("update.lr_scheduler", name, hint)
+    if warmup >= total:
+        hint = f"{name} has {total} optimizer steps in all; warm up for fewer."
+        raise InputError("update.warmup_steps", warmup, hint)
+    if name != "warmup_stable_decay":
+        return
+    decay = kwargs.get("num_decay_steps")
+    if not isinstance(decay, int) or isinstance(decay, bool) or not 0 <= decay <= total - warmup:
+        hint = f"Set num_decay_steps, an integer from 0 to {total - warmup}: what warm-up leaves."
+        raise InputError("update.lr_scheduler_kwargs", kwargs, hint)
+    if "num_stable_steps" in kwargs:
+        hint = "Leave out num_stable_steps: it is total_steps without warm-up and decay."
+        raise InputError("update.lr_scheduler_kwargs", kwargs, hint)

@@ -1,17 +1,23 @@
-"""One optimizer step, from the gradient that the passes over a minibatch added up, and what surrounds the steps."""
+"""One optimizer step and what surrounds it; the measurements of an update, under the names of TRL's dashboards."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
-from grpo_core.optimizer import PolicyOptimizer
+from grpo_core.losses.microbatch_loss import TokenLoss, clipped_share_of_rows, count_clipped
+from grpo_core.losses.settings import LossSettings
 from grpo_core.parity import ParityError
 from grpo_core.policies.protocol import PolicyComponent
+from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import ProcessGroup
 
 Progress = Callable[[int, int], None]
@@ -110,3 +116,186 @@ def counter(total: int, report: Progress | None) -> Tick:
             report(count, total)
 
     return tick
+
+
+@dataclass(frozen=True)
+class StepMetrics(ABC):
+    """One optimizer step, whatever the algorithm.
+
+    Attributes:
+        loss: of the minibatch, as its gradient was computed.
+        policy_loss: the same without the KL term and the entropy bonus.
+        grad_norm: before it was clipped.
+        learning_rate: of this step.
+        kl: distance to the reference, as the loss measures it; None without a reference.
+    """
+
+    loss: float
+    policy_loss: float
+    grad_norm: float
+    learning_rate: float
+    kl: float | None
+
+    @classmethod
+    @abstractmethod
+    def summarize(cls, steps: Sequence[Any]) -> dict[str, float]:
+        """Return what only this algorithm measures, over the steps of an update, by name."""
+
+
+@dataclass(frozen=True)
+class RatioStepMetrics(StepMetrics):
+    """One optimizer step on importance ratios; means over its trained tokens unless said otherwise.
+
+    `kl` is the estimate of KL(policy || reference), nats.
+
+    Attributes:
+        entropy: nats; None where no weight can change it.
+        clip_low: share of tokens where the lower bound is active; of rows where a row has one ratio.
+        clip_high: the same for the upper bound.
+        clip_low_min: smallest share over the rows.
+        clip_high_max: largest share over the rows.
+        ratio_mean: importance ratio.
+        log_ratio_clamped: number of tokens whose log-ratio was clamped.
+        mismatch_weight: correction for a sampler that is not the policy; 1 where there is none.
+        trained_tokens: tokens of the minibatch that the loss reads, a number.
+    """
+
+    entropy: float | None
+    clip_low: float
+    clip_high: float
+    clip_low_min: float
+    clip_high_max: float
+    ratio_mean: float
+    log_ratio_clamped: float
+    mismatch_weight: float
+    trained_tokens: float
+
+    @classmethod
+    def summarize(cls, steps: Sequence["RatioStepMetrics"]) -> dict[str, float]:
+        """Return entropy, ratios, clipped shares and the correction for the sampler."""
+        entropies = [step.entropy for step in steps if step.entropy is not None]
+        return {
+            **({"entropy": mean(entropies)} if entropies else {}),
+            "importance_ratio/mean": mean(step.ratio_mean for step in steps),
+            "log_ratio_clamped": math.fsum(step.log_ratio_clamped for step in steps),
+            "clip_ratio/low_mean": mean(step.clip_low for step in steps),
+            "clip_ratio/low_min": min(step.clip_low_min for step in steps),
+            "clip_ratio/high_mean": mean(step.clip_high for step in steps),
+            "clip_ratio/high_max": max(step.clip_high_max for step in steps),
+            "clip_ratio/region_mean": mean(step.clip_low for step in steps) + mean(step.clip_high for step in steps),
+            "mismatch/mean_weight": mean(step.mismatch_weight for step in steps),
+        }
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of at least one value."""
+    known = list(values)
+    return math.fsum(known) / len(known)
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """The result of an update.
+
+    Attributes:
+        before: what was measured before the first step, such as parity, by name.
+        steps: every optimizer step, all of one algorithm.
+    """
+
+    before: dict[str, float]
+    steps: tuple[StepMetrics, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """Return means over the optimizer steps; without a step, only the measurements made before it."""
+        if not self.steps:
+            return {"optimizer_steps": 0.0, **self.before}
+        kl = [step.kl for step in self.steps if step.kl is not None]
+        return {
+            "loss": mean(step.loss for step in self.steps),
+            "policy_loss": mean(step.policy_loss for step in self.steps),
+            "grad_norm": mean(step.grad_norm for step in self.steps),
+            "learning_rate": self.steps[-1].learning_rate,
+            **({"kl": mean(kl)} if kl else {}),
+            **type(self.steps[0]).summarize(self.steps),
+            "optimizer_steps": float(len(self.steps)),
+            **self.before,
+        }
+
+
+class StepSums:
+    """Sums over the microbatches of one minibatch; means are taken once, at the end."""
+
+    FIELDS = (
+        *("loss", "policy_loss", "kl", "entropy", "low", "high", "counted"),
+        *("ratio", "clamped", "weight", "tokens"),
+    )
+
+    def __init__(self, trained: Bool[Tensor, "rows time"]) -> None:
+        """Start at zero."""
+        self._sums = dict.fromkeys(self.FIELDS, 0.0)
+        self._rows = trained.any(-1).cpu()
+        # By row: the minimum over processes then comes from a sum in which each row is counted once.
+        self._clipped = torch.zeros(2, len(trained), dtype=torch.float64)
+
+    def add(
+        self,
+        loss: Float[Tensor, ""],
+        terms: TokenLoss,
+        entropy: Float[Tensor, "batch time"] | None,
+        mask: Bool[Tensor, "batch time"],
+        settings: LossSettings,
+        rows: list[int],
+    ) -> None:
+        """Add one microbatch.
+
+        Args:
+            rows: their indices in the minibatch.
+        """
+
+        def over_tokens(values: Float[Tensor, "batch time"]) -> float:
+            return float(torch.where(mask, values.detach(), 0.0).double().sum())
+
+        clipped = count_clipped(terms, mask, settings)
+        tokens = float(mask.sum())
+        weights = terms.mismatch_weights
+        seen = {
+            "loss": float(loss.detach()),
+            "policy_loss": float(terms.policy_loss),
+            "kl": over_tokens(terms.kl),
+            "entropy": 0.0 if entropy is None else over_tokens(entropy),
+            "low": clipped.low,
+            "high": clipped.high,
+            "counted": clipped.counted,
+            "ratio": over_tokens(terms.importance_ratio),
+            "clamped": float(terms.log_ratio_clamped.sum()),
+            "weight": tokens if weights is None else over_tokens(weights),
+            "tokens": tokens,
+        }
+        self._sums = {name: total + seen[name] for name, total in self._sums.items()}
+        for index, flags in enumerate((terms.clipped_low, terms.clipped_high)):
+            self._clipped[index, rows] = clipped_share_of_rows(flags, mask).nan_to_num().double().cpu()
+
+    def metrics(
+        self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool, with_entropy: bool
+    ) -> RatioStepMetrics:
+        """Return the means over the tokens of all processes."""
+        local = torch.tensor(list(self._sums.values()), dtype=torch.float64)
+        sums = dict(zip(self._sums, process_group.add(local).tolist(), strict=True))
+        low, high = process_group.add(self._clipped)[:, self._rows]
+        tokens, counted = max(sums["tokens"], 1.0), max(sums["counted"], 1.0)
+        return RatioStepMetrics(
+            loss=sums["loss"],
+            policy_loss=sums["policy_loss"],
+            grad_norm=made.grad_norm,
+            learning_rate=made.learning_rate,
+            kl=sums["kl"] / tokens if with_reference else None,
+            entropy=sums["entropy"] / tokens if with_entropy else None,
+            clip_low=sums["low"] / counted,
+            clip_high=sums["high"] / counted,
+            clip_low_min=float(low.min()) if len(low) else 0.0,
+            clip_high_max=float(high.max()) if len(high) else 0.0,
+            ratio_mean=sums["ratio"] / tokens,
+            log_ratio_clamped=sums["clamped"],
+            mismatch_weight=sums["weight"] / tokens,
+            trained_tokens=sums["tokens"],
+        )

@@ -11,14 +11,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from configs.scoring import RewardSection
-from grpo_core.advantages import AdvantageSettings, compared_samples, kl_penalty
+from configs.training import RewardSection
+from grpo_core.advantages.compared import compared_samples
+from grpo_core.advantages.compute import kl_penalty
+from grpo_core.advantages.settings import AdvantageSettings
 from grpo_core.streams import Stream
 from tasks.runs import samples as runs
-from tasks.runs.layout import IMAGES, REWARD_COLUMN, STATES
-from tasks.runs.records import SamplingRound
+from tasks.runs.layout import IMAGES, REWARD_COLUMN, STATES, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, Read
-from tasks.storage.tables.lists import padded
+from tasks.storage.lists import padded
 
 _READ = ("sample_id", "iteration", "group_id", "prompt_id", "dataset", "columns")
 _DRAFT = "token_sample"

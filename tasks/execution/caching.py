@@ -27,10 +27,10 @@ from prefect.utilities.annotations import quote
 from pydantic import BaseModel
 
 from configs.sections import PlacementSection
+from tasks.execution.call import Arguments, Kind, Part, Sharding, Stage, register
 from tasks.execution.dispatch import dispatch
 from tasks.execution.errors import Retryable, retryable_kind
 from tasks.execution.fingerprint import code_fingerprint
-from tasks.execution.stages import Arguments, Kind, Part, Sharding, Stage, register
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import stage_context

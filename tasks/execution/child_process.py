@@ -19,9 +19,9 @@ from typing import IO, Any
 
 import psutil
 
-from tasks.checkout import environment
 from tasks.execution.child_main import ADVANCE, ERROR, LOG, OUTCOME, READY
 from tasks.execution.errors import ErrorRecord, LostStageError, StageCancelledError, StageTimeoutError
+from tasks.process import environment
 from tasks.progress import ProgressReporter
 
 SECONDS_TO_START = 600.0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prefect.futures import PrefectFuture
 from prefect.transactions import CommitMode, transaction
 
-from tasks.execution.call import StageCall, StageOutcome, call_of, carry_out_in
+from tasks.execution.call import Arguments, Part, Reference, Stage, StageCall, StageOutcome, call_of, carry_out_in
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import (
@@ -18,7 +18,6 @@ from tasks.execution.errors import (
     retryable_kind,
 )
 from tasks.execution.resources import resource, stages_cancelled_on_interrupt
-from tasks.execution.stages import Arguments, Part, Reference, Stage
 from tasks.execution.work_pool import carry_out_on_pool
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store

@@ -18,7 +18,7 @@ from pydantic_core import to_jsonable_python
 from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError
 from grpo_core.parity import ParityError, ParityReport, ParityTolerance
 from tasks.storage.artifacts.reference import StaleReferenceError
-from tasks.storage.filesystem.failures import StorageError, UnreachableStorageError
+from tasks.storage.roots import StorageError, UnreachableStorageError
 
 
 class Retryable(StrEnum):

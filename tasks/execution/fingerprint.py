@@ -18,8 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import resolve_name
 from pathlib import Path
 
-from tasks.checkout import CHECKOUT
-from tasks.garbage_collection import collection_paused
+from tasks.process import CHECKOUT, collection_paused
 
 PACKAGES = ("grpo_core", "tasks", "configs", "data")
 """Packages of this project that a stage may import."""

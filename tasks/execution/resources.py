@@ -1,4 +1,4 @@
-"""What a run keeps from one stage to the next: the loaded policy, child processes, and the signals that stop it.
+"""What a run keeps from one stage to the next: the loaded policy, child processes, device memory, stop signals.
 
 `run_resources()` opens the collection, and `resource(Kind)` returns the one object of a kind, created on first use.
 Stop signals end the threads that wait for stages on pools, which no signal of the operating system reaches.
@@ -6,15 +6,76 @@ Stop signals end the threads that wait for stages on pools, which no signal of t
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import FrameType
 from typing import TypeVar
 
+import torch
+
+from grpo_core.errors import InputError
+from tasks.progress import log
+
 R = TypeVar("R")
+
+
+class _FittingSizes(dict[tuple[str, str, int], int]):
+    """Batch sizes that fit after a larger one had failed, by run, setting and configured size."""
+
+
+def halve_on_out_of_memory(title: str, run: str, setting: str, size: int, call: Callable[[int], R]) -> R:
+    """Call a function with a batch size, and once more with half of it if the device's memory is too small.
+
+    The half is remembered: the run's later calls for the same setting begin with it. No result is keyed by it.
+
+    Args:
+        title: title of the stage, for messages.
+        run: name of the run.
+        setting: key of the configuration that gives the size.
+        size: samples or prompts per batch, as configured.
+        call: does all of the work; must have no effect when it raises.
+
+    Raises:
+        InputError: half of the size is too much as well, or the size is 1.
+    """
+    fitting, key = resource(_FittingSizes), (run, setting, size)
+    current = fitting.get(key, size)
+    smallest = max(1, current // 2)
+    while True:
+        try:
+            return call(current)
+        except torch.OutOfMemoryError as error:
+            message = str(error).partition(". ")[0]
+            if current == smallest:
+                hint = (
+                    f"The device's memory is too small for it ({message}). Lower it, the image or completion size, or "
+                    "the group size; or turn on policy.gradient_checkpointing if an update fails."
+                )
+                raise InputError(setting, current, hint) from error
+        # Outside of the except clause, since the error keeps frames and their tensors alive.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        fitting[key] = smallest
+        log(f"{title}: {message}; running it again, and later ones, with {setting} {smallest} instead of {current}")
+        current = smallest
+
+
+def reset_peak_memory() -> None:
+    """Begin to measure; of stages that run at the same time in one process, each may report what another took."""
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory() -> int | None:
+    """Return the most bytes that were allocated on the current GPU since the reset; None if it was not used."""
+    return torch.cuda.max_memory_allocated() or None if torch.cuda.is_initialized() else None
+
+
 _AFTER_IMPORT = 0.05
 """Seconds after which a signal that came while the import lock was held is sent again."""
 

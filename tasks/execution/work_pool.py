@@ -20,7 +20,15 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Cancelled, Cancelling, Crashed, Scheduled
 
 from grpo_core.errors import InputError
-from tasks.execution.call import StageCall, StageOutcome, call_file, naming_timeout, outcome_file, read_outcome
+from tasks.execution.call import (
+    Reference,
+    StageCall,
+    StageOutcome,
+    call_file,
+    naming_timeout,
+    outcome_file,
+    read_outcome,
+)
 from tasks.execution.child_process import SECONDS_TO_START
 from tasks.execution.errors import (
     LostStageError,
@@ -30,11 +38,10 @@ from tasks.execution.errors import (
     retryable_kind,
 )
 from tasks.execution.resources import StopSignals, resource
-from tasks.execution.stages import Reference
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.files import dump_checked
+from tasks.storage.files import dump_checked
 
 SECONDS_BETWEEN_POLLS = 0.1
 MAX_SECONDS_BETWEEN_POLLS = 1.0

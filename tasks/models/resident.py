@@ -13,10 +13,16 @@ from pydantic import BaseModel, ConfigDict
 from configs.sections import PlacementSection, PolicySection
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import Policy, PolicyComponent, PolicyFamily, policy_family
-from grpo_core.policies.trained import Reference
+from grpo_core.policies.trained.settings import Reference
 from grpo_core.streams import Stream
-from tasks.models.files import component_folder, copy_folder, local_source, weights_folder
-from tasks.models.initial import initial_digest, training_choices
+from tasks.models.initial import (
+    component_folder,
+    copy_folder,
+    initial_digest,
+    local_source,
+    training_choices,
+    weights_folder,
+)
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store

@@ -8,13 +8,13 @@ import numpy as np
 import polars as pl
 
 from configs.sections import CurriculumSection
-from grpo_core.image_size import ImageSize
 from grpo_core.seeds import derive_seed
+from grpo_core.streams import ImageSize
 from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.advantages import leading_stream, read_advantages
+from tasks.storage.parquet import leading_stream, read_advantages
 
 PromptKey = tuple[str, str]
 """Name of the prompt set and prompt_id: two sets may contain the same prompt."""

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from tasks.reports.compared_runs import PairedDifference
 from tasks.reports.comparison import Comparison
-from tasks.reports.pages import render
-from tasks.reports.pairing import PairedDifference
-from tasks.reports.report import Cells, Notice, Report, Table, reward_facts
+from tasks.reports.report import Cells, Notice, Report, Table, render, reward_facts
 from tasks.reports.samples import TRAITS, varying
 from tasks.reports.text import counted, number, one_line
 from tasks.runs.run_view import summary_of

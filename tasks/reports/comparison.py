@@ -8,16 +8,17 @@ from pathlib import Path
 from grpo_core.errors import InputError
 from tasks.reports.compared_runs import (
     ComparedRun,
+    PairedDifference,
+    Scores,
     compared_curves,
     describe_run,
     differing_settings,
+    paired_difference,
     provenances,
 )
-from tasks.reports.groups import MEDIUM, Group, read_stages, show_groups
 from tasks.reports.images import TargetReader
-from tasks.reports.pairing import PairedDifference, Scores, paired_difference
 from tasks.reports.run_page import Curve
-from tasks.reports.samples import Row, Samples
+from tasks.reports.samples import MEDIUM, Group, Row, Samples, read_stages, show_groups
 from tasks.reports.text import counted
 from tasks.runs.layout import EVALUATIONS, GUARDRAILS, OTHER_EVALUATIONS, REWARDS, ROLLOUTS, stage_folder
 from tasks.runs.lookup import spans

@@ -9,8 +9,7 @@ from PIL import Image
 
 from grpo_core.streams import STREAMS
 from tasks.reports import samples as outputs_of
-from tasks.reports.pages import render
-from tasks.reports.report import Cells, Fact, Report, Table
+from tasks.reports.report import Cells, Fact, Report, Table, render
 from tasks.reports.statistics import (
     BINS,
     SAMPLE,
@@ -23,8 +22,7 @@ from tasks.reports.statistics import (
     with_groups,
 )
 from tasks.reports.text import correlation, counted, number, one_line, percent
-from tasks.runs.layout import ADVANTAGE_COLUMN, REWARD_COLUMN, SCORES_FILE, STATES
-from tasks.runs.records import StoredIteration
+from tasks.runs.layout import ADVANTAGE_COLUMN, REWARD_COLUMN, SCORES_FILE, STATES, StoredIteration
 from tasks.runs.samples import read_samples, tables_of, with_advantages, with_scores
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
-from configs.scoring import RewardSection
+from configs.training import RewardSection
 from grpo_core.rewards.registry import build_reward
 from tasks.reports.statistics import (
     GROUP,
@@ -20,8 +20,7 @@ from tasks.reports.statistics import (
     with_groups,
 )
 from tasks.rewards.rows import batches_of, score_rows
-from tasks.runs.layout import SCORES_FILE, STATES
-from tasks.runs.records import SamplingRound
+from tasks.runs.layout import SCORES_FILE, STATES, SamplingRound
 from tasks.runs.samples import read_rollouts
 from tasks.storage.artifacts.store import ArtifactStore
 

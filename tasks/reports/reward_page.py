@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import polars as pl
 
-from tasks.reports.hacking import hacking_notice
-from tasks.reports.pages import render
-from tasks.reports.report import Cells, Notice, Report, Table
+from tasks.reports.report import Cells, Notice, Report, Table, render
+from tasks.reports.run_page import hacking_notice
 from tasks.reports.statistics import Statistics, histogram_of, settled
 from tasks.reports.text import correlation, counted, number, percent, significant
 from tasks.runs.run_view import RunView

@@ -1,17 +1,20 @@
-"""The samples of an iteration or an evaluation: their stored tables joined."""
+"""The samples of an iteration or an evaluation as reports show them: tables joined, groups best first."""
 
+import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
-from grpo_core.image_size import ImageSize
-from grpo_core.streams import STREAMS, Stream
-from tasks.reports.images import read_images
-from tasks.runs.layout import ADVANTAGE_COLUMN, REWARD_COLUMN
+from grpo_core.streams import STREAMS, ImageSize, Stream
+from tasks.reports.images import TargetReader, read_images
+from tasks.runs.layout import ADVANTAGE_COLUMN, ADVANTAGES, REWARD_COLUMN, REWARDS, ROLLOUTS
+from tasks.runs.reader import RunReader
+from tasks.runs.run_view import Stages
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import Read
 
@@ -113,3 +116,189 @@ def best_first(rows: Iterable[Row]) -> list[Row]:
     Those that have one only of a later stream are left out: it can be of other rewards.
     """
     return sorted((row for row in rows if row["leads"] and row["reward"] is not None), key=lambda row: -row["reward"])
+
+
+LARGE, MEDIUM, SMALL = 320, 192, 96
+"""Longest side in pixels of the best and worst image, of compared ones, and of the others; smaller ones are kept."""
+
+_RECORDED = (
+    *("rollout_logprobs", "loss_mask", "finished", "denoising_logprobs", "window_start"),
+    *("token_sample", "image_number"),
+)
+"""Columns of rollouts that are read for :func:`summarize_actions`, as far as a table has them."""
+
+_SHOWN = (
+    *("sample_id", "group_id", "prompt_id", "dataset", "prompt", "seed"),
+    *("target_uri", "target_sha256", "completion", "width", "height", *_RECORDED),
+)
+
+
+def _with_renderings(group: Sequence[Row]) -> list[Row]:
+    """Sort a group best first, each sample before the other renderings of its draft; those without a reward last."""
+    renderings: dict[int | None, list[Row]] = defaultdict(list)
+    for row in group:
+        if not row["leads"]:
+            renderings[row.get("token_sample")].append(row)
+    ordered = [each for row in best_first(group) for each in (row, *renderings.get(row.get("token_sample"), ()))]
+    shown = {row["sample_id"] for row in ordered}
+    return [*ordered, *(row for row in group if row["sample_id"] not in shown)]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The siblings of one prompt occurrence.
+
+    Attributes:
+        samples: highest reward first, each before the other renderings of its draft, those without a reward last; in
+            the stored order where rewards are equal. Besides the columns of :class:`Samples`, `actions` summarizes the
+            recorded log-probs of each stream, `length` is the number of trained tokens, and `output` is an RGB image,
+            reduced where it was large, or the complete text; None for an image that was pruned.
+        target: target image; None where there is none, or it cannot be read.
+    """
+
+    samples: Sequence[Row]
+    target: Image.Image | None
+
+    @property
+    def ranked(self) -> list[Row]:
+        """The samples that have a reward of the first stream, highest first."""
+        return best_first(self.samples)
+
+    @property
+    def _rewards(self) -> list[float]:
+        return [row["reward"] for row in self.ranked]
+
+    @property
+    def best(self) -> Row | None:
+        """The sample with the highest reward; None where no sample has one."""
+        return next(iter(self.ranked), None)
+
+    @property
+    def worst(self) -> Row | None:
+        """The sample with the lowest reward; None with fewer than two rewards."""
+        return self.ranked[-1] if len(self.ranked) > 1 else None
+
+    @property
+    def reward(self) -> float | None:
+        """Mean over the samples that have one."""
+        return math.fsum(self._rewards) / len(self._rewards) if self._rewards else None
+
+    @property
+    def spread(self) -> float | None:
+        """Highest minus lowest reward; None with fewer than two rewards."""
+        return max(self._rewards) - min(self._rewards) if len(self._rewards) > 1 else None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The first groups of an iteration or an evaluation.
+
+    Attributes:
+        shown: these groups.
+        total: number of all groups.
+        rounds: sampling rounds that they come from; more than one where groups without spread were replaced.
+        dropped: number of all groups that were left out of the update.
+        varying: the traits in which they differ.
+    """
+
+    shown: Sequence[Group] = ()
+    total: int = 0
+    rounds: int = 0
+    dropped: int = 0
+    varying: Sequence[str] = ()
+
+    @property
+    def rendered(self) -> bool:
+        """Whether a draft has more than one rendering among them."""
+        return any(not row["leads"] for group in self.shown for row in group.samples)
+
+    def describe(self) -> str:
+        """Describe how many groups were sampled in how many rounds, and how many were dropped."""
+        times = "1 sampling round" if self.rounds == 1 else f"{self.rounds} sampling rounds"
+        return f"{self.total} groups in {times}, {self.dropped} without spread left out of the update"
+
+
+def read_stages(reader: RunReader, stages: Stages, fetched: Path) -> Samples:
+    """Join the tables of an iteration or an evaluation that has rollouts.
+
+    Of the verified stages, rewards and advantages may be missing; remote ones are copied below the folder `fetched`.
+    """
+    rewards = [(part.folder.rsplit("/", 1)[-1], part) for part in stages.get(REWARDS, ())]
+    return read_samples(
+        lambda reference: reader.local_folder(reference, fetched),
+        stages[ROLLOUTS],
+        rewards,
+        stages.get(ADVANTAGES, ()),
+        _SHOWN,
+    )
+
+
+def read_groups(
+    reader: RunReader, stages: Stages, fetched: Path, targets: TargetReader, *, limit: int, side: int | None = None
+) -> Groups:
+    """Read the first groups in the stored order, as :func:`read_stages`; without rollouts there are none.
+
+    Images are at most `side` pixels large; by default the best and the worst of a group LARGE, the others SMALL.
+    """
+    if ROLLOUTS not in stages:
+        return Groups()
+    table = read_stages(reader, stages, fetched)
+    groups = table.groups
+    shown = [_with_renderings(group) for group in groups[:limit]]
+    return Groups(
+        shown=show_groups(table, shown, targets, side),
+        total=len(groups),
+        rounds=len(table.folders),
+        dropped=sum(bool(group[0]["dropped"]) for group in groups),
+        varying=table.varying,
+    )
+
+
+def show_groups(
+    table: Samples, groups: Sequence[Sequence[Row]], targets: TargetReader, side: int | None = None
+) -> list[Group]:
+    """Read the outputs and targets of these groups of the table; sizes are as of :func:`read_groups`."""
+    sides = {} if table.is_text else _sides(groups)
+    if side is not None:
+        sides = dict.fromkeys(sides, side)
+    images = table.images(sides, sides)
+    for row in (row for group in groups for row in group):
+        row |= {"actions": summarize_actions(row), "length": sum(row.get("loss_mask") or ())}
+        row["output"] = row["completion"] if table.is_text else images.get(row["sample_id"])
+    return [Group(rows, targets.read(rows[0].get("target_uri"), rows[0].get("target_sha256"))) for rows in groups]
+
+
+def _sides(groups: Iterable[Sequence[Row]]) -> dict[str, int]:
+    """Choose the size of each image: large for the best and worst of a group, small for the others."""
+    sides: dict[str, int] = {}
+    for group in groups:
+        names = [row["sample_id"] for row in group]
+        ranked = [row["sample_id"] for row in best_first(group)]
+        large = (ranked[0], ranked[-1]) if ranked else names[:2]
+        sides |= dict.fromkeys(names, SMALL) | dict.fromkeys(large, LARGE)
+    return sides
+
+
+class ActionSummary(NamedTuple):
+    """The log-probs of one stream of a sample: what they are of, their values, and their meaning in full."""
+
+    title: str
+    value: str
+    meaning: str
+
+
+def summarize_actions(row: Mapping[str, Any]) -> list[ActionSummary]:
+    """Summarize what was recorded of a stored sample; nothing for a stream that was not."""
+    found = []
+    if row.get("rollout_logprobs") is not None:
+        trained = [value for value, kept in zip(row["rollout_logprobs"], row["loss_mask"], strict=True) if kept]
+        cut = "" if row["finished"] else ", truncated"
+        value = f"{math.fsum(trained):.1f} over {len(trained)} tokens{cut}"
+        found.append(ActionSummary("log-prob", value, "sum over the tokens, in nats, recorded while sampling"))
+    # Images that were sampled without noisy steps have an empty list.
+    if values := row.get("denoising_logprobs"):
+        first = row["window_start"] + 1
+        steps = f"step {first}" if len(values) == 1 else f"steps {first} to {first + len(values) - 1}"
+        meaning = "log-prob of each noisy denoising step, recorded while sampling; the first step is 1"
+        found.append(ActionSummary(f"log-prob, {steps}", ", ".join(f"{value:.4f}" for value in values), meaning))
+    return found

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
-from configs.scoring import RewardSection
+from configs.training import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from PIL import Image
 
-from configs.scoring import RewardSection
+from configs.training import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.images import decode_stored
 from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch, score_samples

@@ -1,33 +1,145 @@
-"""Stage 1: a policy and a plan -> images or texts, their tokens, and the log-probs they were sampled with."""
+"""Stage 1: a policy and a plan -> images or texts with their log-probs, as stored columns; images for baselines."""
 
+import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import polars as pl
 import pyarrow as pa
+from PIL import Image
 
 from configs.sections import PlacementSection, RolloutSection
 from grpo_core.collect import collect_rollouts, sampled_at_once
 from grpo_core.policies.protocol import family_module
+from grpo_core.records import BrokenImage, RolloutGroup, SampledActions
+from grpo_core.rewards.images import encode_png
 from grpo_core.streams import Stream
 from tasks.execution.caching import stage_task
-from tasks.execution.memory import halve_on_out_of_memory, peak_memory, reset_peak_memory
-from tasks.execution.resources import resource
-from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
+from tasks.execution.call import Arguments, Part, Sharding, shard_folder, unsharded
+from tasks.execution.resources import halve_on_out_of_memory, peak_memory, reset_peak_memory, resource
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
-from tasks.rollouts.denoising import state_rows
-from tasks.rollouts.plan import RolloutPlan
-from tasks.rollouts.rows import rollout_columns
-from tasks.rollouts.tokens import token_metrics
-from tasks.runs.layout import IMAGES, IMAGES_FILE, PART_FILE, PARTS, ROLLOUTS, STATES, STATES_FILE
+from tasks.prompts.targets import TargetReference, load_target
+from tasks.rollouts.plan import GroupPlan, RolloutPlan
+from tasks.rollouts.streams import (
+    denoising_columns,
+    read_denoising,
+    read_tokens,
+    state_rows,
+    token_columns,
+    token_metrics,
+)
+from tasks.runs.layout import (
+    IMAGES,
+    IMAGES_FILE,
+    PART_FILE,
+    PARTS,
+    ROLLOUTS,
+    STATES,
+    STATES_FILE,
+    Baseline,
+    baseline_folder,
+)
+from tasks.storage import schemas
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
-from tasks.storage.tables import schemas
-from tasks.storage.tables.parquet import TableWriter, joint_digest, part_digests
+from tasks.storage.parquet import TableWriter, joint_digest, part_digests, write_table
+
+
+@dataclass(frozen=True)
+class StoredStream:
+    """How a stream of actions is stored in the table of rollouts.
+
+    Attributes:
+        columns: returns a group's columns of the stream, one row per sample.
+        read: returns the actions of rows of the table. Its arguments are the rows, the local folders of the rollouts, a
+            folder for local files, and the maximum number of actions of a row.
+        max_length: column with that number.
+        unread: patterns of the artifact's files that its update does not need.
+    """
+
+    columns: Callable[[RolloutGroup], Mapping[str, Sequence[Any]]]
+    read: Callable[[pl.DataFrame, Sequence[Path], Path, int], SampledActions]
+    max_length: str
+    unread: tuple[str, ...]
+
+
+STORED_STREAMS: Mapping[Stream, StoredStream] = MappingProxyType(
+    {
+        "tokens": StoredStream(token_columns, read_tokens, max_length="max_length", unread=(IMAGES, STATES)),
+        "denoising": StoredStream(denoising_columns, read_denoising, max_length="sde_window_size", unread=(IMAGES,)),
+    }
+)
+
+
+def rollout_columns(
+    group: RolloutGroup, planned: GroupPlan, plan: RolloutPlan, policy: PolicyRef, settings: Any
+) -> dict[str, Sequence[Any]]:
+    """Return one group's rows by column; the writer keeps the columns that its schema has.
+
+    Args:
+        settings: the policy's frozen sampling settings; its fields are columns. Width and height of images are those
+            of the group.
+    """
+    request = group.request
+    rows = len(request.sample_ids)
+    same = {
+        "iteration": plan.iteration,
+        "group_id": planned.group_id,
+        "prompt_id": planned.prompt_id,
+        "dataset": planned.dataset,
+        "prompt": planned.prompt,
+        "columns": json.dumps(planned.columns, ensure_ascii=False, sort_keys=True),
+        "target_uri": planned.target_uri,
+        "target_sha256": planned.target_sha256,
+        "policy_version": policy.version,
+        "policy_digest": policy.digest,
+        **{name: _plain(value) for name, value in asdict(settings).items()},
+        **({} if request.size is None else request.size._asdict()),
+    }
+    columns: dict[str, Sequence[Any]] = {
+        **{name: [value] * rows for name, value in same.items()},
+        "sample_id": request.sample_ids,
+        "sibling": range(rows),
+        "token_sample": [place.token_sample for place in plan.places],
+        "image_number": [place.image_number for place in plan.places],
+        "seed": request.seeds,
+        "noise_seed": request.noise_seeds,
+        **_output_columns(group),
+    }
+    for stream in group.streams:
+        columns |= STORED_STREAMS[stream].columns(group)
+    return columns
+
+
+def _plain(value: object) -> object:
+    """Return a tuple of texts as JSON, and one of numbers as a list."""
+    if not isinstance(value, tuple):
+        return value
+    return list(value) if value and not isinstance(value[0], str) else json.dumps(value, ensure_ascii=False)
+
+
+def _output_columns(group: RolloutGroup) -> dict[str, Sequence[Any]]:
+    names = group.request.sample_ids
+    texts = [output for output in group.outputs if isinstance(output, str)]
+    if texts:
+        return {"completion": texts}
+    broken = [output if isinstance(output, BrokenImage) else None for output in group.outputs]
+    images = [output.image if isinstance(output, BrokenImage) else output for output in group.outputs]
+    encoded = [
+        {"bytes": encode_png(image), "path": f"{name}.png"}
+        for image, name in zip(images, names, strict=True)
+        if isinstance(image, Image.Image)
+    ]
+    return {"image": encoded, "defect": [each and each.reason for each in broken]}
+
 
 STAGE = "collect rollouts"
 
@@ -169,3 +281,64 @@ def collect_rollouts_task(
             )
 
     return halve_on_out_of_memory(title, store.run, "rollout.prompts_per_batch", rollout.prompts_per_batch, sample)
+
+
+BASELINE_STAGE = "draw baseline"
+
+
+def _describe_baseline(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    groups = [group.model_dump(mode="json") for group in _drawn(inputs["plan"])]
+    return {"baseline": inputs["baseline"], "groups": groups}
+
+
+@stage_task(BASELINE_STAGE, _describe_baseline)
+def draw_baseline_task(baseline: Baseline, plan: RolloutPlan, placement: PlacementSection) -> ArtifactRef:
+    """Keep one image for every prompt of the plan that has a target, in the target's own size.
+
+    The table has the columns of rollouts that rewards read, so that it is scored like them.
+    """
+    started, store, groups = time.perf_counter(), current_store(), _drawn(plan)
+    columns = {
+        "sample_id": [f"{group.group_id}.{baseline}" for group in groups],
+        **{name: [getattr(group, name) for group in groups] for name in ("group_id", "prompt_id", "dataset", "prompt")},
+        "iteration": [plan.iteration] * len(groups),
+        "columns": [json.dumps(group.columns, ensure_ascii=False, sort_keys=True) for group in groups],
+        "target_uri": [group.target_uri for group in groups],
+        "target_sha256": [group.target_sha256 for group in groups],
+        "token_ids": [[] for _ in groups],
+        "defect": [None] * len(groups),
+        "image": [_drawing(baseline, group) for group in groups],
+    }
+    with store.staging() as staged:
+        tables = ((PART_FILE, schemas.BASELINES), (IMAGES_FILE, schemas.IMAGES))
+        digests = [write_table(staged / name.format(0), schema, columns) for name, schema in tables]
+        return store.commit(
+            staged,
+            f"{baseline_folder(baseline)}/{ROLLOUTS}",
+            digest=joint_digest(digests),
+            schema_version=schemas.SCHEMA_VERSION,
+            rows=len(groups),
+            seconds=time.perf_counter() - started,
+            metrics={},
+        )
+
+
+def _drawn(plan: RolloutPlan) -> list[GroupPlan]:
+    return [group for group in plan.groups if group.target_uri is not None]
+
+
+def _drawing(baseline: Baseline, group: GroupPlan) -> Mapping[str, object]:
+    assert group.target_uri is not None, "drawn for prompts with a target"
+    assert group.target_sha256 is not None, "a target has been read"
+    target = load_target(TargetReference(group.target_uri, group.target_sha256))
+    image = target if baseline == "target" else Image.new("RGB", target.size, background(target))
+    return {"bytes": encode_png(image), "path": f"{group.group_id}.{baseline}.png"}
+
+
+def background(image: Image.Image) -> tuple[int, int, int]:
+    """Return the commonest colour along the border of an RGB image; of equally common ones the darkest."""
+    pixels = np.asarray(image)
+    border = np.concatenate([pixels[0], pixels[-1], pixels[1:-1, 0], pixels[1:-1, -1]])
+    colours, counts = np.unique(border, axis=0, return_counts=True)
+    red, green, blue = colours[counts.argmax()].tolist()
+    return red, green, blue

@@ -5,9 +5,9 @@ from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from grpo_core.groups import GroupRequest
-from grpo_core.image_size import ImageSize
+from grpo_core.records import GroupRequest
 from grpo_core.seeds import derive_seed
+from grpo_core.streams import ImageSize
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.runs.layout import evaluation_folder, round_folder
 

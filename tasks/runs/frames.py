@@ -26,7 +26,7 @@ from tasks.runs.reader import RunReader
 from tasks.runs.samples import IMAGE, read_samples, scan_table, tables_of
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, Read
-from tasks.storage.tables.advantages import read_advantages
+from tasks.storage.parquet import read_advantages
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig

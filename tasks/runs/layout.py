@@ -17,7 +17,11 @@ tasks/storage/artifacts/run_folder.py. What an earlier configuration made is a r
 """
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, get_args
+
+from tasks.storage.artifacts.reference import ArtifactRef
 
 ROLLOUTS, REWARDS, ADVANTAGES, UPDATE, GUARDRAILS = "rollouts", "rewards", "advantages", "update", "guardrails"
 STAGES = (ROLLOUTS, REWARDS, ADVANTAGES, UPDATE)
@@ -115,3 +119,47 @@ def is_result(name: str) -> bool:
     """Return whether a name in a run folder is a result of the run, not a file that a person put there."""
     results = (POLICIES, EVALUATIONS, OTHER_EVALUATIONS, RESCORED, TRACKERS_FILE, TENSORBOARD)
     return parse_iteration(name) is not None or name in results
+
+
+@dataclass(frozen=True)
+class SamplingRound:
+    """One collection of rollouts, with a table of scores by reward label; each has a row per sample."""
+
+    rollouts: ArtifactRef
+    rewards: Mapping[str, ArtifactRef]
+
+    @property
+    def stages(self) -> tuple[ArtifactRef, ...]:
+        """All artifacts, rollouts first."""
+        return (self.rollouts, *self.rewards.values())
+
+
+@dataclass(frozen=True)
+class StoredIteration:
+    """One stored iteration, every file verified.
+
+    Attributes:
+        number: from 1.
+        rounds: the sampling rounds that the advantages cover.
+        advantages: advantages of the samples of all rounds.
+        samplers: version and digest of the policies that sampled the rows.
+    """
+
+    number: int
+    rounds: tuple[SamplingRound, ...]
+    advantages: ArtifactRef
+    samplers: frozenset[tuple[int, str]]
+
+    def staleness(self, version: int) -> int:
+        """Return the fewest versions between a row's policy and a policy that is trained on the rows."""
+        return min(abs(version - sampler) for sampler, _ in self.samplers)
+
+
+@dataclass(frozen=True)
+class StoredEvaluation:
+    """One evaluation, every file verified; rewards and guardrails are tables of scores by label."""
+
+    rollouts: ArtifactRef
+    advantages: ArtifactRef
+    rewards: Mapping[str, ArtifactRef]
+    guardrails: Mapping[str, ArtifactRef]

@@ -1,18 +1,24 @@
-"""Find a run by name or path, and read and write its description: run.json and config.yaml, whose sha256 it states."""
+"""Find a run by name or path; read and write its description, and when and where it was started."""
 
 import hashlib
+import json
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from grpo_core.errors import InputError
+from tasks.process import code_version
 from tasks.prompts.files import nearest_names
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
-from tasks.storage.filesystem.failures import translate_remote_errors
-from tasks.storage.filesystem.files import dump_checked, load_checked
-from tasks.storage.tables.schemas import SCHEMA_VERSION
+from tasks.storage.files import dump_checked, load_checked
+from tasks.storage.roots import translate_remote_errors
+from tasks.storage.schemas import SCHEMA_VERSION
 
 CONFIG_FILE, CONFIG_SHA256 = "config.yaml", "config_sha256"
 LAST_OF_BEFORE = "ae0e9c1"
@@ -160,3 +166,43 @@ def _known_runs(name: str, root: str) -> str:
         return f"{root} has no runs; name the storage root with --root, or the path of the run's folder."
     nearest = nearest_names(name.rstrip("/").rsplit("/", 1)[-1], runs)
     return f"The nearest of the {len(runs)} in {root}: {nearest}; `grpo list` shows all."
+
+
+STARTS_FILE = "starts.jsonl"
+
+
+class RunStart(BaseModel):
+    """One start of a run.
+
+    Attributes:
+        at: date and time.
+        host: name of the machine.
+        code: commit of the checkout, with `-dirty` where files were changed; None outside a checkout.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    at: datetime
+    host: str
+    code: str | None
+
+    def __str__(self) -> str:
+        code = f", code {self.code}" if self.code is not None else ""
+        return f"{self.at:%Y-%m-%d %H:%M} UTC on {self.host}{code}"
+
+
+def record_start(store: ArtifactStore) -> None:
+    """Add a line about this moment, machine and code."""
+    start = RunStart(at=datetime.now(UTC).replace(microsecond=0), host=socket.gethostname(), code=code_version())
+    store.write_file(STARTS_FILE, (store.read_file(STARTS_FILE) or b"") + start.model_dump_json().encode() + b"\n")
+
+
+def read_starts(reader: RunReader) -> tuple[RunStart, ...]:
+    """Read the starts in order; a damaged line is reported and left out."""
+    starts = []
+    for line in (reader.read_bytes(STARTS_FILE) or b"").splitlines():
+        try:
+            starts.append(RunStart.model_validate(json.loads(line)))
+        except (ValueError, ValidationError):
+            reader.report_damage(STARTS_FILE, "a line of it is damaged")
+    return tuple(starts)

@@ -1,15 +1,16 @@
 """Read a run folder into frozen records, whether the run is finished, stopped half-way, or still running."""
 
 import hashlib
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from tasks.metrics.names import HELDOUT, is_measured
-from tasks.metrics.pooled import stage_metrics
+from tasks.metrics import GUARDRAIL_PREFIX, HELDOUT, SECONDS, WALL_TIME, is_measured, stage_metrics
 from tasks.runs.layout import (
     ADVANTAGES,
     BASELINES,
@@ -19,19 +20,104 @@ from tasks.runs.layout import (
     STAGES,
     STATE_FILE,
     UPDATE,
+    SamplingRound,
     baseline_folder,
     evaluation_folder,
     iteration_folder,
     metrics_file,
     policy_folder,
 )
-from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256
+from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256, read_starts
 from tasks.runs.reader import RunReader, StoredArtifact
 from tasks.runs.run_view import EvaluationView, IterationView, RunView, Stages, means_of
-from tasks.runs.starts import read_starts
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import RUN_FILE
-from tasks.storage.filesystem.files import load_checked
+from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
+from tasks.storage.files import load_checked
+from tasks.storage.parquet import joint_digest, part_digests, read_table, write_table
+from tasks.storage.schemas import METRICS
+
+_KEPT = (HELDOUT, WALL_TIME)
+
+
+def gather_metrics(
+    rounds: Sequence[SamplingRound],
+    advantages: ArtifactRef,
+    update: ArtifactRef,
+    evaluation: EvaluationView | None,
+    previous: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Return the metrics of all stages of an iteration, with the seconds that each took when it ran.
+
+    Args:
+        rounds: rollouts and rewards; empty for a replay, which samples none.
+        evaluation: that of the policy that the iteration made; None without one.
+        previous: metrics of the iteration before; None for the first.
+    """
+    stages: dict[tuple[str, str], list[ArtifactRef]] = {}
+    for each in rounds:
+        stages.setdefault((ROLLOUTS, ""), []).append(each.rollouts)
+        for label, scores in each.rewards.items():
+            stages.setdefault((REWARDS, label), []).append(scores)
+    stages |= {(ADVANTAGES, ""): [advantages], (UPDATE, ""): [update]}
+    metrics = {f"{SECONDS}{stage}": 0.0 for stage in STAGES} | stage_metrics(stages, previous, sampling=ROLLOUTS)
+    return metrics | ({} if evaluation is None else evaluation_metrics(evaluation))
+
+
+def evaluation_metrics(evaluation: EvaluationView) -> dict[str, float]:
+    """Return the held-out reward, where a sample has one, and the mean of each guardrail by their metrics' names."""
+    reward = {} if evaluation.reward is None else {HELDOUT: evaluation.reward}
+    return reward | {f"{GUARDRAIL_PREFIX}{label}": mean for label, mean in evaluation.guardrails.items()}
+
+
+def read_metrics(store: ArtifactStore, iteration: int) -> dict[str, float]:
+    """Read the table that an earlier start wrote; empty where there is none, or a damaged one."""
+    content = store.read_file(metrics_file(iteration))
+    return {} if content is None else _read_table(content)
+
+
+def with_earlier(metrics: Mapping[str, float], earlier: Mapping[str, float], wall_time: float) -> dict[str, float]:
+    """Add what only the start that ran an iteration knows: its time on the clock, and evaluations made then.
+
+    Args:
+        earlier: the table of that start; empty if it is this one.
+        wall_time: seconds that the iteration took in this start.
+    """
+    kept = {name: value for name, value in earlier.items() if name in _KEPT or name.startswith(GUARDRAIL_PREFIX)}
+    if earlier:
+        return {**kept, **metrics}
+    # An iteration lasts at least as long as its update: in less time a stored one was passed, whose time is not known.
+    is_own = wall_time >= metrics.get(f"{SECONDS}{UPDATE}", 0.0)
+    return {**metrics, WALL_TIME: wall_time} if is_own else dict(metrics)
+
+
+def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, float]) -> None:
+    """Write the iteration's table, a row per metric."""
+    names = sorted(metrics)
+    columns: dict[str, list[Any]] = {
+        "iteration": [iteration] * len(names),
+        "metric": names,
+        "value": [metrics[name] for name in names],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.parquet"
+        write_table(path, METRICS, columns)
+        store.write_file(metrics_file(iteration), path.read_bytes())
+
+
+def _read_table(content: bytes) -> dict[str, float]:
+    """Read the values of a table; empty where it is damaged, since the verified stages have them all."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.parquet"
+        path.write_bytes(content)
+        try:
+            stated = joint_digest(part_digests(path))
+            columns = read_table(path.parent, METRICS).to_pydict()
+            # It has no manifest: written again, its values must have the digest that the file states.
+            valid = write_table(path, METRICS, columns) == stated
+        except (pa.ArrowException, OSError, ValueError):
+            return {}
+    return dict(zip(columns["metric"], columns["value"], strict=True)) if valid else {}
+
 
 Found = dict[str, dict[tuple[int, str], StoredArtifact]]
 """Artifacts by stage, then by sampling round from 1 and reward label; advantages are those of the last round."""

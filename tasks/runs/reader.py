@@ -9,12 +9,12 @@ from typing import Any
 
 from grpo_core.errors import InputError
 from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, STATES, is_later_round, parse_iteration
+from tasks.storage.artifacts.commit import removed_by
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, read_manifest
 from tasks.storage.artifacts.run_folder import QUARANTINE, REASON_FILE
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.artifacts.tombstones import removed_by
-from tasks.storage.filesystem.files import is_local
-from tasks.storage.tables.schemas import SCHEMA_VERSION
+from tasks.storage.files import is_local
+from tasks.storage.schemas import SCHEMA_VERSION
 
 VERIFIED_BYTES = 512 * 2**20
 """How many bytes of artifacts that are not shown are verified: about a second of sha256."""

@@ -8,11 +8,10 @@ from pydantic import BaseModel
 
 from grpo_core.rewards.hacking import HackingRule, HackingSign, hacking_signs
 from grpo_core.streams import Stream
-from tasks.metrics.names import SECONDS
-from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, STAGES
+from tasks.metrics import SECONDS
+from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, STAGES, StoredEvaluation
+from tasks.runs.lookup import RunStart
 from tasks.runs.reader import Damage, MovedFiles
-from tasks.runs.records import StoredEvaluation
-from tasks.runs.starts import RunStart
 from tasks.storage.artifacts.reference import ArtifactRef
 
 Noun = Literal["image", "completion"]

@@ -10,7 +10,7 @@ from grpo_core.streams import STREAMS
 from tasks.runs.layout import ADVANTAGE_COLUMN, IMAGES, REWARD_COLUMN, SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import Read
-from tasks.storage.tables.advantages import STREAM, read_advantages
+from tasks.storage.parquet import STREAM, read_advantages
 
 IMAGE = "image"
 _IMAGE_TYPE = pl.Struct({"bytes": pl.Binary, "path": pl.String})

@@ -11,7 +11,7 @@ from configs.loader import read_config
 from configs.schema import RunConfig
 from configs.yaml_files import read_mapping
 from grpo_core.errors import InputError, raise_all
-from tasks.models.files import copy_digests, model_digest
+from tasks.models.initial import copy_digests, model_digest
 from tasks.prompts.files import nearest_names
 from tasks.runs.layout import (
     ADVANTAGES,
@@ -24,16 +24,18 @@ from tasks.runs.layout import (
     ROLLOUTS,
     STATE_FILE,
     STORED,
+    SamplingRound,
+    StoredEvaluation,
+    StoredIteration,
     iteration_folder,
     policy_folder,
     rescoring_folder,
 )
 from tasks.runs.lookup import find_run, read_config_file, read_description, spans
 from tasks.runs.reader import RunReader
-from tasks.runs.records import SamplingRound, StoredEvaluation, StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.parquet import read_columns
+from tasks.storage.parquet import read_columns
 
 BEST = "best"
 """In place of a number: the policy version with the highest held-out reward."""

@@ -14,7 +14,7 @@ from prefect.serializers import JSONSerializer
 
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, current_store
-from tasks.storage.filesystem.files import dump_checked, is_local, load_checked, write_file_atomically
+from tasks.storage.files import dump_checked, is_local, load_checked, write_file_atomically
 
 FOLDER = ".stages"
 """Folders of records: in the run, so that its folder suffices to continue; next to the runs, which share them."""

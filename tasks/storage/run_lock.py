@@ -15,9 +15,9 @@ from pathlib import Path
 from grpo_core.errors import InputError
 from tasks.progress import log
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.failures import translate_remote_errors, translate_storage_errors
-from tasks.storage.filesystem.files import is_local
-from tasks.storage.filesystem.lease import Lease, holder_name, read_holder, take_lease, this_process
+from tasks.storage.files import is_local
+from tasks.storage.lease import Lease, holder_name, read_holder, take_lease, this_process
+from tasks.storage.roots import translate_remote_errors, translate_storage_errors
 
 LOCK = ".lock"
 _HELD: set[int] = set()

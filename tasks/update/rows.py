@@ -1,20 +1,29 @@
-"""Stored rollouts joined with their advantages -> the rows that the update of a stream's component learns from."""
+"""Stored rollouts joined with their advantages -> the rows that each algorithm trains a component on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 
+from configs.training import ParitySection
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.records import TrainingRows
 from grpo_core.streams import Stream
-from tasks.rollouts.rows import STORED_STREAMS
+from grpo_core.update.nft_update import NftStepMetrics, update_by_nft
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.policy_update import update_policy
+from grpo_core.update.process_group import ProcessGroup
+from grpo_core.update.step import RatioStepMetrics, StepMetrics, UpdateResult
+from tasks.rollouts.collect_rollouts import STORED_STREAMS
 from tasks.runs.layout import PARTS
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.advantages import STREAM, read_advantages
+from tasks.storage.parquet import STREAM, read_advantages
+from tasks.storage.schemas import NFT_STEPS, UPDATE_STEPS
 
 _LEFT_ON_DISK = frozenset({"completion", "support_ids"})
 
@@ -134,3 +143,81 @@ def _read_scores(folder: Path, stream: Stream) -> pl.DataFrame:
     scores = pl.from_arrow(stored)
     assert isinstance(scores, pl.DataFrame)
     return scores.filter(pl.col(STREAM) == stream).drop(STREAM)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What an update of a component needs.
+
+    Attributes:
+        stream: of the component's actions.
+        component: of the policy; an algorithm needs more of it than others.
+        optimizer: of the component's parameters.
+        rows: of the stream.
+        settings: the algorithm's own section of the configuration.
+        seed: decides the order of the rows, and what else the algorithm draws.
+        in_fp32: whether the model computes in fp32; decides the defaults of a parity gate.
+        process_group: the processes that share the update.
+        on_progress: called with passes done and the total.
+    """
+
+    stream: Stream
+    component: Any
+    optimizer: PolicyOptimizer
+    rows: TrainingRows
+    settings: Any
+    seed: int
+    in_fp32: bool
+    process_group: ProcessGroup
+    on_progress: Callable[[int, int], None] | None
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to train on stored rows.
+
+    Attributes:
+        update: trains the component.
+        metrics: what it measures of an optimizer step.
+        steps_schema: of the table with these, one row per step.
+    """
+
+    update: Callable[[Training], UpdateResult]
+    metrics: type[StepMetrics]
+    steps_schema: pa.Schema
+
+
+def _by_ratios(training: Training) -> UpdateResult:
+    parity: ParitySection = training.settings.parity
+    summed = training.component.summed_values(training.rows.actions)
+    return update_policy(
+        training.component,
+        training.optimizer,
+        training.rows,
+        training.settings,
+        seed=training.seed,
+        parity=parity.tolerance(training.stream, in_fp32=training.in_fp32, summed_values=summed),
+        process_group=training.process_group,
+        on_progress=training.on_progress,
+    )
+
+
+def _by_nft(training: Training) -> UpdateResult:
+    return update_by_nft(
+        training.component,
+        training.optimizer,
+        training.rows,
+        training.settings,
+        seed=training.seed,
+        process_group=training.process_group,
+        on_progress=training.on_progress,
+    )
+
+
+ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
+    {
+        "grpo": Algorithm(_by_ratios, RatioStepMetrics, UPDATE_STEPS),
+        "nft": Algorithm(_by_nft, NftStepMetrics, NFT_STEPS),
+    }
+)
+"""By the name in update.algorithm."""

@@ -9,21 +9,20 @@ from configs.sections import PlacementSection
 from configs.training import AnyUpdateSection
 from grpo_core.policies.protocol import family_module
 from grpo_core.streams import Stream
-from grpo_core.update import SINGLE_PROCESS
+from grpo_core.update.process_group import SINGLE_PROCESS
 from tasks.execution.caching import stage_task
-from tasks.execution.memory import halve_on_out_of_memory
-from tasks.execution.resources import resource
+from tasks.execution.resources import halve_on_out_of_memory, resource
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
 from tasks.runs.layout import policy_folder
 from tasks.runs.reader import refuse_lost
+from tasks.storage.artifacts.commit import STATES_REMOVED
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
-from tasks.storage.artifacts.tombstones import STATES_REMOVED
-from tasks.storage.tables.schemas import SCHEMA_VERSION
-from tasks.update.carry_out import carry_out
+from tasks.storage.schemas import SCHEMA_VERSION
+from tasks.update.component import carry_out
 from tasks.update.job import UpdateJob, UpdateOutcome
-from tasks.update.launcher import carry_out_together
+from tasks.update.process import carry_out_together
 
 STAGE = "update policy"
 _NAMES = ("model", "revision", "adapter")

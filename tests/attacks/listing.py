@@ -6,9 +6,7 @@
 import sys
 from collections.abc import Mapping
 
-from tests.attacks.attack import Attack
-from tests.attacks.images import image_attacks
-from tests.attacks.texts import text_attacks
+from tests.attacks.attacks import Attack, image_attacks, text_attacks
 
 _NETWORK = "its weights are not part of these tests, and random ones say nothing"
 NOT_ATTACKED: Mapping[str, str] = {

@@ -13,8 +13,8 @@ from importlib import import_module
 
 from rich.console import Console
 
-from flows.terminal.tables import table_of
-from tasks.checkout import code_version
+from flows.terminal.output import table_of
+from tasks.process import code_version
 from tests.bench.page import HEADINGS, Measured, cells, store, this_machine
 
 MODULES = ("text_iteration", "denoising", "sampling", "update", "orchestration", "storage", "start")

@@ -14,8 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.bench.table import Row
-from tests.bench.timings import ROUNDS, STEPS, Timings
+from tests.bench.page import ROUNDS, STEPS, Row, Timings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +29,7 @@ WHAT = f"denoising iteration, {PROMPTS * GROUP_SIZE} images of {SIDE} pixels, {W
 def configured(root: str) -> "RunConfig":
     """The configuration of both sides: two optimizer steps an iteration, no held-out prompts, hardly any learning."""
     from configs.loader import read_config
-    from tasks.checkout import CHECKOUT
+    from tasks.process import CHECKOUT
 
     settings = {
         "run.name": "bench",
@@ -56,7 +55,7 @@ def configured(root: str) -> "RunConfig":
 
 def measure() -> Iterator[Row]:
     """Alternate between iterations of the flow and of the plain loop."""
-    from flows.functions import train
+    from flows.commands import train
 
     with tempfile.TemporaryDirectory() as root, ProcessPoolExecutor(1, get_context("spawn")) as peers:
         plain: dict[str, list[float]] = {"sampling": [], "update": []}

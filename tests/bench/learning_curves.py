@@ -24,7 +24,7 @@ import torch
 from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.training.train import train
-from tests.bench.trl_text import build_trainer
+from tests.bench.text_iteration import build_trainer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = REPOSITORY / "configs" / "tiny_text.yaml"

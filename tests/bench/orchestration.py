@@ -11,9 +11,9 @@ from pathlib import Path
 
 import polars as pl
 
-from tasks.checkout import CHECKOUT, environment
-from tasks.metrics.names import STEP_TIME, WALL_TIME
-from tests.bench.table import Row
+from tasks.metrics import STEP_TIME, WALL_TIME
+from tasks.process import CHECKOUT, environment
+from tests.bench.page import Row
 from tests.flows.server.grpo_ui import grpo_ui
 
 AT_MOST = 0.2

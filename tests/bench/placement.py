@@ -23,12 +23,11 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from tasks.checkout import CHECKOUT
 from tasks.execution.work_pool import WORKER_LABEL
+from tasks.process import CHECKOUT
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.server.grpo_ui import grpo_ui
-from tests.postgres_server import postgres_server
-from tests.s3_server import s3_server
+from tests.servers import postgres_server, s3_server
 
 CONFIG = "configs/tiny.yaml"
 POOLS = ("images", "images", "scores")

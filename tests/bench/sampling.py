@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 import data
-from grpo_core.groups import GroupRequest
 from grpo_core.policies.glm_image.loading import load_pipeline
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.trained import LoraSettings, TrainingChoice
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.records import GroupRequest
 from grpo_core.seeds import make_generator
-from tests.bench.table import Row, alternate
+from tests.bench.page import Row, alternate
 
 MODELS = Path(data.__file__).parent / "models"
 GLM_IMAGE = str(MODELS / "tiny-glm-image")

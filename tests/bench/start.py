@@ -11,8 +11,8 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from tasks.checkout import CHECKOUT, environment
-from tests.bench.table import Row, alternate
+from tasks.process import CHECKOUT, environment
+from tests.bench.page import Row, alternate
 
 ROUNDS, ROUNDS_OF_TRAININGS = 5, 3
 CONFIG = "configs/tiny_text.yaml"

@@ -19,20 +19,19 @@ import yaml
 from PIL import Image
 
 from configs.loader import read_config
-from configs.scoring import RewardSection
-from flows.functions import rescore
+from configs.training import RewardSection
+from flows.commands import rescore
 from grpo_core.rewards.images import encode_png
 from tasks.advantages.compute_advantages import compute_advantages_task
-from tasks.checkout import CHECKOUT
+from tasks.process import CHECKOUT
 from tasks.rewards.score_rewards import score_reward_task
-from tasks.runs.layout import IMAGES_FILE, ROLLOUTS, iteration_folder
+from tasks.runs.layout import IMAGES_FILE, ROLLOUTS, SamplingRound, iteration_folder
 from tasks.runs.lookup import write_description
-from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tasks.storage.filesystem.files import hashes_of, settle_folder
-from tasks.storage.tables.parquet import TableWriter
-from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, IMAGES, SCHEMA_VERSION, TEXT_ROLLOUTS
-from tests.bench.table import Row, alternate
+from tasks.storage.files import hashes_of, settle_folder
+from tasks.storage.parquet import TableWriter
+from tasks.storage.schemas import IMAGE_ROLLOUTS, IMAGES, SCHEMA_VERSION, TEXT_ROLLOUTS
+from tests.bench.page import Row, alternate
 
 SIBLINGS, VOCABULARY = 8, 151_936
 RUN, FILE = "stored", "part-00000.parquet"

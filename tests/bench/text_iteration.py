@@ -1,4 +1,4 @@
-"""An iteration of a text model through the real flow, beside TRL's trainer and beside the least that has to be done.
+"""TRL's GRPOTrainer at the settings of a configuration for text, as the benchmarks run it.
 
 The least is one generate() of transformers, and one forward and backward pass of the same model over the same
 microbatches, without a reward, an optimizer, or anything that is kept. The peers run in a process of their own while
@@ -10,15 +10,112 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tests.bench.table import Row
-from tests.bench.timings import ROUNDS, STEPS, Timings
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, logging
+from trl import GRPOConfig, GRPOTrainer
 
-if TYPE_CHECKING:
-    from configs.schema import RunConfig
+from configs.schema import RunConfig
+from configs.sections import TextRolloutSection
+from configs.training import UpdateSection
+from grpo_core.rewards.reward import ScoringBatch
+from grpo_core.rewards.text import AnswerReward
+from tasks.prompts.read import read_prompts
+from tests.bench.page import ROUNDS, STEPS, Row, Timings
+
+
+def answer_reward(
+    prompts: list[object], completions: list[list[dict[str, str]]], answer: list[str], **others: object
+) -> list[float]:
+    """This project's answer reward behind TRL's signature."""
+    batch = ScoringBatch(
+        sample_ids=[str(place) for place in range(len(answer))],
+        prompts=[str(prompt) for prompt in prompts],
+        completions=[messages[0]["content"] for messages in completions],
+        columns={"answer": answer},
+    )
+    return [float(score.value or 0.0) for score in AnswerReward().score(batch)]
+
+
+def build_trainer(config: RunConfig, folder: str | Path, steps: int) -> Any:
+    """A trainer with the configuration's model, prompts, reward and settings.
+
+    Args:
+        folder: where it may write.
+        steps: optimizer steps of `trainer.train()`, each with rollouts of its own.
+    """
+    rollout, update = config.rollout, config.update
+    assert isinstance(rollout, TextRolloutSection)
+    assert isinstance(update, UpdateSection)
+    assert config.data.prompts is not None
+    rows = [
+        {"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.columns["answer"]}
+        for prompt in read_prompts(config.data.prompts).prompts
+    ]
+    microbatches = config.rows_of("tokens") // update.micro_batch_size
+    settings = GRPOConfig(
+        output_dir=str(folder),
+        seed=config.run.seed,
+        max_steps=steps,
+        per_device_train_batch_size=update.micro_batch_size,
+        gradient_accumulation_steps=microbatches,
+        num_generations=rollout.group_size,
+        max_completion_length=rollout.max_completion_length,
+        temperature=rollout.temperature,
+        learning_rate=update.learning_rate,
+        lr_scheduler_type="constant",
+        adam_beta1=update.betas[0],
+        adam_beta2=update.betas[1],
+        adam_epsilon=update.eps,
+        weight_decay=update.weight_decay,
+        max_grad_norm=update.max_grad_norm,
+        loss_type=update.loss,
+        epsilon=update.clip_range,
+        beta=update.kl_coef,
+        scale_rewards=config.advantages.scale,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    logging.disable_progress_bar()
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(config.policy.model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(config.policy.model),
+        reward_funcs=answer_reward,
+        train_dataset=Dataset.from_list(rows),
+        args=settings,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+class _StepEnds(TrainerCallback):
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, *arguments: Any, **others: Any) -> None:
+        self.times.append(time.perf_counter())
+
+
+def step_seconds(config: RunConfig, steps: int) -> list[float]:
+    """Seconds of each of `steps` trainer steps, rollouts included, after one that does not count."""
+    torch.set_num_threads(1)
+    ends = _StepEnds()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build_trainer(config, folder, steps + 1)
+        trainer.add_callback(ends)
+        trainer.train()
+    return [end - begun for begun, end in pairwise(ends.times)]
+
 
 PROMPTS, GROUP_SIZE, MICROBATCH, LENGTH = 8, 8, 16, 64
 WHAT = f"text iteration, {PROMPTS * GROUP_SIZE} rows of {LENGTH} tokens, 4.5 M parameters"
@@ -39,7 +136,7 @@ def configured(
 ) -> "RunConfig":
     """The configuration of all sides: one optimizer step an iteration, no held-out prompts, hardly any learning."""
     from configs.loader import read_config
-    from tasks.checkout import CHECKOUT
+    from tasks.process import CHECKOUT
 
     settings = {
         "run.name": "bench",
@@ -60,7 +157,7 @@ def configured(
 
 def measure() -> Iterator[Row]:
     """Alternate between iterations of the flow and steps of both peers."""
-    from flows.functions import train
+    from flows.commands import train
 
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, get_context("spawn")) as peers:
         model, root = f"{folder}/model", f"{folder}/runs"
@@ -83,7 +180,6 @@ def measure() -> Iterator[Row]:
 
 
 def _trl_steps(model: str, root: str) -> list[float]:
-    from tests.bench.trl_text import step_seconds
 
     return step_seconds(configured(model, root), STEPS)
 

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from tests.bench.table import Row
+from tests.bench.page import Row
 
 VOCABULARIES = (16_512, 151_936)
 # By group.
@@ -118,12 +118,13 @@ def _resident_mb(name: str) -> float:
 def _our_update(folder: str, group: int) -> Callable[[], None]:
     import torch
 
-    from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
     from grpo_core.policies.causal_lm.policy import CausalLMPolicy
     from grpo_core.policies.causal_lm.settings import CausalLMSettings
-    from grpo_core.policies.trained import TrainingChoice
+    from grpo_core.policies.trained.settings import TrainingChoice
     from grpo_core.records import TokenBatch, TrainingRows
-    from grpo_core.update import UpdateSettings, update_policy
+    from grpo_core.update.optimizer import PolicyOptimizer
+    from grpo_core.update.policy_update import update_policy
+    from grpo_core.update.settings import OptimizerSettings, UpdateSettings
 
     torch.set_num_threads(1)
     settings, cpu = CausalLMSettings(max_completion_length=LENGTH), torch.device("cpu")
@@ -158,8 +159,7 @@ def _our_update(folder: str, group: int) -> Callable[[], None]:
 def _trl_update(folder: str, group: int) -> Callable[[], None]:
     import torch
 
-    from tests.bench.text_iteration import configured
-    from tests.bench.trl_text import build_trainer
+    from tests.bench.text_iteration import build_trainer, configured
 
     torch.set_num_threads(1)
     config = configured(folder, f"{folder}/trl", prompts=1, group_size=group, microbatch=group)

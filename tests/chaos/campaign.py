@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
 
-from tests.chaos.comparison import Golden, require_same, summary_of
-from tests.chaos.operations import Operation
+from tests.chaos.operations import Golden, Operation, require_same, summary_of
 from tests.chaos.processes import Order, Process, kill
 from tests.flows.conftest import Runs
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.chaos.processes import ForkServer, forking
 from tests.flows.server.grpo_ui import grpo_ui
-from tests.postgres_server import postgres_server
+from tests.servers import postgres_server
 
 
 @pytest.fixture(scope="module")

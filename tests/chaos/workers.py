@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.campaign import Arguments
-from tests.chaos.comparison import Golden, require_same
+from tests.chaos.operations import Golden, require_same
 from tests.chaos.processes import ForkServer, Order, Process, kill
 from tests.flows.conftest import Runs
 

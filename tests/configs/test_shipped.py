@@ -12,8 +12,8 @@ from configs.loader import as_config, read_config, read_rewards_file
 from flows.preflight import doctor
 from grpo_core.policies.estimate import MemoryEstimate
 from grpo_core.policies.glm_image.loading import RELEASED_MODEL
-from grpo_core.policies.trained import TrainingChoice
-from grpo_core.rewards.ocr.quoted_text import quoted_texts
+from grpo_core.policies.trained.settings import TrainingChoice
+from grpo_core.rewards.ocr.text_match import quoted_texts
 from grpo_core.rewards.registry import build_reward
 
 ROOT = Path(configs.__file__).parent.parent

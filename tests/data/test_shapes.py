@@ -23,7 +23,7 @@ from data.shapes import (
     encode_cells,
     split_scenes,
 )
-from data.tiny_glm_image import TinyRecipe
+from data.tiny_glm_image.components import TinyRecipe
 
 SHIPPED = Path(data.__file__).parent
 

@@ -14,16 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from data.shapes import CODEBOOK_SIZE, decode_tokens, split_scenes
-from data.tiny_glm_image import (
-    TinyRecipe,
-    build_pipeline,
-    evaluate_tiny_model,
-    save_tiny_model,
-    train_autoregressive,
-    train_decoder,
-)
-from data.tiny_glm_image.components import build_tokenizer
-from tests.tiny_policy import MODEL
+from data.tiny_glm_image.components import TinyRecipe, build_pipeline, build_tokenizer, save_tiny_model
+from data.tiny_glm_image.training import evaluate_tiny_model, train_autoregressive, train_decoder
+from tests.tiny_policies import MODEL
 
 SMALL = TinyRecipe(
     hidden_size=64,

@@ -10,8 +10,15 @@ from torch import nn
 
 import data
 from data.shapes import all_scenes, split_scenes
-from data.tiny_sd3 import TinySd3Recipe, build_pipeline, evaluate_tiny_sd3, train_transformer
-from data.tiny_sd3.components import build_clip_tokenizer, build_t5_tokenizer, caption_words
+from data.tiny_sd3 import (
+    TinySd3Recipe,
+    build_clip_tokenizer,
+    build_pipeline,
+    build_t5_tokenizer,
+    caption_words,
+    evaluate_tiny_sd3,
+    train_transformer,
+)
 
 MODEL = Path(data.__file__).parent / "models" / "tiny-sd3"
 SMALL = TinySd3Recipe(hidden_size=32, layers=1, heads=2, corpus_size=64, steps=30, batch=8)

@@ -26,7 +26,7 @@ from data.tiny_text import (
     write_prompt_files,
 )
 from grpo_core.errors import NonFiniteError
-from tests.tiny_text_policy import MODEL
+from tests.tiny_policies import TEXT_MODEL
 
 SHORT = TinyTextRecipe(corpus_size=256, steps=40, batch=16, hidden_size=32, heads=2, key_value_heads=1)
 TOKENIZER = build_tokenizer()
@@ -95,8 +95,8 @@ def test_the_loss_is_the_mean_over_the_answers_tokens() -> None:
 
 
 def test_it_is_small_and_names_the_recipe_of_the_source() -> None:
-    assert sum(file.stat().st_size for file in MODEL.rglob("*") if file.is_file()) <= 2_000_000
-    recipe = json.loads((MODEL / "recipe.json").read_text(encoding="utf-8"))
+    assert sum(file.stat().st_size for file in TEXT_MODEL.rglob("*") if file.is_file()) <= 2_000_000
+    recipe = json.loads((TEXT_MODEL / "recipe.json").read_text(encoding="utf-8"))
     assert recipe["recipe"] == asdict(TinyTextRecipe())
 
 
@@ -104,21 +104,21 @@ def test_it_knows_the_task_and_makes_slips() -> None:
     """At a low temperature it is nearly always right; at temperature 1 there is room to improve."""
     recipe = TinyTextRecipe()
     _, heldout = split_words(recipe.seed, train=0, heldout=recipe.heldout_words)
-    usual, cold = (evaluate_tiny_text_model(MODEL, heldout[::2], temperature=value) for value in (1.0, 0.1))
+    usual, cold = (evaluate_tiny_text_model(TEXT_MODEL, heldout[::2], temperature=value) for value in (1.0, 0.1))
     assert 0.5 <= usual.similarity <= 0.68
     assert 0.03 <= usual.exact <= 0.2
     assert usual.similarity_group_std >= 0.1
     assert cold.exact >= 0.8
     assert usual.finished == cold.finished == 1.0
-    reported = json.loads((MODEL / "recipe.json").read_text(encoding="utf-8"))["measured"]["heldout"]
+    reported = json.loads((TEXT_MODEL / "recipe.json").read_text(encoding="utf-8"))["measured"]["heldout"]
     assert usual.similarity == pytest.approx(reported[0]["similarity"], abs=0.03)
 
 
 @torch.no_grad()
 def test_transformers_alone_answers_with_it() -> None:
-    tokenizer, built = AutoTokenizer.from_pretrained(MODEL), build_tokenizer()
+    tokenizer, built = AutoTokenizer.from_pretrained(TEXT_MODEL), build_tokenizer()
     assert (tokenizer.get_vocab(), tokenizer.chat_template) == (built.get_vocab(), built.chat_template)
-    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(TEXT_MODEL)
     messages = [{"role": "user", "content": "sort the letters of goga"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     written = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)

@@ -27,7 +27,7 @@ from prefect.testing.utilities import prefect_test_harness
 from configs.loader import read_config
 from flows.training.summary import TrainSummary
 from grpo_core.errors import InputError
-from tasks.metrics.names import is_measured
+from tasks.metrics import is_measured
 from tasks.progress import listen
 
 R = TypeVar("R")

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from flows.command_line.questions import ask_for_init
-from flows.init.templates import CONFIGS, MODALITIES, Kind
-from flows.init.write import InitRequest, write_folder
+from flows.command_line.options import ask_for_init
+from flows.init import CONFIGS, MODALITIES, InitRequest, Kind, write_folder
 from flows.preflight.inputs import run_checks
 from grpo_core.policies.protocol import policy_family
 from tests.flows.conftest import Runs, refused

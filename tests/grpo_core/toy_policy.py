@@ -9,13 +9,19 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from grpo_core.groups import GroupRequest, RolloutGroup
-from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import entropy_of, gather_logprobs
-from grpo_core.policies.drafts import sample_drafts
-from grpo_core.records import ActionLogprobs, Entropies, SampledTokens, TokenBatch, TrainingRows
+from grpo_core.policies.denoising.rows import sample_drafts
+from grpo_core.records import (
+    ActionLogprobs,
+    Entropies,
+    GroupRequest,
+    RolloutGroup,
+    SampledTokens,
+    TokenBatch,
+    TrainingRows,
+)
 from grpo_core.sampling import draw_tokens, uniform_numbers
-from grpo_core.streams import Stream
+from grpo_core.streams import ImageSize, Stream
 
 
 class TablePolicy:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tests.tasks.reading import Write
+from tests.tasks.stage_calls import Write
 
 
 @pytest.fixture

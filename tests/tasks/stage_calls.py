@@ -1,31 +1,57 @@
-"""The stages as plain functions over one run's folder."""
+"""What the tests of prompt files share."""
 
+import io
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pytest
 
-from configs.scoring import RewardSection
 from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection
-from configs.training import AdvantagesSection, UpdateSection
-from grpo_core.rewards.image_statistics.statistics import JpegReward
+from configs.training import AdvantagesSection, RewardSection, UpdateSection
+from grpo_core.errors import InputError
+from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.reward import Score, ScoringBatch
 from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
-from tasks.models.files import model_digest
+from tasks.models.initial import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import DrawnPrompt
-from tasks.prompts.read import Prompt
+from tasks.prompts.read import Prompt, read_prompts
 from tasks.prompts.targets import TargetReference
 from tasks.rewards.score_rewards import score_reward_task
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan, plan_round
-from tasks.runs.layout import IMAGES, SCORES_FILE
-from tasks.runs.records import SamplingRound
+from tasks.runs.layout import IMAGES, SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.update.update_policy import update_policy_task
-from tests.tiny_policy import MODEL
+from tests.tiny_policies import MODEL
+
+Write = Callable[[str, str | bytes], Path]
+
+
+def texts(prompts: tuple[Prompt, ...]) -> list[str]:
+    return [prompt.text for prompt in prompts]
+
+
+def read(path: str | Path, **options: Any) -> tuple[Prompt, ...]:
+    return read_prompts(path, **options).prompts
+
+
+def parquet_bytes(rows: Any) -> bytes:
+    """The Parquet file of what polars makes a frame of."""
+    buffer = io.BytesIO()
+    pl.DataFrame(rows).write_parquet(buffer)
+    return buffer.getvalue()
+
+
+def refusal(path: str | Path, **options: Any) -> InputError:
+    with pytest.raises(InputError) as caught:
+        read_prompts(path, **options)
+    return caught.value
+
 
 ROLLOUT = GlmImageRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)
 PLACEMENT = PlacementSection(device="cpu")

@@ -10,16 +10,16 @@ import fsspec
 import pyarrow as pa
 import pytest
 
-from configs.scoring import RewardSection
+from configs.training import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tasks.pruning import Prunable, abandoned_writes, delete_part, find_prunable, part_bytes
 from tasks.rewards.rows import batches_of, score_rows
 from tasks.runs.layout import IMAGES_FILE, PART_FILE
+from tasks.storage.artifacts.commit import IMAGES_REMOVED, STATES_REMOVED
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, STATES_REMOVED
-from tasks.storage.tables.parquet import TableWriter, write_table
-from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, IMAGES, SCHEMA_VERSION, STATES
+from tasks.storage.parquet import TableWriter, write_table
+from tasks.storage.schemas import IMAGE_ROLLOUTS, IMAGES, SCHEMA_VERSION, STATES
 from tests.tasks.reports.made_runs import contents
 from tests.tasks.storage.made_artifacts import writer_elsewhere
 

@@ -12,11 +12,10 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from configs.scoring import RewardSection
 from configs.sections import PolicySection
-from configs.training import MismatchSection, ParitySection, ReferenceSection
+from configs.training import MismatchSection, ParitySection, ReferenceSection, RewardSection
 from grpo_core.parity import ParityTolerance
-from grpo_core.rewards.image_statistics.statistics import JpegReward
+from grpo_core.rewards.image_statistics import JpegReward
 from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.reference import PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
-from grpo_core.modality import Modality
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE, CausalLMSettings, refuse_missing_folder
 from grpo_core.policies.pipeline_files import find_model_file
 from grpo_core.policies.protocol import PolicyFamily
-from grpo_core.streams import Stream
+from grpo_core.streams import Modality, Stream
 
 if TYPE_CHECKING:
     import torch
 
-    from grpo_core.image_size import ImageSize
     from grpo_core.policies.causal_lm.policy import CausalLMPolicy
     from grpo_core.policies.sizes import ModelSizes
-    from grpo_core.policies.trained import TrainingChoice
+    from grpo_core.policies.trained.settings import TrainingChoice
+    from grpo_core.streams import ImageSize
 
 PROMPT_TOKENS = 512
 """Assumed number of ids of the longest prompt of a batch."""
@@ -83,7 +82,7 @@ class CausalLMFamily:
         import torch
 
         from grpo_core.policies.causal_lm.loading import copy_tokenizer, load_model
-        from grpo_core.policies.trained import save_whole
+        from grpo_core.policies.trained.whole import save_whole
 
         save_whole(weights["tokens"], folder, lambda: load_model(str(base), dtype=dtype, device=torch.device("cpu")))
         copy_tokenizer(base, folder)
@@ -94,9 +93,8 @@ class CausalLMFamily:
         Raises:
             InputError: the choice matches nothing in the model.
         """
-        from grpo_core.policies.causal_lm.adapters import build_on_meta, describe_left_out
         from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
-        from grpo_core.policies.causal_lm.loading import read_config
+        from grpo_core.policies.causal_lm.loading import build_on_meta, describe_left_out, read_config
 
         config, choice = read_config(model), choices["tokens"]
         trained, notes = build_on_meta(model, config, choice), []
@@ -116,8 +114,7 @@ class CausalLMFamily:
         images: Sequence["ImageSize"],
     ) -> "ModelSizes":
         """Count the model, with the longest prompt as PROMPT_TOKENS."""
-        from grpo_core.policies.causal_lm.adapters import build_on_meta
-        from grpo_core.policies.causal_lm.loading import read_config
+        from grpo_core.policies.causal_lm.loading import build_on_meta, read_config
         from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters
 
         config, choice = read_config(model), choices["tokens"]

@@ -7,32 +7,32 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from grpo_core.groups import GroupRequest, RolloutGroup
-from grpo_core.image_size import ImageSize
-from grpo_core.policies.causal_lm.adapters import train_causal_lm
 from grpo_core.policies.causal_lm.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.causal_lm.loading import (
     context_length,
     load_model,
     load_tokenizer,
     read_config,
+    train_causal_lm,
     vocabulary_size,
 )
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts, encode_prompts, uses_template
-from grpo_core.policies.causal_lm.sampling import SamplingRule, StopTexts, end_tokens, sample_completions
-from grpo_core.policies.causal_lm.scoring import head_gives_logits, score_completions
-from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.drafts import sample_drafts
-from grpo_core.policies.trained import (
-    TrainedComponent,
-    TrainedModel,
-    TrainingChoice,
-    refuse_unscaled_float16,
-    use_attention,
+from grpo_core.policies.causal_lm.sampling_scoring import (
+    SamplingRule,
+    StopTexts,
+    end_tokens,
+    head_gives_logits,
+    sample_completions,
+    score_completions,
 )
-from grpo_core.policies.trained import autocast as autocast_to
-from grpo_core.records import ActionLogprobs, Entropies, SampledTokens, TokenBatch
-from grpo_core.streams import Stream
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.denoising.rows import sample_drafts
+from grpo_core.policies.trained.component import TrainedComponent, refuse_unscaled_float16, use_attention
+from grpo_core.policies.trained.component import autocast as autocast_to
+from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.settings import TrainingChoice
+from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledTokens, TokenBatch
+from grpo_core.streams import ImageSize, Stream
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, PositiveInt
 
 from grpo_core.errors import InputError
-from grpo_core.sampling_settings import TokenSamplingSettings
+from grpo_core.settings import TokenSamplingSettings
 
 CONFIG_FILE = "config.json"
 

@@ -12,31 +12,33 @@ from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor, nn
 
-from grpo_core.groups import GroupRequest
-from grpo_core.image_size import ImageSize
-from grpo_core.policies.denoising.images import image_of, slice_decoding
-from grpo_core.policies.denoising.kernels import Transition, step_kl, step_logprob
-from grpo_core.policies.denoising.sample_rows import DenoisedGroup, SampleRows, by_group
+from grpo_core.policies.denoising.rows import DenoisedGroup, SampleRows, by_group, image_of, slice_decoding
 from grpo_core.policies.denoising.scheduler import (
     NoisyScheduler,
     ReplayScheduler,
     StartScheduler,
+    Transition,
     VelocityScheduler,
     WindowScheduler,
     exchanged_scheduler,
+    step_kl,
+    step_logprob,
 )
 from grpo_core.policies.denoising.settings import DenoisingSettings
-from grpo_core.policies.trained import TrainedComponent, TrainedModel, autocast
+from grpo_core.policies.trained.component import TrainedComponent, autocast
+from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.records import (
     ActionLogprobs,
     BrokenImage,
     DenoisingBatch,
     Entropies,
+    GroupRequest,
     SampledActions,
     StepGaussians,
     TokenBatch,
 )
 from grpo_core.seeds import make_generator
+from grpo_core.streams import ImageSize
 
 
 class DenoisingComponent(TrainedComponent[DenoisingBatch]):

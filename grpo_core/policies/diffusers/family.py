@@ -1,25 +1,64 @@
-"""Text-to-image pipelines of diffusers as a kind of policy."""
+"""Text-to-image pipelines of diffusers as a kind of policy; prompts that no text encoder reads to their end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_core.modality import Modality
-from grpo_core.policies.diffusers.guidance import call_settings, passes_per_step
-from grpo_core.policies.diffusers.saved_pipeline import read_saved_pipeline, refuse_size
-from grpo_core.policies.diffusers.settings import DiffusersSettings
-from grpo_core.policies.pipeline_files import refuse_missing_folder, refuse_missing_weights
+from grpo_core.errors import InputError
+from grpo_core.policies.diffusers.saved_pipeline import (
+    DiffusersSettings,
+    SavedPipeline,
+    call_settings,
+    passes_per_step,
+    read_saved_pipeline,
+    refuse_size,
+)
+from grpo_core.policies.pipeline_files import find_model_file, refuse_missing_folder, refuse_missing_weights
 from grpo_core.policies.protocol import PolicyFamily
-from grpo_core.streams import Stream
+from grpo_core.streams import Modality, Stream
 
 if TYPE_CHECKING:
     import torch
 
-    from grpo_core.image_size import ImageSize
     from grpo_core.policies.diffusers.policy import DiffusersPolicy
     from grpo_core.policies.sizes import ModelSizes
-    from grpo_core.policies.trained import TrainingChoice
+    from grpo_core.policies.trained.settings import TrainingChoice
+    from grpo_core.streams import ImageSize
+
+
+def refuse_cut_prompts(model: str, saved: SavedPipeline, settings: DiffusersSettings, prompts: Sequence[str]) -> None:
+    """Refuse prompts that every text encoder cuts off: two of them that differ only later would be one to the model.
+
+    Raises:
+        InputError: names the first such prompt.
+    """
+    tokenizers = _tokenizers(model, saved)
+    limits = [_limit(each, saved, settings) for each in tokenizers]
+    for prompt in dict.fromkeys(prompts):
+        lengths = [len(each(prompt, truncation=False, verbose=False).input_ids) for each in tokenizers]
+        if lengths and all(length > limit for length, limit in zip(lengths, limits, strict=True)):
+            read = max(limits)
+            hint = f"It has {min(lengths)} ids and the model reads {read} of them; shorten it"
+            longer = "max_sequence_length" in saved.pipeline_class.call
+            raise InputError("prompt", prompt, hint + (", or set rollout.max_sequence_length." if longer else "."))
+
+
+def _tokenizers(model: str, saved: SavedPipeline) -> list[Any]:
+    from transformers import AutoTokenizer
+
+    found = (find_model_file(model, f"{part}/tokenizer_config.json") for part in saved.parts if "tokenizer" in part)
+    return [AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False) for file in found if file is not None]
+
+
+def _limit(tokenizer: Any, saved: SavedPipeline, settings: DiffusersSettings) -> int:
+    """Return how many ids of a prompt are read: `max_sequence_length`, or all that CLIP has positions for."""
+    own = int(tokenizer.model_max_length)
+    if "CLIP" in type(tokenizer).__name__:
+        return own
+    default = saved.pipeline_class.call.get("max_sequence_length")
+    return settings.max_sequence_length or (default if isinstance(default, int) else own)
+
 
 PROMPT_TOKENS = 512
 """Assumed number of ids of a prompt where neither the settings nor the pipeline give one."""
@@ -60,8 +99,6 @@ class DiffusersFamily:
 
     def refuse_prompts(self, model: str, settings: DiffusersSettings, prompts: Sequence[str]) -> None:
         """Raise InputError if a prompt is longer than what the pipeline reads."""
-        from grpo_core.policies.diffusers.prompts import refuse_cut_prompts
-
         saved = read_saved_pipeline(model)
         if saved is not None:
             refuse_cut_prompts(model, saved, settings, prompts)
@@ -69,7 +106,7 @@ class DiffusersFamily:
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the pipeline with trained weights in its transformer, and its other parts as they are."""
         from grpo_core.policies.diffusers.loading import TRANSFORMER, load_transformer
-        from grpo_core.policies.trained import TrainedPart, save_pipeline
+        from grpo_core.policies.trained.whole import TrainedPart, save_pipeline
 
         trained = TrainedPart(weights["denoising"], lambda: load_transformer(str(base), dtype))
         save_pipeline(base, folder, {TRANSFORMER: trained})
@@ -97,7 +134,7 @@ class DiffusersFamily:
             require_saved_pipeline,
             train_transformer,
         )
-        from grpo_core.policies.diffusers.prompt_cache import MAX_BYTES
+        from grpo_core.policies.diffusers.policy import MAX_BYTES
         from grpo_core.policies.sizes import ComponentSizes, ModelSizes, count_blocks, count_parameters, hidden_width
 
         saved = require_saved_pipeline(model)

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, read_saved_pipeline
 from grpo_core.policies.pipeline_files import find_model_file, refuse_missing_folder
-from grpo_core.policies.trained import (
-    TrainedModel,
-    TrainingChoice,
-    refuse_unavailable_attention,
-    train_model,
-)
+from grpo_core.policies.trained.component import refuse_unavailable_attention
+from grpo_core.policies.trained.lora_and_full import train_model
+from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.settings import TrainingChoice
 
 TRANSFORMER = "transformer"
 _IN_BLOCKS = re.compile(

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
-from grpo_core.image_size import ImageSize
-from grpo_core.modality import Modality
-from grpo_core.policies.denoising.saved_scheduler import refuse_scheduler
+from grpo_core.policies.denoising.settings import refuse_scheduler
 from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
 from grpo_core.policies.pipeline_files import (
     INDEX_FILE,
@@ -20,14 +18,14 @@ from grpo_core.policies.pipeline_files import (
     refuse_missing_weights,
 )
 from grpo_core.policies.protocol import PolicyFamily
-from grpo_core.streams import Stream
+from grpo_core.streams import ImageSize, Modality, Stream
 
 if TYPE_CHECKING:
     import torch
 
     from grpo_core.policies.glm_image.policy import GlmImagePolicy
     from grpo_core.policies.sizes import ModelSizes
-    from grpo_core.policies.trained import TrainingChoice
+    from grpo_core.policies.trained.settings import TrainingChoice
 
 PROMPT_TOKENS = 256
 """Assumed number of ids of the longest prompt of a batch, grid tags included."""
@@ -85,15 +83,14 @@ class GlmImageFamily:
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the pipeline with trained weights in its trained parts, and its other parts as they are."""
         from grpo_core.policies.glm_image.loading import trained_parts
-        from grpo_core.policies.trained import save_pipeline
+        from grpo_core.policies.trained.whole import save_pipeline
 
         save_pipeline(base, folder, trained_parts(base, weights, dtype))
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
         """Raise InputError if a choice matches nothing in the model, which is built on the meta device."""
-        from grpo_core.policies.glm_image.decoder import train_decoder
         from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
-        from grpo_core.policies.glm_image.token_model import train_token_model
+        from grpo_core.policies.glm_image.policy import train_decoder, train_token_model
 
         networks = build_on_meta(find_configs(model))
         if "tokens" in choices:
@@ -110,9 +107,8 @@ class GlmImageFamily:
         images: Sequence[ImageSize],
     ) -> "ModelSizes":
         """Count every network, and the ids and patches of the images that have most of them."""
-        from grpo_core.policies.glm_image.decoder import train_decoder
         from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
-        from grpo_core.policies.glm_image.token_model import train_token_model
+        from grpo_core.policies.glm_image.policy import train_decoder, train_token_model
         from grpo_core.policies.sizes import (
             ComponentSizes,
             ModelSizes,

@@ -23,7 +23,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.autoregressive import refuse_reserved_tokens
 from grpo_core.policies.glm_image.processor import UnitProcessor
 from grpo_core.policies.pipeline_files import refuse_missing_folder
-from grpo_core.policies.trained import TrainedPart
+from grpo_core.policies.trained.whole import TrainedPart
 from grpo_core.streams import Stream
 
 RELEASED_MODEL = "zai-org/GLM-Image"

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pydantic import NonNegativeFloat, PositiveInt
 
 from grpo_core.errors import InputError
-from grpo_core.image_size import ImageSize, nearest_multiple
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.pipeline_files import find_model_file
-from grpo_core.sampling_settings import ImageSettings, TokenSamplingSettings
+from grpo_core.settings import ImageSettings, TokenSamplingSettings
+from grpo_core.streams import ImageSize, nearest_multiple
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
-from grpo_core.policies.trained.choice import LoraSettings, TrainingChoice
-from grpo_core.policies.trained.merged import merged_adapters
+from grpo_core.policies.trained.component import merged_adapters
 from grpo_core.policies.trained.model import TrainedModel, copied, differing_shapes
-from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE, PLACE
+from grpo_core.policies.trained.settings import ADAPTER_FILE, PLACE, LoraSettings, TrainingChoice
 from grpo_core.policies.trained.whole import FULL_WEIGHTS
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_core.errors import InputError
-from grpo_core.policies.trained.choice import CopyName, TrainingChoice
+from grpo_core.policies.trained.settings import CopyName, TrainingChoice
 
 
 class WeightCopy:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.policies.pipeline_files import INDEX_FILE, pipeline_parts
-from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE
+from grpo_core.policies.trained.settings import ADAPTER_FILE
 
 FULL_WEIGHTS = ("model*.safetensors", "diffusion_pytorch_model*.safetensors")
 """Patterns of the files with every weight of a model, as transformers and diffusers name them."""

@@ -8,11 +8,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.ocr.engines import RapidEngine, TesseractEngine
 from grpo_core.rewards.ocr.protocol import Engine, ReadingError
-from grpo_core.rewards.ocr.quoted_text import quoted_texts
-from grpo_core.rewards.ocr.rapidocr_engine import RapidEngine
-from grpo_core.rewards.ocr.tesseract_engine import TesseractEngine
-from grpo_core.rewards.ocr.text_match import MATCHES
+from grpo_core.rewards.ocr.text_match import MATCHES, quoted_texts
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, Text
 
 MAX_ASPECT = 8.0

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.event_loop import run_awaitable
+from grpo_core.rewards.functions import run_awaitable
 from grpo_core.rewards.reward import STRICT, Positive, Reward
 
 if TYPE_CHECKING:

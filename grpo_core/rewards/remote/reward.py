@@ -10,11 +10,11 @@ from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.modality import Modality
 from grpo_core.rewards.images import require_fit
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.http import ServiceFailure, ServiceReward, ask_side_by_side
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, Text
+from grpo_core.streams import Modality
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -12,9 +12,9 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from grpo_core.errors import InputError
-from grpo_core.modality import Modality
 from grpo_core.rewards.images import encode_png, open_image, shown_size, to_rgb
 from grpo_core.rewards.reward import Score, ScoringBatch
+from grpo_core.streams import Modality
 
 PROTOCOL = 1
 DESCRIBE_PATH = "/v1/describe"

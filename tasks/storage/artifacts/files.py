@@ -20,7 +20,7 @@ from fsspec import AbstractFileSystem
 
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.reference import Manifest
-from tasks.storage.filesystem.files import dump_checked, is_local, load_checked, locked_file, sha256_of
+from tasks.storage.files import dump_checked, is_local, load_checked, locked_file, sha256_of
 
 GIB = 2**30
 _TAGS = ("ETag", "etag", "md5Hash", "crc32c", "generation", "mtime", "updated", "LastModified")

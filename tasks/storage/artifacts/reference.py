@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from grpo_core.errors import InputError
-from grpo_core.policies.trained.choice import CopyName
-from tasks.storage.filesystem.files import dump_checked, load_checked
+from grpo_core.policies.trained.settings import CopyName
+from tasks.storage.files import dump_checked, load_checked
 
 MANIFEST_ENDING = ".manifest.json"
 

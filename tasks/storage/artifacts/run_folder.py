@@ -8,13 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grpo_core.errors import InputError
-from tasks.storage.filesystem.failures import (
-    StorageError,
-    UnreachableStorageError,
-    translate_remote_errors,
-    translate_storage_errors,
-)
-from tasks.storage.filesystem.files import (
+from tasks.storage.files import (
     clear_abandoned,
     is_local,
     locked_file,
@@ -22,8 +16,15 @@ from tasks.storage.filesystem.files import (
     temporary_folder,
     write_file_atomically,
 )
-from tasks.storage.filesystem.lease import Lease, this_process, wait_for_lease
-from tasks.storage.filesystem.roots import open_root, probe_filesystem
+from tasks.storage.lease import Lease, this_process, wait_for_lease
+from tasks.storage.roots import (
+    StorageError,
+    UnreachableStorageError,
+    open_root,
+    probe_filesystem,
+    translate_remote_errors,
+    translate_storage_errors,
+)
 
 QUARANTINE = "quarantine"
 """Folder for damaged files, and for results that other results of the same stage replaced."""

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
 from tasks.progress import log
-from tasks.storage.artifacts.commit import ArtifactWriter
+from tasks.storage.artifacts.commit import LINEAGE, ArtifactWriter, pruned_error
 from tasks.storage.artifacts.files import GIB, ReadCache, default_cache
 from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleReferenceError
 from tasks.storage.artifacts.run_folder import QUARANTINE, RunFolder
-from tasks.storage.artifacts.tombstones import LINEAGE, pruned_error
-from tasks.storage.filesystem.failures import translate_remote_errors
-from tasks.storage.filesystem.files import is_local, load_checked, move_folder, settle_folder
+from tasks.storage.files import is_local, load_checked, move_folder, settle_folder
+from tasks.storage.roots import translate_remote_errors
 
 if TYPE_CHECKING:
     from configs.sections import StorageSection

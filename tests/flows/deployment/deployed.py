@@ -12,7 +12,7 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectAlreadyExists, PrefectHTTPStatusError
 
 from configs.loader import read_config
-from flows.deployment.deploy import DeployedRun, deploy_run
+from flows.deploy import DeployedRun, deploy_run
 from flows.pipeline.requests import DeployRequest
 from tests.flows.conftest import REPOSITORY, TINY
 

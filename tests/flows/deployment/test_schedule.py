@@ -1,4 +1,4 @@
-"""A schedule that fires: a worker trains, and a second run of the same name is cancelled while the first is at work."""
+"""prefect.yaml: what `prefect deploy` registers is what `grpo deploy configs/tiny.yaml` registers."""
 
 import asyncio
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
@@ -20,10 +21,21 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.loader import read_config
 from configs.schema import RunConfig
-from flows.deployment.deploy import deploy_run
+from flows.deploy import ONE_AT_A_TIME, deploy_run, job_variables
 from flows.pipeline.requests import DeployRequest
-from tests.flows.conftest import TINY, Runs, Start
+from flows.training.train import train
+from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
 from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
+
+
+def test_it_is_the_training_of_the_shipped_configuration() -> None:
+    (described,) = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+    assert described["entrypoint"] == f"{train.fn.__module__}.{train.fn.__name__}"
+    assert train.validate_parameters(described["parameters"])["config"] == read_config(TINY)
+    assert described["work_pool"]["job_variables"] == job_variables("process")
+    strategy = ONE_AT_A_TIME.collision_strategy.value
+    assert described["concurrency_limit"] == {"limit": 1, "collision_strategy": strategy}
+
 
 POOL = "nightly"
 _PATIENCE_SECONDS = 300.0

@@ -12,15 +12,15 @@ from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import Policy
-from grpo_core.policies.trained import LoraSettings, TrainingChoice
-from tasks.models.files import model_digest, weights_digest
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from tasks.models.initial import model_digest, weights_digest
 from tasks.runs.lookup import write_description
-from tasks.storage.tables.schemas import SCHEMA_VERSION
+from tasks.storage.schemas import SCHEMA_VERSION
 from tests.flows.conftest import TINY, TINY_TEXT
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tasks.reports.made_runs import RunMaker
-from tests.tiny_policy import MODEL as IMAGE_MODEL
-from tests.tiny_text_policy import MODEL as TEXT_MODEL
+from tests.tiny_policies import MODEL as IMAGE_MODEL
+from tests.tiny_policies import TEXT_MODEL
 
 SHIPPED: Mapping[type, tuple[Path, Path]] = {
     CausalLMPolicy: (TEXT_MODEL, TINY_TEXT),

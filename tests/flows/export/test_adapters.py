@@ -11,10 +11,11 @@ from torch import Tensor
 
 from configs.sections import PolicySection
 from flows.export.export import write_adapter
-from flows.export.usage import DIFFUSERS_FILE
+from flows.export.model_card import DIFFUSERS_FILE
 from grpo_core.errors import InputError
-from grpo_core.policies.denoising import DenoisingComponent
-from grpo_core.policies.trained import LoraSettings, TrainingChoice, train_model
+from grpo_core.policies.denoising.component import DenoisingComponent
+from grpo_core.policies.trained.lora_and_full import train_model
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tests.grpo_core.policies.denoising.tiny_pipelines import (
     DECODER_LINEARS,
     MAKE,

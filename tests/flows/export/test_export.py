@@ -18,27 +18,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.loader import read_config
 from flows.export.export import export
+from flows.export.model_card import TEXT_PROMPT
 from flows.export.plan import plan_export
-from flows.export.usage import TEXT_PROMPT
 from flows.pipeline.requests import ExportRequest, SampleRequest
-from flows.sampling.sample import sample
-from flows.sampling.source import open_source
+from flows.sample import open_source, sample
 from grpo_core.errors import InputError
-from grpo_core.groups import GroupRequest
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
-from grpo_core.policies.glm_image.decoder import large_grid_ids
-from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.policies.trained import ADAPTER_FILE, LoraSettings, TrainingChoice
+from grpo_core.policies.glm_image.policy import GlmImagePolicy, large_grid_ids
+from grpo_core.policies.trained.settings import ADAPTER_FILE, LoraSettings, TrainingChoice
+from grpo_core.records import GroupRequest
 from grpo_core.seeds import derive_seed, make_generator
 from grpo_core.streams import STREAMS
-from tasks.storage.artifacts.tombstones import delete_files
+from tasks.storage.artifacts.commit import delete_files
 from tests.flows.export.stored_policies import HALVES, SHIPPED, both_halves, store_run
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tasks.reports.made_runs import flip_last_byte
-from tests.tiny_policy import build_policy, render
-from tests.tiny_text_policy import MODEL, PROMPTS, build_text_policy
+from tests.tiny_policies import TEXT_MODEL, TEXT_PROMPTS, build_policy, build_text_policy, render
 
 # peft reads an attribute of transformers by its previous name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -101,9 +98,9 @@ def run_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @torch.no_grad()
 def test_the_adapter_gives_our_logprobs_in_plain_peft(root: Path, adapted: CausalLMPolicy, tmp_path: Path) -> None:
     folder = exported(root, "adapted", tmp_path / "adapter", policy="best")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL), str(folder))
-    tokens = adapted.sample_tokens(PROMPTS[:1], 1, [3]).actions
-    prompt = adapted._encode(PROMPTS[:1]).input_ids
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TEXT_MODEL), str(folder))
+    tokens = adapted.sample_tokens(TEXT_PROMPTS[:1], 1, [3]).actions
+    prompt = adapted._encode(TEXT_PROMPTS[:1]).input_ids
     logits = model(torch.cat([prompt, tokens.token_ids], 1)).logits[:, prompt.shape[1] - 1 : -1]
     plain = logits.log_softmax(-1).gather(-1, tokens.token_ids[..., None])[..., 0]
     ours = build_text_policy(CausalLMSettings(max_completion_length=24))

@@ -12,11 +12,11 @@ import pytest
 
 from grpo_core.errors import InputError
 from tasks.execution.call import CALLS, StageCall, StageOutcome, code_of, leave_outcome, read_call, read_outcome
+from tasks.storage.artifacts.commit import delete_files
 from tasks.storage.artifacts.files import ReadCache
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, described, use_store
-from tasks.storage.artifacts.tombstones import delete_files
-from tasks.storage.filesystem.files import dump_checked
+from tasks.storage.files import dump_checked
 from tasks.storage.prefect_results import FOLDER, StageRecords
 from tasks.storage.run_lock import LOCK, locked
 from tests.flows.conftest import Runs, flip

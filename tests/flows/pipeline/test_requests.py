@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from configs.validation import validated
 from flows.command_line.main import application
 from flows.pipeline.requests import RescoreRequest
-from flows.replaying.plan import plan_replay
+from flows.replaying import plan_replay
 from flows.rescoring.plan import plan_rescore
 from tests.flows.conftest import Runs, refused
 from tests.flows.replaying.replays import request_replay

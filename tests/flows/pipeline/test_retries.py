@@ -12,10 +12,10 @@ from prefect import flow, task
 
 from configs.sections import PlacementSection, RetrySection, ShardedStagePlacement
 from grpo_core.errors import InputError
-from tasks.execution import stages
+from tasks.execution import call as stages
 from tasks.execution.caching import configured, retry_options, stage_task
+from tasks.execution.call import Arguments, Part, Sharding
 from tasks.execution.errors import LostStageError, RetriesExhaustedError, StageTimeoutError
-from tasks.execution.stages import Arguments, Part, Sharding
 from tasks.rollouts import collect_rollouts as rollouts
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, StageContext, current_store, use_stage_context

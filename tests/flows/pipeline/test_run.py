@@ -13,7 +13,7 @@ import pytest
 
 from configs.loader import read_config
 from configs.schema import RunConfig
-from flows.command_line.questions import RESTART, ask_about_change
+from flows.command_line.options import RESTART, ask_about_change
 from flows.pipeline import lineage
 from flows.pipeline.lineage import ChangedRunError
 from flows.pipeline.run import changed_run, open_run
@@ -26,7 +26,7 @@ from tasks.runs.stored import stored_config
 from tasks.storage.artifacts.run_folder import RunFolder
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import REPOSITORY, TINY, sha256_of
-from tests.progress import ProgressLog
+from tests.processes import ProgressLog
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from flows.command_line.main import application
 from flows.preflight.doctor import Diagnosis, examine
 from flows.preflight.inputs import CHECKS, check_inputs
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, refused
-from tests.tiny_text_policy import MODEL
+from tests.tiny_policies import TEXT_MODEL
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_each_problem_has_a_subject_and_a_hint(tmp_path: Path) -> None:
 
 def text_model(folder: Path, config: PreTrainedConfig) -> tuple[str, ...]:
     """Overrides for a run of this model with adapters; its weights are never opened."""
-    shutil.copytree(MODEL, folder / "model")
+    shutil.copytree(TEXT_MODEL, folder / "model")
     config.save_pretrained(folder / "model")
     return (f"policy.model={folder}/model", f"storage.root={folder}/runs", "policy.lora={rank: 2}")
 

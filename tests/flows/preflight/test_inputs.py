@@ -14,8 +14,7 @@ from configs.schema import RunConfig
 from flows.command_line.main import application
 from flows.preflight.doctor import examine
 from flows.preflight.inputs import check_inputs, run_checks
-from flows.preflight.prompts import read_prompt_files
-from flows.preflight.rewards import token_problems
+from flows.preflight.prompts import read_prompt_files, token_problems
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tests.flows import conftest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.evaluation.plan import plan_evaluate
+from flows.evaluation import plan_evaluate
 from flows.pipeline.requests import EvaluateRequest
 from flows.pruning.plan import IMAGES, VERSIONS
 from grpo_core.errors import InputError

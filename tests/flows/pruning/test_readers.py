@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from flows.inspection.inspect_run import inspect_run
+from flows.inspect_runs import inspect_run
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
-from flows.rewards.analysis import analyse_rewards
+from flows.rewards import analyse_rewards
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.run_lock import locked
 from tests.flows.conftest import Runs, Start, refused

@@ -11,7 +11,7 @@ import pytest
 from flows.pipeline.requests import ReplayRequest
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
-from flows.replaying.replay import replay
+from flows.replaying import replay
 from tasks.runs.stored import stored_versions
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import Runs, Start
@@ -27,7 +27,7 @@ from tests.flows.pruning.conftest import (
     pruned,
 )
 from tests.flows.replaying.replays import policy_digest
-from tests.s3_server import forget_clients, s3_server
+from tests.servers import forget_clients, s3_server
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from configs.validation import validated
 from flows.pipeline.requests import ReplayRequest
-from flows.replaying.replay import ReplaySummary, replay
+from flows.replaying import ReplaySummary, replay
 from tasks.runs.layout import IMAGES
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore

@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 from configs.loader import read_config
 from flows.command_line.main import application
 from flows.pipeline.requests import ReplayRequest
-from flows.replaying.plan import correction_problems, plan_replay, root_of
-from flows.replaying.replay import replay
+from flows.replaying import correction_problems, plan_replay, replay, root_of
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.files import dump_checked, load_checked
+from tasks.storage.files import dump_checked, load_checked
 from tests.flows.conftest import REPOSITORY, Runs, Start, refused, sha256_of
 from tests.flows.replaying.replays import policy_digest, request_replay, run_replay
 

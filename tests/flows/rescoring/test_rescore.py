@@ -14,10 +14,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.validation import validated
 from flows.pipeline.requests import RescoreRequest
-from flows.replaying.plan import plan_replay
+from flows.replaying import plan_replay
 from flows.rescoring.plan import plan_rescore
 from flows.rescoring.rescore import RescoreSummary, rescore
-from flows.rewards.analysis import analyse_rewards
+from flows.rewards import analyse_rewards
 from tasks.rewards import score_rewards
 from tests.flows.conftest import Heard, Runs, Start, flip, heard_of, refused, sha256_of
 from tests.flows.replaying.replays import policy_digest, request_replay, run_replay

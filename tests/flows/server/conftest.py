@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.postgres_server import PostgresServer, postgres_server
+from tests.servers import PostgresServer, postgres_server
 
 
 @pytest.fixture(scope="session")

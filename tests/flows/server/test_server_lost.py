@@ -21,7 +21,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.server.heartbeat_automation import NAME, heartbeat_automation
 from tests.flows.conftest import Runs, Start, printed_summary, training_process
 from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
-from tests.postgres_server import PostgresServer
+from tests.servers import PostgresServer
 
 pytestmark = pytest.mark.slow
 

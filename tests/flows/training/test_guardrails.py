@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from flows.training import signs
+from flows.training import guardrails as signs
 from tests.flows.conftest import Runs, Start, refused
 
 PLANNED = 4

@@ -31,7 +31,7 @@ import os, signal, sys
 from contextlib import contextmanager
 from flows.prefect_settings import apply_settings
 apply_settings()
-import flows.terminal.progress
+import flows.terminal.output
 from tasks.progress import listen
 
 wanted = sys.argv.pop(1)
@@ -52,7 +52,7 @@ def pausing_progress():
     listen(Pausing())
     yield
 
-flows.terminal.progress.training_progress = pausing_progress
+flows.terminal.output.training_progress = pausing_progress
 from flows.command_line.main import main
 main()
 """

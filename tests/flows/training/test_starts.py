@@ -1,14 +1,24 @@
 """A run that starts from another run's adapter, and one that evaluates a moving average."""
 
+import io
+import json
+import shutil
+import time
+from pathlib import Path
+
 import polars as pl
 import pytest
+from PIL import Image
 
-from flows.evaluation.plan import plan_evaluate
+from flows.evaluation import plan_evaluate
 from flows.pipeline.requests import EvaluateRequest
-from tasks.runs.stored import read_policy
+from tasks.runs.stored import choose_policy, read_policy
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.flows.conftest import Runs, refused
+from tests.flows.conftest import Runs, refused, training_process
 from tests.flows.pruning.conftest import EVALUATED
+from tests.flows.replaying.replays import metrics, run_replay
+from tests.flows.rescoring.test_rescore import scored_again
+from tests.flows.training.test_train import FIRST
 
 pytestmark = pytest.mark.slow
 
@@ -50,3 +60,123 @@ def test_evaluations_sample_with_the_moving_average_and_rollouts_do_not(empty: R
     assert sampler("evaluations/000000", "continued") == sampler("iteration_000001", "continued") == policies[2].digest
     continued = read_policy(ArtifactStore(str(empty.root), "continued"), 1)
     assert sampler("evaluations/000001", "continued") == continued.copies["ema"] != continued.digest
+
+
+ADAPTER = {"rank": 8, "alpha": 8.0}
+
+
+def steps(runs: Runs, run: str) -> pl.DataFrame:
+    return pl.read_parquet(runs.path("policies/000001/tokens/update_steps.parquet", run=run))
+
+
+def test_weights_go_on_and_the_optimizer_begins_anew(finished: Runs) -> None:
+    source = read_policy(ArtifactStore(str(finished.root), "run"), 1)
+    begun = finished.start("next", run__continue_from="run@1", run__iterations=1, update__learning_rate=1e-3)
+    assert begun.stages == FIRST
+    (row, *_) = finished.tables("next")["iteration_000001/rollouts/part-00000.parquet"]
+    assert (row["policy_version"], row["policy_digest"]) == (0, source.digest)
+    assert steps(finished, "next")["optimizer_step"].to_list() == [1, 2]
+    # The reference is still the model: the policy differs from it before the first step.
+    assert steps(finished, "run")["kl"][0] == pytest.approx(0.0, abs=1e-12)
+    assert steps(finished, "next")["kl"][0] > 1e-9
+    initial, _ = choose_policy(ArtifactStore(str(finished.root), "next"), 0, "the model's digest")
+    assert (initial.version, initial.digest) == (0, source.digest)
+
+    shutil.rmtree(finished.path())
+    again = finished.start("next", run__iterations=1, update__learning_rate=1e-3)
+    assert again.stages == ()
+    assert again.summary.policy_digest == begun.summary.policy_digest
+    assert "continue_from: run@1" in finished.path("config.yaml", run="next").read_text()
+
+
+@pytest.mark.slow
+def test_without_a_version_it_is_the_last_one_when_the_run_began(finished: Runs) -> None:
+    begun = finished.start("next", run__continue_from="run", run__iterations=1)
+    finished.start(run__iterations=3)
+    for start in ("run", "run@2", None):
+        again = finished.start("next", run__continue_from=start, run__iterations=1)
+        assert again.stages == ()
+        assert again.summary.policy_digest == begun.summary.policy_digest
+
+
+def test_another_adapter_is_refused_with_what_the_source_has(finished: Runs) -> None:
+    (error,) = refused(lambda: finished.start("next", run__continue_from="run", policy__lora=ADAPTER))
+    assert error.place == "policy.lora"
+    assert "'rank': 4" in error.hint
+    assert not finished.path("config.yaml", run="next").exists()
+
+
+def test_a_source_that_has_trained_nothing_yet_is_refused(finished: Runs) -> None:
+    shutil.copytree(finished.path(), finished.path(run="next"))
+    shutil.rmtree(finished.path("policies", run="next"))
+    (error,) = refused(lambda: finished.start("third", run__continue_from="next", run__iterations=1))
+    assert (error.place, "no valid policy" in error.hint) == ("run.continue_from", True)
+
+
+REWARDS = (
+    {"reward": "ssim", "datasets": ["shapes"]},
+    {"reward": "jpeg", "settings": {"direction": "compressible"}},
+    {"reward": "diversity", "weight": 0.1},
+)
+
+
+def settings(folder: Path) -> dict[str, object]:
+    """Two data sets: 64x64 with targets, as the rollout has it, and one of 32x32 with other sizes in its rows."""
+    rows = [{"prompt": "a red circle"}, {"prompt": "a blue cross", "size": "64x32"}, {"prompt": "a pink heart"}]
+    rows.append({"prompt": "a red circle", "width": 40, "height": 64})
+    (folder / "mixed.json").write_text(json.dumps(rows))
+    shapes = {"name": "shapes", "targets": "data/targets", "target_column": "target"}
+    mixed = {"name": "mixed", "prompts": f"{folder}/mixed.json", "width": 32, "height": 32}
+    return {
+        "data": {"datasets": [{**shapes, "prompts": "data/prompts/shapes_train.jsonl"}, mixed]},
+        "evaluate": {"datasets": [{**shapes, "prompts": "data/prompts/shapes_heldout.jsonl", "limit": 2}, mixed]},
+        "rewards": REWARDS,
+        "rollout__prompts_per_iteration": 6,
+        "rollout__group_size": 3,
+        "rollout__prompts_per_batch": 2,
+        "rollout__top_p": 0.9,
+        # Microbatches of several sizes.
+        "update__micro_batch_size": 4,
+        "update__minibatch_size": 9,
+        "update__kl_coef": 0.01,
+    }
+
+
+def sizes_of(table: pl.DataFrame) -> set[tuple[str, int, int]]:
+    return {*table.select("dataset", "width", "height").iter_rows()}
+
+
+@pytest.mark.slow
+def test_a_run_of_several_sizes_comes_through(server: None, tmp_path: Path) -> None:
+    whole, killed = Runs(tmp_path / "whole"), Runs(tmp_path / "killed")
+    given = settings(tmp_path)
+    digest = whole.start(**given).summary.policy_digest
+
+    rollouts = pl.concat(
+        [pl.read_parquet(path) for path in sorted(whole.path().glob("iteration_*/rollouts/part-*.parquet"))]
+    )
+    expected = {("shapes", 64, 64), ("mixed", 32, 32), ("mixed", 64, 32), ("mixed", 40, 64)}
+    assert sizes_of(rollouts) == expected
+    lengths = {(64, 64): 80, (32, 32): 32, (64, 32): 42, (40, 64): 55}
+    for row in rollouts.iter_rows(named=True):
+        size = (row["width"], row["height"])
+        assert Image.open(io.BytesIO(row["image"]["bytes"])).size == size
+        assert (row["length"], row["max_length"]) == (lengths[size], 80)
+    assert max(metrics(whole, iteration, "run")["sampling/sampling_logp_difference/max"] for iteration in (1, 2)) < 1e-4
+    assert sizes_of(pl.read_parquet(whole.path("evaluations/000002/rollouts/part-*.parquet"))) == expected
+
+    with training_process(killed, tmp_path / "process", **given) as process:
+        while not killed.path("iteration_000002/rollouts/part-00000.parquet").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+    assert killed.start(**given).summary.policy_digest == digest
+
+    other = ({"reward": "psnr", "datasets": ["shapes"]}, {"reward": "edge_density"}, REWARDS[2])
+    digests = set()
+    for runs in (whole, killed):
+        _, heard = scored_again(runs, *other, name="other")
+        assert sum("score edge_density" in stage for stage in heard.stages) == 2
+        assert run_replay(runs)[0].policy_digest == digest
+        digests.add(run_replay(runs, name="other", advantages="other")[0].policy_digest)
+    assert len(digests) == 1
+    assert killed.tables() == whole.tables()

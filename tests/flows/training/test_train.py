@@ -14,9 +14,9 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, Fl
 from prefect.settings import PREFECT_HOME, temporary_settings
 
 from grpo_core.errors import FailedSamplesError
-from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.rewards.reward import Score, ScoringBatch
-from grpo_core.rewards.similarity.pixels import SsimReward
+from grpo_core.rewards.similarity import SsimReward
+from grpo_core.update.optimizer import PolicyOptimizer
 from tests.flows.conftest import REPOSITORY, Runs, Start, flip
 
 STAGES = ("collect rollouts", "score psnr", "score ssim", "compute advantages", "update policy")
@@ -240,7 +240,7 @@ class TestFailure:
             raise RuntimeError("no report")
 
         finished.path("iteration_000001", "metrics.parquet").unlink()
-        monkeypatch.setattr("flows.training.publication.iteration_markdown", failing)
+        monkeypatch.setattr("flows.training.callbacks.iteration_markdown", failing)
         with pytest.raises(RuntimeError, match="no report"):
             finished.start()
         assert not finished.path("iteration_000001", "metrics.parquet").exists()

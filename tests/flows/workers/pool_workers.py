@@ -17,7 +17,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.training.summary import TrainSummary
 from tests.flows.conftest import Runs
 from tests.flows.server.grpo_ui import grpo_ui
-from tests.postgres_server import postgres_server
+from tests.servers import postgres_server
 
 SECONDS_TO_START = 240.0
 

@@ -14,7 +14,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL
 
 from configs.loader import read_config
-from flows.deployment.deploy import DeployedRun, deploy_run
+from flows.deploy import DeployedRun, deploy_run
 from flows.pipeline.requests import DeployRequest
 from flows.training.summary import TrainSummary
 from tests.flows.conftest import TINY, Runs, printed_summary, training_process

@@ -14,7 +14,7 @@ from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun
 
 from flows.server.reachable import KIND
-from flows.workers.worker import STAGES_QUEUE, Shift, needs_the_machine, register_stages
+from flows.worker import STAGES_QUEUE, Shift, needs_the_machine, register_stages
 from grpo_core.parity import ParityError
 from tasks.execution import work_pool
 from tasks.execution.errors import StageCancelledError

@@ -20,8 +20,9 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, reward_metrics
-from grpo_core.rewards.mix.terms import RewardTerm
+from grpo_core.advantages.compute import GroupAdvantages, compute_advantages, reward_metrics
+from grpo_core.advantages.settings import AdvantageSettings
+from grpo_core.rewards.registry import RewardTerm
 
 NULL = math.nan
 WEIGHTS = [1.0, -0.5, 2.0]

@@ -1,4 +1,4 @@
-"""Advantages by hand where TRL has none, and what must hold for any rewards."""
+"""What is refused, by the key of the configuration."""
 
 import itertools
 import math
@@ -11,10 +11,62 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, kl_penalty, reward_metrics
-from grpo_core.errors import NonFiniteError
-from grpo_core.losses import KlEstimator
-from grpo_core.rewards.mix.terms import RewardTerm
+from grpo_core.advantages.compute import GroupAdvantages, compute_advantages, kl_penalty, reward_metrics
+from grpo_core.advantages.settings import AdvantageSettings, refuse_terms
+from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.losses.settings import KlEstimator
+from grpo_core.rewards.registry import RewardTerm
+
+GDPO = {"aggregation": "normalize_then_sum"}
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("eps", {"eps": -1e-9}),
+        ("eps", {"eps": math.nan}),
+        ("kl_coef", {"kl_coef": -0.1}),
+        ("kl_coef", {"kl_coef": math.inf}),
+        ("clip", {"clip": 0.0}),
+        ("clip", {"clip": math.nan}),
+        ("baseline", {**GDPO, "baseline": "leave_one_out"}),
+        ("scale", {**GDPO, "scale": "none"}),
+        ("scale", {**GDPO, "scale": "batch"}),
+        ("kl_coef", {**GDPO, "kl_coef": 0.1}),
+    ],
+)
+def test_refused(field: str, options: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as caught:
+        AdvantageSettings(**options)
+    assert caught.value.place == f"advantages.{field}"
+    assert str(caught.value.value) == str(options[field])
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    settings = AdvantageSettings(eps=0.0, kl_coef=0.0, clip=1e-9, baseline="leave_one_out", scale="batch")
+    assert settings.clip == 1e-9
+
+
+@pytest.mark.parametrize("normalize", ["group", "running"])
+def test_a_reward_is_not_normalised_twice(normalize: Any) -> None:
+    terms = [RewardTerm(), RewardTerm(normalize=normalize)]
+    refuse_terms(terms, AdvantageSettings())
+    with pytest.raises(InputError) as caught:
+        refuse_terms(terms, AdvantageSettings(**GDPO))
+    assert (caught.value.place, caught.value.value) == ("rewards.1.normalize", normalize)
+
+
+def test_a_fixed_range_is_no_second_normalisation() -> None:
+    terms = [RewardTerm(normalize="range", range=(0.0, 10.0)), RewardTerm(role="gate")]
+    refuse_terms(terms, AdvantageSettings(**GDPO))
+
+
+@pytest.mark.parametrize("terms", [[], [RewardTerm(role="gate")], [RewardTerm(role="gate"), RewardTerm(0.0)]])
+def test_a_mix_that_adds_nothing_is_refused(terms: list[RewardTerm]) -> None:
+    with pytest.raises(InputError) as caught:
+        refuse_terms(terms, AdvantageSettings())
+    assert caught.value.place == "rewards"
+
 
 NAN = math.nan
 REWARDS = st.floats(-100, 100, width=32)

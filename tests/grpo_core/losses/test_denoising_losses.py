@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.losses import Denominators, LossInputs, LossSettings, compute_microbatch_loss
+from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
+from grpo_core.losses.reductions import Denominators
+from grpo_core.losses.settings import LossSettings
 from grpo_core.records import StepGaussians
-from tests.grpo_core.losses.batches import select
+from tests.grpo_core.losses.oracles import select
 
 ROWS, STEPS, VALUES = 4, 3, 4096
 STD = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)

@@ -11,20 +11,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_core.losses import (
-    LOSSES,
-    Denominators,
-    LossInputs,
-    LossSettings,
-    MismatchSettings,
-    PolicyTerm,
-    TermInputs,
-    compute_microbatch_loss,
-    count_clipped,
-    find_loss,
-    overlong_mask,
-)
-from tests.grpo_core.losses.batches import TOKEN_LOSSES, Loss, count, loss_of, random_inputs
+from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss, count_clipped
+from grpo_core.losses.policy_loss import PolicyTerm, TermInputs, find_loss
+from grpo_core.losses.reductions import Denominators, overlong_mask
+from grpo_core.losses.settings import LOSSES, LossSettings, MismatchSettings
+from tests.grpo_core.losses.oracles import TOKEN_LOSSES, Loss, count, loss_of, random_inputs
 
 RATIOS = st.floats(0.05, 5.0)
 ADVANTAGES = st.floats(-3.0, 3.0)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from transformers import get_scheduler
 
 from grpo_core.errors import InputError
-from grpo_core.optimizer import LearningRateSchedule, OptimizerSettings, Schedule
-from grpo_core.optimizer.settings import ScheduleValue
+from grpo_core.update.settings import LearningRateSchedule, OptimizerSettings, Schedule, ScheduleValue
 
 WARMUP, TOTAL, RATE = 3, 12, 1e-2
 KWARGS: dict[str, dict[str, ScheduleValue]] = {

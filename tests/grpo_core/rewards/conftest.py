@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizerFast
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.embedding.aesthetic import LAYERS
+from grpo_core.rewards.clip_rewards import LAYERS
 from grpo_core.rewards.reward import ScoringBatch
 from tests.grpo_core.rewards.stub import Stub, serve
 

@@ -1,7 +1,7 @@
 """What holds for every reward, whatever it measures."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import lpips
@@ -9,15 +9,15 @@ import pytest
 import torch
 from PIL import Image
 
-from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
-from grpo_core.rewards.embedding.clip import ClipReward
-from grpo_core.rewards.embedding.clip_model import load_clip
-from grpo_core.rewards.image_statistics.statistics import JpegReward
+from grpo_core.rewards.clip import ClipReward
+from grpo_core.rewards.clip_rewards import load_clip
+from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.model_reward import exact_inference
 from grpo_core.rewards.registry import REWARDS, build_reward, reward_class
 from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch, score_samples
-from grpo_core.rewards.weights.source import Published, Weights
+from grpo_core.rewards.weights import Published, Weights
+from grpo_core.seeds import file_sha256
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
 from tests.grpo_core.rewards.ocr.lettering import draw
 
@@ -199,3 +199,37 @@ def test_products_are_exact_inside_and_as_before_outside(previous: str) -> None:
         assert torch.get_float32_matmul_precision() == previous
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+SSIM, ANSWER = build_reward("ssim"), build_reward("answer")
+IMAGE, OTHER = noise(0, 32, 32), flat(0, 32, 32)
+
+
+def test_outputs_score_as_in_a_run() -> None:
+    scores = SSIM([IMAGE, OTHER, IMAGE], targets=[IMAGE, IMAGE, None])
+    assert scores == list(SSIM.score(make_batch([IMAGE, OTHER, IMAGE], targets=[IMAGE, IMAGE, None])))
+    assert scores[0].value == pytest.approx(1.0)
+    assert [score.value for score in ANSWER(["4", "5"], answer=["4", "4"])] == [1.0, 0.0]
+
+
+def test_siblings_are_all_outputs_unless_groups_are_given() -> None:
+    diversity = build_reward("diversity")
+    together, apart = diversity([IMAGE, OTHER]), diversity([IMAGE, OTHER], group_ids=["a", "b"])
+    assert [score.value for score in together] != [score.value for score in apart]
+
+
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [
+        (lambda: SSIM([IMAGE]), "rewards.ssim, targets"),
+        (lambda: SSIM([IMAGE], targets=[IMAGE, IMAGE]), "rewards.ssim, targets"),
+        (lambda: SSIM(IMAGE, targets=[IMAGE]), "rewards.ssim"),
+        (lambda: SSIM(["text"], targets=[IMAGE]), "rewards.ssim"),
+        (lambda: SSIM([IMAGE, "text"], targets=[IMAGE, IMAGE]), "rewards.ssim"),
+        (lambda: ANSWER(["4"]), "rewards.answer, answer"),
+    ],
+)
+def test_what_a_call_lacks_is_named(call: Callable[[], list[Score]], place: str) -> None:
+    with pytest.raises(InputError) as caught:
+        call()
+    assert caught.value.place == place

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.losses import MismatchSettings
-from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
+from grpo_core.losses.settings import MismatchSettings
 from grpo_core.parity import ParityError, ParityTolerance
 from grpo_core.records import TrainingRows
-from grpo_core.update import UpdateResult, UpdateSettings, update_policy
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.policy_update import update_policy
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings
+from grpo_core.update.step import UpdateResult
 from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 0.25]

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError, NonFiniteError
-from grpo_core.image_size import ImageSize
-from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
-from grpo_core.policies.trained import TrainingChoice, train_model
+from grpo_core.policies.trained.lora_and_full import train_model
+from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import DenoisingBatch, TrainingRows
-from grpo_core.update import NftSettings, NftStepMetrics, UpdateResult, UpdateSettings, update_by_nft
-from grpo_core.update.forward_process import ForwardProcess
+from grpo_core.streams import ImageSize
+from grpo_core.update.nft_update import ForwardProcess, NftStepMetrics, update_by_nft
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
+from grpo_core.update.step import UpdateResult
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.2], dtype=torch.float64)
 DIM = 3

@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.parity import ParityError, ParityTolerance
-from grpo_core.update import SINGLE_PROCESS, ProcessGroup, UpdateResult, UpdateSettings, update_policy
 from grpo_core.update.accelerated import AcceleratedProcessGroup, in_buckets
-from grpo_core.update.process_group import share
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.policy_update import update_policy
+from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings
+from grpo_core.update.step import UpdateResult
 from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
 from tests.processes import in_processes
 

@@ -5,16 +5,24 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import GlmImagePipeline
 from torch import Tensor
 
-from grpo_core.losses import LossSettings, TermInputs
-from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
+from grpo_core.losses.policy_loss import TermInputs
+from grpo_core.losses.settings import LossSettings
 from grpo_core.parity import ParityError, ParityTolerance
-from grpo_core.policies.denoising import DenoisingComponent
-from grpo_core.policies.denoising.kernels import Transition, step_kl
+from grpo_core.policies.denoising.component import DenoisingComponent
+from grpo_core.policies.denoising.scheduler import Transition, step_kl
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.records import ActionLogprobs, DenoisingBatch, StepGaussians, TrainingRows
-from grpo_core.update import UpdateResult, UpdateSettings, update_policy
+from grpo_core.settings import Truncation
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.policy_update import update_policy
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings
+from grpo_core.update.step import UpdateResult
 from tests.grpo_core.policies.denoising.tiny_pipelines import component, sampled
+from tests.grpo_core.policies.glm_image.test_memory import PeakBytes
+from tests.tiny_policies import PROMPTS, build_policy
 
 PARITY = ParityTolerance(1e-5, 1e-6)
 ADVANTAGES = torch.tensor([1.0, -1.0, 2.0, -2.0])
@@ -117,3 +125,48 @@ def test_the_drift_is_measured_from_the_weights_before_the_update(monkeypatch: p
 @torch.no_grad()
 def transitions(made: DenoisingComponent, actions: Any) -> list[Transition]:
     return made._transitions(made._call(actions, list(range(len(actions)))))
+
+
+MEMORY_PARITY = ParityTolerance(1e-4, 1e-4)
+SETTINGS = UpdateSettings(minibatch_size=64, micro_batch_size=4, kl_coef=0.1, entropy_coef=0.01)
+
+
+def group_rows(policy: GlmImagePolicy, group_size: int) -> TrainingRows:
+    sampled = policy.tokens.sample(PROMPTS[:1], group_size=group_size, seeds=range(group_size))
+    return TrainingRows(
+        sample_ids=tuple(str(row) for row in range(group_size)),
+        actions=sampled.actions,
+        rollout_logprobs=sampled.rollout_logprobs,
+        advantages=torch.linspace(-1, 1, group_size),
+        finished=sampled.finished,
+        on_policy=torch.ones(group_size, dtype=torch.bool),
+        max_length=sampled.max_length,
+    )
+
+
+def peak_of_update(pipeline: GlmImagePipeline, group_size: int, micro_batch_size: int, *, checkpointed: bool) -> int:
+    """Most bytes alive in an update of one step on one group, beside weights, rows and both recomputed log-probs."""
+    policy = build_policy(
+        pipeline, width=64, truncation=Truncation(top_p=0.9), gradient_checkpointing=checkpointed, disturbed=0.02
+    )
+    rows = group_rows(policy, group_size)
+    support = rows.actions.support
+    assert support is not None
+    stored = [rows.actions.token_ids, rows.actions.loss_mask, support.ids, support.counts, rows.rollout_logprobs]
+    weights = [*policy.tokens.trained.model.parameters(), *policy.tokens.trained.model.buffers()]
+    optimizer = PolicyOptimizer(policy.tokens.trainable_parameters(), OptimizerSettings(1e-4))
+    settings = replace(SETTINGS, micro_batch_size=micro_batch_size)
+    with PeakBytes([*weights, *stored, rows.advantages]) as watched:
+        update_policy(policy.tokens, optimizer, rows, settings, parity=MEMORY_PARITY, seed=0)
+    return watched.peak - 2 * rows.rollout_logprobs.nbytes
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_memory_grows_with_the_microbatch_and_not_with_the_group(
+    shipped_pipeline: GlmImagePipeline, checkpointed: bool
+) -> None:
+    small, middle, large = (peak_of_update(shipped_pipeline, size, 4, checkpointed=checkpointed) for size in (4, 8, 32))
+    assert large == pytest.approx(middle, rel=0.01)
+    # At the peak of a step's first microbatch there are no gradients yet.
+    assert middle == pytest.approx(small, rel=0.04)
+    assert peak_of_update(shipped_pipeline, 16, 8, checkpointed=checkpointed) > 1.8 * middle

@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from grpo_core.errors import NonFiniteError
-from grpo_core.losses import Denominators, LossInputs, MismatchSettings, compute_microbatch_loss
-from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
+from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
+from grpo_core.losses.reductions import Denominators
+from grpo_core.losses.settings import MismatchSettings
 from grpo_core.parity import ParityError, ParityTolerance
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.records import TrainingRows
-from grpo_core.update import UpdateResult, UpdateSettings, minibatches, update_policy
-from grpo_core.update.settings import microbatches
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.policy_update import update_policy
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings, microbatches, minibatches
+from grpo_core.update.step import UpdateResult
 from tests.grpo_core.policies.trained.tiny_models import same
 from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
-from tests.tiny_policy import PROMPTS, build_policy, weights_of
+from tests.tiny_policies import PROMPTS, build_policy, weights_of
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 9))

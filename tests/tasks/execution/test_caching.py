@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from configs.scoring import RewardSection
 from configs.sections import GlmImageRolloutSection as Rollout
 from configs.sections import LoraSection, PlacementSection, PolicySection
-from configs.training import AdvantagesSection
+from configs.training import AdvantagesSection, RewardSection
 from configs.training import UpdateSection as Update
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import StageKey
@@ -17,7 +16,7 @@ from tasks.prompts.read import Prompt
 from tasks.rewards.score_rewards import score_reward_task
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import plan_round
-from tasks.runs.records import SamplingRound
+from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.update.update_policy import update_policy_task
 

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.scoring import RewardSection
 from configs.sections import PlacementSection
-from configs.training import AdvantagesSection
+from configs.training import AdvantagesSection, RewardSection
 from grpo_core.errors import InputError
 from tasks.execution.call import (
     StageCall,
@@ -18,10 +17,10 @@ from tasks.execution.call import (
     leave_outcome,
     naming_timeout,
     read_outcome,
+    stage_named,
 )
 from tasks.execution.errors import StageTimeoutError
-from tasks.execution.stages import stage_named
-from tasks.runs.records import SamplingRound
+from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.execution.test_dispatch import reward_arguments, rollout_arguments

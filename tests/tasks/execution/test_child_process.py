@@ -14,21 +14,20 @@ import polars as pl
 import psutil
 import pytest
 
-from configs.scoring import RewardSection
 from configs.sections import PlacementSection
+from configs.training import RewardSection
 from grpo_core.errors import InputError
 from tasks.execution import child_process
-from tasks.execution.call import StageCall, StageOutcome, call_of, carry_out_in
+from tasks.execution.call import StageCall, StageOutcome, call_of, carry_out_in, stage_named
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcess, ChildProcesses
 from tasks.execution.errors import LostStageError, RemoteStageError, StageCancelledError, StageTimeoutError
-from tasks.execution.stages import stage_named
 from tasks.progress import listen
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.progress import ProgressLog
+from tests.processes import ProgressLog
 from tests.tasks.execution.test_dispatch import reward_arguments, rollout_arguments
 from tests.tasks.update.update_jobs import IMAGES
 

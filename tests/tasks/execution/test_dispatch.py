@@ -7,11 +7,11 @@ from typing import Any
 import polars as pl
 import pytest
 
-from configs.scoring import RewardSection
 from configs.sections import PlacementSection, ShardedStagePlacement
+from configs.training import RewardSection
 from grpo_core.errors import FailedSamplesError
+from tasks.execution.call import Part, clear_shards, stage_named
 from tasks.execution.dispatch import run_in_shards
-from tasks.execution.stages import Part, clear_shards, stage_named
 from tasks.rewards.score_rewards import score_reward_task
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan

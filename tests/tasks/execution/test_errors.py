@@ -22,7 +22,7 @@ from tasks.execution.errors import (
     retryable_kind,
 )
 from tasks.storage.artifacts.reference import StaleReferenceError
-from tasks.storage.filesystem.failures import StorageError
+from tasks.storage.roots import StorageError
 
 REQUEST = httpx.Request("GET", "http://127.0.0.1/")
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from configs.scoring import RewardSection
-from configs.training import AdvantagesSection
-from tasks.checkout import CHECKOUT
+from configs.training import AdvantagesSection, RewardSection
 from tasks.execution import fingerprint
+from tasks.execution.call import STAGES, stage_named
 from tasks.execution.fingerprint import PACKAGES, code_fingerprint, reached_modules
-from tasks.execution.stages import STAGES, stage_named
-from tasks.runs.records import SamplingRound
+from tasks.process import CHECKOUT
+from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.stage_calls import MIX, PLACEMENT, ROLLOUT, UPDATE, base, plan, spec
 
@@ -93,7 +92,7 @@ def test_what_is_reached_counts(
 
 
 def test_a_root_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    for root in ("tasks.absent", "tasks.checkout:absent"):
+    for root in ("tasks.absent", "tasks.process:absent"):
         with pytest.raises(ValueError, match=root):
             code_fingerprint([root])
 
@@ -111,8 +110,8 @@ STAGE_ROOTS = {
 REACHED_BY: dict[str, set[str]] = {
     "grpo_core.losses.microbatch_loss": {"update policy"},
     "grpo_core.logprobs": {"collect rollouts", "update policy"},
-    "grpo_core.rewards.similarity.pixels": {"score ssim"},
-    "grpo_core.rewards.image_statistics.statistics": {"score jpeg"},
+    "grpo_core.rewards.similarity": {"score ssim"},
+    "grpo_core.rewards.image_statistics": {"score jpeg"},
     "grpo_core.advantages.compute": {"compute advantages"},
     "tasks.execution.work_pool": set(),
     "tasks.execution.caching": set(),
@@ -177,7 +176,7 @@ def _let_others_run(*_: object) -> None:
 
 def test_stages_that_start_at_once_fingerprint_the_same() -> None:
     """Python 3.11 raises SystemError where two threads build syntax trees and one of them collects garbage."""
-    roots = [("configs.sections",), ("grpo_core.losses",), ("tasks.storage.tables.parquet",)]
+    roots = [("configs.sections",), ("grpo_core.losses",), ("tasks.storage.parquet",)]
     expected = [code_fingerprint(each) for each in roots]
     fingerprint._digest.cache_clear()
     fingerprint._reached.cache_clear()

@@ -1,18 +1,139 @@
-"""What a run keeps between stages: one object per kind and run, closed at the end, seen by the run's threads."""
+"""Out of memory: half the batch, remembered for the run, and the same result."""
 
 import _imp
 import asyncio
 import contextvars
 import importlib
 import os
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import polars as pl
 import pytest
+import torch
 
-from tasks.execution.resources import resource, run_resources, stages_cancelled_on_signal
+from configs.sections import PlacementSection
+from grpo_core.errors import InputError
+from grpo_core.policies.glm_image.policy import GlmImagePolicy, GlmImageTokens
+from grpo_core.records import Entropies, GroupRequest, RolloutGroup, TokenBatch
+from tasks.execution.resources import halve_on_out_of_memory, resource, run_resources, stages_cancelled_on_signal
+from tasks.models.resident import ResidentPolicy
+from tasks.progress import listen
+from tasks.rollouts.collect_rollouts import collect_rollouts_task
+from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tasks.update.update_policy import update_policy_task
+from tests.processes import ProgressLog
+from tests.tasks.execution.test_dispatch import rollout_arguments
+from tests.tasks.update.update_jobs import IMAGES, UPDATE, advantages_of, job_of, largest_difference
+
+HERE = PlacementSection(device="cpu")
+
+
+def runs_out_above(size: int) -> Callable[[int], str]:
+    def run(requested: int) -> str:
+        if requested > size:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return f"done with {requested}"
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def resources() -> Iterator[None]:
+    with run_resources():
+        yield
+
+
+SETTING = "update.micro_batch_size"
+
+
+@pytest.mark.slow
+def test_the_half_is_remembered_for_the_run_and_the_setting() -> None:
+    log = ProgressLog()
+    listen(log)
+    requested: list[int] = []
+
+    def call(size: int) -> str:
+        requested.append(size)
+        return runs_out_above(4)(size)
+
+    for run, setting in (("a", SETTING), ("a", SETTING), ("b", SETTING), ("a", "rollout.prompts_per_batch")):
+        assert halve_on_out_of_memory("a stage", run, setting, 9, call) == "done with 4"
+    assert requested == [9, 4, 4, 9, 4, 9, 4]
+    assert len(log.lines) == 3
+    assert f"with {SETTING} 4 instead of 9" in log.lines[0]
+
+
+def test_a_remembered_half_that_is_too_large_is_halved_again() -> None:
+    assert halve_on_out_of_memory("a stage", "run", SETTING, 9, runs_out_above(4)) == "done with 4"
+    assert halve_on_out_of_memory("a stage", "run", SETTING, 9, runs_out_above(2)) == "done with 2"
+
+
+@pytest.mark.parametrize("size", [1, 9])
+def test_one_stage_is_halved_once(size: int) -> None:
+    with pytest.raises(InputError) as caught:
+        halve_on_out_of_memory("update", "run", SETTING, size, runs_out_above(0))
+    assert (caught.value.place, caught.value.value) == (SETTING, max(1, size // 2))
+
+
+def test_other_errors_pass() -> None:
+    def call(size: int) -> str:
+        raise RuntimeError("size mismatch")
+
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        halve_on_out_of_memory("update", "run", SETTING, 8, call)
+
+
+def test_rollouts_in_halves_are_the_same_samples(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = collect_rollouts_task.fn(**rollout_arguments("whole", HERE))
+    sample = GlmImagePolicy.sample
+
+    def bounded(self: GlmImagePolicy, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:
+        if len(requests) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return sample(self, requests)
+
+    monkeypatch.setattr(GlmImagePolicy, "sample", bounded)
+    halved = collect_rollouts_task.fn(**rollout_arguments("halved", HERE))
+    ours, theirs = (pl.read_parquet(store.local_files(each) / "part-*.parquet") for each in (halved, whole))
+    exact = ["sample_id", "seed", "token_ids", "finished", "policy_digest", "noise_seed"]
+    assert ours.select(exact).equals(theirs.select(exact))
+    difference = ours["rollout_logprobs"].explode() - theirs["rollout_logprobs"].explode()
+    assert difference.abs().max() < 1e-5
+    assert not [path for path in Path(store.path(".incoming")).iterdir() if path.is_dir()]
+
+
+def test_an_update_in_halves_makes_the_same_weights(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts = IMAGES.collect()
+    job = job_of(IMAGES, rollouts, advantages_of(rollouts), update=UPDATE.model_copy(update={"micro_batch_size": 2}))
+    arguments = (job.policy, job.rollouts, job.advantages, job.model, job.updates, job.seed, job.max_staleness)
+    logprobs, stopped = GlmImageTokens.logprobs, []
+    shutil.copytree(store.path(""), Path(store.root) / "whole")
+
+    def bounded(
+        self: GlmImageTokens, tokens: TokenBatch, *, entropy: Entropies = "constant", kl: bool = False
+    ) -> object:
+        # After some steps: the weights are half way between two versions by then.
+        stopped.append(len(tokens))
+        if len(tokens) > 1 and torch.is_grad_enabled() and len(stopped) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return logprobs(self, tokens, entropy=entropy, kl=kl)
+
+    monkeypatch.setattr(GlmImageTokens, "logprobs", bounded)
+    halved = update_policy_task.fn(*arguments, "iteration 1", HERE)
+    assert max(stopped[-4:]) == 1
+    monkeypatch.undo()
+    resource(ResidentPolicy).close()
+    other = ArtifactStore(store.root, "whole")
+    use_store(other)
+    whole = update_policy_task.fn(*arguments, "iteration 1", HERE)
+    assert halved.checkpoint is not None
+    assert whole.checkpoint is not None
+    assert largest_difference(store.local_files(halved.checkpoint), other.local_files(whole.checkpoint)) < 1e-6
 
 
 class Kept:

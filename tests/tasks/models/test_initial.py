@@ -1,4 +1,4 @@
-"""An adapter that training starts from: whose it may be, which settings it brings, and what it is refused for."""
+"""A model's digest: changed by every file that the loader may read."""
 
 import json
 import shutil
@@ -12,15 +12,30 @@ from safetensors.torch import load_file, save_file
 
 from configs.sections import LoraSection, PlacementSection, PolicySection
 from grpo_core.errors import InputError
-from grpo_core.policies.trained import ADAPTER_FILE, LoraSettings, TrainingChoice
-from tasks.models.initial import initial_digest, training_choices
+from grpo_core.policies.trained.settings import ADAPTER_FILE, LoraSettings, TrainingChoice
+from tasks.models.initial import initial_digest, model_digest, training_choices
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tasks.update.update_jobs import JOINT, TEXTS
-from tests.tiny_policy import MODEL as IMAGE_MODEL
-from tests.tiny_text_policy import MODEL
+from tests.tiny_policies import MODEL as IMAGE_MODEL
+from tests.tiny_policies import TEXT_MODEL
+
+LOADED = ("transformer/model.safetensors", "transformer/pytorch_model.bin", "vae/config.json")
+
+
+@pytest.mark.parametrize(("name", "counts"), [*((name, True) for name in LOADED), ("README.md", False)])
+def test_files_that_may_be_loaded_count_and_others_do_not(tmp_path: Path, name: str, counts: bool) -> None:
+    digests = []
+    for content in ("one", "two"):
+        file = tmp_path / content / name
+        file.parent.mkdir(parents=True)
+        (tmp_path / content / "config.json").write_text("{}")
+        file.write_text(content)
+        digests.append(model_digest(str(tmp_path / content)))
+    assert (digests[0] != digests[1]) is counts
+
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -34,7 +49,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         TEXTS.spec()
         .family.policy_class()
         .load(
-            str(MODEL),
+            str(TEXT_MODEL),
             TEXTS.rollout,
             {"tokens": choice},
             dtype=torch.float32,
@@ -59,7 +74,7 @@ def test_each_part_has_the_adapters_of_its_own_settings(store: ArtifactStore) ->
 
 
 def section(adapter: Path, **changes: Any) -> PolicySection:
-    values = {"kind": "causal_lm", "model": str(MODEL), "dtype": "float32", "adapter": str(adapter), **changes}
+    values = {"kind": "causal_lm", "model": str(TEXT_MODEL), "dtype": "float32", "adapter": str(adapter), **changes}
     return PolicySection.model_validate(values)
 
 
@@ -124,7 +139,7 @@ def edit(folder: Path, **changes: Any) -> None:
 def test_a_copy_of_its_model_under_another_name_is_the_same_model(
     stored: Path, store: ArtifactStore, tmp_path: Path
 ) -> None:
-    shutil.copytree(MODEL, tmp_path / "copy")
+    shutil.copytree(TEXT_MODEL, tmp_path / "copy")
     assert choice_of(section(stored, model=str(tmp_path / "copy")), store).lora == LoraSettings(
         4, 6.0, targets=choice_of(section(stored), store).lora.targets, use_rslora=True, modules_to_save=("norm",)
     )
@@ -238,4 +253,4 @@ def test_weights_of_another_shape_are_refused_before_the_model_is_loaded(
     name = next(iter(state))
     save_file({**state, name: state[name][:-1].clone()}, folder / ADAPTER_FILE)
     with pytest.raises(InputError, match="do not fit the model"):
-        TEXTS.spec().family.check_choices(str(MODEL), {"tokens": choice_of(section(folder), store)})
+        TEXTS.spec().family.check_choices(str(TEXT_MODEL), {"tokens": choice_of(section(folder), store)})

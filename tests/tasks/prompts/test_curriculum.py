@@ -23,8 +23,8 @@ from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.schemas import ADVANTAGES
-from tests.tasks.advantages.made_rounds import commit_rows
+from tasks.storage.schemas import ADVANTAGES
+from tests.tasks.advantages.test_compute_advantages import commit_rows
 
 SEEDS = st.integers(0, 2**63 - 1)
 

@@ -13,16 +13,8 @@ from tasks.runs.layout import SCORES_FILE
 from tasks.runs.lookup import write_description
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.parquet import TableWriter, write_table
-from tasks.storage.tables.schemas import (
-    ADVANTAGES,
-    IMAGES,
-    METRICS,
-    REWARDS,
-    SCHEMA_VERSION,
-    UPDATE_STEPS,
-    rollout_schema,
-)
+from tasks.storage.parquet import TableWriter, write_table
+from tasks.storage.schemas import ADVANTAGES, IMAGES, METRICS, REWARDS, SCHEMA_VERSION, UPDATE_STEPS, rollout_schema
 
 PROMPTS = ("a red square", "a blue square")
 GROUP_SIZE = 4

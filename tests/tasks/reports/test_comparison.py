@@ -1,12 +1,29 @@
+""""""
+
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import spearmanr
 
 from tasks.reports.compare_page import render_compare_page
 from tasks.reports.comparison import Comparison, compare_runs
+from tasks.reports.statistics import (
+    BINS,
+    Statistics,
+    histogram_of,
+    quantiles_of,
+    rank_agreement,
+    settled,
+    spread_of,
+)
 from tasks.runs.reader import RunReader
 from tests.tasks.reports.made_runs import RunMaker, colour
 from tests.tasks.reports.test_run_page import EVIL, check_offline, images
@@ -122,3 +139,131 @@ def test_the_page_shows_every_run_offline(tmp_path: Path, modality: Any) -> None
         assert sorted(shown) == sorted(2 * [colour(group, sibling) for group in (0, 1) for sibling in range(4)])
     else:
         assert text.count("answer 2 of group 1") == 2
+
+
+def column(*values: float | None) -> list[float | None]:
+    frame = pl.DataFrame({"a": pl.Series(values, dtype=pl.Float64)})
+    return settled(frame, ["a"])["a"].to_list()
+
+
+@pytest.mark.parametrize("values", [(0.1 + 0.2, 0.3), (1e-17, 0.0, 0.5), (1e6 * (0.1 + 0.2), 3e5)])
+def test_rounding_makes_no_difference(values: tuple[float, ...]) -> None:
+    first, second, *_ = column(*values)
+    assert first == second
+
+
+def test_different_values_stay_different() -> None:
+    assert column(0.3, 0.3 + 1e-9) == [0.3, 0.3 + 1e-9]
+    assert column(1e-20, 2e-20) == pytest.approx([1e-20, 2e-20])
+
+
+def test_values_that_are_not_finite_become_null() -> None:
+    assert column(math.nan, math.inf, -math.inf, None, 1.0) == [None, None, None, None, 1.0]
+    assert column(None, math.nan) == [None, None]
+    assert settled(pl.DataFrame({"a": [None, None]}), ["a"])["a"].dtype == pl.Float64
+
+
+def spread(groups: list[int], values: list[float | None]) -> Statistics:
+    return spread_of(pl.DataFrame({"group": groups, "a": pl.Series(values, dtype=pl.Float64)}), "a")
+
+
+NAMES = ("samples", "values", "null_share", "mean", "std", "within_groups", "groups", "groups_without_spread")
+
+
+@pytest.mark.parametrize(
+    ("groups", "values", "expected"),
+    [
+        # Deviations: of group 0 sqrt(2), of group 1 zero; group 2 has one value, group 3 none.
+        (
+            [0, 0, 1, 1, 2, 2, 3],
+            [1, 3, 5, 5, 7, None, None],
+            (7, 5, 2 / 7, 21 / 5, math.sqrt(5.2), math.sqrt(2) / 2, 3, 2 / 3),
+        ),
+        ([0, 1], [1, 2], (2, 2, 0.0, 1.5, math.sqrt(0.5), None, 2, 1.0)),
+        ([0, 0], [None, None], (2, 0, 1.0, None, None, None, 0, None)),
+        ([], [], (0, 0, None, None, None, None, 0, None)),
+    ],
+)
+def test_spread_by_hand(groups: list[int], values: list[float | None], expected: tuple[float | None, ...]) -> None:
+    assert spread(groups, values) == pytest.approx(dict(zip(NAMES, expected, strict=True)))
+
+
+def test_equal_values_have_no_spread_to_the_last_bit() -> None:
+    found = spread([0] * 7, [0.1] * 7)
+    assert (found["std"], found["within_groups"], found["groups_without_spread"]) == (0.0, 0.0, 1.0)
+
+
+def pairs(groups: list[int], first: list[float | None], second: list[float | None]) -> pl.DataFrame:
+    numbers = {"a": pl.Series(first, dtype=pl.Float64), "b": pl.Series(second, dtype=pl.Float64)}
+    return pl.DataFrame({"group": groups, **numbers})
+
+
+def test_scipy_agrees_over_all_and_within_groups() -> None:
+    random = np.random.default_rng(3)
+    groups = np.repeat(np.arange(40), 8)
+    first = np.round(random.normal(size=320) + groups / 20, 1)  # rounded, so that there are ties
+    second = np.round(first + random.normal(size=320), 1)
+    found = rank_agreement(pairs(groups.tolist(), first.tolist(), second.tolist()), "a", "b")
+    assert found["overall"] == pytest.approx(spearmanr(first, second).statistic, abs=1e-12)
+    within = [spearmanr(first[groups == group], second[groups == group]).statistic for group in range(40)]
+    assert found["within_groups"] == pytest.approx(np.mean(within), abs=1e-12)
+    assert (found["pairs"], found["groups"], found["groups_undefined"]) == (320, 40, 0)
+
+
+def test_ranks_by_hand() -> None:
+    # Group 0 keeps its order, group 1 reverses it, group 2 is constant on one side, group 3 has a single pair.
+    found = rank_agreement(
+        pairs([0, 0, 0, 1, 1, 2, 2, 3, 3], [1, 2, 3, 1, 2, 5, 5, 9, None], [10, 20, 30, 2, 1, 1, 2, 4, 7]), "a", "b"
+    )
+    assert found["within_groups"] == pytest.approx(0.0)
+    assert (found["pairs"], found["groups"], found["groups_undefined"]) == (8, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [([1.0, 1.0], [1.0, 2.0]), ([1.0, 2.0], [3.0, 3.0]), ([1.0], [2.0]), ([None], [None]), ([], [])],
+)
+def test_without_spread_there_is_no_correlation(first: list[float | None], second: list[float | None]) -> None:
+    found = rank_agreement(pairs([0] * len(first), first, second), "a", "b")
+    assert (found["overall"], found["within_groups"]) == (None, None)
+
+
+triples = st.lists(st.tuples(st.integers(0, 3), st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=40)
+
+
+@given(triples)
+def test_only_the_order_counts(rows: list[tuple[int, int, int]]) -> None:
+    groups, first, second = (list(column) for column in zip(*rows, strict=True))
+    plain = rank_agreement(pairs(groups, first, second), "a", "b")
+    bent = rank_agreement(pairs(groups, [float(np.exp(x)) for x in first], [x**3 + 7.0 for x in second]), "a", "b")
+    assert plain == bent
+    turned = rank_agreement(pairs(groups, [-x for x in first], second), "a", "b")
+    for here, there in ((plain["overall"], turned["overall"]), (plain["within_groups"], turned["within_groups"])):
+        assert (here is None) == (there is None)
+        assert here is None or here == pytest.approx(-(there or 0.0), abs=1e-12)
+
+
+def test_numpy_agrees_on_quantiles() -> None:
+    values = np.random.default_rng(0).normal(size=777)
+    found = quantiles_of(pl.Series([*values, None]))
+    assert found is not None
+    expected = np.quantile(values, [0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1])
+    assert list(found.values()) == pytest.approx(expected.tolist())
+
+
+@pytest.mark.parametrize(
+    ("values", "ends", "bins"),
+    [([0.31, 0.61, 1.0, None], (0.0, 1.0), [12, 24, BINS - 1]), ([7.0, 7.0], (6.5, 7.5), [20])],
+)
+def test_the_scale_of_a_histogram(values: list[float | None], ends: tuple[float, float], bins: list[int]) -> None:
+    histogram = histogram_of(pl.Series(values))
+    assert histogram is not None
+    counts, edges = histogram
+    assert (edges[0], edges[-1], len(edges)) == (*ends, BINS + 1)
+    assert np.flatnonzero(counts).tolist() == bins
+
+
+def test_nothing_has_no_quantiles() -> None:
+    nothing = pl.Series([None, None], dtype=pl.Float64)
+    assert quantiles_of(nothing) is None
+    assert histogram_of(nothing) is None

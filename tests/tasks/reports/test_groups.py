@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.reports.groups import LARGE, Group, Groups, read_groups
 from tasks.reports.images import TargetReader
+from tasks.reports.samples import LARGE, Group, Groups, read_groups
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tests.tasks.reports.made_runs import RunMaker, colour, completion, whole_run

@@ -1,11 +1,20 @@
+""""""
+
+import base64
+import hashlib
+import io
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from tasks.reports.plots import line_plot, plot_distribution, plot_joint
+from tasks.reports.images import TargetReader, fitted, image_uri, read_images, shrunk
+from tasks.reports.plots import line_plot, normalised, plot_distribution, plot_guardrails, plot_joint, plot_label
+from tests.tasks.reports.made_runs import RunMaker, colour, png
 from tests.tasks.reports.test_run_page import Page
 
 
@@ -64,6 +73,116 @@ def test_a_rescoring_counts_as_numpy_does() -> None:
 
 @pytest.mark.slow
 def test_matplotlib_is_imported_only_where_something_is_plotted() -> None:
-    modules = "flows.command_line.main, flows.training.train, flows.inspection.inspect_run, flows.rescoring.rescore"
+    modules = "flows.command_line.main, flows.training.train, flows.inspect_runs, flows.rescoring.rescore"
     command = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
+
+
+def test_labels_are_text_and_nothing_else() -> None:
+    assert plot_label("a$b$") == r"a\$b\$"
+    assert plot_label("报\n") == "\N{REPLACEMENT CHARACTER}" * 2
+    assert plot_label("a" * 40 + "z", 10) == "aaaaaa…aaz"
+
+
+def test_guardrails_are_multiples_of_their_first_value() -> None:
+    assert normalised([None, 4.0, None, 2.0, 8.0]) == [None, 1.0, None, 0.5, 2.0]
+    assert normalised([-2.0, -1.0]) == [1.0, 0.5]
+    assert normalised([0.0, 1.0]) is None
+    assert normalised([None, None]) is None
+
+
+def test_the_image_depends_on_what_was_measured() -> None:
+    contents = []
+    for last in (0.5, 0.5, 2.0):
+        guardrails = {"sharpness": [1.0, None, last], "$zero": [0.0, 0.0, 1.0], "_none": [None] * 3}
+        contents.append(plot_guardrails([0, 1, 2], [0.1, 0.2, None], guardrails))
+    assert contents[0] == contents[1] != contents[2]
+    with Image.open(io.BytesIO(contents[0])) as image:
+        # Nor on what made it.
+        assert not image.text  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rewards", [[0.5], [None]])
+def test_a_single_version_without_guardrails(rewards: list[float | None]) -> None:
+    with Image.open(io.BytesIO(plot_guardrails([3], rewards, {}))) as image:
+        assert image.width > 600
+
+
+def plain(rgb: tuple[int, int, int], width: int = 8, height: int = 8) -> Image.Image:
+    return Image.new("RGB", (width, height), rgb)
+
+
+def test_images_are_found_by_their_samples_name(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path)
+    maker.rollouts("iteration_000001", "i000001")
+    wanted = ["i000001.p0001.s02", "i000001.p0000.s01", "i000001.p0009.s00"]
+    found = read_images(maker.folder / "iteration_000001/rollouts", wanted)
+    assert {name: image.getpixel((3, 3)) for name, image in found.items()} == {
+        "i000001.p0001.s02": colour(1, 2),
+        "i000001.p0000.s01": colour(0, 1),
+    }
+
+
+def test_small_images_grow_by_whole_pixels_and_large_ones_are_averaged() -> None:
+    two = plain((0, 0, 0), 2, 1)
+    two.putpixel((1, 0), (255, 255, 255))
+    grown = fitted(two, 8)
+    assert grown.size == (8, 4)
+    assert {grown.getpixel((x, 2)) for x in range(4)} == {(0, 0, 0)}
+    assert {grown.getpixel((x, 2)) for x in range(4, 8)} == {(255, 255, 255)}
+    stripes = plain((0, 0, 0), 200, 100)
+    stripes.paste((255, 255, 255), (0, 0, 200, 50))
+    small = fitted(stripes, 20)
+    assert small.size == (20, 10)
+    assert small.getpixel((10, 1)) == (255, 255, 255)
+    assert small.getpixel((10, 8)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("size", "expected"), [((400, 100), (40, 10)), ((30, 20), (30, 20)), ((2000, 1), (40, 1))])
+def test_shrinking_keeps_the_shape_and_the_given_image(size: tuple[int, int], expected: tuple[int, int]) -> None:
+    image = plain((9, 8, 7), *size)
+    assert shrunk(image, 40).size == expected
+    assert image.size == size
+
+
+@pytest.mark.parametrize(
+    ("image", "lossless_side", "kind"),
+    [
+        (Image.effect_noise((64, 64), 90), 128, "PNG"),
+        (Image.effect_noise((64, 64), 90), 0, "JPEG"),
+        (Image.effect_noise((300, 300), 90), 128, "JPEG"),
+        (plain((1, 2, 3), 300, 300), 128, "PNG"),
+    ],
+)
+def test_small_images_are_lossless_and_photographs_are_not(image: Image.Image, lossless_side: int, kind: str) -> None:
+    uri = image_uri(image.convert("RGB"), lossless_side=lossless_side)
+    with Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1]))) as embedded:
+        assert (embedded.format, embedded.size) == (kind, image.size)
+
+
+def test_targets_are_verified(tmp_path: Path) -> None:
+    kept, gone, changed, broken = (tmp_path / name for name in ("kept.png", "gone.png", "changed.png", "broken.png"))
+    for path in (kept, gone, changed):
+        path.write_bytes(png((1, 2, 3)))
+    broken.write_bytes(b"no image")
+    known = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (kept, gone, changed, broken)}
+    gone.unlink()
+    changed.write_bytes(png((9, 9, 9)))
+    targets = TargetReader(320)
+    found = {path.name: targets.read(str(path), sha256) for path, sha256 in known.items()}
+    target = found.pop("kept.png")
+    assert target is not None
+    assert target.getpixel((0, 0)) == (1, 2, 3)
+    assert set(found.values()) == {None}
+    assert set(targets.missing) == {str(gone), str(changed), str(broken)}
+    assert known[changed] in targets.missing[str(changed)]
+    assert targets.read(None, None) is None
+    assert len(targets.missing) == 3
+
+
+def test_a_large_transparent_target_lies_over_white_and_is_made_smaller(tmp_path: Path) -> None:
+    place = tmp_path / "large.png"
+    Image.new("RGBA", (64, 64), (0, 0, 0, 0)).save(place)
+    read = TargetReader(16).read(str(place), hashlib.sha256(place.read_bytes()).hexdigest())
+    assert read is not None
+    assert (read.size, read.mode, read.getpixel((0, 0))) == ((16, 16), "RGB", (255, 255, 255))

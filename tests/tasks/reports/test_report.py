@@ -1,8 +1,7 @@
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-from tasks.reports.pages import render
-from tasks.reports.report import Notice, Report, Table, markdown_of
+from tasks.reports.report import Notice, Report, Table, markdown_of, render
 from tests.tasks.reports.test_run_page import EVIL, check_offline
 from tests.tasks.reports.test_text import MARKUP
 

@@ -12,17 +12,14 @@ from typing import Any
 import polars as pl
 import pytest
 
-from configs.scoring import RewardSection
 from configs.sections import PlacementSection
-from configs.training import AdvantagesSection
+from configs.training import AdvantagesSection, RewardSection
 from grpo_core.errors import FailedSamplesError, InputError
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource
-from tasks.rewards.score_rewards import score_reward_task
-from tasks.rewards.stored import NeededScores, StoredScores, samples_to_score
-from tasks.runs.layout import SCORES_FILE
-from tasks.runs.records import SamplingRound
+from tasks.rewards.score_rewards import NeededScores, StoredScores, samples_to_score, score_reward_task
+from tasks.runs.layout import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.tasks.reports.made_runs import GROUP_SIZE, RunMaker
@@ -272,7 +269,7 @@ def test_processes_that_score_end_with_a_run_that_is_killed(maker: RunMaker, tmp
     settings = function(tmp_path, requested, 'open(f"{folder}/{os.getpid()}.pid", "w").close(); return 0.5')
     program = f"""
 import time
-from configs.scoring import RewardSection
+from configs.training import RewardSection
 from tasks.rewards.process_pool import score_in_processes
 
 if __name__ == "__main__":

@@ -8,18 +8,17 @@ from torch import Tensor
 
 from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection
 from grpo_core.collect import collect_rollouts
-from grpo_core.groups import GroupRequest, RolloutGroup
-from grpo_core.image_size import ImageSize
-from grpo_core.records import DenoisingBatch, SampledActions
+from grpo_core.records import DenoisingBatch, GroupRequest, RolloutGroup, SampledActions
+from grpo_core.streams import ImageSize
 from tasks.execution.resources import resource
-from tasks.models.files import model_digest
+from tasks.models.initial import model_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan, plan_round
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tests.tiny_policy import MODEL
+from tests.tiny_policies import MODEL
 
 SECTION = PolicySection(
     model=str(MODEL), train=("tokens", "denoising"), dtype="float32", lora=LoraSection(rank=2, alpha=4.0)

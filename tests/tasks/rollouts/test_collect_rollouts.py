@@ -8,19 +8,21 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
-from grpo_core.groups import RolloutGroup
+from data.shapes import BACKGROUNDS
 from grpo_core.policies.protocol import policy_family
-from grpo_core.records import DenoisingBatch, TokenBatch
+from grpo_core.records import DenoisingBatch, RolloutGroup, TokenBatch
 from grpo_core.streams import Stream
-from tasks.execution.stages import stage_named
+from tasks.execution.call import stage_named
+from tasks.rollouts.collect_rollouts import background
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.parquet import TableWriter
-from tasks.storage.tables.schemas import ADVANTAGES, STATES
+from tasks.storage.parquet import TableWriter
+from tasks.storage.schemas import ADVANTAGES, STATES
 from tasks.update.rows import StoredRows, read_training_rows
-from tests.tasks.advantages.made_rounds import commit_rows
+from tests.tasks.advantages.test_compute_advantages import commit_rows
 from tests.tasks.reports.made_runs import flip_last_byte
 from tests.tasks.rollouts.both_streams import PLACEMENT, ROLLOUT, WINDOW, collect, plan, policy, sampled, spec
 from tests.tasks.stage_calls import table_of
@@ -215,3 +217,20 @@ def test_a_digest_covers_every_state(store: ArtifactStore, monkeypatch: pytest.M
 
     monkeypatch.setattr(TableWriter, "write", changed)
     assert collect(plan(prompts=1)).digest != whole.digest
+
+
+TARGETS = Path(__file__).resolve().parents[3] / "data" / "targets"
+
+
+def test_the_border_decides_and_of_two_colours_the_darker_one() -> None:
+    files = sorted(TARGETS.glob("*.png"))
+    assert files
+    for file in files:
+        with Image.open(file) as target:
+            assert background(target) == BACKGROUNDS[file.stem.rpartition("-")[2]]
+    framed = Image.new("RGB", (9, 7), (200, 0, 0))
+    framed.paste((0, 0, 9), (1, 1, 8, 6))
+    assert background(framed) == (200, 0, 0)
+    halves = Image.new("RGB", (4, 4), (10, 200, 200))
+    halves.paste((10, 199, 255), (0, 0, 2, 4))
+    assert background(halves) == (10, 199, 255)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.rewards.stored import joined_folder
+from tasks.rewards.score_rewards import joined_folder
 from tasks.runs import reader as artifact_reader
 from tasks.runs.reader import RunReader, refuse_lost
+from tasks.storage.artifacts.commit import IMAGES_REMOVED, STATES_REMOVED, delete_files
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.artifacts.tombstones import IMAGES_REMOVED, STATES_REMOVED, delete_files
-from tasks.storage.filesystem.files import dump_checked, load_checked
+from tasks.storage.files import dump_checked, load_checked
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte
 from tests.tasks.storage.made_artifacts import FOLDER, NESTED, commit
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.s3_server import S3Server, forget_clients, s3_server
+from tests.servers import S3Server, forget_clients, s3_server
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from grpo_core.errors import InputError
 from tasks.progress import listen
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.run_lock import RunLock, locked
-from tests.progress import ProgressLog
+from tests.processes import ProgressLog
 from tests.tasks.storage.made_artifacts import root_url
 
 # Locks a run and obeys one word a line; answers with a line each.

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import InputError
+from tasks.storage import lease
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem import lease
-from tasks.storage.filesystem.lease import Lease, read_holder, take_lease, this_process
+from tasks.storage.lease import Lease, read_holder, take_lease, this_process
 from tasks.storage.run_lock import LOCK, LockLostError, is_locked
 from tests.tasks.storage import lock_holders
 from tests.tasks.storage.lock_holders import held, held_elsewhere, refusal

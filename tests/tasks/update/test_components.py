@@ -15,21 +15,25 @@ from configs.sections import LoraSection, PlacementSection
 from configs.training import DenoisingUpdateSection, MismatchSection, ReferenceSection, UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.parity import ParityError
-from grpo_core.policies.glm_image.decoder import GlmImageDecoder
+from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+from grpo_core.policies.glm_image.policy import GlmImageDecoder
 from grpo_core.streams import STREAMS, Stream
-from grpo_core.update import SINGLE_PROCESS
+from grpo_core.update.process_group import SINGLE_PROCESS
 from tasks.execution.resources import resource, run_resources
-from tasks.models.files import weights_digest
+from tasks.models.initial import weights_digest
 from tasks.models.resident import ResidentPolicy
-from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.runs.layout import OPTIMIZER_FILE
+from tasks.storage.artifacts.commit import STATES_REMOVED, delete_files
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tasks.storage.artifacts.tombstones import STATES_REMOVED, delete_files
-from tasks.update.carry_out import carry_out
+from tasks.update.component import carry_out
 from tasks.update.job import UpdateJob, UpdateOutcome
 from tasks.update.update_policy import update_policy_task
 from tests.tasks.update.update_jobs import (
     JOINT,
+    TEXTS,
     UPDATE,
+    advantages_of,
     alone,
     changed,
     commit,
@@ -270,3 +274,52 @@ def test_progress_covers_both_components(both: Updated) -> None:
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert 0.5 in shares
+
+
+# Nothing but the optimizer has to be read: no reference of a KL, no moving average.
+SETTINGS = UPDATE.model_copy(update={"kl_coef": 0.0})
+
+
+def made(job: UpdateJob) -> PolicyRef:
+    """The version that the task makes and commits."""
+    arguments = (job.policy, job.rollouts, job.advantages, job.model, job.updates, job.seed, job.max_staleness)
+    return update_policy_task.fn(*arguments, "an iteration", job.placement)
+
+
+def test_an_update_continues_with_the_optimizer_in_memory_as_with_the_stored_one(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rollouts = TEXTS.collect()
+    advantages = advantages_of(rollouts)
+
+    def after(policy: PolicyRef | None, learning_rate: float = SETTINGS.learning_rate) -> UpdateJob:
+        update = SETTINGS.model_copy(update={"learning_rate": learning_rate})
+        return job_of(TEXTS, rollouts, advantages, policy=policy, update=update)
+
+    stored = Path(store.path("policies/000001/tokens")) / OPTIMIZER_FILE
+    with run_resources():
+        first = made(after(None))
+        content = stored.read_bytes()
+        stored.unlink()
+        second = made(after(first))
+    stored.write_bytes(content)
+    assert second.checkpoint is not None
+    with run_resources():
+        read = alone(after(first), tmp_path / "read")
+        assert (read.policy.digest, read.checkpoint_digest) == (second.digest, second.checkpoint.digest)
+        # A failed update has changed the optimizer in memory.
+        with monkeypatch.context() as patched:
+            patched.setattr(CausalLMPolicy, "save_weights", _refuse)
+            with pytest.raises(OSError, match="full"):
+                made(after(second))
+        third = made(after(second))
+    with run_resources():
+        assert alone(after(second), tmp_path / "again").policy.digest == third.digest
+        # Other settings need another optimizer, which continues from the files.
+        Path(store.path("policies/000003/tokens"), OPTIMIZER_FILE).unlink()
+        with pytest.raises(StaleReferenceError, match=OPTIMIZER_FILE):
+            made(after(third, learning_rate=1e-5))
+
+
+def _refuse(self: CausalLMPolicy, folder: Path) -> None:
+    raise OSError("the disk is full")

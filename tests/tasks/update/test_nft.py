@@ -11,14 +11,13 @@ from safetensors.torch import load_file
 from configs.training import NftUpdateSection, UpdateSection
 from grpo_core.records import DenoisingBatch
 from tasks.execution.resources import resource, run_resources
-from tasks.models.files import weights_digest
+from tasks.models.initial import weights_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.schemas import NFT_STEPS
-from tasks.update.algorithms import ALGORITHMS
+from tasks.storage.schemas import NFT_STEPS
 from tasks.update.job import UpdateJob
-from tasks.update.rows import read_training_rows
+from tasks.update.rows import ALGORITHMS, read_training_rows
 from tests.tasks.update.update_jobs import (
     JOINT,
     UPDATE,

@@ -22,12 +22,10 @@ from tasks.execution.resources import run_resources
 from tasks.progress import listen
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, described, use_store
-from tasks.update.job import SharedJob, UpdateOutcome
-from tasks.update.placement import refuse_unusable_placement
+from tasks.update.job import SharedJob, UpdateOutcome, refuse_unusable_placement
 from tasks.update.process import take_part
 from tasks.update.update_policy import update_policy_task
-from tests.processes import in_processes
-from tests.progress import ProgressLog
+from tests.processes import ProgressLog, in_processes
 from tests.tasks.update.update_jobs import (
     ADVANTAGE_OF,
     IMAGES,
@@ -297,7 +295,7 @@ def test_processes_are_kept_until_one_of_them_dies(tmp_path: Path) -> None:
 PROGRAM = """
 import sys
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tests.progress import ProgressLog
+from tests.processes import ProgressLog
 from tests.tasks.update.test_process import LONG, TEXTS, run_task
 
 use_store(ArtifactStore(sys.argv[1], "run"))

@@ -11,23 +11,23 @@ from torch import Tensor
 
 from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection, TextRolloutSection
 from configs.training import AnyUpdateSection, MismatchSection, UpdateSection
-from grpo_core.policies.trained import Reference
+from grpo_core.policies.trained.settings import Reference
 from grpo_core.streams import Stream
-from grpo_core.update import SINGLE_PROCESS
-from tasks.models.files import model_digest
+from grpo_core.update.process_group import SINGLE_PROCESS
+from tasks.models.initial import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, described
-from tasks.storage.tables.parquet import write_table
-from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
-from tasks.update.carry_out import carry_out
+from tasks.storage.parquet import write_table
+from tasks.storage.schemas import ADVANTAGES, SCHEMA_VERSION
+from tasks.update.component import carry_out
 from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome
 from tasks.update.process import take_part
 from tests.processes import in_processes
-from tests.tiny_policy import MODEL as IMAGE_MODEL
-from tests.tiny_text_policy import MODEL as TEXT_MODEL
+from tests.tiny_policies import MODEL as IMAGE_MODEL
+from tests.tiny_policies import TEXT_MODEL
 
 # Minibatches of four and of three rows, a row at a time: one process of two has one microbatch more to do.
 UPDATE = UpdateSection(

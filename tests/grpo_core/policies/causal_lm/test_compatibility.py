@@ -10,13 +10,26 @@ from transformers import PreTrainedModel, Qwen3NextConfig
 
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm import compatibility
-from grpo_core.policies.causal_lm.adapters import matrices_without_adapter, train_causal_lm
-from grpo_core.policies.causal_lm.compatibility import refuse_incompatible, refuse_incompatible_model, why_incompatible
-from grpo_core.policies.causal_lm.sampling import end_tokens
-from grpo_core.policies.causal_lm.small_copy import small_copy
-from grpo_core.policies.trained import LoraSettings, TrainingChoice
-from tests.grpo_core.policies.causal_lm.made_models import change_inputs, make_model, make_tokenizer
-from tests.grpo_core.policies.causal_lm.model_types import PAGE, TABLE, TYPES, configurations, outcome, page
+from grpo_core.policies.causal_lm.compatibility import (
+    refuse_incompatible,
+    refuse_incompatible_model,
+    small_copy,
+    why_incompatible,
+)
+from grpo_core.policies.causal_lm.loading import matrices_without_adapter, train_causal_lm
+from grpo_core.policies.causal_lm.sampling_scoring import end_tokens
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from tests.grpo_core.policies.causal_lm.model_types import (
+    PAGE,
+    TABLE,
+    TYPES,
+    change_inputs,
+    configurations,
+    make_model,
+    make_tokenizer,
+    outcome,
+    page,
+)
 
 EXPECTED = json.loads(TABLE.read_text())
 # Caches, heads, positions and routers of every kind that the sampler or the scorer could trip over.

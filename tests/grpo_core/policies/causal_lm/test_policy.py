@@ -13,12 +13,12 @@ from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.family import FAMILY
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.prompts import prompt_ids
-from grpo_core.policies.causal_lm.sampling import StopTexts, end_tokens
+from grpo_core.policies.causal_lm.sampling_scoring import StopTexts, end_tokens
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.trained import TrainingChoice
+from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import SampledTokens
-from tests.grpo_core.policies.causal_lm.made_models import make_model, make_tokenizer
-from tests.tiny_text_policy import MODEL, PROMPTS, build_text_policy
+from tests.grpo_core.policies.causal_lm.model_types import make_model, make_tokenizer
+from tests.tiny_policies import TEXT_MODEL, TEXT_PROMPTS, build_text_policy
 
 TOKENIZER = make_tokenizer()
 STOPS = StopTexts(TOKENIZER, ("ab", "\n\n", "é!", " of the"))
@@ -61,7 +61,7 @@ END = 268
 
 
 def drawn(policy: CausalLMPolicy, group_size: int = 8) -> SampledTokens:
-    return policy.sample_tokens(PROMPTS, group_size=group_size, seeds=range(len(PROMPTS) * group_size))
+    return policy.sample_tokens(TEXT_PROMPTS, group_size=group_size, seeds=range(len(TEXT_PROMPTS) * group_size))
 
 
 def test_a_row_ends_with_its_end_token_or_is_cut() -> None:
@@ -85,7 +85,7 @@ def test_a_row_ends_with_its_end_token_or_is_cut() -> None:
 
 def test_the_loop_ends_when_every_row_has() -> None:
     policy = build_text_policy(CausalLMSettings(max_completion_length=200))
-    tokens = policy.sample_tokens(PROMPTS[:1], group_size=4, seeds=range(4)).actions
+    tokens = policy.sample_tokens(TEXT_PROMPTS[:1], group_size=4, seeds=range(4)).actions
     assert tokens.token_ids.shape[1] == int(tokens.loss_mask.sum(-1).max()) < 30
 
 
@@ -149,7 +149,7 @@ def test_settings_come_from_a_configuration_and_from_a_stored_row() -> None:
 def test_loaded_by_folder_it_answers() -> None:
     settings = CausalLMSettings(temperature=1e-4, max_completion_length=12)
     policy = FAMILY.policy_class().load(
-        str(MODEL),
+        str(TEXT_MODEL),
         settings,
         {"tokens": TrainingChoice(lora=None)},
         dtype=torch.float32,
@@ -161,6 +161,6 @@ def test_loaded_by_folder_it_answers() -> None:
 
 
 def test_prompts_are_refused_by_the_tokenizer_alone() -> None:
-    FAMILY.refuse_prompts(str(MODEL), CausalLMSettings(max_completion_length=460), PROMPTS)
+    FAMILY.refuse_prompts(str(TEXT_MODEL), CausalLMSettings(max_completion_length=460), TEXT_PROMPTS)
     with pytest.raises(InputError, match="leave room"):
-        FAMILY.refuse_prompts(str(MODEL), CausalLMSettings(max_completion_length=460), [*PROMPTS, "b" * 80])
+        FAMILY.refuse_prompts(str(TEXT_MODEL), CausalLMSettings(max_completion_length=460), [*TEXT_PROMPTS, "b" * 80])

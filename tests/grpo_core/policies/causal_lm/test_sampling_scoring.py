@@ -9,18 +9,18 @@ import torch
 
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
-from grpo_core.policies.causal_lm.scoring import head_gives_logits
+from grpo_core.policies.causal_lm.sampling_scoring import head_gives_logits
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.trained import TrainingChoice
+from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import SampledTokens
-from tests.grpo_core.policies.causal_lm.made_models import (
+from tests.grpo_core.policies.causal_lm.model_types import (
     AFTER_HEAD,
     CONFIGS,
     change_inputs,
     make_model,
     make_tokenizer,
 )
-from tests.tiny_text_policy import LORA, PROMPTS, build_text_policy
+from tests.tiny_policies import TEXT_LORA, TEXT_PROMPTS, build_text_policy
 
 PARITY = 1e-5
 # Models compute in fp64 where they can: in fp32 some CPUs' kernels differ by more than PARITY between the two passes.
@@ -43,7 +43,7 @@ def made_policy(kind: str, settings: CausalLMSettings, **arguments: Any) -> Caus
 
 
 def drawn(policy: CausalLMPolicy, group_size: int = 3) -> SampledTokens:
-    return policy.sample_tokens(PROMPTS, group_size=group_size, seeds=range(len(PROMPTS) * group_size))
+    return policy.sample_tokens(TEXT_PROMPTS, group_size=group_size, seeds=range(len(TEXT_PROMPTS) * group_size))
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def test_rows_that_have_ended_leave_the_batch() -> None:
     fed: list[int] = []
     change_inputs(policy._model, lambda given: fed.append(len(given["input_ids"])))
     tokens = drawn(policy).actions
-    assert fed[0] == len(PROMPTS)
+    assert fed[0] == len(TEXT_PROMPTS)
     assert fed[1:] == sorted(fed[1:], reverse=True)
     assert len(set(fed[1:])) > 2
     for row in range(len(tokens)):
@@ -106,7 +106,7 @@ def test_rows_that_have_ended_leave_the_batch() -> None:
 
 def test_a_prompt_that_comes_twice_is_sampled_twice() -> None:
     policy = build_text_policy()
-    requested = (PROMPTS[0], PROMPTS[1], PROMPTS[0])
+    requested = (TEXT_PROMPTS[0], TEXT_PROMPTS[1], TEXT_PROMPTS[0])
     sampled = policy.sample_tokens(requested, group_size=2, seeds=[5, 6, 7, 8, 5, 6]).actions
     assert sampled.prompts == (requested[0], requested[0], requested[1], requested[1], requested[0], requested[0])
     assert torch.equal(sampled.token_ids[:2], sampled.token_ids[4:])
@@ -119,7 +119,7 @@ def test_a_prompt_that_comes_twice_is_sampled_twice() -> None:
 def test_greedy_tokens_are_those_of_generate(kind: str) -> None:
     policy = made_policy(kind, CausalLMSettings(max_completion_length=10, temperature=1e-5))
     model = policy._model
-    for prompt in PROMPTS[:2]:
+    for prompt in TEXT_PROMPTS[:2]:
         encoded = policy._encode([prompt])
         likeliest = model.generate(
             input_ids=encoded.input_ids,
@@ -220,7 +220,7 @@ def test_ids_without_text_are_never_drawn_and_have_no_mass() -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_adapters_go_into_every_linear_layer_but_the_head(kind: str) -> None:
-    policy = made_policy(kind, SAMPLERS["warm"], choice=TrainingChoice(lora=LORA))
+    policy = made_policy(kind, SAMPLERS["warm"], choice=TrainingChoice(lora=TEXT_LORA))
     adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in policy.trainable_parameters()}
     assert adapted == {
         "gpt2": {"c_attn", "c_proj", "c_fc"},

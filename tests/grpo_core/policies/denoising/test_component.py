@@ -9,13 +9,16 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from grpo_core.errors import InputError, NonFiniteError
-from grpo_core.groups import GroupRequest
-from grpo_core.image_size import ImageSize
-from grpo_core.policies.denoising import DenoisingComponent, NoisyScheduler, exchanged_scheduler, image_of, images
-from grpo_core.policies.trained import TrainingChoice, train_model
-from grpo_core.records import BrokenImage, DenoisingBatch, TokenBatch
+from grpo_core.policies.denoising import rows as images
+from grpo_core.policies.denoising.component import DenoisingComponent
+from grpo_core.policies.denoising.rows import image_of
+from grpo_core.policies.denoising.scheduler import NoisyScheduler, exchanged_scheduler
+from grpo_core.policies.trained.lora_and_full import train_model
+from grpo_core.policies.trained.settings import TrainingChoice
+from grpo_core.records import BrokenImage, DenoisingBatch, GroupRequest, TokenBatch
 from grpo_core.seeds import make_generator
-from tests.grpo_core.policies.denoising.test_kernels import flow_grpo_formula
+from grpo_core.streams import ImageSize
+from tests.grpo_core.policies.denoising.test_scheduler import flow_grpo_formula
 from tests.grpo_core.policies.denoising.tiny_pipelines import (
     PIPELINES,
     SIZE,

@@ -9,14 +9,15 @@ import diffusers
 import torch
 from torch import Tensor
 
-from grpo_core.groups import GroupRequest
-from grpo_core.image_size import ImageSize
-from grpo_core.policies.denoising import DenoisingComponent, DenoisingSettings
-from grpo_core.policies.glm_image.decoder import GlmImageDecoder
+from grpo_core.policies.denoising.component import DenoisingComponent
+from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.glm_image.loading import load_pipeline
+from grpo_core.policies.glm_image.policy import GlmImageDecoder
 from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
-from grpo_core.policies.trained import LoraModel, LoraSettings, TrainingChoice, train_model
-from grpo_core.records import DenoisingBatch, TokenBatch
+from grpo_core.policies.trained.lora_and_full import LoraModel, train_model
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.records import DenoisingBatch, GroupRequest, TokenBatch
+from grpo_core.streams import ImageSize
 
 PIPELINES = ("sd3", "flux", "qwen_image", "z_image", "glm_image")
 SIZE = ImageSize(32, 32)

@@ -13,8 +13,8 @@ from grpo_core.errors import InputError
 from grpo_core.policies.diffusers.family import FAMILY
 from grpo_core.policies.diffusers.loading import build_on_meta, default_targets, load_pipeline, require_saved_pipeline
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
-from grpo_core.policies.diffusers.settings import DiffusersSettings
-from grpo_core.policies.trained import LoraSettings, TrainingChoice
+from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tests.grpo_core.policies.diffusers.test_policy import pixels
 from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, load, request, settings
 

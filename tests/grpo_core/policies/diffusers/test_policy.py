@@ -1,4 +1,4 @@
-"""Pipelines of the real classes through the whole policy, from prompts to log-probs of the steps that made an image."""
+"""Prompts are encoded once, and as the pipeline itself encodes them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,23 +10,104 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.errors import InputError, NonFiniteError
-from grpo_core.groups import RolloutGroup
-from grpo_core.image_size import ImageSize
-from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.policies.denoising.settings import SdeType
-from grpo_core.policies.diffusers.policy import DiffusersPolicy
-from grpo_core.policies.trained import LoraSettings, TrainingChoice
-from grpo_core.records import ActionLogprobs, DenoisingBatch
+from grpo_core.policies.diffusers.policy import DiffusersPolicy, PromptCache
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.records import ActionLogprobs, DenoisingBatch, RolloutGroup
 from grpo_core.seeds import make_generator
-from grpo_core.update import UpdateSettings, update_policy
+from grpo_core.streams import ImageSize
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.policy_update import update_policy
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings
 from tests.grpo_core.policies.denoising.tiny_pipelines import GUIDANCE
 from tests.grpo_core.policies.diffusers.tiny_pipelines import LENGTHS, MAKE, load, request, settings
 
 SavedFolder = Callable[[str], Path]
 SharedPolicy = Callable[[str], DiffusersPolicy]
+
+
+def encoded(pipeline: Any, name: str, rows: int, prompt: str = "a red dot") -> Any:
+    options: dict[str, Any] = {"max_sequence_length": LENGTHS[name]}
+    if name == "sd3":
+        options |= {"prompt_2": None, "prompt_3": None}
+    if name in ("sd3", "z_image"):
+        options |= {"do_classifier_free_guidance": True, "negative_prompt": ["blur"] * rows}
+    return pipeline.encode_prompt(prompt=[prompt] * rows, **options)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_rows_are_what_the_pipeline_encodes(saved_folder: SavedFolder, name: str) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder(name)))
+    expected = [encoded(pipeline, name, rows) for rows in (1, 3)]
+    PromptCache(pipeline)
+    for rows, own in zip((1, 3), expected, strict=True):
+        for _ in range(2):
+            for got, wanted in zip(tree_leaves(encoded(pipeline, name, rows)), tree_leaves(own), strict=True):
+                torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_text_encoders_run_once_for_a_prompt(shared_policy: SharedPolicy, name: str) -> None:
+    policy = shared_policy(name)
+    policy.sample_with(settings(name, decode_batch_size=2))
+    runs = []
+    hook = policy.denoising.pipeline.text_encoder.register_forward_hook(lambda *_: runs.append(1))
+    list(policy.sample([request("one prompt")]))
+    first = len(runs)
+    assert first > 0
+    (group,) = policy.sample([request("one prompt", seed=5, samples=4)])
+    policy.denoising.logprobs(group.streams["denoising"].actions)
+    assert len(runs) == first
+    list(policy.sample([request("another")]))
+    assert first < len(runs) <= 2 * first
+    hook.remove()
+
+
+def test_other_settings_are_other_results(saved_folder: SavedFolder) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder("flux")))
+    PromptCache(pipeline)
+    short = pipeline.encode_prompt(prompt=["dot"], max_sequence_length=8)[0]
+    assert pipeline.encode_prompt(prompt=["dot"], max_sequence_length=9)[0].shape[1] == short.shape[1] + 1
+    assert not pipeline.encode_prompt(prompt=["ring"], max_sequence_length=8)[0].equal(short)
+
+
+def test_several_prompts_have_the_embeddings_of_each_alone(saved_folder: SavedFolder) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder("flux")))
+    cache = PromptCache(pipeline)
+    assert cache.pads_to_one_length
+    together = pipeline.encode_prompt(prompt=["dot", "ring", "dot"])
+    for row, prompt in enumerate(["dot", "ring", "dot"]):
+        for both, alone in zip(together[:2], pipeline.encode_prompt(prompt=[prompt])[:2], strict=True):
+            assert torch.equal(both[row], alone[0])
+
+
+def test_prompts_of_several_lengths_are_refused_in_one_call(saved_folder: SavedFolder) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder("qwen_image")))
+    cache = PromptCache(pipeline)
+    assert not cache.pads_to_one_length
+    with pytest.raises(ValueError, match="one length"):
+        pipeline.encode_prompt(prompt=["dot", "a much longer prompt"])
+
+
+def test_the_oldest_results_are_dropped(saved_folder: SavedFolder) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder("flux")))
+    runs = []
+    pipeline.text_encoder.register_forward_hook(lambda *_: runs.append(1))
+    one = sum(each.nbytes for each in pipeline.encode_prompt(prompt=["dot"], max_sequence_length=8))
+    PromptCache(pipeline, max_bytes=2 * one)
+    for prompt in ("dot", "ring", "dot", "bar"):
+        pipeline.encode_prompt(prompt=[prompt], max_sequence_length=8)
+    runs.clear()
+    pipeline.encode_prompt(prompt=["dot"], max_sequence_length=8)
+    assert not runs
+    pipeline.encode_prompt(prompt=["ring"], max_sequence_length=8)
+    assert len(runs) == 1
+
+
 TINY_SD3 = Path(__file__).parents[4] / "data" / "models" / "tiny-sd3"
 
 

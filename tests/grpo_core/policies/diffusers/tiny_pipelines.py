@@ -11,10 +11,11 @@ import transformers
 from tokenizers import pre_tokenizers
 from torch import nn
 
-from grpo_core.groups import GroupRequest
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
-from grpo_core.policies.diffusers.settings import DiffusersSettings
-from grpo_core.policies.trained import LoraModel, LoraSettings, TrainingChoice
+from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
+from grpo_core.policies.trained.lora_and_full import LoraModel
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.records import GroupRequest
 from tests.grpo_core.policies.denoising import tiny_pipelines as without_text
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -13,19 +13,18 @@ from diffusers import GlmImagePipeline
 from torch import Tensor
 
 from grpo_core.collect import collect_rollouts, join_groups
-from grpo_core.groups import GroupRequest, RolloutGroup
-from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.parity import ParityTolerance
-from grpo_core.policies.glm_image.decoder import DECODER_LINEARS
 from grpo_core.policies.glm_image.loading import build_on_meta, released_configs
-from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.policy import DECODER_LINEARS, GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.trained import LoraSettings, TrainingChoice
-from grpo_core.records import DenoisingBatch
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.records import DenoisingBatch, GroupRequest, RolloutGroup
 from grpo_core.streams import STREAMS, Stream
-from grpo_core.update import UpdateSettings, update_policy
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.policy_update import update_policy
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings
 from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
-from tests.tiny_policy import MODEL, PROMPTS
+from tests.tiny_policies import MODEL, PROMPTS
 
 SETTINGS = GlmImageSettings(height=128, width=128, num_inference_steps=6, guidance_scale=1.5, sde_window_size=2)
 LORA = TrainingChoice(LoraSettings(rank=4, alpha=8.0))

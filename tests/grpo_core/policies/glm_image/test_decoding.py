@@ -9,12 +9,11 @@ from diffusers import GlmImagePipeline
 from PIL import Image
 from torch import Tensor, nn
 
-from grpo_core.groups import GroupRequest
-from grpo_core.policies.glm_image.decoder import GlmImageDecoder, large_grid_ids
+from grpo_core.policies.glm_image.policy import GlmImageDecoder, large_grid_ids
 from grpo_core.policies.glm_image.settings import GlmImageSettings, Grid, TokenGrids, token_grids
-from grpo_core.policies.trained import FrozenModel
-from grpo_core.records import BrokenImage, TokenBatch
-from tests.tiny_policy import PROMPTS, build_policy, render
+from grpo_core.policies.trained.lora_and_full import FrozenModel
+from grpo_core.records import BrokenImage, GroupRequest, TokenBatch
+from tests.tiny_policies import PROMPTS, build_policy, render
 
 GRIDS = TokenGrids(preview=Grid(1, 2), large=Grid(2, 2))
 TOKENS = torch.randint(73, (6, 64), generator=torch.Generator().manual_seed(2))

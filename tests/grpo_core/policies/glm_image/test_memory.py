@@ -1,15 +1,17 @@
-"""The memory estimate against what loaded models, AdamW, autograd and a filled cache take."""
+"""An oracle for memory: the most bytes alive at once, seen by watching real operations."""
 
 import dataclasses
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, GlmImageForConditionalGeneration
 
-from grpo_core.image_size import ImageSize
 from grpo_core.policies.estimate import MemoryEstimate, TrainingEstimate, Workload, estimate_resources
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, score_tokens
 from grpo_core.policies.glm_image.loading import (
@@ -19,12 +21,41 @@ from grpo_core.policies.glm_image.loading import (
     load_pipeline,
     released_configs,
 )
+from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS, train_token_model
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.glm_image.token_model import LANGUAGE_MODEL_LINEARS, train_token_model
 from grpo_core.policies.sizes import ComponentSizes, cached_values
-from grpo_core.policies.trained import LoraSettings, TrainedModel, TrainingChoice
-from tests.grpo_core.policies.causal_lm.made_models import CONFIGS, make_model
-from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes
+from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.streams import ImageSize
+from tests.grpo_core.policies.causal_lm.model_types import CONFIGS, make_model
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the storages that operations under it make, until each is freed."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive = self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, Tensor):
+                continue
+            storage = leaf.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._known:
+                self._known.add(key)
+                self.alive += size
+                weakref.finalize(storage, self._forget, key, size)
+        self.peak = max(self.peak, self.alive)
+        return output
+
 
 RANK, ROWS, PROMPT, TOKENS = 8, 3, 20, 100
 LENGTH = PROMPT + TOKENS - 1

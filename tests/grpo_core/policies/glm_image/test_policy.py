@@ -8,14 +8,13 @@ from diffusers import GlmImagePipeline
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
-from grpo_core.image_size import ImageSize
 from grpo_core.policies.glm_image.autoregressive import score_tokens
-from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.policy import FROZEN_PARTS, GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.glm_image.token_model import FROZEN_PARTS
-from grpo_core.policies.trained import LoraSettings, TrainingChoice
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import SampledTokens, TokenBatch
-from tests.tiny_policy import LORA, MODEL, PROMPTS, build_policy, render
+from grpo_core.streams import ImageSize
+from tests.tiny_policies import LORA, MODEL, PROMPTS, build_policy, render
 
 CPU = torch.device("cpu")
 

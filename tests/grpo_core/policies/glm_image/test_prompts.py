@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from transformers import GlmImageProcessor
 
 from grpo_core.errors import InputError
-from grpo_core.image_size import MAX_PIXELS, ImageSize
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts
 from grpo_core.policies.glm_image.processor import UnitProcessor
 from grpo_core.policies.glm_image.settings import Grid, TokenGrids, nearest_size, preview_grid, token_grids
-from tests.tiny_policy import PROMPTS
+from grpo_core.streams import MAX_PIXELS, ImageSize
+from tests.tiny_policies import PROMPTS
 
 SIDES = st.integers(1, 64)
 

@@ -10,16 +10,15 @@ from diffusers import GlmImagePipeline
 from torch import Tensor, nn
 
 from grpo_core.collect import collect_rollouts
-from grpo_core.groups import GroupRequest
-from grpo_core.image_size import ImageSize
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.glm_image.autoregressive import sample_tokens, score_tokens
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.policies.trained import LoraSettings
-from grpo_core.records import SampledTokens, TokenBatch, pad_to_longest
-from grpo_core.sampling_settings import Truncation
+from grpo_core.policies.trained.settings import LoraSettings
+from grpo_core.records import GroupRequest, SampledTokens, TokenBatch, pad_to_longest
+from grpo_core.settings import Truncation
+from grpo_core.streams import ImageSize
 from tests.grpo_core.policies.glm_image.test_decoding import farthest
-from tests.tiny_policy import LORA, PROMPTS, build_policy, render
+from tests.tiny_policies import LORA, PROMPTS, build_policy, render
 
 CODES = 73
 

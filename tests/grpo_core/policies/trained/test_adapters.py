@@ -10,14 +10,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from grpo_core.errors import InputError
-from grpo_core.policies.trained import (
-    ADAPTER_FILE,
-    WEIGHTS_FILE,
-    LoraSettings,
-    TrainedModel,
-    TrainingChoice,
-    train_model,
-)
+from grpo_core.policies.trained.lora_and_full import WEIGHTS_FILE, train_model
+from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.settings import ADAPTER_FILE, LoraSettings, TrainingChoice
 from tests.grpo_core.policies.trained.tiny_models import disturb, logprobs, same, tiny_llama, values_of
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=r".*_proj")

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_core.errors import InputError
-from grpo_core.policies.trained import LoraSettings, TrainedModel, TrainingChoice, train_model
-from grpo_core.policies.trained.choice import Reference
-from grpo_core.policies.trained.model import exchanged, mix_into
-from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes
+from grpo_core.policies.trained.lora_and_full import train_model
+from grpo_core.policies.trained.model import TrainedModel, exchanged, mix_into
+from grpo_core.policies.trained.settings import LoraSettings, Reference, TrainingChoice
+from tests.grpo_core.policies.glm_image.test_memory import PeakBytes
 from tests.grpo_core.policies.trained.tiny_models import disturb, logprobs, same, tiny_llama, values_of
 
 LORA = TrainingChoice(LoraSettings(2, 4.0, "all-linear"))

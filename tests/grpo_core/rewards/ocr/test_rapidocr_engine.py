@@ -9,9 +9,9 @@ import rapidocr
 from PIL import Image, ImageDraw, ImageFont
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.ocr import rapidocr_engine
+from grpo_core.rewards.ocr import engines as rapidocr_engine
+from grpo_core.rewards.ocr.engines import MODELS, RapidEngine, reads_both_ways
 from grpo_core.rewards.ocr.protocol import UNREAD, ReadingError, unread
-from grpo_core.rewards.ocr.rapidocr_engine import MODELS, RapidEngine, reads_both_ways
 from tests.grpo_core.rewards.conftest import flat
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, CHINESE_TEXTS, LATIN, draw
 

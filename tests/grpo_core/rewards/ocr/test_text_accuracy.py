@@ -4,8 +4,8 @@ import pytest
 from PIL import Image
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.ocr.engines import RapidEngine
 from grpo_core.rewards.ocr.protocol import ReadingError
-from grpo_core.rewards.ocr.rapidocr_engine import RapidEngine
 from grpo_core.rewards.ocr.text_accuracy import TextAccuracyReward
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score, provenance_of
 from tests.grpo_core.rewards.conftest import flat, make_batch

@@ -16,14 +16,8 @@ from torch import Tensor
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score
-from grpo_core.rewards.similarity.measures import structural_similarity
-from grpo_core.rewards.similarity.pixels import (
-    MseReward,
-    PairReward,
-    PsnrReward,
-    R2Reward,
-    SsimReward,
-)
+from grpo_core.rewards.similarity import MseReward, PairReward, PsnrReward, R2Reward, SsimReward
+from grpo_core.rewards.tensors import structural_similarity
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 RED = Image.new("RGB", (32, 32), (255, 0, 0))

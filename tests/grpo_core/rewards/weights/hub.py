@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import huggingface_hub
 import pytest
 
-from grpo_core.rewards.weights.source import Published
+from grpo_core.rewards.weights import Published
 from tests.grpo_core.rewards.conftest import COMMIT
 from tests.grpo_core.rewards.stub import Asked, Reply, Stub
 

@@ -1,7 +1,9 @@
 """Copies of what was read from a bucket: verified, bounded, and never in the way of a stage."""
 
+import contextvars
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +11,22 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from configs.sections import StorageSection
+from configs.training import RewardSection
 from grpo_core.errors import InputError
+from tasks.execution.call import StageCall, call_of, carry_out, stage_named
+from tasks.progress import listen
 from tasks.storage.artifacts.files import ArtifactFiles, ReadCache, default_cache
-from tasks.storage.artifacts.reference import Manifest
+from tasks.storage.artifacts.reference import ArtifactRef, Manifest, read_manifest
+from tasks.storage.artifacts.store import described, open_store, use_store
+from tasks.storage.files import dump_checked, load_checked
+from tests.processes import ProgressLog
+from tests.tasks.execution.test_dispatch import reward_arguments
+from tests.tasks.update.update_jobs import IMAGES
 
 CONTENTS = [bytes([number]) * 100 for number in range(4)]
 VERSION = "s3://a/b 100 ETag a"
@@ -194,3 +208,100 @@ def test_several_processes_at_once(cache: ReadCache, tmp_path: Path) -> None:
     assert kept(cache)
     for name, path in kept(cache).items():
         assert sha256(path.read_bytes()) == name
+
+
+def section(bucket: str, folder: Path) -> StorageSection:
+    return StorageSection(root=f"{bucket}/runs", cache_dir=str(folder), cache_gib=0.5)
+
+
+@pytest.mark.slow
+def test_a_machine_without_that_folder_keeps_its_own(bucket: str, tmp_path: Path) -> None:
+    store = open_store(section(bucket, tmp_path / "copies"), "run")
+    use_store(store)
+    rollouts = IMAGES.collect()
+    made = call_of(stage_named("score reward"), reward_arguments(rollouts, RewardSection(reward="jpeg")), store)
+    # As it comes out of the file that it travels in.
+    call = StageCall.model_validate_json(made.model_dump_json())
+    shutil.rmtree(tmp_path / "copies")
+    (tmp_path / "copies").write_text("here it is a file")
+    log = ProgressLog()
+
+    def elsewhere() -> None:
+        listen(log)
+        assert carry_out(call).error is None
+        assert carry_out(call).error is None
+
+    contextvars.copy_context().run(elsewhere)
+    manifest = store.manifest_at(store.path(rollouts.folder))
+    assert manifest is not None
+    assert {path.name for path in (tmp_path / "cache/grpo/contents").iterdir()} >= set(manifest.files.values())
+    (line,) = [line for line in log.lines if "cache_dir" in line]
+    assert str(tmp_path / "copies") in line
+
+
+def test_only_a_folder_that_was_chosen_goes_with_a_call(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = section(bucket, tmp_path / "copies")
+    assert described(open_store(chosen, "run")) == chosen
+    usual = chosen.model_copy(update={"cache_dir": None})
+    assert described(open_store(usual, "run")) == usual
+    monkeypatch.chdir(tmp_path)
+    relative = described(open_store(section(bucket, Path("beside")), "run"))
+    assert relative.cache_dir == str(tmp_path / "beside")
+    here = StorageSection(root=str(tmp_path), cache_dir=str(tmp_path / "copies"))
+    assert described(open_store(here, "run")) == StorageSection(root=f"file://{tmp_path}")
+
+
+def test_where_copies_are_kept_does_not_name_a_call(bucket: str, tmp_path: Path) -> None:
+    call = StageCall(
+        stage="score reward", storage=section(bucket, tmp_path / "copies"), run="run", roots=(), code="", arguments={}
+    )
+    moved = call.model_copy(update={"storage": call.storage.model_copy(update={"cache_dir": None, "cache_gib": 2.0})})
+    assert moved.digest == call.digest
+    other = call.model_copy(update={"storage": call.storage.model_copy(update={"root": f"{bucket}/other"})})
+    assert other.digest != call.digest
+
+
+DESCRIBED = {"schema_version": 2, "rows": 4, "seconds": 0.1, "metrics": {"loss": 1e-9}, "files": {"a": "b"}}
+
+
+@given(st.integers(0, len(dump_checked(DESCRIBED)) * 8 - 1))
+def test_a_flipped_bit_breaks_the_checksum(bit: int) -> None:
+    assert load_checked(dump_checked(DESCRIBED)) == DESCRIBED
+    changed = bytearray(dump_checked(DESCRIBED))
+    changed[bit // 8] ^= 1 << (bit % 8)
+    with pytest.raises(ValueError, match=r"checksum|JSON|Expecting|decode|control|delimiter"):
+        load_checked(bytes(changed))
+
+
+OUTSIDE = ["../x", "a/../../x", "/etc/passwd", "a//b", "a/./b", "", ".", "..", "a\\..\\b", "a\0b", "a\nb", "a/"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_name_that_leaves_the_folder_is_refused(name: str) -> None:
+    for entry in ("files", "deleted"):
+        with pytest.raises(ValueError, match="which is not in its folder"):
+            read_manifest(dump_checked({**DESCRIBED, entry: {name: "b"}}))
+    with pytest.raises(ValidationError, match="below the storage root"):
+        ArtifactRef(uri=f"run/{name}", sha256="a", digest="d", schema_version=1, rows=1, seconds=0.0, metrics={})
+
+
+@pytest.mark.parametrize("name", ["part-00000.parquet", "a/b..c", "...", "ein Maß/数.png"])
+def test_other_names_are_accepted(name: str) -> None:
+    assert read_manifest(dump_checked({**DESCRIBED, "files": {name: "b"}})).files == {name: "b"}
+
+
+@pytest.mark.parametrize("entry", [{"files": ["a"]}, {"files": {"a": 1}}, {"deleted": "a"}, {"pruned": "a"}])
+def test_entries_of_the_wrong_kind_are_refused(entry: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="manifest"):
+        read_manifest(dump_checked({**DESCRIBED, **entry}))
+
+
+def test_written_manifests_are_read_back() -> None:
+    first = Manifest({"digest": "d"}, {"a": "b", "gone": "d"})
+    second = Manifest({"digest": "d"}, {"a": "b"}, {"why": "age"}, {"gone": "d"})
+    assert [read_manifest(each.content) for each in (first, second)] == [first, second]
+    assert first.content != second.content
+    # References mean both.
+    assert first.sha256 == second.sha256

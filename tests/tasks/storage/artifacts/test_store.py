@@ -14,9 +14,9 @@ from grpo_core.errors import InputError
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.run_folder import INCOMING
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.failures import StorageError
-from tasks.storage.filesystem.files import dump_checked, load_checked
-from tests.s3_server import S3Server
+from tasks.storage.files import dump_checked, load_checked
+from tasks.storage.roots import StorageError
+from tests.servers import S3Server
 from tests.tasks.storage.made_artifacts import (
     FILES,
     FOLDER,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tasks.storage.artifacts.commit import left_over
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.run_folder import INCOMING
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.artifacts.tombstones import left_over
-from tasks.storage.filesystem.files import is_local
+from tasks.storage.files import is_local
 from tests.tasks.storage.kill_steps import Steps
 from tests.tasks.storage.made_artifacts import (
     FILES,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.storage.tables.advantages import STREAM, leading_stream, read_advantages
+from tasks.storage.parquet import STREAM, leading_stream, read_advantages
 
 UNEVEN = pa.table(
     {

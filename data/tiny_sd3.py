@@ -1,0 +1,299 @@
+"""A Stable Diffusion 3 of the stock classes, small enough for one CPU core: parts, training, quality."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from tokenizers import pre_tokenizers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PreTrainedTokenizerBase,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+
+from data.shapes import (
+    CELL_PIXELS,
+    GRID,
+    IMAGE_PIXELS,
+    Mistakes,
+    Scene,
+    all_scenes,
+    draw_imperfect_corpus,
+    split_scenes,
+)
+from data.training import ImageQuality, ProgressCallback, build_cell_autoencoder, measure_images, train
+from grpo_core.seeds import derive_seed
+
+LIBRARIES = ("torch", "transformers", "diffusers", "tokenizers", "numpy")
+"""Libraries whose versions affect the result."""
+
+_CHANNELS = 3
+# In patches: the positions of images of up to this many along each axis are stored with the weights.
+_MAX_POSITIONS = 16
+_WORD_END = "</w>"
+
+
+@dataclass(frozen=True)
+class TinySd3Recipe:
+    """How the tiny SD3 is built and trained; the same recipe gives the same weights on the same machine.
+
+    The supervised images are imperfect on purpose, like a real corpus: for one caption the noise decides which shape is
+    drawn and where, and training with rewards can make the caption decide.
+
+    Attributes:
+        seed: for weights, data order, noise and the split of captions.
+        heldout_fraction: share of the captions that the supervised training never sees.
+        corpus_size: images drawn for the supervised training.
+        slip_probability, confusion_probability, speckle_probability: mistakes in them, see
+            :class:`data.shapes.Mistakes`.
+        clip_size: hidden size of each of the two CLIP text encoders; their weights and those of the T5 stay random.
+        t5_size: of the T5's embeddings, which the transformer attends to.
+        text_length: tokens that the CLIP tokenizers pad to, and `max_sequence_length` of the T5.
+        hidden_size, layers, heads: of the diffusion transformer.
+        patch_size: its patches, in latents along each axis; a latent covers 8 pixels.
+        latent_std: pixels, in [-1, 1], are divided by it to give latents.
+        shift: of the scheduler's noise levels.
+        steps, batch, learning_rate: of the transformer's training by flow matching.
+        prompt_drop_probability: probability that the prompt is empty in training, for guidance.
+    """
+
+    seed: int = 0
+    heldout_fraction: float = 0.1
+    corpus_size: int = 8192
+    slip_probability: float = 0.5
+    confusion_probability: float = 0.1
+    speckle_probability: float = 0.06
+    clip_size: int = 32
+    t5_size: int = 64
+    text_length: int = 14
+    hidden_size: int = 64
+    layers: int = 3
+    heads: int = 4
+    patch_size: int = 2
+    latent_std: float = 0.7
+    shift: float = 3.0
+    steps: int = 2000
+    batch: int = 32
+    learning_rate: float = 3e-3
+    prompt_drop_probability: float = 0.1
+
+
+def caption_words() -> list[str]:
+    """Return every word of the captions once, in alphabetical order."""
+    return sorted({word for scene in all_scenes() for word in scene.caption.split()})
+
+
+def build_clip_tokenizer(length: int) -> CLIPTokenizer:
+    """Build a CLIP tokenizer to which a word of the captions is one id; any other text is pieces of them, or bytes.
+
+    Args:
+        length: that prompts are padded and cut to, in tokens.
+    """
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # A word grows letter by letter from its start, the longest word first: a shorter one's start may be inside it.
+    merges: dict[tuple[str, str], None] = {}
+    for word in sorted(caption_words(), key=len, reverse=True):
+        pieces = [*word[:-1], word[-1] + _WORD_END]
+        merges.update(dict.fromkeys(("".join(pieces[:i]), pieces[i]) for i in range(1, len(pieces))))
+    entries = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + _WORD_END for letter in letters)]
+    entries += dict.fromkeys(left + right for left, right in merges)
+    vocabulary = {entry: index for index, entry in enumerate(entries)}
+    return CLIPTokenizer(vocab=vocabulary, merges=list(merges), model_max_length=length)
+
+
+def build_t5_tokenizer() -> T5Tokenizer:
+    """Build a T5 tokenizer to which a word of the captions is one id and any other word is unknown."""
+    specials = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    return T5Tokenizer(vocab=[*specials, *(("\u2581" + word, -1.0) for word in caption_words())], extra_ids=0)
+
+
+def build_pipeline(recipe: TinySd3Recipe) -> StableDiffusion3Pipeline:
+    """Build the components with random weights from the recipe's seed. Global random state does not change."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        tokenizer, t5_tokenizer = build_clip_tokenizer(recipe.text_length), build_t5_tokenizer()
+        pipeline = StableDiffusion3Pipeline(
+            transformer=_build_transformer(recipe),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=recipe.shift),
+            vae=build_cell_autoencoder(
+                levels=CELL_PIXELS.bit_length(),
+                sample_size=IMAGE_PIXELS,
+                scaling_factor=1 / recipe.latent_std,
+                shift_factor=0.0,
+            ),
+            text_encoder=_build_clip(recipe, tokenizer),
+            tokenizer=tokenizer,
+            text_encoder_2=_build_clip(recipe, tokenizer),
+            tokenizer_2=tokenizer,
+            text_encoder_3=_build_t5(recipe, t5_tokenizer),
+            tokenizer_3=t5_tokenizer,
+        )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _build_transformer(recipe: TinySd3Recipe) -> SD3Transformer2DModel:
+    transformer = SD3Transformer2DModel(
+        sample_size=GRID,
+        patch_size=recipe.patch_size,
+        in_channels=_CHANNELS,
+        out_channels=_CHANNELS,
+        num_layers=recipe.layers,
+        attention_head_dim=recipe.hidden_size // recipe.heads,
+        num_attention_heads=recipe.heads,
+        joint_attention_dim=recipe.t5_size,
+        caption_projection_dim=recipe.hidden_size,
+        pooled_projection_dim=2 * recipe.clip_size,
+        pos_embed_max_size=_MAX_POSITIONS,
+        qk_norm="rms_norm",
+    )
+    # As DiTs start: a velocity of zero.
+    nn.init.zeros_(transformer.proj_out.weight)
+    return transformer.eval()
+
+
+def _build_clip(recipe: TinySd3Recipe, tokenizer: PreTrainedTokenizerBase) -> CLIPTextModelWithProjection:
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.clip_size,
+        intermediate_size=2 * recipe.clip_size,
+        projection_dim=recipe.clip_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=recipe.text_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = CLIPTextModelWithProjection(config)
+    # An untrained encoder's embeddings are close to zero, and the transformer reads them without a norm.
+    for embedding, std in (("token_embedding", 1.0), ("position_embedding", 0.5)):
+        nn.init.normal_(model.get_submodule(f"text_model.embeddings.{embedding}").weight, std=std)
+    return model.eval()
+
+
+def _build_t5(recipe: TinySd3Recipe, tokenizer: PreTrainedTokenizerBase) -> T5EncoderModel:
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=recipe.t5_size,
+        d_kv=16,
+        d_ff=recipe.t5_size,
+        num_layers=1,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+    )
+    return T5EncoderModel(config).eval()
+
+
+GROUP_SIZE = 4
+"""Images of a caption when a saved model is measured."""
+
+
+@dataclass(frozen=True)
+class PromptEmbeddings:
+    """What the transformer gets of prompts: states [prompts, length, size] and pooled [prompts, size]."""
+
+    states: Tensor
+    pooled: Tensor
+
+    def select(self, rows: Tensor) -> "PromptEmbeddings":
+        """Return these rows."""
+        return PromptEmbeddings(self.states[rows], self.pooled[rows])
+
+
+@torch.no_grad()
+def encode_prompts(pipeline: StableDiffusion3Pipeline, prompts: list[str], length: int) -> PromptEmbeddings:
+    """Encode prompts as the pipeline does."""
+    states, _, pooled, _ = pipeline.encode_prompt(
+        prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=length
+    )
+    return PromptEmbeddings(states, pooled)
+
+
+def train_transformer(
+    pipeline: StableDiffusion3Pipeline, recipe: TinySd3Recipe, on_step: ProgressCallback | None = None
+) -> float:
+    """Train `pipeline.transformer` in place on the recipe's corpus of training captions.
+
+    The straight path x_t = (1 - t) x_0 + t noise, its velocity noise - x_0 and logit-normal t are those of Esser et al.
+    2024, "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis", section 3.1; t is shifted as the
+    scheduler shifts its noise levels, section 5.3.2.
+
+    Returns:
+        Mean squared error of the velocity over the last twentieth of the steps, in latent units.
+
+    Raises:
+        NonFiniteError: the loss is NaN or infinite.
+    """
+    scenes, _ = split_scenes(recipe.seed, recipe.heldout_fraction)
+    mistakes = Mistakes(recipe.slip_probability, recipe.confusion_probability, recipe.speckle_probability)
+    described, cells = draw_imperfect_corpus(scenes, recipe.corpus_size, mistakes, recipe.seed)
+    latents = _to_latents(cells, recipe)
+    # The last one is for dropped prompts.
+    prompts = encode_prompts(pipeline, [*(scene.caption for scene in scenes), ""], recipe.text_length)
+    captions = torch.from_numpy(described)
+    generator = torch.Generator().manual_seed(recipe.seed)
+
+    def loss() -> Tensor:
+        rows = torch.randint(recipe.corpus_size, (recipe.batch,), generator=generator)
+        dropped = torch.rand(recipe.batch, generator=generator) < recipe.prompt_drop_probability
+        told = torch.where(dropped, len(scenes), captions[rows])
+        return _flow_matching_loss(pipeline, latents[rows], prompts.select(told), generator)
+
+    parameters = pipeline.transformer.parameters()
+    return train(pipeline.transformer, parameters, recipe.learning_rate, recipe.steps, loss, on_step)
+
+
+def _to_latents(cells: np.ndarray, recipe: TinySd3Recipe) -> Tensor:
+    colors = torch.from_numpy(cells).float().permute(0, 3, 1, 2) / 127.5 - 1
+    return colors / recipe.latent_std
+
+
+def _flow_matching_loss(
+    pipeline: StableDiffusion3Pipeline, clean: Tensor, prompts: PromptEmbeddings, generator: torch.Generator
+) -> Tensor:
+    noise = torch.randn(clean.shape, generator=generator)
+    shift = pipeline.scheduler.config.shift
+    time = torch.sigmoid(torch.randn(len(clean), generator=generator))
+    time = shift * time / (1 + (shift - 1) * time)
+    velocity = pipeline.transformer(
+        hidden_states=torch.lerp(clean, noise, time.view(-1, 1, 1, 1)),
+        encoder_hidden_states=prompts.states,
+        pooled_projections=prompts.pooled,
+        timestep=time * pipeline.scheduler.config.num_train_timesteps,
+        return_dict=False,
+    )[0]
+    return F.mse_loss(velocity, noise - clean)
+
+
+def evaluate_tiny_sd3(
+    folder: Path, scenes: Sequence[Scene], num_inference_steps: int, guidance_scale: float
+) -> ImageQuality:
+    """Sample and measure images for each scene's caption from a saved model, with diffusers alone.
+
+    Args:
+        scenes: usually the held-out ones of :func:`data.shapes.split_scenes`.
+    """
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder, trust_remote_code=False)
+    pipeline.set_progress_bar_config(disable=True)
+    wanted = [scene for scene in scenes for _ in range(GROUP_SIZE)]
+    images = pipeline(
+        [scene.caption for scene in wanted],
+        generator=[torch.Generator().manual_seed(derive_seed(0, "noise", row)) for row in range(len(wanted))],
+        height=IMAGE_PIXELS,
+        width=IMAGE_PIXELS,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        # The transformer has seen texts of this length alone.
+        max_sequence_length=pipeline.tokenizer.model_max_length,
+    ).images
+    return measure_images(images, wanted, group_size=GROUP_SIZE)

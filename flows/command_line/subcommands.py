@@ -1,0 +1,306 @@
+"""The commands that read stored runs or delete parts of them, and `grpo rewards ...`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows import commands as functions
+from flows.command_line.options import Html, Json, Root, handle_errors, is_terminal, takes_request
+from flows.pipeline.requests import ExportRequest, SampleRequest
+from flows.pruning.request import PruneRequest, check_request
+from grpo_core.errors import InputError
+
+if TYPE_CHECKING:
+    from grpo_core.rewards.weights import Weights
+    from tasks.reports.report import Table
+
+commands = typer.Typer()
+
+
+@commands.command()
+def inspect(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or the path of its folder")],
+    iteration: Annotated[int | None, typer.Option(help="iteration to show; by default the last with rewards")] = None,
+    html: Html = None,
+    root: Root = "runs",
+    everything: Annotated[bool, typer.Option("--all", help="show every curve and metric, and more prompts")] = False,
+    config: Annotated[bool, typer.Option("--config", help="show the configuration with all defaults")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show a run: curves, best and worst samples of each prompt, reward breakdown; nothing is changed."""
+    with handle_errors(as_json):
+        from flows.inspect_runs import inspect_run
+
+        inspection = inspect_run(run, root=root, iteration=iteration, html=html)
+        if as_json:
+            typer.echo(inspection.summary(html).model_dump_json())
+            return
+        from rich.console import Console
+
+        from flows.terminal.inspection import show_run
+        from flows.terminal.output import show_report
+
+        console = Console()
+        show_report(inspection.report(html), console)
+        if html is None:
+            found = (inspection.run, inspection.groups, inspection.heldout)
+            show_run(*found, console, everything=everything, config=config)
+
+
+@commands.command("list")
+def list_runs(
+    root: Annotated[str, typer.Argument(metavar="[ROOT]", help="a folder or any fsspec URL")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """List the runs below a folder: state, iterations, rewards, when they last made progress."""
+    with handle_errors(as_json):
+        from flows.inspect_runs import list_runs as listed
+        from flows.inspect_runs import runs_report
+
+        runs = listed(root)
+        if as_json:
+            typer.echo(json.dumps({"root": root, "runs": [each.model_dump(mode="json") for each in runs]}))
+            return
+        from rich.console import Console
+
+        from flows.terminal.output import show_report
+
+        show_report(runs_report(root, runs), Console())
+
+
+@commands.command()
+@takes_request(ExportRequest)
+def export(request: ExportRequest, as_json: Json = False) -> None:
+    """Write a policy version as a folder that diffusers, transformers and peft load: adapter or merged model."""
+    from flows.export.plan import plan_export
+
+    plan = plan_export(request)
+    for note in plan.notes:
+        typer.echo(note, err=True)
+    from flows.export.export import export as write_export
+    from flows.export.model_card import usage
+    from flows.terminal.output import show_report
+
+    summary = write_export(plan)
+    lines = usage(plan.config, request.push_to_hub or request.folder, merged=summary.kind == "merged")
+    show_report(summary.report(lines))
+    if as_json:
+        typer.echo(summary.model_dump_json())
+
+
+@commands.command()
+@takes_request(SampleRequest)
+def sample(request: SampleRequest, as_json: Json = False) -> None:
+    """Draw or answer prompts at once, with a run's policy, an exported folder or any model."""
+    from flows.sample import open_source
+
+    source = open_source(request)
+    from rich.console import Console
+
+    from flows.sample import sample as draw_samples
+    from flows.terminal.inspection import show_sample
+
+    for note in source.notes:
+        typer.echo(note, err=True)
+    samples, console = [], Console(stderr=as_json)
+    for each in draw_samples(request, source):
+        show_sample(f"{each.prompt} [{each.index}]", each.text, each.file, console)
+        samples.append(each.model_dump())
+    if as_json:
+        typer.echo(json.dumps({"source": source.name, "samples": samples}, ensure_ascii=False))
+
+
+@commands.command()
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="runs under the storage root, or their folders; RUN@N: a version"),
+    ],
+    html: Html = None,
+    evaluation: Annotated[
+        str | None, typer.Option(metavar="NAME", help="compare by an evaluation of other prompts, of evaluations_of/")
+    ] = None,
+    root: Root = "runs",
+    as_json: Json = False,
+) -> None:
+    """Compare runs with the first: settings, curves, held-out samples side by side, paired differences."""
+    with handle_errors(as_json):
+        from rich.console import Console
+
+        from flows.compare_runs import compare as compare_runs
+        from flows.compare_runs import summarize
+        from flows.terminal.inspection import show_comparison
+        from flows.terminal.output import show_report
+        from tasks.reports.compare_page import comparison_report, settings_table, shortened
+
+        comparison = compare_runs(runs, root=root, html=html, evaluation=evaluation)
+        console = Console(stderr=as_json)
+        show_report(comparison_report(comparison, html), console)
+        if html is None:
+            show_comparison(comparison, shortened(settings_table(comparison)), console)
+        if as_json:
+            typer.echo(summarize(comparison, html).model_dump_json())
+
+
+@commands.command()
+@takes_request(PruneRequest)
+def prune(
+    request: PruneRequest,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="delete without asking")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete policy versions and images that nothing depends on; all records are kept, and runs can continue."""
+    check_request(request)
+    functions.require_runs(request.sources, request.root)
+    from rich.console import Console
+
+    from flows.pruning.prune import prune as prune_runs
+    from flows.terminal.output import show_report
+
+    if not (yes or request.dry_run):
+        if not is_terminal():
+            hint = "Add --yes to delete without a question, or --dry-run to see what would be deleted."
+            raise InputError("grpo prune", "no terminal to ask in", hint)
+        planned = prune_runs(request.model_copy(update={"dry_run": True}))
+        show_report(planned.report())
+        if planned.bytes:
+            typer.confirm("Delete this?", abort=True, err=True)
+    summary = prune_runs(request)
+    show_report(summary.report(), Console(stderr=as_json))
+    if as_json:
+        typer.echo(summary.model_dump_json())
+
+
+reward_commands = typer.Typer(
+    name="rewards",
+    help="List rewards, fetch weights, analyse stored scores, serve rewards over HTTP.",
+    no_args_is_help=True,
+)
+
+
+@reward_commands.command("list")
+def list_rewards(as_json: Json = False) -> None:
+    """List every reward that a configuration may name, with its settings and their defaults."""
+    with handle_errors(as_json):
+        from rich.console import Console
+
+        from flows.terminal.output import show_report
+        from grpo_core.rewards.registry import REWARDS, reward_settings
+        from tasks.reports.report import Report
+
+        show_report(Report("Rewards", tables=[listed_rewards()]), Console(stderr=as_json))
+        if as_json:
+            listed = {
+                name: {setting: str(default) for setting, default in reward_settings(name).items()} for name in REWARDS
+            }
+            typer.echo(json.dumps(listed))
+
+
+def listed_rewards() -> "Table":
+    """Return each reward with what its value means, and its settings with their defaults."""
+    import inspect
+
+    from grpo_core.rewards.registry import REWARDS, reward_class
+    from tasks.reports.report import Table
+
+    rows = []
+    for name in REWARDS:
+        kind = reward_class(name)
+        settings = [f"{each.name}={each.default!r}" for each in inspect.signature(kind).parameters.values()]
+        meaning = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " ")
+        rows.append({"reward": name, "value": meaning, "settings": ", ".join(settings)})
+    return Table("", rows, ("value", "settings"))
+
+
+@reward_commands.command("fetch")
+def fetch_weights(
+    rewards: Annotated[
+        list[str], typer.Argument(metavar="REWARD...|CONFIG", help="names of rewards, or YAML files with `rewards:`")
+    ],
+    folder: Annotated[
+        Path, typer.Option("--to", metavar="DIR", help="where files go that no setting names; not those of the Hub")
+    ] = Path("weights"),
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    as_json: Json = False,
+) -> None:
+    """Download the published weights of rewards, checked by their sha256; says what, how large, and asks."""
+    with handle_errors(as_json):
+        from flows.rewards import downloads_report, fetched_report, plan_fetch
+        from flows.terminal.output import show_report
+
+        planned = plan_fetch(rewards, folder)
+        missing = {weights: reward for weights, reward in planned.items() if not weights.is_here()}
+        if missing:
+            show_report(downloads_report(missing))
+            if not yes:
+                _require_consent(missing)
+        paths = {weights: weights.fetch() for weights in planned}
+        show_report(fetched_report(planned))
+        if as_json:
+            listed = [
+                {"reward": reward, "setting": weights.setting, "path": paths[weights]}
+                for weights, reward in planned.items()
+            ]
+            typer.echo(json.dumps({"fetched": listed}))
+
+
+def _require_consent(missing: Mapping["Weights", str]) -> None:
+    try:
+        agreed = typer.confirm("Download?", err=True)
+    except typer.Abort:
+        agreed = False
+    if not agreed:
+        raise InputError("--yes", None, f"Nothing was downloaded ({len(missing)} missing). Answer y, or give --yes.")
+
+
+@reward_commands.command()
+def analyse(
+    source: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or its folder's path")],
+    iterations: Annotated[str | None, typer.Option(metavar="A-B", help="iterations to analyse; by default all")] = None,
+    rescored: Annotated[
+        str | None, typer.Option(metavar="NAME", help="analyse the scores of this rescoring instead of the run's own")
+    ] = None,
+    repeats: Annotated[int, typer.Option(metavar="N", help="samples to score again to measure noise")] = 32,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the page to this file")] = None,
+    root: Root = "runs",
+    as_json: Json = False,
+) -> None:
+    """Analyse the rewards of a run: range, saturation, spread, agreement, noise and cost."""
+    with handle_errors(as_json):
+        from flows.rewards import analyse_rewards
+        from flows.terminal.output import show_report
+
+        summary = analyse_rewards(
+            source, root=root, iterations=iterations, rescored=rescored, repeats=repeats, html=html
+        )
+        show_report(summary.report())
+        if as_json:
+            typer.echo(summary.model_dump_json())
+
+
+@reward_commands.command("serve")
+def serve_rewards(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML with `rewards:`")],
+    port: Annotated[int, typer.Option(help="0 for a free one")] = 8600,
+    host: Annotated[str, typer.Option(help="address to listen on; a token is required beyond this machine")] = (
+        "127.0.0.1"
+    ),
+    token_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="environment variable with the token that requests must bear")
+    ] = None,
+) -> None:
+    """Serve rewards over HTTP, as docs/remote_rewards.md describes; Ctrl-C stops it."""
+    with handle_errors():
+        from configs.loader import read_rewards_file
+        from configs.sections import PlacementSection
+        from flows.serve_rewards import serve
+        from grpo_core.rewards.registry import build_reward
+        from tasks.models.resident import configure_torch
+
+        sections = read_rewards_file(file, "FILE").rewards
+        rewards = {section.label: build_reward(section.reward, section.settings) for section in sections}
+        configure_torch(PlacementSection())
+        serve(rewards, host, port, token_env)

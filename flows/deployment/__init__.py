@@ -1,1 +1,0 @@
-"""`grpo deploy`: registers training, evaluation and rescoring of a configuration with Prefect's server."""

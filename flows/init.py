@@ -1,0 +1,274 @@
+"""`grpo init`: a folder with a commented configuration for one's own prompts, rewards and model."""
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from pydantic import Field
+from typer import Argument, Option
+
+from configs.validation import NAME_PATTERN, Section
+from grpo_core.errors import InputError
+from grpo_core.streams import Modality
+from tasks.process import CHECKOUT
+
+Kind = Literal["image", "diffusers", "text"]
+
+CONFIGS = CHECKOUT / "configs" / "init"
+"""The commented configurations, by kind; their numbers are those for a model of full size."""
+
+MODALITIES: Mapping[Kind, Modality] = MappingProxyType({"image": "image", "diffusers": "image", "text": "text"})
+"""What each kind generates."""
+
+_SMALL = {
+    "run.iterations": "20",
+    "policy.dtype": "float32",
+    "policy.gradient_checkpointing": "false",
+    "rollout.prompts_per_batch": "8",
+    "update.micro_batch_size": "32",
+}
+_SMALL_ADAPTER = {"policy.rank": "16", "policy.alpha": "32.0"}
+_SMALL_IMAGE = {"rollout.height": "64", "rollout.width": "64", "rollout.guidance_scale": "1.0"}
+
+SHIPPED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
+    {
+        "image": {
+            **_SMALL,
+            **_SMALL_ADAPTER,
+            **_SMALL_IMAGE,
+            "policy.model": "data/models/tiny-glm-image",
+            "rollout.num_inference_steps": "4",
+            "rollout.temperature": "1.0",
+            "update.learning_rate": "2.0e-3",
+        },
+        "diffusers": {
+            **_SMALL,
+            **_SMALL_ADAPTER,
+            **_SMALL_IMAGE,
+            "policy.model": "data/models/tiny-sd3",
+            # The length that the model was trained with.
+            "rollout.max_sequence_length": "14",
+            "rollout.num_inference_steps": "8",
+            "rollout.sde_window_size": "3",
+            "rollout.sde_window_range": "[0, 3]",
+            "update.learning_rate": "5.0e-4",
+        },
+        "text": {
+            **_SMALL,
+            "policy.model": "data/models/tiny-text",
+            "policy.lora": "null",
+            "rollout.max_completion_length": "24",
+            "update.learning_rate": "1.0e-3",
+        },
+    }
+)
+"""What each configuration has for the shipped model of its kind instead: YAML by section and key."""
+
+EXAMPLE_PROMPTS: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
+    {
+        "image": tuple(
+            f"a {colour} {shape} in the center on a {background} background"
+            for colour, background in (("red", "white"), ("blue", "gray"), ("green", "black"))
+            for shape in ("circle", "square", "triangle", "heart")
+        ),
+        "text": tuple(
+            f"sort the letters of {word}"
+            for word in [
+                "apple",
+                "river",
+                "stone",
+                "cloud",
+                "table",
+                "green",
+                "mouse",
+                "house",
+                "night",
+                "bread",
+                "water",
+                "train",
+            ]
+        ),
+    }
+)
+EXAMPLE_HELDOUT: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
+    {
+        "image": tuple(f"a yellow {shape} at the top left on a white background" for shape in ("circle", "square")),
+        "text": tuple(f"sort the letters of {word}" for word in ("paper", "light")),
+    }
+)
+
+EXAMPLE_REWARD: Mapping[Modality, str] = MappingProxyType(
+    {
+        "image": '''"""One number per image, higher is better; only images of the same prompt are compared."""
+
+
+def reward(prompts, images, **columns):
+    """Return the score of each image: here how red it is. `columns` has the other columns of the prompt file."""
+    scores = []
+    for image in images:  # a PIL image, RGB
+        red, green, blue = image.resize((1, 1)).getpixel((0, 0))
+        scores.append((red - (green + blue) / 2) / 255)
+    return scores
+''',
+        "text": '''"""One number per text, higher is better; only texts of the same prompt are compared."""
+
+
+def reward(prompts, completions, **columns):
+    """Return the score of each text: here 1 for an empty one, less for longer ones.
+
+    `columns` has the other columns of the prompt file, such as an answer to compare with.
+    """
+    return [1 / (1 + len(text) / 20) for text in completions]
+''',
+    }
+)
+
+
+OWN = "own"
+CONFIG, PROMPTS, HELDOUT, REWARD = "config.yaml", "prompts.txt", "heldout.txt", "reward.py"
+
+
+class InitRequest(Section):
+    """A folder with a commented configuration, and examples of what was not given."""
+
+    folder: Annotated[str, Argument(metavar="DIR")] = Field(min_length=1, description="folder to write, new or empty")
+    kind: Kind = Field(
+        "image",
+        description="of the model: image, GLM-Image; diffusers, a text-to-image pipeline of diffusers; text, a "
+        "language model",
+    )
+    prompts: Annotated[str | None, Option(metavar="FILE")] = Field(
+        None, min_length=1, description="your prompts; by default a file with examples"
+    )
+    targets: Annotated[str | None, Option(metavar="FOLDER")] = Field(
+        None, min_length=1, description="your target images, for rewards such as r2: one per prompt, in order"
+    )
+    reward: Annotated[str, Option(metavar="NAME")] = Field(
+        OWN,
+        min_length=1,
+        description="a reward of `grpo rewards list`, your function as FILE.py:NAME, or own: one in DIR/reward.py",
+    )
+    model: Annotated[str | None, Option(metavar="MODEL")] = Field(
+        None, min_length=1, description="folder of a model, or hub name; by default the shipped tiny model"
+    )
+
+    @property
+    def asks_for_nothing(self) -> bool:
+        """Whether only the folder is given."""
+        return self == InitRequest(folder=self.folder)
+
+
+def write_folder(request: InitRequest) -> list[Path]:
+    """Write the folder and return its files.
+
+    Raises:
+        InputError: something that was given cannot be used; nothing is left behind.
+    """
+    folder = Path(request.folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError("DIR", request.folder, "It is there and not empty; name a new folder.")
+    if request.targets is not None and request.prompts is None:
+        raise InputError("--targets", request.targets, "Give the --prompts that they belong to.")
+    if request.targets is not None and request.kind == "text":
+        raise InputError("--targets", request.targets, "A language model draws no images; leave it out.")
+    files = _files(request, folder)
+    # The first folder that does not exist yet.
+    made = next((each for each in reversed((folder, *folder.parents)) if not each.exists()), None)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            path.write_text(text, encoding="utf-8")
+        _check(folder / CONFIG)
+    except BaseException as error:
+        for path in files:
+            path.unlink(missing_ok=True)
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise InputError("DIR", request.folder, f"It cannot be written ({error}); name another.") from error
+        raise
+    return list(files)
+
+
+def _check(config: Path) -> None:
+    # Models' libraries are imported here, and wrong options are reported before.
+    from configs.loader import read_config
+    from flows.preflight.inputs import run_checks
+
+    run_checks(read_config(config))
+
+
+def _files(request: InitRequest, folder: Path) -> Mapping[Path, str]:
+    files, modality = {folder / CONFIG: _config(request, folder)}, MODALITIES[request.kind]
+    if request.prompts is None:
+        files[folder / PROMPTS] = "\n".join(EXAMPLE_PROMPTS[modality]) + "\n"
+        files[folder / HELDOUT] = "\n".join(EXAMPLE_HELDOUT[modality]) + "\n"
+    if request.reward == OWN:
+        files[folder / REWARD] = EXAMPLE_REWARD[modality]
+    return files
+
+
+def _config(request: InitRequest, folder: Path) -> str:
+    shipped, place = SHIPPED[request.kind], request.folder.rstrip("/")
+    name, model = folder.resolve().name, shipped["policy.model"]
+    tiny = request.model is None or Path(request.model).expanduser().resolve() == CHECKOUT / model
+    function = f"{place}/{REWARD}:reward" if request.reward == OWN else request.reward
+    reward = f"function\n    name: mine\n    settings: {{function: {_quoted(function)}}}"
+    values = {
+        **(shipped if tiny else {}),
+        "run.name": _quoted(name if re.fullmatch(NAME_PATTERN, name) else "mine"),
+        "policy.model": _quoted(request.model or _shipped(model)),
+        "data.prompts": _quoted(request.prompts or f"{place}/{PROMPTS}"),
+        "rewards.reward": reward if ":" in function else _quoted(request.reward),
+    }
+    if request.prompts is None:
+        values["evaluate.prompts"] = _quoted(f"{place}/{HELDOUT}")
+    if request.targets is not None:
+        values["data.targets"] = _quoted(request.targets)
+    text = (CONFIGS / f"{request.kind}.yaml").read_text(encoding="utf-8")
+    text = fill(text.replace(CONFIG, str(folder / CONFIG)), values)
+    if request.prompts is None:
+        return text
+    # Nothing is held out of prompts that were given.
+    rest, section, below = text.partition("evaluate:\n")
+    return rest + "".join(f"# {line}\n" for line in (section + below).splitlines())
+
+
+_SETTING = re.compile(r"(?P<start> *(?:# |- )?(?P<key>\w+): )(?P<value>.*?)(?P<comment> +#.*)?")
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Give settings of a configuration other values; comments stay.
+
+    Args:
+        text: YAML, with each setting on a line of its own. One that is commented out becomes a setting.
+        values: YAML by section and key, such as `policy.rank`; it replaces all that is below the key.
+    """
+    lines, section, replaced, left = [], "", math.inf, dict(values)
+    for line in text.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if depth > replaced:
+            continue
+        section, replaced = section if depth else line.partition(":")[0], math.inf
+        found = _SETTING.fullmatch(line)
+        if found and (value := left.pop(f"{section}.{found['key']}", None)) is not None:
+            line, replaced = f"{found['start'].replace('# ', '')}{value}{found['comment'] or ''}", depth
+        lines.append(line)
+    assert not left, f"the configuration has no {', '.join(left)}"
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(value: str) -> str:
+    """Write a text as YAML, which reads JSON's quotes."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _shipped(model: str) -> str:
+    """Return the path of a shipped model: relative where the working directory is the checkout, as in its files."""
+    return model if os.path.samefile(CHECKOUT, Path.cwd()) else str(CHECKOUT / model)

@@ -1,0 +1,263 @@
+"""What `grpo list` shows of every run, and `grpo inspect` of one: metrics, samples, warnings, the page."""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel
+
+from grpo_core.errors import InputError
+from tasks.reports.images import TargetReader
+from tasks.reports.report import Report, Table, require_page_path, write_page
+from tasks.reports.run_page import (
+    Heldout,
+    Verdict,
+    hacking_notice,
+    hacking_verdict,
+    read_appearances,
+    read_heldout,
+    render_run_page,
+    run_report,
+    stage_shares,
+)
+from tasks.reports.samples import LARGE, Groups, read_groups
+from tasks.reports.text import number, relative
+from tasks.runs.layout import ADVANTAGES, ROLLOUTS, evaluation_folder, iteration_folder, policy_folder
+from tasks.runs.lookup import CONFIG_FILE, find_run, runs_below, spans
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
+from tasks.runs.run_view import RunSummary, RunView, summary_of
+from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
+from tasks.storage.artifacts.reference import MANIFEST_ENDING
+from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
+from tasks.storage.run_lock import is_locked
+
+
+class ListedRun(BaseModel):
+    """A line of the list.
+
+    Attributes:
+        state: `running` while a process has the run's lock.
+        iterations: number of policy updates.
+        planned: number in the configuration; None without a readable one.
+        reward: mean training reward of the last iteration; None without one.
+        heldout: mean held-out reward of the last evaluated policy; None without one.
+        progress: when the last policy was stored, or else when the run was last started, UTC.
+    """
+
+    run: str
+    state: Literal["running", "finished", "stopped"]
+    iterations: int
+    planned: int | None
+    reward: float | None
+    heldout: float | None
+    progress: datetime | None
+
+
+def list_runs(root: str) -> list[ListedRun]:
+    """Return the runs below a storage root, the one that made progress last at the end.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    stores = runs_below(root, "ROOT")
+    if stores is None:
+        raise InputError("ROOT", root, "There is no such folder; name the one of storage.root, by default runs.")
+    begun = datetime.min.replace(tzinfo=UTC)
+    return sorted((_listed(store) for store in stores), key=lambda each: (each.progress or begun, each.run))
+
+
+def runs_report(root: str, runs: Sequence[ListedRun]) -> Report:
+    """Return a table of runs, in their order."""
+    rows = [
+        {
+            "run": each.run,
+            "state": each.state,
+            "iterations": f"{each.iterations:,} of {'?' if each.planned is None else f'{each.planned:,}'}",
+            "reward": "" if each.reward is None else number(each.reward),
+            "held-out": "" if each.heldout is None else number(each.heldout),
+            "last progress": "" if each.progress is None else f"{each.progress:%Y-%m-%d %H:%M}",
+        }
+        for each in runs
+    ]
+    notes = [] if runs else [f"no runs in {root}; `grpo train CONFIG` starts one"]
+    return Report(root if runs else "", tables=[Table("", rows, ("state", "last progress"))], notes=notes)
+
+
+def _listed(store: ArtifactStore) -> ListedRun:
+    reader, planned = RunReader(store), _planned(store)
+    iterations = max(reader.policies(), default=0)
+    heldout = [_reward(reader, evaluation_folder(version)) for version in reader.evaluations()]
+    done = planned is not None and iterations >= planned
+    return ListedRun(
+        run=store.run,
+        state="running" if is_locked(store) else "finished" if done else "stopped",
+        iterations=iterations,
+        planned=planned,
+        reward=_reward(reader, iteration_folder(iterations)),
+        heldout=next((reward for reward in reversed(heldout) if reward is not None), None),
+        progress=_modified(store, f"{policy_folder(iterations)}{MANIFEST_ENDING}") or _modified(store, RUN_FILE),
+    )
+
+
+def _planned(store: ArtifactStore) -> int | None:
+    try:
+        values = yaml.safe_load(store.read_file(CONFIG_FILE) or b"")
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return None
+    section = values.get("run") if isinstance(values, Mapping) else None
+    planned = section.get("iterations") if isinstance(section, Mapping) else None
+    return planned if isinstance(planned, int) else None
+
+
+def _reward(reader: RunReader, folder: str) -> float | None:
+    scored = reader.scored_rounds(folder)
+    found = reader.find(f"{scored[-1]}/{ADVANTAGES}") if scored else None
+    return found.reference.metrics.get("reward") if found else None
+
+
+def _modified(store: ArtifactStore, name: str) -> datetime | None:
+    try:
+        modified: datetime = store.filesystem.modified(store.path(name))
+    except (FileNotFoundError, NotImplementedError):
+        return None
+    return modified if modified.tzinfo else modified.replace(tzinfo=UTC)
+
+
+MAX_GROUPS = 60
+"""Groups that are shown with all their samples; an iteration may have thousands."""
+
+
+class InspectSummary(RunSummary):
+    """What `--json` prints.
+
+    Attributes:
+        iteration: shown iteration; None for a run without iterations.
+        iterations_planned: number in the configuration; None without a readable one.
+        finished: whether every planned iteration is done.
+        hacking: whether the reward is hacked as far as the evaluations show, with the reasons.
+        warnings: damaged and missing files, as sentences.
+        quarantined: place and reason of damaged and replaced files in `quarantine/`.
+        html: path of the page; None where none was requested.
+    """
+
+    iteration: int | None
+    iterations_planned: int | None
+    finished: bool
+    hacking: Verdict
+    warnings: list[str]
+    quarantined: list[dict[str, str]]
+    html: str | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is shown of a run.
+
+    Attributes:
+        run: everything but the samples.
+        groups: samples of the chosen iteration.
+        heldout: samples of the first and the last evaluated policy; None without two of them.
+        warnings: damaged and missing files, as sentences.
+    """
+
+    run: RunView
+    groups: Groups
+    heldout: Heldout | None
+    warnings: tuple[str, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the reward is hacked, as far as the evaluations show."""
+        return hacking_verdict(self.run)
+
+    def summary(self, html: Path | None) -> InspectSummary:
+        """Return what `--json` prints, with the path of the page."""
+        run = self.run
+        return InspectSummary(
+            **summary_of(run).model_dump(),
+            iteration=run.shown.iteration if run.shown else None,
+            iterations_planned=run.planned,
+            finished=run.finished,
+            hacking=self.verdict,
+            warnings=list(self.warnings),
+            quarantined=[{"place": each.place, "reason": each.reason} for each in run.moved],
+            html=str(html) if html else None,
+        )
+
+    def report(self, html: Path | None) -> Report:
+        """Return how far the run is, its rewards, its time by stage, and where it and its page are."""
+        run, verdict = self.run, self.verdict
+        report = run_report(run, verdict, self.warnings)
+        shares = ", ".join(f"{stage} {share:.0%}" for stage, _, share in stage_shares(run))
+        facts = [
+            *report.facts,
+            *([("time by stage", shares)] if shares else []),
+            *([("started", str(run.starts[0]))] if run.starts else []),
+            ("stored in", relative(run.folder)),
+        ]
+        notes = [f"page written to {html}"] if html else []
+        return replace(report, facts=facts, notices=[*report.notices, hacking_notice(verdict.signs)], notes=notes)
+
+
+def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Path | None = None) -> Inspection:
+    """Read a run without changing it, and write its page.
+
+    Args:
+        name: a run under the root, or the path of its folder.
+        root: a folder or any fsspec URL.
+        iteration: iteration to show; None for the last one whose samples have rewards.
+        html: file for the page; None for no page.
+
+    Raises:
+        InputError: there is no such run or iteration, or the page cannot be written there.
+    """
+    if html is not None:
+        require_page_path(html)
+    reader = RunReader(find_run(name, root))
+    if iteration is not None and iteration not in (known := reader.iterations()):
+        raise InputError("--iteration", iteration, f"The run has iterations {spans(known)}. Choose one of these.")
+    run = read_run(reader, iteration)
+    targets = TargetReader(LARGE)
+    with tempfile.TemporaryDirectory() as fetched:
+        stages = run.shown.stages if run.shown else {}
+        groups = read_groups(reader, stages, Path(fetched), targets, limit=MAX_GROUPS)
+        heldout = read_heldout(reader, run, Path(fetched), targets, limit=MAX_GROUPS)
+        appearances = read_appearances(reader, run, groups, Path(fetched)) if html is not None else {}
+    inspection = Inspection(run, groups, heldout, tuple(_warnings(reader, run, targets)))
+    if html is not None:
+        write_page(html, render_run_page(run, groups, appearances, heldout, inspection.verdict, inspection.warnings))
+    return inspection
+
+
+def _warnings(reader: RunReader, run: RunView, targets: TargetReader) -> Iterator[str]:
+    yield from _pruned(reader, run)
+    for damage in run.damages:
+        yield f"{damage.place}: {damage.reason}"
+    if run.damages:
+        yield "damaged files are left where they are and not shown; the next start makes the files of a stage again"
+    if targets.missing:
+        uri, reason = next(iter(targets.missing.items()))
+        count = len(targets.missing)
+        yield (
+            f"{count} target image{'s' if count > 1 else ''} cannot be shown, the first {uri}: {reason} "
+            "Relative paths are read from the folder that `grpo` is started in"
+        )
+
+
+def _pruned(reader: RunReader, run: RunView) -> Iterator[str]:
+    """Name the images among those shown that `grpo prune` removed."""
+    shown = [(f"iteration {run.shown.iteration}", run.shown.stages)] if run.shown else []
+    if len(run.evaluated) > 1:
+        ends = (run.evaluated[0], run.evaluated[-1])
+        shown += [(f"the evaluation of policy {each.version}", each.stages) for each in ends]
+    for name, stages in shown:
+        found = [reader.pruned.get(each.folder) for each in stages.get(ROLLOUTS, ())]
+        pruned = [each for each in found if each is not None and IMAGES_REMOVED in removed_by(each)]
+        if pruned:
+            by, on = pruned[0].get("by", "grpo prune"), pruned[0].get("on", "an unknown day")
+            yield f"{name}: its images were removed on {on} by `{by}`; everything else is stored"

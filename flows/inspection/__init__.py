@@ -1,1 +1,0 @@
-"""`grpo inspect` and `grpo list`: what runs recorded, read back for the terminal and the page."""

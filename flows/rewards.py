@@ -1,0 +1,247 @@
+"""`grpo rewards`: download the weights that rewards read, and analyse stored scores."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+from pydantic import BaseModel
+
+from configs.loader import read_config, read_rewards_file
+from configs.schema import RewardsFile, RunConfig
+from configs.training import RewardSection
+from configs.yaml_files import read_mapping
+from flows.rescoring.plan import needed_scores
+from grpo_core.errors import InputError, joined
+from grpo_core.rewards.model_reward import ModelReward
+from grpo_core.rewards.registry import REWARDS, build_reward
+from grpo_core.rewards.weights import Weights
+from tasks.reports.report import Report, Table, require_page_path, write_page
+from tasks.reports.reward_analysis import analyse, read_scores, score_again
+from tasks.reports.reward_page import analysis_report, render_reward_page
+from tasks.reports.run_page import hacking_verdict
+from tasks.reports.statistics import Statistics
+from tasks.reports.text import relative, size
+from tasks.runs.layout import (
+    ANALYSIS,
+    REPORT_FILE,
+    REPORT_PAGE,
+    REWARDS_FILE,
+    STORED,
+    SamplingRound,
+    rescoring_folder,
+)
+from tasks.runs.lookup import find_run
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
+from tasks.runs.stored import read_iterations, read_range, stored_config
+from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
+from tasks.storage.artifacts.store import ArtifactStore
+
+
+def plan_fetch(names: Sequence[str], folder: Path) -> dict[Weights, str]:
+    """Map the weights of rewards, each once and whether they are here or not, to the first reward that reads them.
+
+    Args:
+        names: of rewards with their default settings, or of YAML files with `rewards:`, a configuration's or its own.
+        folder: where files go that no setting names.
+
+    Raises:
+        InputError: no such reward or file, or weights that cannot be downloaded.
+    """
+    problems: list[InputError] = []
+    found: dict[str | None, tuple[Weights, str]] = {}
+    for section in [section for name in names for section in _sections(name)]:
+        try:
+            reward = build_reward(section.reward, section.settings)
+            sources = reward.weight_sources() if isinstance(reward, ModelReward) else {}
+            planned = [each.to_fetch(folder) for each in sources.values()]
+        except InputError as error:
+            problems.append(error)
+            continue
+        for each in planned:
+            # Two rewards may read the same weights.
+            found.setdefault(each.source, (each, reward.name))
+    if problems:
+        raise joined(problems)
+    return dict(found.values())
+
+
+def downloads_report(missing: Mapping[Weights, str]) -> Report:
+    """Return what would be downloaded for which reward: size, licence, address, and where it goes."""
+    sizes = [weights.size() for weights in missing]
+    rows = [
+        {
+            "reward": reward,
+            "size": "unknown" if bytes_ is None else size(bytes_),
+            "licence": weights.published.licence or "see its page",
+            "from": str(weights.source) if weights.on_hub else weights.published.url,
+            "to": "the Hub's cache" if weights.on_hub else str(weights.source),
+        }
+        for (weights, reward), bytes_ in zip(missing.items(), sizes, strict=True)
+    ]
+    note = f"{size(sum(filter(None, sizes)))} in total"
+    return Report("To download", tables=[Table("", rows, ("licence", "from", "to"), note=note)])
+
+
+def fetched_report(fetched: Mapping[Weights, str]) -> Report:
+    """Return the settings of each reward that name its weights."""
+    facts = [(reward, f"{weights.setting}: {weights.source}") for weights, reward in fetched.items()]
+    return Report("Here; in the settings of the rewards" if facts else "These rewards need no weights", facts)
+
+
+def _sections(name: str) -> Iterator[RewardSection]:
+    if not name.endswith((".yaml", ".yml")):
+        if name not in REWARDS:
+            build_reward(name)
+        yield RewardSection(reward=name)
+        return
+    values = read_mapping(name, "REWARD", example="configs/rewards/mix.yaml", keys="rewards")
+    if "run" not in values:
+        yield from read_rewards_file(name, "REWARD").rewards
+        return
+    config = read_config(name)
+    yield from (*config.rewards, *config.guardrails.rewards)
+
+
+REPEATED = 32
+"""Samples that are scored again, to see whether the same image gets the same score."""
+
+MAX_PAIRS = 12
+"""Pairs of rewards that the terminal shows."""
+
+
+class AnalysisSummary(BaseModel):
+    """What `--json` prints.
+
+    Attributes:
+        run: name of the run.
+        rescored: name of the rescoring whose scores were analysed; None for the run's own.
+        folder: where the page and the metrics are stored.
+        fallen: guardrails, and rewards of weight 0, that have fallen while the held-out reward rose, in words.
+        not_repeated: rewards that could not score again, and why.
+        analysis: every metric.
+    """
+
+    run: str
+    rescored: str | None
+    folder: str
+    fallen: list[str]
+    not_repeated: dict[str, str]
+    analysis: Statistics
+
+    def report(self, *, on_page: bool = False) -> Report:
+        """Return what stands out, the metrics of each reward and pair, and what could not score again.
+
+        Args:
+            on_page: show all pairs of rewards, and not where the page is.
+        """
+        title = f"{self.run}: rewards" + (f" of the rescoring {self.rescored}" if self.rescored else "")
+        report = analysis_report(self.analysis, title, self.fallen)
+        notes = [f"{label} was not scored again: {reason}" for label, reason in self.not_repeated.items()]
+        if on_page:
+            return replace(report, notes=notes)
+        rewards, pairs = report.tables
+        page = f"page: {relative(self.folder)}/{REPORT_PAGE}"
+        return replace(report, tables=[rewards, pairs.head(MAX_PAIRS, "pairs")], notes=[*notes, page])
+
+
+def analyse_rewards(
+    source: str,
+    *,
+    root: str = "runs",
+    iterations: str | None = None,
+    rescored: str | None = None,
+    repeats: int = REPEATED,
+    html: Path | None = None,
+) -> AnalysisSummary:
+    """Analyse a run's scores and store the results in its `analysis` folder.
+
+    Args:
+        source: a run under the root, or the path of its folder.
+        root: where runs are stored.
+        iterations: `A-B` or `A`; None for all.
+        rescored: name of a rescoring whose scores are analysed; None for the run's own.
+        repeats: number of samples to score again; 0 for none.
+        html: another file for the page; None for no other.
+
+    Raises:
+        InputError: with the option, the value and the hint.
+    """
+    if html is not None:
+        require_page_path(html)
+    if repeats < 0:
+        raise InputError("--repeats", repeats, "Give a number of samples; 0 scores none again.")
+    store = find_run(source, root)
+    config = stored_config(store)
+    sections, rounds = _scored_rounds(store, config, iterations, rescored)
+    again, not_repeated = _score_again(store, sections, rounds, repeats)
+    scores = read_scores(store, rounds)
+    analysis = analyse(scores, again)
+    run = read_run(RunReader(store))
+    summary = AnalysisSummary(
+        run=store.run,
+        rescored=rescored,
+        folder=store.path(ANALYSIS),
+        fallen=list(hacking_verdict(run).signs),
+        not_repeated=not_repeated,
+        analysis=analysis,
+    )
+    page = render_reward_page(summary.report(on_page=True), analysis, scores, run)
+    store.write_file(f"{ANALYSIS}/{REPORT_PAGE}", page.encode())
+    store.write_file(f"{ANALYSIS}/{REPORT_FILE}", json.dumps(analysis, indent=1).encode())
+    if html is not None:
+        write_page(html, page)
+    return summary
+
+
+def _scored_rounds(
+    store: ArtifactStore, config: RunConfig, iterations: str | None, rescored: str | None
+) -> tuple[tuple[RewardSection, ...], dict[int, tuple[SamplingRound, ...]]]:
+    """Return the rewards, and the sampling rounds of each iteration with their scores."""
+    chosen = None if iterations is None else read_range(iterations)
+    stored = read_iterations(store, chosen, rescored or STORED)
+    if rescored is None:
+        return config.rewards, {each.number: each.rounds for each in stored}
+    content = store.read_file(f"{rescoring_folder(rescored)}/{REWARDS_FILE}")
+    if content is None:
+        hint = "It does not say with which rewards it was made; run grpo rescore again."
+        raise InputError("--rescored", rescored, hint)
+    rewards = RewardsFile.model_validate_json(content).rewards
+    rounds: dict[int, tuple[SamplingRound, ...]] = {}
+    for each in stored:
+        found = needed_scores(store, each, rewards)
+        if missing := {one.section.label for needed in found for one in needed if one.stored is None}:
+            hint = f"Scores of {', '.join(sorted(missing))} are missing in iteration {each.number}; run it again."
+            raise InputError("--rescored", rescored, hint)
+        rounds[each.number] = tuple(
+            replace(stored_round, rewards={one.section.label: one.stored for one in needed if one.stored is not None})
+            for stored_round, needed in zip(each.rounds, found, strict=True)
+        )
+    return rewards, rounds
+
+
+def _score_again(
+    store: ArtifactStore, sections: Sequence[RewardSection], rounds: Mapping[int, Sequence[SamplingRound]], samples: int
+) -> tuple[pl.DataFrame | None, dict[str, str]]:
+    """Score the last iteration's first samples again by every reward that can run here."""
+    able, unable = [], {}
+    for section in sections:
+        problems = build_reward(section.reward, section.settings).preflight()
+        if problems:
+            unable[section.label] = problems[0]
+        else:
+            able.append(section)
+    if not samples or not able:
+        return None, unable
+    shown = [
+        number
+        for number, each in rounds.items()
+        if IMAGES_REMOVED not in removed_by(store.pruned_reason(each[0].rollouts))
+    ]
+    last = max(shown, default=None)
+    if last is None:
+        gone = "the images were removed by `grpo prune`"
+        return None, {**unable, **{section.label: gone for section in able}}
+    return score_again(store, last, rounds[last][0], able, samples), unable

@@ -1,1 +1,0 @@
-"""`grpo rewards`: fetch weights, analyse stored scores and serve rewards over HTTP."""

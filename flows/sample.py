@@ -1,0 +1,237 @@
+"""`grpo sample`: draw or answer prompts with a run's policy, an exported folder, or any model's folder."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from pydantic import BaseModel
+
+from configs.loader import apply_overrides
+from configs.schema import AnyRollout, ByPolicy
+from configs.sections import (
+    PlacementSection,
+    PolicySection,
+)
+from configs.validation import validated
+from flows.pipeline.requests import SampleRequest, refuse_overrides
+from flows.preflight.model import source_of
+from grpo_core.errors import InputError, NonFiniteError, raise_all
+from grpo_core.policies.causal_lm.settings import CONFIG_FILE
+from grpo_core.policies.pipeline_files import INDEX_FILE
+from grpo_core.policies.protocol import Policy, policy_family
+from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE
+from grpo_core.records import BrokenImage, GroupRequest
+from grpo_core.seeds import derive_seed
+from grpo_core.streams import STREAMS
+from tasks.models.initial import RECORD_FILE, model_digest
+from tasks.models.resident import ModelSpec, ResidentPolicy, configure_torch, load_policy
+from tasks.runs.lookup import find_run, read_description
+from tasks.runs.stored import adapter_version, choose_policy, chosen_version, stored_config
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, use_store
+from tasks.storage.files import require_writable
+
+
+class _Sampling(ByPolicy):
+    """The sections that samples need."""
+
+    policy: PolicySection
+    rollout: AnyRollout
+    placement: PlacementSection = PlacementSection()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A policy that is not loaded yet.
+
+    Attributes:
+        name: for files; of the run with the version, or of the folder.
+        config: sections of the model, its sampler and the device.
+        spec: the model, with nothing kept for a reference.
+        version: of a run's policy; None for a folder.
+        notes: messages about damaged versions that were skipped.
+    """
+
+    name: str
+    config: Any
+    spec: ModelSpec
+    store: ArtifactStore | None = None
+    version: PolicyRef | None = None
+    notes: tuple[str, ...] = ()
+
+    def load(self) -> Policy:
+        """Load the policy with its weights, every stored file verified.
+
+        Raises:
+            InputError: the model's files are not those that the policy was trained from.
+        """
+        rollout, placement = self.config.rollout, self.config.placement
+        if self.store is None or self.version is None:
+            return load_policy(self.spec, rollout, configure_torch(placement))
+        use_store(self.store)
+        return ResidentPolicy().at(self.version, self.spec, rollout, placement)
+
+
+def open_source(request: SampleRequest) -> Source:
+    """Find the run or the folder, and check what does not need the model.
+
+    Raises:
+        InputError: with the option, the value and the hint.
+    """
+    refuse_overrides(request.overrides, request.hint_against)
+    folder = Path(request.source).expanduser()
+    source = _open_folder(folder, request) if _is_model(folder) else _open_run(request)
+    source.spec.family.refuse_prompts(source_of(source.config), source.config.rollout, request.prompts)
+    return source
+
+
+def _is_model(folder: Path) -> bool:
+    is_model = any((folder / name).is_file() for name in (INDEX_FILE, CONFIG_FILE)) or _is_adapter(folder)
+    return is_model and not (folder / RUN_FILE).exists()
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Return whether the folder has an adapter, or one in the subfolder of each component."""
+    return any((place / ADAPTER_CONFIG_FILE).is_file() for place in (folder, *(folder / each for each in STREAMS)))
+
+
+def _open_run(request: SampleRequest) -> Source:
+    store = find_run(request.source, request.root)
+    config = stored_config(store, request.overrides)
+    digest = str(read_description(store).get("model_digest", ""))
+    chosen, notes = choose_policy(store, chosen_version(store, request.policy), digest)
+    # Samples need no reference.
+    version = chosen.averaged.with_copies("ema", "old")
+    spec = _spec(config.policy, digest, adapter_version(config))
+    return Source(f"{store.run}-v{version.version}", config, spec, store, version, notes)
+
+
+def _open_folder(folder: Path, request: SampleRequest) -> Source:
+    if request.policy is not None:
+        raise InputError("--policy", request.policy, f"{folder} is a model, not a run; leave it out.")
+    record = folder / RECORD_FILE
+    adapter = folder if _is_adapter(folder) else None
+    if record.is_file():
+        values = _read_record(record)
+    elif adapter is None:
+        values = {"policy": _described(folder)}
+    else:
+        hint = f"It is an adapter without {RECORD_FILE}, which `grpo export` writes; merge it into its base first."
+        raise InputError("RUN|MODEL", str(folder), hint)
+    sections: dict[str, Any] = {name: values[name] for name in ("policy", "rollout") if name in values}
+    if adapter is not None:
+        sections["policy"] |= {"adapter": str(adapter), "lora": None}
+        _require_same_base(values.get("base_digest"), sections["policy"])
+    else:
+        own = {"model": str(folder), "revision": None, "adapter": None, "lora": None, "frozen": None}
+        sections["policy"] |= own
+    raise_all(apply_overrides(sections, request.overrides))
+    kind = str(sections["policy"].get("kind", "glm_image"))
+    images = policy_family(kind).modality == "image"
+    if images and not {"height", "width"} <= sections.get("rollout", {}).keys():
+        hint = "This model states no size; give --set rollout.height=1024 --set rollout.width=1024."
+        raise InputError("rollout.height and width", None, hint)
+    config = validated(_Sampling, {"rollout": {}, **sections})
+    return Source(folder.resolve().name, config, _spec(config.policy, ""))
+
+
+def _read_record(file: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        values["policy"]["model"], values.get("rollout", {}).keys()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError("RUN|MODEL", str(file), f"It is damaged ({error!r}); export the policy again.") from error
+    return values
+
+
+def _require_same_base(recorded: str | None, policy: dict[str, Any]) -> None:
+    """Refuse an exported adapter over another model under the name of its base."""
+    found = model_digest(policy["model"], policy.get("revision")) if recorded else None
+    if found != recorded:
+        hint = f"Its files here are {str(found)[:12]}, and the adapter's base is {str(recorded)[:12]}; restore them."
+        raise InputError("policy.model", policy["model"], hint)
+
+
+def _described(folder: Path) -> dict[str, object]:
+    """Return the kind of a model that this project did not export; it is loaded in its own precision."""
+    images = (folder / INDEX_FILE).is_file()
+    config = folder / "transformer" / CONFIG_FILE if images else folder / CONFIG_FILE
+    stated = json.loads(config.read_text()).get("dtype") if config.is_file() else None
+    return {
+        "kind": _pipeline_kind(folder) if images else "causal_lm",
+        "dtype": stated if stated in ("float32", "bfloat16") else "bfloat16",
+    }
+
+
+def _pipeline_kind(folder: Path) -> str:
+    """Return the kind of a saved pipeline: GLM-Image has one of its own."""
+    index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+    return "glm_image" if index.get("_class_name") == "GlmImagePipeline" else "diffusers"
+
+
+def _spec(section: PolicySection, digest: str, adapter: ArtifactRef | None = None) -> ModelSpec:
+    return ModelSpec(section=section, digest=digest, adapter_seed=0, references={}, adapter=adapter)
+
+
+FOLDER = "samples"
+_LETTERS = 40
+
+
+class Sample(BaseModel):
+    """One sample of a prompt.
+
+    Attributes:
+        index: which of the prompt's samples, from 1.
+        text: the answer; None for an image.
+        file: path of the image; None for a text.
+    """
+
+    prompt: str
+    index: int
+    text: str | None
+    file: str | None
+
+
+def check_output(request: SampleRequest, source: Source) -> Path | None:
+    """Return the folder for images; None for texts.
+
+    Raises:
+        InputError: it cannot be written, or the samples are texts.
+    """
+    if source.spec.family.modality == "text":
+        if request.out is not None:
+            raise InputError("--out", request.out, "This model answers with texts, which are printed; leave it out.")
+        return None
+    folder = Path(request.out or FOLDER).expanduser()
+    require_writable(folder.absolute(), "--out")
+    return folder
+
+
+def sample(request: SampleRequest, source: Source) -> Iterator[Sample]:
+    """Sample prompt by prompt; a sample depends on its prompt, its index and the seed alone.
+
+    Raises:
+        NonFiniteError: pixels of an image are not numbers; it is not written.
+    """
+    folder, policy = check_output(request, source), source.load()
+    numbers = range(request.samples)
+    seeds = tuple(derive_seed(request.seed, "tokens", number) for number in numbers)
+    noise = tuple(derive_seed(request.seed, "noise", number) for number in numbers)
+    for place, prompt in enumerate(request.prompts, start=1):
+        sample_ids = tuple(f"{prompt!r}, {index}" for index in range(1, request.samples + 1))
+        (group,) = policy.sample([GroupRequest(prompt, sample_ids, seeds, noise)])
+        for index, output in enumerate(group.outputs, start=1):
+            if isinstance(output, BrokenImage):
+                raise NonFiniteError("a decoded image", [sample_ids[index - 1]], f"{output.reason}.")
+            file = None
+            if isinstance(output, Image.Image) and folder is not None:
+                words = re.sub(r"\W+", "-", prompt.lower()).strip("-")[:_LETTERS]
+                file = folder / f"{source.name}-{place:02d}-{words}-seed{request.seed}-{index}.png"
+                folder.mkdir(parents=True, exist_ok=True)
+                output.save(file)
+            text = output if isinstance(output, str) else None
+            yield Sample(prompt=prompt, index=index, text=text, file=None if file is None else str(file))

@@ -1,0 +1,309 @@
+"""Sample completions token by token, and compute the log-probs of stored ones in one teacher-forced pass.
+
+A completion ends at an end token, or at the token that completes a stop text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from grpo_core.logprobs import gather_logprobs, score_hidden, vocabulary_logprobs
+from grpo_core.policies.causal_lm.prompts import EncodedPrompts
+from grpo_core.policies.kv_cache import grow_in_place
+from grpo_core.records import ActionLogprobs, Entropies, SampledTokens, TokenBatch, TokenSupport
+from grpo_core.sampling import SupportRecorder, draw_tokens, truncate, uniform_numbers
+from grpo_core.settings import Truncation
+
+
+def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return every id that ends a text, from the generation configuration and the tokenizer, in ascending order."""
+    generation = getattr(model, "generation_config", None)
+    listed = [
+        getattr(generation, "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ]
+    ids = [ids if isinstance(ids, list) else [ids] for ids in listed]
+    return tuple(sorted({int(token) for some in ids for token in some if token is not None}))
+
+
+@dataclass(frozen=True)
+class StopTexts:
+    """Finds stop texts in a row's tokens.
+
+    Attributes:
+        tokenizer: decodes the tokens.
+        texts: each ends a completion.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    texts: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode to text, without special tokens."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.all_special_ids)
+
+    @cached_property
+    def _window(self) -> int:
+        # A token is a byte at least; the first of those looked at may be parts of a letter, or lose a leading space.
+        return max(len(text.encode()) for text in self.texts) + 4
+
+    def completed(self, ids: Sequence[int]) -> bool:
+        """Return whether the last of these ids completes a stop text; the ids before it contain none.
+
+        Special tokens have no text: the text on both sides of one is joined.
+        """
+        backwards = islice((token for token in reversed(ids) if token not in self._special), self._window)
+        tail = self.decode(list(backwards)[::-1])
+        return any(text in tail for text in self.texts)
+
+    def cut(self, text: str) -> str:
+        """Return the text before the first stop text in it."""
+        places = [place for place in (text.find(stop) for stop in self.texts) if place >= 0]
+        return text[: min(places)] if places else text
+
+
+@dataclass(frozen=True)
+class SamplingRule:
+    """How the next token is sampled from logits, and when to stop.
+
+    Attributes:
+        vocabulary: ids [0, vocabulary) can be sampled.
+        temperature: divides the logits.
+        truncation: which of these ids can be sampled.
+        ends: ids that end a row; they are sampled and trained as any other.
+        stops: texts that end a row; None: there are none.
+        max_tokens: of a row.
+    """
+
+    vocabulary: int
+    temperature: float
+    truncation: Truncation
+    ends: tuple[int, ...]
+    stops: StopTexts | None
+    max_tokens: int
+
+
+@torch.no_grad()
+def sample_completions(
+    model: Any,
+    encoded: EncodedPrompts,
+    prompts: tuple[str, ...],
+    rows: Int[Tensor, " rows"],
+    rule: SamplingRule,
+    seeds: Sequence[int],
+) -> SampledTokens:
+    """Sample one completion per row; the loop ends when every row has ended.
+
+    Args:
+        encoded: distinct prompts.
+        prompts: that each row continues.
+        rows: their indices among the encoded ones.
+    """
+    step = model(
+        input_ids=encoded.input_ids,
+        attention_mask=encoded.attention_mask,
+        position_ids=encoded.position_ids,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    cache, logits = step.past_key_values, step.logits[rows, -1]
+    # The samples of a prompt share its prefill.
+    cache.batch_select_indices(rows)
+    grow_in_place(cache, encoded.length + rule.max_tokens)
+    prompt_lengths, attention = encoded.lengths[rows], encoded.attention_mask[rows]
+    attention = nn.functional.pad(attention, (0, rule.max_tokens), value=1)
+    lengths = prompt_lengths
+    written = _Written(len(rows), rule, uniform_numbers(seeds, rule.max_tokens), logits.device)
+    for index in range(rule.max_tokens):
+        written.add(index, logits)
+        kept = written.active.nonzero()[:, 0]
+        if index + 1 == rule.max_tokens or not len(kept):
+            break
+        # Each time copies the cache, so a row does not leave at once when it ends.
+        if len(kept) <= 0.75 * len(written.rows):
+            written.keep(kept)
+            cache.batch_select_indices(kept)
+            lengths, attention = lengths[kept], attention[kept]
+        logits = model(
+            input_ids=written.ids[written.rows, index : index + 1],
+            attention_mask=attention[:, : encoded.length + index + 1],
+            position_ids=(lengths + index).unsqueeze(-1),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+    return written.sampled(prompts, index + 1, prompt_lengths)
+
+
+class _Written:
+    """The tokens of all rows so far; the model reads those of `rows`, some of which may have ended."""
+
+    def __init__(
+        self, rows: int, rule: SamplingRule, uniforms: Float[Tensor, "batch time"], device: torch.device
+    ) -> None:
+        self.rule, self.uniforms = rule, uniforms.to(device)
+        self.ids = torch.zeros(rows, rule.max_tokens, dtype=torch.long, device=device)
+        self.mask = torch.zeros(rows, rule.max_tokens, dtype=torch.bool, device=device)
+        self.logprobs = torch.zeros(rows, rule.max_tokens, device=device)
+        self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.rows = torch.arange(rows, device=device)
+        self.active = torch.ones(rows, dtype=torch.bool, device=device)
+        self.ends = torch.tensor(rule.ends, dtype=torch.long, device=device)
+        self.recorder = SupportRecorder(rows) if rule.truncation.truncates else None
+        self.written: list[list[int]] = [[] for _ in range(rows)]  # only for stop texts
+
+    def add(self, index: int, logits: Float[Tensor, "rows ids"]) -> None:
+        """Sample the token at `index` of every row that has not ended."""
+        rule, rows = self.rule, self.rows
+        distribution = truncate(vocabulary_logprobs(logits, rule.vocabulary, rule.temperature), rule.truncation)
+        sampled = draw_tokens(distribution, self.uniforms[rows, index])
+        if self.recorder is not None:
+            self.recorder.add(distribution[self.active], rows[self.active].tolist())
+        self.ids[rows, index] = torch.where(self.active, sampled, 0)
+        self.logprobs[rows, index] = torch.where(self.active, gather_logprobs(distribution, sampled), 0.0)
+        self.mask[rows, index] = self.active
+        ended = torch.isin(sampled, self.ends)
+        if rule.stops:
+            ended |= self._stopped(rule.stops, sampled)
+        self.active = self.active & ~ended
+        self.finished[rows] = ~self.active
+
+    def keep(self, places: Int[Tensor, " kept"]) -> None:
+        """Leave out all rows but those in these places."""
+        self.rows, self.active = self.rows[places], self.active[places]
+
+    def _stopped(self, stops: StopTexts, sampled: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
+        stopped = [False] * len(sampled)
+        tokens, rows = sampled.tolist(), self.rows.tolist()
+        for place in self.active.nonzero()[:, 0].tolist():
+            own = self.written[rows[place]]
+            own.append(tokens[place])
+            stopped[place] = stops.completed(own)
+        return torch.tensor(stopped, device=sampled.device)
+
+    def sampled(self, prompts: tuple[str, ...], time: int, prompt_lengths: Int[Tensor, " rows"]) -> SampledTokens:
+        """Return the first `time` tokens, on the CPU; ids and log-probs after the end of a row are zero."""
+        support = None if self.recorder is None else self.recorder.support()
+        ids, mask = self.ids[:, :time].cpu(), self.mask[:, :time].cpu()
+        tokens = TokenBatch(prompts, ids, mask, self.rule.temperature, support)
+        logprobs, finished = self.logprobs[:, :time].cpu(), self.finished.cpu()
+        return SampledTokens(tokens, logprobs, finished, self.rule.max_tokens, prompt_lengths.cpu())
+
+
+_PROBE_LOGIT = 100.0
+
+
+def score_completions(
+    model: Any,
+    encoded: EncodedPrompts,
+    token_ids: Int[Tensor, "rows time"],
+    loss_mask: Bool[Tensor, "rows time"],
+    *,
+    vocabulary: int,
+    temperature: float,
+    support: TokenSupport | None,
+    entropy: Entropies,
+    whole_logits: bool,
+) -> ActionLogprobs:
+    """Compute log-probs of stored tokens with the positions, padding, support and temperature of their sampling.
+
+    Args:
+        encoded: one row per sample.
+        token_ids: padded on the right.
+        support: the ids each token was sampled from; None without truncation.
+        entropy: whether entropies are computed too.
+        whole_logits: take the logits from the model, because its head does not give them (`head_gives_logits`).
+    """
+    time = token_ids.shape[1]
+    inputs = _inputs(encoded, token_ids[:, :-1], loss_mask[:, :-1])
+    if whole_logits:
+        # One more position than `time` is requested: the slice keeps the last `time` of them.
+        states, head = model(**inputs, use_cache=False, logits_to_keep=time).logits, _unchanged
+    else:
+        states = model.base_model(**inputs, use_cache=False).last_hidden_state[:, encoded.length - 1 :]
+        head = model.get_output_embeddings()
+    if states.ndim != 3 or states.shape[:2] != token_ids.shape:
+        # Of a model that predicts several tokens at each place.
+        raise ValueError(f"the model returned {list(states.shape)} for {list(token_ids.shape)} tokens")
+    return score_hidden(
+        states,
+        head,
+        token_ids,
+        loss_mask,
+        vocabulary=vocabulary,
+        temperature=temperature,
+        support=support,
+        entropy=entropy,
+    )
+
+
+def _unchanged(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _inputs(
+    encoded: EncodedPrompts, token_ids: Int[Tensor, "rows fed"], loss_mask: Bool[Tensor, "rows fed"]
+) -> dict[str, Tensor]:
+    """Join prompts with the completions' tokens, each with its position."""
+    places = torch.arange(token_ids.shape[1], device=token_ids.device)
+    positions = encoded.lengths.unsqueeze(-1) + places
+    return {
+        "input_ids": torch.cat([encoded.input_ids, torch.where(loss_mask, token_ids, 0)], 1),
+        "attention_mask": torch.cat([encoded.attention_mask, loss_mask.to(encoded.attention_mask.dtype)], 1),
+        "position_ids": torch.cat([encoded.position_ids, torch.where(loss_mask, positions, 0)], 1),
+    }
+
+
+@torch.no_grad()
+def head_gives_logits(model: Any) -> bool:
+    """Return whether the model's logits are its head's output for its last hidden states, without further operations.
+
+    Some models cap or scale the head's output (Gemma 2's soft cap, Granite's and Cohere's scale): their logits must
+    come from the model itself. Small logits would hide a cap, so the head's input is scaled up to logits of about 100
+    for this one comparison.
+    """
+    head, body = model.get_output_embeddings(), model.base_model
+    # A model without a body of its own returns no hidden states.
+    if head is None or body is model:
+        return False
+    seen: dict[str, Tensor] = {}
+
+    def before(_: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        seen["input"] = inputs[0]
+        # Called past its hooks, of which this is one.
+        largest = head.forward(inputs[0]).abs().amax().clamp(min=1e-6)
+        return (inputs[0] * (_PROBE_LOGIT / largest),)
+
+    def after(_: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        seen["output"] = output
+
+    ids = torch.arange(4, device=model.device).unsqueeze(0)
+    hooks = head.register_forward_pre_hook(before), head.register_forward_hook(after)
+    try:
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids, "use_cache": False}
+        returned = model(**inputs).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if "output" not in seen:
+        return False
+    hidden = body(**inputs).last_hidden_state
+    # A head of several layers has another input.
+    same_input = hidden.shape == seen["input"].shape and torch.allclose(seen["input"], hidden)
+    return same_input and torch.allclose(returned.float(), seen["output"].float())

@@ -1,0 +1,166 @@
+"""From groups to the rows of the pipeline's calls and back, and from latents to images."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from jaxtyping import Float
+from PIL import Image
+
+from grpo_core.errors import NonFiniteError
+from grpo_core.records import BrokenImage, DenoisingBatch, GroupRequest, SampledActions, SampledTokens, TokenBatch
+from grpo_core.streams import ImageSize
+
+SampleTokens = Callable[[Sequence[str], int, Sequence[int], ImageSize | None], SampledTokens]
+"""Prompts, drafts per prompt, one seed per draft, and the size of the images -> drafts of one prompt side by side."""
+
+
+def sample_drafts(
+    requests: Sequence[GroupRequest], sample: SampleTokens
+) -> Iterator[tuple[GroupRequest, SampledTokens]]:
+    """Sample the drafts of all groups at once, and give each group one row per sample.
+
+    Args:
+        requests: of one image size, each with equally many different seeds.
+
+    Raises:
+        NonFiniteError: a log-prob is not finite; names the samples of all groups, before any group is given out.
+    """
+    seeds = [tuple(dict.fromkeys(request.seeds)) for request in requests]
+    count = len(seeds[0])
+    assert all(len(each) == count for each in seeds), "equally many drafts"
+    prompts = [request.prompt for request in requests]
+    sampled = sample(prompts, count, [seed for each in seeds for seed in each], requests[0].size)
+    rows = [
+        [place * count + own.index(seed) for seed in request.seeds]
+        for place, (request, own) in enumerate(zip(requests, seeds, strict=True))
+    ]
+    _require_finite(requests, rows, sampled)
+    for request, own_rows in zip(requests, rows, strict=True):
+        yield request, sampled.select(own_rows)
+
+
+def _require_finite(requests: Sequence[GroupRequest], rows: Sequence[Sequence[int]], sampled: SampledTokens) -> None:
+    finite = torch.isfinite(sampled.rollout_logprobs).all(-1).tolist()
+    names = ((request.sample_ids, own_rows) for request, own_rows in zip(requests, rows, strict=True))
+    broken = [name for ids, own_rows in names for name, row in zip(ids, own_rows, strict=True) if not finite[row]]
+    if broken:
+        raise NonFiniteError("rollout log-prob", broken, "The weights are damaged; go back to an earlier version.")
+
+
+@dataclass(frozen=True)
+class DenoisedGroup:
+    """The images of one group.
+
+    Attributes:
+        images: one per sample.
+        sampled: the noisy steps; None where the group was denoised by the ODE.
+    """
+
+    images: tuple[Image.Image | BrokenImage, ...]
+    sampled: SampledActions | None
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """The samples of several groups, one after another.
+
+    Attributes:
+        prompts: one per row, like all that follow.
+        sample_ids: names of the rows.
+        noise_seeds: of the first latents.
+        step_seeds: of the noisy steps; empty without them.
+        window_start: index of the first noisy step; None: every step is deterministic.
+        drafts: the tokens that the images are made of; None for a pipeline without tokens.
+    """
+
+    prompts: tuple[str, ...]
+    sample_ids: tuple[str, ...]
+    noise_seeds: tuple[int, ...]
+    step_seeds: tuple[int, ...]
+    window_start: int | None
+    drafts: TokenBatch | None
+
+    @classmethod
+    def of(cls, requests: Sequence[GroupRequest], drafts: TokenBatch | None) -> "SampleRows":
+        """Return the samples of these groups, which share one window."""
+        (window_start,) = {request.window_start for request in requests}
+        return cls(
+            prompts=tuple(request.prompt for request in requests for _ in request.sample_ids),
+            sample_ids=tuple(itertools.chain(*(request.sample_ids for request in requests))),
+            noise_seeds=tuple(itertools.chain(*(request.noise_seeds for request in requests))),
+            step_seeds=tuple(itertools.chain(*(request.step_seeds for request in requests))),
+            window_start=window_start,
+            drafts=drafts,
+        )
+
+    def select(self, rows: range) -> "SampleRows":
+        """Return consecutive rows."""
+        part = slice(rows.start, rows.stop)
+        return SampleRows(
+            prompts=self.prompts[part],
+            sample_ids=self.sample_ids[part],
+            noise_seeds=self.noise_seeds[part],
+            step_seeds=self.step_seeds[part],
+            window_start=self.window_start,
+            drafts=None if self.drafts is None else self.drafts.select(rows),
+        )
+
+
+def by_group(
+    requests: Sequence[GroupRequest], images: Sequence[Image.Image | BrokenImage], sampled: Sequence[SampledActions]
+) -> Iterator[DenoisedGroup]:
+    """Cut the rows of all calls into groups again."""
+    joined = _joined(sampled) if sampled else None
+    start = 0
+    for request in requests:
+        rows = range(start, start + len(request.sample_ids))
+        own = None if joined is None else _selected(joined, rows)
+        yield DenoisedGroup(tuple(images[row] for row in rows), own)
+        start = rows.stop
+
+
+def _joined(sampled: Sequence[SampledActions]) -> SampledActions:
+    return SampledActions(
+        actions=DenoisingBatch.join([each.actions for each in sampled if isinstance(each.actions, DenoisingBatch)]),
+        rollout_logprobs=torch.cat([each.rollout_logprobs for each in sampled]),
+        finished=torch.cat([each.finished for each in sampled]),
+        max_length=sampled[0].max_length,
+    )
+
+
+def _selected(sampled: SampledActions, rows: range) -> SampledActions:
+    return SampledActions(
+        actions=sampled.actions.select(rows),
+        rollout_logprobs=sampled.rollout_logprobs[rows.start : rows.stop],
+        finished=sampled.finished[rows.start : rows.stop],
+        max_length=sampled.max_length,
+    )
+
+
+PIXELS_AT_ONCE = 1024**2
+"""An autoencoder decodes images with at most this many pixels together at once, and larger ones one by one."""
+
+
+def slice_decoding(pipeline: Any, images: int, size: ImageSize) -> None:
+    """Let the pipeline's autoencoder decode this many images at once if they are small, and one by one otherwise.
+
+    Its tensors are the largest of all: one by one, they take no more memory for more images.
+    """
+    vae: Any = getattr(pipeline, "vae", None)
+    if hasattr(vae, "use_slicing"):
+        vae.use_slicing = images * size.pixels > PIXELS_AT_ONCE
+
+
+def image_of(levels: Float[np.ndarray, "height width 3"]) -> Image.Image | BrokenImage:
+    """Convert levels in [0, 1] to an image; NaN is detected here, because 8-bit levels cannot represent it."""
+    broken = ~np.isfinite(levels).all(-1)
+    image: Image.Image
+    (image,) = VaeImageProcessor.numpy_to_pil(np.where(broken[..., None], 0.0, levels)[None])
+    if not broken.any():
+        return image
+    return BrokenImage(image, f"{broken.mean():.1%} of the pixels are not numbers")

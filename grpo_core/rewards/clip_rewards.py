@@ -1,0 +1,266 @@
+"""Rewards from CLIP embeddings: how well an image fits its prompt, and how people would rate it.
+
+Radford et al., 2021, "Learning Transferable Visual Models From Natural Language Supervision" (arXiv:2103.00020).
+
+Hessel, Holtzman, Forbes, Le Bras and Choi, 2021, "CLIPScore: A Reference-free Evaluation Metric for Image Captioning"
+(arXiv:2104.08718), section 3: w max(cos, 0), there with w = 2.5 and ViT-B/32.
+
+Schuhmann, 2022, "improved-aesthetic-predictor" (LAION-Aesthetics V2): five layers without activations between them,
+fitted to the ratings of SAC, Logos and AVA on embeddings of length 1 of OpenAI's ViT-L/14.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float32
+from PIL import Image
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.clip import ClipArchitecture, ClipReward, LongPrompts, check_prompts
+from grpo_core.rewards.model_reward import Sha256, exact_inference, load_once, load_state_dict, load_weights
+from grpo_core.rewards.reward import STRICT, Positive, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.weights import Published, Weights
+
+CACHED_EMBEDDINGS = 4096
+"""How many embeddings a model keeps, for images that several rewards look at and for the prompts of a group."""
+
+NO_DIRECTION = "the CLIP embedding has length 0 or is not finite, so it points nowhere"
+"""The reason of a failure: an embedding that cannot be scaled to length 1."""
+
+_BESIDE_THE_WEIGHTS = ("input_resolution", "context_length", "vocab_size")
+
+
+class ClipModel:
+    """A network on one device. Threads may share it; each image is computed once.
+
+    Images and texts go through the network one at a time: a matrix product's last bits depend on the batch that it
+    runs in, and a score must not.
+    """
+
+    def __init__(self, architecture: ClipArchitecture, network: Any, device: str) -> None:
+        import open_clip
+        from open_clip.transform import PreprocessCfg, image_transform_v2
+
+        preparation = {"size": network.visual.image_size, **architecture.preparation}
+        self.architecture = architecture
+        self._network, self._device = network.to(device), device
+        self._prepare: Callable[[Image.Image], Tensor] = image_transform_v2(
+            PreprocessCfg(**preparation), is_train=False
+        )
+        tokenizer_settings = architecture.network["text_cfg"].get("tokenizer_kwargs", {})
+        self._tokenizer = open_clip.SimpleTokenizer(context_length=architecture.context_length, **tokenizer_settings)
+        self._lock = threading.Lock()
+        self._embeddings: OrderedDict[str, Tensor] = OrderedDict()
+
+    def image_embedding(self, image: Image.Image) -> Float32[Tensor, " width"]:
+        """Return the RGB image's embedding on the CPU, of length 1; NaN where the network's has no direction."""
+        if image.mode != "RGB":
+            raise ValueError(f"expected an RGB image, got mode {image.mode}")
+        digest = hashlib.sha256(image.tobytes()).hexdigest()
+
+        def compute() -> Tensor:
+            pixels = self._prepare(image).unsqueeze(0).to(self._device)
+            embedding: Tensor = self._network.encode_image(pixels)
+            return embedding
+
+        return self._embed(f"image {image.width}x{image.height} {digest}", compute)
+
+    def text_embedding(self, text: str) -> Float32[Tensor, " width"]:
+        """Return the text's embedding on the CPU, of length 1, or NaN; only the first tokens of a long text count."""
+
+        def compute() -> Tensor:
+            tokens = self._tokenizer([text]).to(self._device)
+            embedding: Tensor = self._network.encode_text(tokens)
+            return embedding
+
+        return self._embed(f"text {hashlib.sha256(text.encode()).hexdigest()}", compute)
+
+    def count_tokens(self, text: str) -> int:
+        """Count the tokens of the text, including the start and end marks."""
+        return len(self._tokenizer.encode(text)) + 2
+
+    def _embed(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
+        # Locked while computing, so that another thread waits for the same image.
+        with self._lock:
+            if key not in self._embeddings:
+                with exact_inference(self._device):
+                    embedding = compute().float().flatten().cpu()
+                    self._embeddings[key] = embedding / embedding.norm()
+                if len(self._embeddings) > CACHED_EMBEDDINGS:
+                    self._embeddings.popitem(last=False)
+            self._embeddings.move_to_end(key)
+            return self._embeddings[key]
+
+
+def load_clip(reward: ClipReward) -> ClipModel:
+    """Load a reward's model, frozen, in fp32; a process has one for each network, digest and device.
+
+    Raises:
+        InputError: the weights are missing, cannot be read, or are of another network.
+    """
+    device = "cuda:0" if reward.device == "cuda" else reward.device
+    return _load_clip(reward.clip_weights(), reward.architecture(), device)
+
+
+@load_once
+def _load_clip(weights: Weights, architecture: ClipArchitecture, device: str) -> ClipModel:
+    network = build_network(architecture)
+    tensors = {
+        name.removeprefix("module."): tensor
+        for name, tensor in load_state_dict(weights).items()
+        if name not in _BESIDE_THE_WEIGHTS
+    }
+    load_weights(weights, network, tensors, f"open_clip's {architecture.name}")
+    return ClipModel(architecture, network, device)
+
+
+def build_network(architecture: ClipArchitecture) -> nn.Module:
+    """Build open_clip's network without weights (on the meta device), frozen, in evaluation mode."""
+    import open_clip
+
+    # On the meta device, so that the initialisation draws no random numbers.
+    with torch.device("meta"):
+        network: nn.Module = open_clip.CLIP(**architecture.network)
+    for name, buffer in list(network.named_buffers()):
+        if name not in network.state_dict():
+            assert name == "attn_mask", f"{name} comes from no weight file"
+            causal = torch.full(tuple(buffer.shape), float("-inf")).triu(1)
+            network.register_buffer(name, causal, persistent=False)
+    return network.requires_grad_(False).eval()
+
+
+@dataclass(frozen=True, config=STRICT)
+class ClipScoreReward(ClipReward):
+    """Value clip(scale * max(cos, 0), 0, 1); raw the cosine in [-1, 1].
+
+    Cosines of images with their own captions are around 0.2 to 0.35.
+
+    Attributes:
+        scale: factor of the cosine; the paper's is 2.5.
+        long_prompts: CLIP reads 77 tokens, some 50 words. ``cut`` scores against the beginning of a longer prompt and
+            logs a warning; ``refuse`` ends with an error that names the sample.
+    """
+
+    scale: Positive = 1.0
+    long_prompts: LongPrompts = "cut"
+
+    name: ClassVar[str] = "clip_score"
+
+    def score(self, batch: ScoringBatch) -> Sequence[Score]:
+        """Score each sample; the first call of a process loads the weights."""
+        model = load_clip(self)
+        check_prompts(self.name, batch, model.count_tokens, model.architecture.context_length, self.long_prompts)
+        scores = []
+        for image, prompt in zip(batch.rgb_images(self.name), batch.prompts, strict=True):
+            with exact_inference("cpu"):
+                cosine = (model.image_embedding(image) @ model.text_embedding(prompt)).item()
+            scores.append(Score.of(clamp_unit(self.scale * cosine), cosine, NO_DIRECTION))
+        return scores
+
+
+FULL_SCALE = 10.0
+_PLACE = "rewards.aesthetic.head"
+_FILE = "sac+logos+ava1-l14-linearMSE.pth"
+
+HEAD = Published(
+    "Christoph Schuhmann for LAION (Apache-2.0)",
+    _FILE,
+    f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{_FILE.replace('+', '%2B')}",
+    sha256="21dd590f3ccdc646",
+    licence="Apache-2.0",
+)
+"""The head of LAION-Aesthetics V2."""
+
+LAYERS = (("layers.0", 1024), ("layers.2", 128), ("layers.4", 64), ("layers.6", 16), ("layers.7", 1))
+"""Name and width of each layer; the numbers between belong to dropout, which scoring does not use."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class AestheticReward(ClipReward):
+    """Value clip(rating / 10, 0, 1); raw the rating, mostly between 1 and 10, unbounded.
+
+    Attributes:
+        head: the state dict of the head: its path, or ``hf://owner/repo/file``.
+        head_sha256: digest that this file must have.
+    """
+
+    head: str | None = None
+    head_sha256: Sha256 | None = None
+
+    name: ClassVar[str] = "aesthetic"
+    free_settings: ClassVar[frozenset[str]] = ClipReward.free_settings | {"head", "head_sha256"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._head()
+
+    def weight_sources(self) -> Mapping[str, Weights]:
+        """Return CLIP's and the head's."""
+        return {**super().weight_sources(), "head": self._head()}
+
+    def preflight(self) -> Sequence[str]:
+        """List missing or wrong weights, a head for another network, a missing device."""
+        problems = super().preflight()
+        if self.head is None or self.head.startswith("hf://") or self._head().problem() is not None:
+            return problems
+        try:
+            load_head(self._head(), self.architecture().width)
+        except InputError as error:
+            # The check of CLIP has reported an unknown network already.
+            return [*problems, str(error)] if error.place == _PLACE else problems
+        return problems
+
+    def score(self, batch: ScoringBatch) -> Sequence[Score]:
+        """Score each sample; the first call of a process loads the weights."""
+        head = load_head(self._head(), self.architecture().width)
+        model = load_clip(self)
+        ratings = [aesthetic_rating(head, model.image_embedding(image)) for image in batch.rgb_images(self.name)]
+        return [Score.of(clamp_unit(rating / FULL_SCALE), rating, NO_DIRECTION) for rating in ratings]
+
+    def _head(self) -> Weights:
+        return Weights(_PLACE, self.head, self.head_sha256, HEAD)
+
+
+Layers = tuple[tuple[Tensor, Tensor], ...]
+"""The layers of a head in order, each a matrix [out, in] and a vector [out], in fp32 on the CPU."""
+
+
+def aesthetic_rating(head: Layers, embedding: Float32[Tensor, " width"]) -> float:
+    """Rate an image by its embedding of length 1; NaN for an embedding of NaN."""
+    with exact_inference("cpu"):
+        hidden = embedding
+        for matrix, offset in head:
+            hidden = torch.nn.functional.linear(hidden, matrix, offset)
+        return hidden.item()
+
+
+@load_once
+def load_head(weights: Weights, width: int) -> Layers:
+    """Load the head for embeddings of that width.
+
+    Raises:
+        InputError: the file cannot be read, or is not a head for such embeddings.
+    """
+    tensors = load_state_dict(weights)
+    inputs = width
+    for layer, outputs in LAYERS:
+        for name, shape in ((f"{layer}.weight", (outputs, inputs)), (f"{layer}.bias", (outputs,))):
+            found = tuple(tensors[name].shape) if name in tensors else None
+            if found == shape:
+                continue
+            if layer == LAYERS[0][0] and found is not None and found[:1] == shape[:1]:
+                hint = (
+                    f"This head needs embeddings of {found[1]} numbers, this CLIP has {width}. Set `model` "
+                    "to the network that the head was fitted to (ViT-L-14-quickgelu for the published one)."
+                )
+                raise weights.error(hint)
+            seen = "is missing" if found is None else f"has shape {list(found)}, not {list(shape)}"
+            raise weights.error(f"In this file {name} {seen}. Set {HEAD.file}.")
+        inputs = outputs
+    return tuple((tensors[f"{layer}.weight"].float(), tensors[f"{layer}.bias"].float()) for layer, _ in LAYERS)

@@ -1,0 +1,144 @@
+"""A language model with one number as its output, trained to rate completions.
+
+Ouyang et al., 2022, "Training language models to follow instructions with human feedback" (arXiv:2203.02155),
+section 3.5: r(x, y), one scalar of prompt and completion, at the last token. Rendered and tokenized as TRL 1.16's
+GRPOTrainer does for a reward model.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass as plain_dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import nn
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_model, load_once, load_tokenizer
+from grpo_core.rewards.reward import STRICT, Score, ScoringBatch
+from grpo_core.rewards.weights import Published, Weights
+from grpo_core.streams import Modality
+
+_PLACE = "rewards.reward_model.model"
+_PUBLISHED = Published("its authors", note="for example Skywork/Skywork-Reward-V2-Qwen3-0.6B")
+_UNBOUNDED = 10**9
+
+
+@dataclass(frozen=True, config=STRICT)
+class RewardModelReward(ModelReward):
+    """Raw is the model's output (a logit), the value the same or its sigmoid.
+
+    A tokenizer with a chat template gets the prompt as the user's message and the completion as the assistant's,
+    another one both texts one after the other; special tokens are those of the template only.
+
+    Attributes:
+        model: folder of a sequence classification model with one label and its tokenizer, or ``owner/repo[@revision]``
+            on the Hub.
+        model_sha256: digest over the model's files that it must have, complete or its first 8 digits or more.
+        scale: ``none``, unbounded, or ``sigmoid``, in (0, 1).
+        max_length: of prompt and completion in tokens; by default what the model has positions for. Of a longer text
+            the beginning is left out, since the model answers at the last token.
+    """
+
+    model: str | None = None
+    model_sha256: Sha256 | None = None
+    scale: Literal["none", "sigmoid"] = "none"
+    max_length: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+
+    name: ClassVar[str] = "reward_model"
+    version: ClassVar[str] = "1"
+    media: ClassVar[tuple[Modality, ...]] = ("text",)
+    free_settings: ClassVar[frozenset[str]] = frozenset({"device", "model", "model_sha256"})
+
+    def weight_sources(self) -> Mapping[str, Weights]:
+        """Return the model; chat template and tokenizer are among its files."""
+        return {"model": self._source()}
+
+    def score(self, batch: ScoringBatch) -> Sequence[Score]:
+        """Score each sample; the first call of a process loads the model."""
+        scorer = load_scorer(self._source(), self.device)
+        # One at a time: padding and the batch that a matrix product runs in change its last bits.
+        pairs = zip(batch.prompts, batch.completions, strict=True)
+        logits = [scorer.logit(*pair, self.max_length) for pair in pairs]
+        return [Score(logit if self.scale == "none" else _sigmoid(logit), logit) for logit in logits]
+
+    def _source(self) -> Weights:
+        return Weights(_PLACE, self.model, self.model_sha256, _PUBLISHED)
+
+
+@plain_dataclass(frozen=True)
+class RewardModelScorer:
+    """A reward model and its tokenizer.
+
+    Attributes:
+        network: gives logits of shape [1, 1] for token ids of shape [1, T].
+        tokenizer: as transformers loads it.
+        positions: how many tokens the model has positions for; None where nothing bounds them.
+        device: where the network is.
+    """
+
+    network: nn.Module
+    tokenizer: Any
+    positions: int | None
+    device: str
+
+    def logit(self, prompt: str, completion: str, max_length: int | None = None) -> float:
+        """Return the model's output for one prompt and completion."""
+        ids = self.token_ids(prompt, completion)
+        limit = min((n for n in (max_length, self.positions) if n is not None), default=len(ids))
+        with exact_inference(self.device):
+            tokens = torch.tensor([ids[-limit:]], device=self.device)
+            logits = self.network(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+        return float(logits[0, 0].float())
+
+    def token_ids(self, prompt: str, completion: str) -> list[int]:
+        """Tokenize prompt and completion, into at least one token."""
+        text = prompt + completion
+        if self.tokenizer.chat_template is not None:
+            text = self._render(prompt, completion)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        # An empty text is judged as the end of a text.
+        return ids or [self.tokenizer.eos_token_id or self.tokenizer.pad_token_id or 0]
+
+    def _render(self, prompt: str, completion: str) -> str:
+        from jinja2 import TemplateError
+
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except TemplateError as error:
+            hint = f"The tokenizer's chat template refuses a question and its answer ({error}). Give another model."
+            raise InputError(_PLACE, self.tokenizer.name_or_path, hint) from error
+        return rendered
+
+
+@load_once
+def load_scorer(weights: Weights, device: str) -> RewardModelScorer:
+    """Load the model in fp32, and its tokenizer.
+
+    Raises:
+        InputError: it is not a sequence classification model with one label, or has no tokenizer.
+    """
+    # Imported where it is used: the import takes longer than reading a configuration, which only needs the names.
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = load_tokenizer(weights)
+    network = load_model(weights, AutoModelForSequenceClassification, num_labels=1)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    config: Any = network.config
+    text_config = config.get_text_config()
+    # The model answers at the last token that is none of padding, so the two must mean the same one.
+    text_config.pad_token_id = tokenizer.pad_token_id
+    # Where padding takes some positions, as in RoBERTa, only the tokenizer has the length; without a bound it is 1e30.
+    positions = min(getattr(text_config, "max_position_embeddings", None) or _UNBOUNDED, tokenizer.model_max_length)
+    return RewardModelScorer(network.to(device), tokenizer, positions if positions < _UNBOUNDED else None, device)
+
+
+def _sigmoid(logit: float) -> float:
+    if logit >= 0:
+        return 1.0 / (1.0 + math.exp(-logit))
+    odds = math.exp(logit)
+    return odds / (1.0 + odds)

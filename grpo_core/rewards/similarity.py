@@ -1,0 +1,138 @@
+"""Rewards for similarity to the target image, pixel by pixel: mse, psnr, r2, ssim.
+
+Their settings are checked without torch, which takes seconds to import; `measures` computes.
+"""
+
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic.dataclasses import dataclass
+
+from grpo_core.rewards.images import WINDOW, fit_to, to_rgb
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Reward, Score, ScoringBatch, clamp_unit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PairReward(Reward):
+    """A reward of an image and its target; a sample without a target has no score.
+
+    The target is resized to its image. Pairs are measured one at a time: a convolution's last bits depend on the batch
+    that it runs in, and a score must not; images may then differ in size, and memory does not grow with the batch.
+    """
+
+    needs_target: ClassVar[bool] = True
+    undefined: ClassVar[str | None] = None
+    """Why a raw quantity may be undefined; None: it never is."""
+
+    @abc.abstractmethod
+    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return the raw quantities [N] of images and targets, each [N, 3, H, W] fp32 in [0, 1]."""
+
+    def to_value(self, raw: float) -> float:
+        """Return the value in [0, 1] of a raw quantity; by default that, clamped."""
+        return clamp_unit(raw)
+
+    def score(self, batch: ScoringBatch) -> Sequence[Score]:
+        """Score each sample; a raw quantity that is not finite is a failure."""
+        import torch
+
+        from grpo_core.rewards.tensors import to_tensor
+
+        scores = [NOT_APPLICABLE] * len(batch)
+        rows = [row for row, target in enumerate(batch.targets) if target is not None]
+        chosen = batch.select(rows)
+        images = chosen.rgb_images(self.name, self.min_side)
+        for row, sample_id, image, target in zip(rows, chosen.sample_ids, images, chosen.targets, strict=True):
+            assert target is not None, "only samples with a target are chosen"
+            place = f"rewards.{self.name}, sample {sample_id}, target"
+            fitted = fit_to(to_rgb(target, place), image.size, place)
+            with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+                raw = self.measure(to_tensor(image), to_tensor(fitted)).item()
+            scores[row] = Score.of(self.to_value(raw), raw, self.undefined)
+        return scores
+
+
+@dataclass(frozen=True, config=STRICT)
+class MseReward(PairReward):
+    """Value 1 - clip(MSE / full_scale, 0, 1); raw the mean squared error over levels in [0, 1].
+
+    Attributes:
+        full_scale: error from which the value is 0. The default, 0.25, is what flat mid-grey has at worst, against a
+            target of pure black and white; independent uniform noise has 1/6, and only black against white has 1.
+    """
+
+    full_scale: Positive = 0.25
+
+    name: ClassVar[str] = "mse"
+    version: ClassVar[str] = "1"
+
+    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return the errors."""
+        from grpo_core.rewards.tensors import mean_squared_error
+
+        return mean_squared_error(images, targets)
+
+    def to_value(self, raw: float) -> float:
+        """Return 1 without error, 0 from `full_scale` on."""
+        return 1.0 - clamp_unit(raw / self.full_scale)
+
+
+@dataclass(frozen=True, config=STRICT)
+class PsnrReward(PairReward):
+    """Value clip(PSNR / full_scale_db, 0, 1); raw PSNR in dB, at most 100.
+
+    Attributes:
+        full_scale_db: PSNR in dB from which the value is 1.
+    """
+
+    full_scale_db: Positive = 50.0
+
+    name: ClassVar[str] = "psnr"
+    version: ClassVar[str] = "1"
+
+    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return the ratios."""
+        from grpo_core.rewards.tensors import peak_signal_to_noise_ratio
+
+        return peak_signal_to_noise_ratio(images, targets)
+
+    def to_value(self, raw: float) -> float:
+        """Return the ratio as a share of `full_scale_db`."""
+        return clamp_unit(raw / self.full_scale_db)
+
+
+@dataclass(frozen=True, config=STRICT)
+class R2Reward(PairReward):
+    """Value max(R², 0); raw R², the share of the target's variance that the image explains, at most 1.
+
+    An image of a single colour, whichever, has 0 or less: SSIM and PSNR give it much for a target with a plain
+    background.
+    """
+
+    name: ClassVar[str] = "r2"
+    version: ClassVar[str] = "1"
+    undefined: ClassVar[str | None] = "the target has a single colour, so there is no variance to explain"
+
+    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return the coefficients."""
+        from grpo_core.rewards.tensors import coefficient_of_determination
+
+        return coefficient_of_determination(images, targets)
+
+
+@dataclass(frozen=True, config=STRICT)
+class SsimReward(PairReward):
+    """Value max(SSIM, 0); raw SSIM in [-1, 1], 1 for identical images."""
+
+    name: ClassVar[str] = "ssim"
+    version: ClassVar[str] = "1"
+    min_side: ClassVar[int] = WINDOW
+
+    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return the similarities."""
+        from grpo_core.rewards.tensors import structural_similarity
+
+        return structural_similarity(images, targets)

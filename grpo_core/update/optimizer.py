@@ -1,0 +1,184 @@
+"""The optimizer of one policy: AdamW of torch, or with 8-bit and paged states of bitsandbytes.
+
+Its state is stored as named tensors, without pickle: `<parameter>|<moment>`; `<parameter>|none`, without elements,
+stands for a parameter that never had a gradient. The entry `|optimizer` is the kind of optimizer as ASCII codes.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_core.errors import InputError
+from grpo_core.update.settings import OptimizerKind, OptimizerSettings
+
+KIND = "|optimizer"
+UNTOUCHED = "none"
+
+_IN_BITSANDBYTES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
+# bitsandbytes keeps smaller parameters' moments in fp32, and scales 8-bit moments in blocks of this many.
+_SMALLEST_IN_8_BITS = 4096
+_BLOCK = 256
+_CODES = 256
+
+
+def refuse_unavailable(kind: OptimizerKind, device: torch.device) -> None:
+    """Refuse an optimizer that this machine cannot run, before any model is loaded.
+
+    Raises:
+        InputError: bitsandbytes is not installed, or a paged optimizer without CUDA.
+    """
+    if kind == "adamw":
+        return
+    if find_spec("bitsandbytes") is None:
+        hint = "It needs bitsandbytes, the extra eight-bit (pip install bitsandbytes); or use adamw."
+        raise InputError("update.optimizer", kind, hint)
+    if kind.startswith("paged") and device.type != "cuda":
+        hint = f"Paged states need CUDA, and the model is on {device.type}; use {kind.removeprefix('paged_')}."
+        raise InputError("update.optimizer", kind, hint)
+
+
+class PolicyOptimizer:
+    """The optimizer of one policy, from step to step and from iteration to iteration."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, *, steps: int = 0) -> None:
+        """Build the optimizer.
+
+        Args:
+            steps: optimizer steps already made; the schedule continues from there.
+
+        Raises:
+            InputError: the optimizer cannot be run on this machine.
+        """
+        self.parameters = dict(parameters)
+        self.steps = steps
+        self._kind = settings.optimizer
+        self._schedule = settings.schedule()
+        self._optimizer = self._built(settings)
+
+    def _built(self, settings: OptimizerSettings) -> Any:
+        trained = list(self.parameters.values())
+        values: dict[str, Any] = {
+            "lr": self.learning_rate,
+            "betas": settings.betas,
+            "eps": settings.eps,
+            "weight_decay": settings.weight_decay,
+        }
+        if self._kind == "adamw":
+            # Its import takes seconds, and every command that reads a configuration imports this module.
+            from torch.distributed.tensor import DTensor
+
+            # Multi-tensor steps do not accept full and sharded parameters together.
+            mixed = len({isinstance(parameter, DTensor) for parameter in trained}) > 1
+            return torch.optim.AdamW(trained, foreach=False if mixed else None, **values)
+        for device in {parameter.device for parameter in trained}:
+            refuse_unavailable(self._kind, device)
+        return getattr(import_module("bitsandbytes.optim"), _IN_BITSANDBYTES[self._kind])(trained, **values)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        return self._schedule(self.steps)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        """Make one optimizer step at the scheduled learning rate."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        self._optimizer.step()
+        self.steps += 1
+
+    def state(self) -> dict[str, Tensor]:
+        """Copy the optimizer's state to the CPU as named tensors; `steps` is not part of it."""
+        state = {KIND: torch.tensor(list(self._kind.encode()), dtype=torch.uint8)}
+        for name, parameter in self.parameters.items():
+            moments = self._optimizer.state.get(parameter) or {UNTOUCHED: torch.zeros(0)}
+            for key, value in sorted(moments.items()):
+                # bitsandbytes counts its steps in plain numbers.
+                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
+                state[f"{name}|{key}"] = tensor.detach().to("cpu", copy=True).contiguous()
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `state` returned; a refused state changes nothing.
+
+        Raises:
+            InputError: the state is another kind of optimizer's.
+            ValueError: it is of other parameters, of other shapes or dtypes, or incomplete.
+        """
+        loaded = self._checked(state)
+        if self.steps and not loaded:
+            raise ValueError(f"the optimizer state is empty, but {self.steps} steps were made with it")
+        for index, (name, parameter) in enumerate(self.parameters.items()):
+            if name not in loaded:
+                self._optimizer.state.pop(parameter, None)
+            elif self._kind == "adamw":
+                # torch keeps its step counters on the CPU.
+                self._optimizer.state[parameter] = {
+                    key: value.to("cpu" if key == "step" else parameter.device, copy=True)
+                    for key, value in loaded[name].items()
+                }
+            else:
+                self._load_quantized(parameter, index, loaded[name])
+
+    def _checked(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Return the moments of each parameter that has some."""
+        if KIND not in state:
+            raise ValueError("the optimizer state does not say which optimizer it belongs to")
+        stored = bytes(state[KIND].tolist()).decode()
+        if stored != self._kind:
+            hint = f"The policy was trained with {stored}, and its moments are stored that way; continue with {stored}."
+            raise InputError("update.optimizer", self._kind, hint)
+        loaded: dict[str, dict[str, Tensor]] = {}
+        for entry, value in state.items():
+            name, _, key = entry.rpartition("|")
+            if entry == KIND:
+                continue
+            if name not in self.parameters:
+                raise ValueError(f"the optimizer state has {name!r}, which this policy does not train")
+            loaded.setdefault(name, {})[key] = value
+        for name, parameter in self.parameters.items():
+            found = {key: (value.shape, value.dtype) for key, value in loaded.get(name, {}).items()}
+            expected = self._layout(parameter)
+            if found != expected and found.keys() != {UNTOUCHED}:
+                raise ValueError(f"the optimizer state of {name!r} has {found}, not {expected}")
+        return {name: moments for name, moments in loaded.items() if UNTOUCHED not in moments}
+
+    def _layout(self, parameter: nn.Parameter) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Return shapes and dtypes of a parameter's moments."""
+        shape, scalar = parameter.shape, torch.Size([])
+        if self._kind == "adamw":
+            moment = (shape, parameter.dtype)
+            return {"step": (scalar, torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
+        layout = {"step": (scalar, torch.int64)}
+        for number in ("1", "2"):
+            if not self._kind.endswith("8bit") or parameter.numel() < _SMALLEST_IN_8_BITS:
+                layout[f"state{number}"] = (shape, torch.float32)
+            else:
+                layout[f"state{number}"] = (shape, torch.uint8)
+                layout[f"qmap{number}"] = (torch.Size([_CODES]), torch.float32)
+                layout[f"absmax{number}"] = (torch.Size([-(-parameter.numel() // _BLOCK)]), torch.float32)
+        return layout
+
+    def _load_quantized(self, parameter: nn.Parameter, index: int, moments: Mapping[str, Tensor]) -> None:
+        """Copy into buffers that bitsandbytes allocates: paged memory is not ordinary memory."""
+        self._optimizer.init_state(self._optimizer.param_groups[0], parameter, 0, index)
+        if parameter.device.type == "cuda":
+            # Pages are zeroed asynchronously; the copy has to come after that.
+            torch.cuda.synchronize(parameter.device)
+        held = self._optimizer.state[parameter]
+        for key, value in moments.items():
+            if key == "step":
+                held[key] = int(value)
+            elif key.startswith("qmap"):
+                # One table for all parameters, unless the state was written with another.
+                same = torch.equal(held[key].to("cpu"), value.to("cpu"))
+                held[key] = held[key] if same else value.to(parameter.device, copy=True)
+            else:
+                held[key].copy_(value)

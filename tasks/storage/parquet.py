@@ -1,0 +1,186 @@
+"""Read and write Parquet, with a digest of a table's values; and stored advantages."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from fsspec import AbstractFileSystem
+
+from grpo_core.streams import STREAMS
+
+MEASURED = ("seconds",)
+"""Columns that differ between runs and that no later stage reads."""
+
+DIGESTS = "grpo.digests"
+"""Key of the file's metadata with one digest per write."""
+
+ROW_GROUP_BYTES = 16 * 2**20
+"""Size in memory from which waiting rows are written as a row group; who reads one image reads its whole group."""
+
+_ASCENDING = ("support_ids",)
+_ELEMENT = ".list.element"
+
+
+class TableWriter:
+    """Writes one Parquet file batch by batch and digests its values on the way.
+
+    The digest of the table is computed from the digests of its batches, which the file stores. So the
+    digest of several files with the batches of one file is that file's, without reading the values again.
+    Small batches share a row group, since one alone takes several kilobytes and a millisecond for its columns.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        """Open the file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.schema = schema
+        self.rows = 0
+        self._writer = encoding_writer(path, schema)
+        self._kept = [name for name in schema.names if name not in MEASURED]
+        self._digests: list[str] = []
+        self._waiting: list[pa.Table] = []
+        self._waiting_bytes = 0
+
+    def write(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Append rows, one sequence or array per column, with one digest."""
+        table = pa.table([_array(columns[field.name], field.type) for field in self.schema], schema=self.schema)
+        self._waiting.append(table)
+        self._waiting_bytes += table.nbytes
+        if self._waiting_bytes >= ROW_GROUP_BYTES:
+            self._write_row_group()
+        self.rows += table.num_rows
+        kept = table.select(self._kept)
+        with pa.ipc.new_stream(sink := pa.BufferOutputStream(), kept.schema) as stream:
+            stream.write_table(kept)
+        self._digests.append(hashlib.sha256(sink.getvalue()).hexdigest())
+
+    def close(self) -> str:
+        """Finish the file and return the digest of all values except measured times."""
+        self._write_row_group()
+        self._writer.add_key_value_metadata({DIGESTS: json.dumps(self._digests)})
+        self._writer.close()
+        return joint_digest(self._digests)
+
+    def _write_row_group(self) -> None:
+        if self._waiting:
+            write_row_group(self._writer, pa.concat_tables(self._waiting))
+        self._waiting, self._waiting_bytes = [], 0
+
+
+def encoding_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    """Open a Parquet file whose lists of numbers, most of them different, are stored without a dictionary.
+
+    Each of their bytes is compressed apart from the others (BYTE_STREAM_SPLIT): 3.3 bytes for a log-prob instead of
+    5.8. Ascending ids are stored as differences: 0.6 bytes instead of 1.9 under nucleus sampling. PNGs and latents are
+    not compressed: zstd would save nothing and 8 %, and take longer than all else.
+    """
+    kinds = dict(_leaves(schema))
+    lists = {path: kind for path, kind in kinds.items() if path.endswith(_ELEMENT)}
+    ascending = [f"{name}{_ELEMENT}" for name in _ASCENDING]
+    numbers = [path for path, kind in lists.items() if kind in (pa.int32(), pa.float32())]
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression={path: "none" if kind == pa.binary() else "zstd" for path, kind in kinds.items()},
+        use_dictionary=[path for path, kind in kinds.items() if path not in lists and kind != pa.binary()],
+        use_byte_stream_split=[path for path in numbers if path not in ascending],
+        column_encoding={path: "DELTA_BINARY_PACKED" for path in numbers if path in ascending},
+    )
+
+
+def _leaves(schema: pa.Schema) -> Iterator[tuple[str, pa.DataType]]:
+    """Yield path and type of each column of the file: list elements and the fields of structs have their own."""
+    for field in schema:
+        if pa.types.is_list(field.type):
+            yield f"{field.name}{_ELEMENT}", field.type.value_type
+        elif pa.types.is_struct(field.type):
+            yield from ((f"{field.name}.{inner.name}", inner.type) for inner in field.type)
+        else:
+            yield field.name, field.type
+
+
+def write_row_group(writer: pq.ParquetWriter, table: pa.Table) -> None:
+    """Append a table as one row group."""
+    writer.write_table(table, row_group_size=max(1, table.num_rows))
+
+
+def _array(values: Sequence[Any] | pa.Array, kind: pa.DataType) -> pa.Array:
+    return values.cast(kind) if isinstance(values, pa.Array) else pa.array(values, kind)
+
+
+def write_table(path: Path, schema: pa.Schema, columns: Mapping[str, Sequence[Any]]) -> str:
+    """Write one Parquet file at once and return the digest of its values."""
+    writer = TableWriter(path, schema)
+    writer.write(columns)
+    return writer.close()
+
+
+def joint_digest(digests: Sequence[str]) -> str:
+    """Return one digest for several tables, in the given order."""
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def part_digests(path: Path) -> list[str]:
+    """Return the digests of a file's writes, in order; `joint_digest` of those of all parts is the table's digest.
+
+    Raises:
+        ValueError: the file has none.
+    """
+    metadata = pq.read_metadata(path).metadata or {}
+    if DIGESTS.encode() not in metadata:
+        raise ValueError(f"{path.name} has no digests of its batches; use the version that wrote it")
+    return [str(digest) for digest in json.loads(metadata[DIGESTS.encode()])]
+
+
+def read_columns(filesystem: AbstractFileSystem, pattern: str, columns: Sequence[str]) -> pa.Table:
+    """Read columns of the tables whose paths match, where they lie and unverified; those a table lacks are left out."""
+    parts = []
+    for path in sorted(filesystem.glob(pattern)):
+        with filesystem.open(path) as stream:
+            file = pq.ParquetFile(stream)
+            parts.append(file.read(columns=[name for name in columns if name in file.schema_arrow.names]))
+    return pa.concat_tables(parts, promote_options="default")
+
+
+def read_table(folder: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read all Parquet files of a folder as one table, parts in the order of their names.
+
+    Raises:
+        ValueError: a file was written with another schema.
+    """
+    parts = []
+    for path in sorted(folder.glob("*.parquet")):
+        found = pq.read_schema(path)
+        if not found.equals(schema, check_metadata=False):
+            raise ValueError(f"{path.name} has another schema than this version reads; use the version that wrote it")
+        parts.append(pq.read_table(path, columns=list(columns) if columns else None))
+    return pa.concat_tables(parts)
+
+
+STREAM = "stream"
+
+
+def read_advantages(files: Sequence[Path], columns: Sequence[str] | None = None) -> pa.Table:
+    """Read tables of advantages with the column `stream`.
+
+    Args:
+        files: at least one.
+        columns: names of the columns to read besides `stream`; None for all.
+    """
+    wanted = None if columns is None else [*columns, STREAM]
+    # Unlike read_table, it does not import pandas.
+    return pa.concat_tables([pq.ParquetFile(path).read(columns=wanted) for path in files])
+
+
+def leading_stream(table: pa.Table) -> pa.Table:
+    """Return the rows of the table's first stream in the order of STREAMS, whose statistics are the run's.
+
+    The streams can have different rewards, so those of one are not to be averaged with those of another.
+    """
+    found = set(table[STREAM].to_pylist())
+    first = next((stream for stream in STREAMS if stream in found), STREAMS[0])
+    return table.filter(pc.equal(table[STREAM], first))

@@ -1,0 +1,200 @@
+"""The root of all runs, a folder or any URL that fsspec reads, and its failures as one clear error."""
+
+import contextlib
+import errno
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec import AbstractFileSystem
+from safetensors import SafetensorError
+
+from grpo_core.errors import InputError
+from tasks.storage.files import is_local
+
+_S3 = ("s3://", "s3a://")
+_EXTRAS = {"s3": "s3fs, which the extra s3 of this package brings", "s3a": "s3fs, which the extra s3 brings"}
+# user:password@ or, in a bucket's URL, anything before an @. A key may contain a slash; a port is no password.
+_SECRET = re.compile(
+    r"(?<=://)[^/@:]*:(?!\d+(?:/|$)).*@|(?<=s3://)(?!arn:)[^/:]*:.*@|(?<=s3a://)(?!arn:)[^/:]*:.*@"
+    r"|(?<=s3://)[^/]*@|(?<=s3a://)[^/]*@"
+)
+LOOK = {"connect_timeout": 4, "read_timeout": 6}
+"""Timeout in seconds of the check before a run begins."""
+# A bucket that does not answer is reported within about a minute; the stage is then retried by placement.retries.
+_ATTEMPTS = {"mode": "standard", "total_max_attempts": 3}
+
+
+def open_root(root: str) -> tuple[AbstractFileSystem, str]:
+    """Open the filesystem of a root, a folder or a URL, and return it with the path in it.
+
+    Raises:
+        InputError: credentials in the URL, a URL of an unknown kind, of one whose package is not installed, or within
+            a file that is not there.
+    """
+    if "://" in root and _SECRET.search(root):
+        hint = f"A URL is stored with the run and shown to people. {CREDENTIALS}; leave them out of the URL."
+        raise InputError("storage.root", _SECRET.sub("***@", root), hint)
+    place = root if "://" in root else str(Path(root).expanduser())
+    try:
+        options = _s3_options({"retries": _ATTEMPTS}) if root.startswith(_S3) else {}
+        filesystem, path = fsspec.core.url_to_fs(place, **options)
+    except ImportError as error:
+        package = _EXTRAS.get(root.partition("://")[0])
+        hint = f"Install {package}." if package else f"{error}. Install what reads such URLs."
+        raise InputError("storage.root", root, hint) from error
+    except (OSError, ValueError) as error:
+        hint = f"{error}. Give a folder or a URL of a known kind, such as s3://, and install what reads it."
+        raise InputError("storage.root", root, hint) from error
+    return filesystem, path.rstrip("/")
+
+
+def probe_filesystem(root: str) -> AbstractFileSystem:
+    """Open the filesystem with short timeouts, for the check before a run begins."""
+    if not root.startswith(_S3):
+        return open_root(root)[0]
+    config = {**LOOK, "retries": {"mode": "standard", "total_max_attempts": 2}}
+    filesystem: AbstractFileSystem = fsspec.filesystem("s3", skip_instance_cache=True, **_s3_options(config))
+    filesystem.retries = 1
+    return filesystem
+
+
+def _s3_options(config: dict[str, Any]) -> dict[str, Any]:
+    # Other machines write here too, so listings must not be cached.
+    return {"use_listings_cache": False, "config_kwargs": config, "session": _s3_session()}
+
+
+@lru_cache(maxsize=1)
+def _s3_session() -> Any:
+    """Make a session whose uploads send no Expect header: aiohttp would wait without end for the answer to it."""
+    from aiobotocore.session import AioSession  # type: ignore[import-untyped]
+    from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
+
+    session = AioSession()
+    session.unregister("before-call.s3", add_expect_header)
+    return session
+
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EROFS: "the disk is read-only",
+    errno.EIO: "the disk reports an error",
+}
+# s3fs raises these for internal errors of a bucket, limited requests and lost connections.
+_PASSING = frozenset({errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ETIMEDOUT})
+# By name, since the clients of buckets are optional packages.
+_NO_ANSWER = frozenset(
+    {"ConnectionError", "HTTPClientError", "ClientConnectionError", "ClientPayloadError", "ClientResponseError"}
+)
+_NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"})
+CREDENTIALS = (
+    "Give credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or in a profile (AWS_PROFILE), and "
+    "the address of a bucket that is not Amazon's in AWS_ENDPOINT_URL"
+)
+
+
+class StorageError(RuntimeError):
+    """An artifact cannot be written or read where a setting names it; the command line ends with exit code 1."""
+
+    def __init__(self, place: str, value: str, reason: str) -> None:
+        self.place, self.value, self.reason = place, value, reason
+        super().__init__(
+            f"{place}: got {value!r}, where {reason}. Everything written before is complete. Fix this and start "
+            "again with the same command: only the stage that was being written runs again."
+        )
+
+    def __reduce__(self) -> tuple[type["StorageError"], tuple[str, str, str]]:
+        return type(self), (self.place, self.value, self.reason)
+
+
+class UnreachableStorageError(StorageError, ConnectionError):
+    """A bucket does not answer or is busy; a retry may succeed."""
+
+
+@contextlib.contextmanager
+def translate_storage_errors(filesystem: AbstractFileSystem, root: str) -> Iterator[None]:
+    """Turn failures to write to a disk into StorageError; other errors pass unchanged.
+
+    Raises:
+        StorageError: the disk is full, read-only or broken.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = _errno(error)
+        if isinstance(error, StorageError) or number not in _REASONS:
+            raise
+        # Files for a bucket are written to a disk of this machine first.
+        place, folder = ("storage.root", root) if is_local(filesystem) else ("TMPDIR", tempfile.gettempdir())
+        free = f" ({shutil.disk_usage(folder).free / 2**20:.1f} MiB free)"
+        raise StorageError(place, folder, _REASONS[number] + free) from error
+
+
+def _errno(error: OSError | SafetensorError) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    # safetensors writes in Rust and reports the number only in its message.
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
+
+
+@contextlib.contextmanager
+def translate_remote_errors(filesystem: AbstractFileSystem, root: str) -> Iterator[None]:
+    """Turn failures of a bucket into StorageError; errors for missing files pass unchanged.
+
+    Raises:
+        UnreachableStorageError: it does not answer or is busy.
+        StorageError: it does not exist or refuses access.
+    """
+    if is_local(filesystem):
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, StorageError):
+            raise
+        failure = _of_bucket(error)
+        if failure is None:
+            raise
+        kind, reason = failure
+        raise kind("storage.root", filesystem.unstrip_protocol(root), reason) from error
+
+
+def _of_bucket(error: Exception) -> tuple[type[StorageError], str] | None:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    message = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if _code(error) == "NoSuchBucket":
+        return StorageError, "there is no such bucket; create it, or set storage.root to an existing one"
+    # An error of this machine's disks names the file; it is no failure of the bucket.
+    own = isinstance(error, OSError) and error.filename is not None
+    if own:
+        return None
+    if isinstance(error, PermissionError):
+        return StorageError, (
+            f"the bucket refuses access ({message}); the keys must allow to list, read, write and delete objects. "
+            f"{CREDENTIALS}"
+        )
+    if names & _NO_CREDENTIALS:
+        return StorageError, f"no credentials were found ({message}). {CREDENTIALS}"
+    passing = isinstance(error, OSError) and error.errno in _PASSING
+    if passing or isinstance(error, ConnectionError | TimeoutError) or names & _NO_ANSWER:
+        return UnreachableStorageError, f"the bucket does not answer as it should ({message}); look at AWS_ENDPOINT_URL"
+    return None
+
+
+def _code(error: Exception) -> str | None:
+    """Return the service's code of the error that s3fs has translated."""
+    response = getattr(error.__cause__, "response", None)
+    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+
+
+def is_conflict(error: OSError) -> bool:
+    """Return whether a conditional write lost against a concurrent one."""
+    return isinstance(error, FileExistsError) or _code(error) == "ConditionalRequestConflict"

@@ -1,1 +1,0 @@
-"""Parquet tables and their schemas."""

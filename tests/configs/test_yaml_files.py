@@ -1,0 +1,170 @@
+"""TRL's names of settings, and the nearest key to one that does not exist."""
+
+import dataclasses
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from trl import GRPOConfig, ModelConfig, ScriptArguments
+
+import configs
+from configs.loader import read_config
+from configs.schema import RunConfig
+from configs.yaml_files import OTHER_MEANING, TRL_NAMES
+from grpo_core.errors import InputError
+
+DOCUMENT = Path(configs.__file__).parent.parent / "docs" / "coming_from_trl.md"
+MINIMAL: dict[str, Any] = {
+    "run": {"name": "mine", "iterations": 2},
+    "policy": {"model": "somewhere"},
+    "data": {"prompts": "prompts.txt"},
+    "rollout": {"height": 64, "width": 64},
+    "rewards": [{"reward": "jpeg", "settings": {"direction": "compressible"}}],
+    "evaluate": {"prompts": "heldout.txt"},
+}
+VALUES: dict[str, Any] = {
+    "advantages.multi_objective_aggregation": "normalize_then_sum",
+    "advantages.scale_rewards": "batch",
+    "evaluate.num_generations_eval": 3,
+    "policy.model_name_or_path": "elsewhere",
+    "rollout.num_generations": 5,
+    "update.adam_epsilon": 1e-6,
+    "update.beta": 0.04,
+    "update.epsilon": 0.15,
+    "update.epsilon_high": 0.28,
+    "update.importance_sampling_level": "sequence",
+    "update.loss_type": "dr_grpo",
+    "update.lr_scheduler_type": "linear",
+    "update.mask_truncated_completions": False,
+    "update.num_iterations": 2,
+    "update.off_policy_mask_threshold": 0.5,
+    "update.per_device_train_batch_size": 4,
+    "update.ref_model_mixup_alpha": 0.9,
+    "update.top_entropy_quantile": 0.2,
+    "update.use_bias_correction_kl": False,
+    "update.vllm_importance_sampling_clip_max": 2.0,
+    "update.vllm_importance_sampling_clip_min": 0.5,
+}
+
+
+def written(path: Path, *settings: tuple[str, Any]) -> Path:
+    """The minimal file with these settings; a setting of None is left out of it."""
+    values = yaml.safe_load(yaml.safe_dump(MINIMAL))
+    for place, value in settings:
+        section, _, name = place.partition(".")
+        if value is None:
+            del values[section][name]
+        else:
+            values.setdefault(section, {})[name] = value
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def value_at(config: object, path: str) -> Any:
+    for part in path.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def problems(file: Path, *overrides: str) -> dict[str, InputError]:
+    with pytest.raises(InputError) as caught:
+        read_config(file, overrides)
+    return {error.place: error for error in caught.value.errors}
+
+
+def test_every_name_is_trls_and_not_ours() -> None:
+    known = names_of(GRPOConfig) | {"model_name_or_path"}
+    assert {path.split(".")[1] for path in (*TRL_NAMES, *OTHER_MEANING)} <= known
+    assert not {*TRL_NAMES, *OTHER_MEANING} & {*TRL_NAMES.values()}
+
+
+@pytest.mark.parametrize("name", TRL_NAMES)
+def test_a_name_of_trl_sets_ours_in_the_file_and_as_an_option(tmp_path: Path, name: str) -> None:
+    ours, value = TRL_NAMES[name], VALUES[name]
+    without = [("policy.model", None)] if name == "policy.model_name_or_path" else []
+    in_file = read_config(written(tmp_path / "a.yaml", *without, (name, value)))
+    as_option = read_config(written(tmp_path / "b.yaml"), [f"{name}={value}"])
+    assert value_at(in_file, ours) == value
+    assert value_at(as_option, ours) == value
+    assert in_file.model_dump() == as_option.model_dump()
+
+
+def test_an_option_in_trls_words_replaces_what_the_file_says_in_ours(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.yaml", ("update.kl_coef", 0.5))
+    assert read_config(file, ["update.beta=0.04"]).update.kl_coef == 0.04
+
+
+@pytest.mark.parametrize(("trl", "ours"), [("true", "group"), ("false", "none"), ("none", "none")])
+def test_scale_rewards_has_truth_values_in_trl(tmp_path: Path, trl: str, ours: str) -> None:
+    file = written(tmp_path / "a.yaml")
+    assert read_config(file, [f"advantages.scale_rewards={trl}"]).advantages.scale == ours
+
+
+def test_both_names_at_once_are_refused(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.yaml", ("update.kl_coef", 0.1), ("update.beta", 0.1))
+    assert set(problems(file)) == {"update.beta"}
+    assert set(problems(written(tmp_path / "b.yaml"), "update.beta=0.1", "update.kl_coef=0.1")) == {"--set"}
+
+
+@pytest.mark.parametrize("name", OTHER_MEANING)
+def test_a_name_that_means_something_else_is_explained(tmp_path: Path, name: str) -> None:
+    found = problems(written(tmp_path / "a.yaml", (name, 7)))
+    assert {place: error.value for place, error in found.items()} == {name: 7}
+    assert set(problems(written(tmp_path / "b.yaml"), f"{name}=7")) == {name}
+
+
+@pytest.mark.parametrize("loss", ["loss", "loss_type"])
+def test_the_upper_bound_of_cispo_is_another_one(tmp_path: Path, loss: str) -> None:
+    (error,) = problems(written(tmp_path / "a.yaml"), "update.epsilon_high=5.0", f"update.{loss}=cispo").values()
+    assert "update.ratio_cap" in error.hint
+
+
+def test_the_document_has_every_field_once_and_says_what_is_accepted() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8").partition("## Every field")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
+    fields = [(name, ours.strip(), how.strip()) for trl, ours, how in rows for name in re.findall(r"`(\w+)`", trl)]
+    counts = Counter(name for name, _, _ in fields)
+    known, scripts = names_of(GRPOConfig), names_of(ModelConfig) | names_of(ScriptArguments)
+    assert set(counts) - scripts <= known <= set(counts)
+    assert max(counts.values()) == 1
+    accepted = {name: ours.strip("`") for name, ours, how in fields if how == "accepted"}
+    assert accepted == {trl.split(".")[1]: ours for trl, ours in TRL_NAMES.items()}
+    assert {name for name, _, how in fields if how == "refused"} == {trl.split(".")[1] for trl in OTHER_MEANING}
+    for name, ours, how in fields:
+        if how == "same":
+            section = ours.strip("`").partition(".")[0]
+            assert name in keys_of(section), name
+        assert how in {"same", "accepted", "refused", "otherwise", "no"}, name
+
+
+def names_of(arguments: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(arguments)}
+
+
+def keys_of(section: str) -> set[str]:
+    """The names of a section's fields, whatever is trained."""
+    annotation: Any = RunConfig.model_fields[section].annotation
+    return {name for each in getattr(annotation, "__args__", (annotation,)) for name in each.model_fields}
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("learning_rate", "update.learning_rate"),
+        ("update.group_size", "rollout.group_size"),
+        ("update.num_generations", "rollout.group_size"),
+        ("beta", "update.kl_coef"),
+        ("run.iteration", "run.iterations"),
+        ("polcy.model", "policy"),
+        ("policy.lora.rnk", "policy.lora.rank"),
+        ("rewards.0.wieght", "rewards.weight"),
+        ("rollout.lerning_rate", "update.learning_rate"),
+        ("rollout.kl_coef", "advantages.kl_coef or update.kl_coef"),
+    ],
+)
+def test_an_unknown_key_proposes_the_nearest_by_its_whole_path(tmp_path: Path, key: str, meant: str) -> None:
+    (error,) = problems(written(tmp_path / "a.yaml"), f"{key}=1").values()
+    assert f"Did you mean {meant}?" in error.hint

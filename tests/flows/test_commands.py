@@ -1,0 +1,131 @@
+"""The flows as functions of a script or a notebook: hooks, a loop that runs already, and errors as exceptions."""
+
+import asyncio
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from flows import StopTraining, replay, rescore, train
+from flows import commands as functions
+from flows.pipeline.lineage import ChangedRunError
+from flows.training.summary import TrainSummary
+from tasks.reports.iteration import IterationRecord
+from tests.flows.conftest import REPOSITORY, TINY, Runs, Start, refused
+from tests.flows.training.test_train import Compare
+
+
+def test_a_hook_ends_a_run_and_sees_every_iteration_again_when_it_resumes(
+    empty: Runs, final: Compare, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, seen = empty.overrides(run__name="run"), list[tuple[int, bool]]()
+
+    def stop(record: IterationRecord) -> bool:
+        seen.append((record.iteration, record.stored))
+        return record.metrics["reward"] > 0
+
+    async def notebook() -> TrainSummary:
+        return train(TINY, overrides=overrides, on_iteration=stop)
+
+    stopped = asyncio.run(notebook())
+    assert (stopped.iterations, stopped.stopped_early, seen) == (1, True, [(1, False)])
+
+    async def keep(record: IterationRecord) -> str:
+        seen.append((record.iteration, record.stored))
+        return "logged"
+
+    seen.clear()
+    capsys.readouterr()
+    ended = train(TINY, overrides=overrides, on_iteration=keep, progress=False)
+    assert (ended.stopped_early, seen) == (False, [(1, True), (2, False)])
+    assert capsys.readouterr().err == ""
+    final(empty, Start(ended, ()))
+
+
+def test_a_reason_to_stop_is_logged_and_another_error_ends_the_run(
+    finished: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = finished.overrides(run__name="run", run__iterations=3)
+
+    def raises(error: Exception) -> Any:
+        def hook(record: IterationRecord) -> None:
+            raise error
+
+        return hook
+
+    assert train(TINY, overrides=overrides, on_iteration=raises(StopTraining("good enough"))).iterations == 1
+    assert "stopped after iteration 1: good enough" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError, match="of the hook"):
+        train(TINY, overrides=overrides, on_iteration=raises(ZeroDivisionError("of the hook")), progress=False)
+
+
+def test_other_settings_are_refused_unless_someone_is_asked(finished: Runs) -> None:
+    overrides = finished.overrides(run__name="run", run__on_change="refuse", update__kl_coef=0.5)
+    (error,) = refused(lambda: train(TINY, overrides=overrides, progress=False))
+    assert (error.place, error.value) == ("run.name", "run")
+    asked: list[int] = []
+
+    def ask(change: ChangedRunError) -> list[str]:
+        asked.append(change.iterations)
+        return ["run.name=other", "run.iterations=1"]
+
+    other = train(TINY, overrides=overrides, ask=ask, progress=False)
+    assert (other.run, other.iterations, asked) == ("other", 1, [2])
+
+
+def test_rewards_may_be_a_list_and_options_are_checked(finished: Runs) -> None:
+    root = str(finished.root)
+    rewards = [{"reward": "ssim", "weight": 0.1}, {"reward": "jpeg", "weight": 0.9}]
+    done = rescore("run", rewards=rewards, name="mine", root=root, progress=False)
+    assert done.summary.computed == {"ssim": 0, "jpeg": 8}
+    (error,) = refused(lambda: replay("run", root=root, max_stalness=2))
+    assert (error.place, error.value) == ("max_stalness", 2)
+    assert "max_staleness" in error.hint
+
+
+def test_an_interrupt_of_a_cell_cancels_its_run() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    async def cell() -> None:
+        functions._run(work, progress=False)
+
+    loop, previous = asyncio.new_event_loop(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell())
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        loop.close()
+    assert ended == ["cancelled"]
+
+
+BLOCK = re.compile(r"(?:^    .*\n|^\n(?=    ))+", re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_every_example_runs(server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("configs", "data"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    page = (REPOSITORY / "docs" / "python.md").read_text()
+    for found in BLOCK.finditer(page):
+        line = page.count("\n", 0, found.start())
+        exec(compile("\n" * line + dedent(found[0]), "docs/python.md", "exec"), names)
+    assert names["summary"].stopped_early
+    assert names["summary"].iterations == len(names["seen"]) == 2
+    assert names["heldout"].height == 16
+    assert names["other"].iterations == 3
+    assert names["loss"].requires_grad

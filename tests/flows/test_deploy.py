@@ -1,0 +1,144 @@
+"""`grpo deploy`: what the server is told, what a second time changes, and what is refused."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from typer.testing import CliRunner
+
+from configs.loader import read_config
+from flows.command_line.main import application
+from flows.deploy import ONE_AT_A_TIME, credential_problems, deploy_run, job_variables
+from flows.pipeline.requests import DeployRequest
+from flows.server.heartbeat_automation import NAME as AUTOMATION
+from grpo_core.errors import InputError
+from tasks.process import CHECKOUT
+from tests.flows.conftest import TINY
+from tests.flows.deployment.deployed import MIX, deployed, make_pool, on_the_server
+
+
+@pytest.fixture(scope="module")
+def pool(server: None) -> str:
+    return make_pool()
+
+
+async def replace_schedule(name: str, changed: Mapping[str, Any]) -> None:
+    """As a person does in the UI."""
+    async with get_client() as client:
+        found = await client.read_deployment_by_name(name)
+        (schedule,) = found.schedules
+        await client.delete_deployment_schedule(found.id, schedule.id)
+        requested = {"schedule": schedule.schedule.model_dump(mode="json"), "active": True, **changed}
+        await client.request("POST", "/deployments/{id}/schedules", path_params={"id": found.id}, json=[requested])
+
+
+class TestRegistered:
+    def test_a_second_time_brings_up_to_date_and_keeps_what_a_person_changed(self, pool: str) -> None:
+        first = deployed(run="twice", cron="0 2 * * *", timezone="Europe/Berlin", evaluate=True, rescore=(str(MIX),))
+        names = ["grpo train/twice", "grpo evaluate/twice-evaluate", "grpo rescore/twice-rescore-mix"]
+        assert [(each.name, each.updated) for each in first.deployments] == [(name, False) for name in names]
+        found = on_the_server("twice")
+        assert sorted(found) == sorted(names)
+        training, evaluation, rescoring = (found[name] for name in names)
+        config = read_config(TINY, ["run.name=twice"]).model_dump(mode="json")
+        assert training.parameters == {"config": config}
+        assert (training.work_pool_name, training.tags) == (pool, ["grpo", "twice"])
+        assert training.global_concurrency_limit is not None
+        assert training.global_concurrency_limit.limit == 1
+        assert training.concurrency_options == ONE_AT_A_TIME
+        assert training.job_variables == job_variables("process")
+        assert training.enforce_parameter_schema
+        assert (evaluation.schedules, rescoring.schedules) == ([], [])
+        # A rescoring names its file as workers find it.
+        request = rescoring.parameters["request"]
+        assert (request["sources"], request["rewards"], request["name"]) == (
+            ["twice"],
+            "configs/rewards/mix.yaml",
+            "mix",
+        )
+        assert (CHECKOUT / request["rewards"]).is_file()
+
+        given = {"parameters": {"config": {"run": {"name": "twice"}}}, "slug": "nightly"}
+        asyncio.run(replace_schedule(names[0], given))
+        again = deployed(run="twice", evaluate=True, rescore=(str(MIX),), overrides=["run.seed=7"])
+        assert [(each.name, each.id, each.updated) for each in again.deployments] == [
+            (each.name, each.id, True) for each in first.deployments
+        ]
+        assert again.deployments[0].schedule == "0 2 * * * (Europe/Berlin)"
+        training = on_the_server("twice")[names[0]]
+        assert training.parameters["config"]["run"]["seed"] == 7
+        (kept,) = training.schedules
+        assert (kept.schedule.cron, kept.schedule.timezone) == ("0 2 * * *", "Europe/Berlin")
+        assert kept.model_dump(include=set(given)) == given
+        assert deployed(run="twice", cron="").deployments[0].schedule is None
+        assert on_the_server("twice")[names[0]].schedules == []
+
+    def test_by_the_command_the_training_alone_on_a_pool_and_a_server_that_are_made_ready(self, server: None) -> None:
+        given = ["deploy", str(TINY), "--run", "alone", "--pool", "made-by-deploy", "--cron", "0 2 * * *", "--json"]
+        ended = CliRunner().invoke(application, given)
+        assert ended.exit_code == 0, ended.output
+        printed = json.loads(ended.stdout.splitlines()[-1])
+        assert [each["name"] for each in printed["deployments"]] == ["grpo train/alone"]
+        assert (printed["pool"], printed["pool_type"], printed["root"]) == ("made-by-deploy", "grpo", "runs")
+        assert printed["deployments"][0]["schedule"] == "0 2 * * * (UTC)"
+        with get_client(sync_client=True) as client:
+            assert len(client.read_automations_by_name(AUTOMATION)) == 1
+
+    def test_a_container_pool_gets_the_image_and_enters_its_checkout(self, pool: str) -> None:
+        async def pods() -> None:
+            async with get_client() as client:
+                await client.create_work_pool(WorkPoolCreate(name="pods", type="kubernetes"))
+
+        asyncio.run(pods())
+        request = DeployRequest(pool="pods", image="registry/grpo:1")
+        asyncio.run(deploy_run(request, read_config(TINY, ["run.name=podded", "storage.root=s3://bucket/runs"])))
+        found = on_the_server("podded")["grpo train/podded"]
+        assert found.job_variables["image"] == "registry/grpo:1"
+        assert "working_dir" not in found.job_variables
+        step = "prefect.deployments.steps.set_working_directory"
+        assert found.pull_steps == [{step: {"directory": "/grpo"}}]
+        for changed, root, place in (
+            (DeployRequest(pool="pods"), "s3://bucket/runs", "--image"),
+            (request, "runs", "storage.root"),
+            (DeployRequest(pool="nowhere", image="registry/grpo:1"), "s3://bucket/runs", "--pool"),
+        ):
+            config = read_config(TINY, ["run.name=refused", f"storage.root={root}"])
+            with pytest.raises(InputError) as refused:
+                asyncio.run(deploy_run(changed, config))
+            assert refused.value.place == place
+        assert on_the_server("refused") == {}
+
+
+WRONG: list[tuple[list[str], str, object]] = [
+    (["--cron", "0 2 * *"], "--cron", "0 2 * *"),
+    (["--cron", "0 2 * * *", "--timezone", "Mars"], "--timezone", "Mars"),
+    (["--cron", "* * * * * *"], "--cron", "* * * * * *"),
+    (["--cron", "0 2 30 2 *"], "--cron", "0 2 30 2 *"),
+    (["--cron", "0 2 * * *", "--timezone", ""], "--timezone", ""),
+    (["--timezone", "Mars/X"], "--timezone", "Mars/X"),
+    (["--name", "a/b"], "--name", "a/b"),
+    (["--rescore", "nowhere.yaml"], "--rescore", "nowhere.yaml"),
+    (["--rescore", str(MIX), "--rescore", str(MIX)], "--rescore", [str(MIX)] * 2),
+    (["--image", "registry/grpo"], "--image", "registry/grpo"),
+    (["--set", "storage.root=s3://key:secret@host/runs"], "storage.root", "s3://***@host/runs"),
+]
+
+
+class TestRefused:
+    def test_in_one_message_with_nothing_registered(self, pool: str) -> None:
+        for arguments, place, value in WRONG:
+            given = ["deploy", str(TINY), "--run", "refused", "--pool", pool, *arguments]
+            ended = CliRunner().invoke(application, given)
+            assert ended.exit_code == 2, ended.output
+            assert f"error: {place}: got {value!r}" in ended.stderr
+            assert "secret" not in ended.output
+        assert on_the_server("refused") == {}
+
+    def test_credentials_are_found_wherever_they_stand(self) -> None:
+        values = {"a": [{"b": "https://user:word@host/x"}], "c": "s3://bucket/key", "d": "mail@host", "e": 3}
+        (found,) = credential_problems(values)
+        assert (found.place, found.value) == ("a.0.b", "https://***@host/x")

@@ -1,0 +1,223 @@
+"""Learning from stored rollouts: what is reproduced, what is corrected, and what is left out."""
+
+import shutil
+
+import polars as pl
+import pytest
+
+from flows.inspect_runs import inspect_run
+from grpo_core.parity import ParityError
+from grpo_core.update.optimizer import PolicyOptimizer
+from tests.flows.conftest import Runs, Start, refused, sha256_of
+from tests.flows.replaying.replays import (
+    UPDATES,
+    advantages,
+    metrics,
+    of_first_group,
+    policy_digest,
+    rewrite,
+    run_replay,
+)
+
+
+class TestSameSettings:
+    def test_the_source_is_reproduced_to_the_bit_and_stays_as_it_is(
+        self, finished: Runs, undisturbed: tuple[Runs, Start]
+    ) -> None:
+        before = sha256_of(finished.path())
+        summary, heard = run_replay(finished)
+        assert summary.policy_digest == undisturbed[1].summary.policy_digest
+        assert policy_digest(finished, 1, "run-replay") == policy_digest(finished, 1)
+        assert tuple(heard.stages) == UPDATES
+        assert sha256_of(finished.path()) == before
+        for iteration in (1, 2):
+            assert advantages(finished, iteration).equals(advantages(finished, iteration, "run"))
+        assert (summary.source, summary.source_iterations, summary.advantages) == ("run", [1, 2], "stored")
+        assert (summary.staleness, summary.rows_left_out, summary.iterations) == (0, 0, 2)
+        shown = inspect_run("run-replay", root=str(finished.root)).summary(None)
+        assert (shown.policy_digest, shown.iterations, shown.warnings) == (summary.policy_digest, 2, [])
+        assert (shown.reward_first, shown.reward_last) == (summary.reward_first, summary.reward_last)
+
+    def test_from_a_later_version_with_its_optimizer(self, finished: Runs) -> None:
+        summary, heard = run_replay(finished, policy=1, iterations="2")
+        assert tuple(heard.stages) == UPDATES[1:]
+        assert summary.policy_digest == policy_digest(finished, 2)
+        assert not finished.path("policies/000001", run="run-replay").exists()
+
+    @pytest.mark.slow
+    def test_nothing_is_done_again(self, finished: Runs) -> None:
+        first, _ = run_replay(finished, iterations="1")
+        longer, heard = run_replay(finished)
+        assert tuple(heard.stages) == UPDATES[1:]
+        again, heard = run_replay(finished)
+        assert heard.stages == []
+        assert again.policy_digest == longer.policy_digest != first.policy_digest
+
+    @pytest.mark.slow
+    def test_a_replay_that_was_stopped_or_damaged_goes_on_to_the_same_policy(
+        self, finished: Runs, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole, _ = run_replay(finished, "rewards.0.weight=2.0", name="whole")
+        real = PolicyOptimizer.step
+
+        def step_and_fail(self: PolicyOptimizer) -> None:
+            real(self)
+            if self.steps == 3:
+                raise RuntimeError("power cut")
+
+        shutil.rmtree(finished.root / ".stages")
+        shutil.rmtree(finished.path(run="whole"))
+        monkeypatch.setattr(PolicyOptimizer, "step", step_and_fail)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run_replay(finished, "rewards.0.weight=2.0", name="whole")
+        monkeypatch.undo()
+        again, heard = run_replay(finished, "rewards.0.weight=2.0", name="whole")
+        assert tuple(heard.stages) == UPDATES[1:]
+        assert again.policy_digest == whole.policy_digest
+        finished.path("policies/000001/tokens/adapter_model.safetensors", run="whole").write_bytes(b"damaged")
+        again, heard = run_replay(finished, "rewards.0.weight=2.0", name="whole")
+        assert tuple(heard.stages) == UPDATES[:1]
+        assert again.policy_digest == whole.policy_digest
+
+
+class TestAdvantages:
+    def test_another_weight_changes_the_policy_and_nothing_is_sampled_or_scored(self, finished: Runs) -> None:
+        summary, heard = run_replay(finished, "rewards.1.weight=-3.0", iterations="1")
+        assert tuple(heard.stages) == ("iteration 1: compute advantages", UPDATES[0])
+        assert summary.advantages == "recomputed"
+        assert summary.policy_digest != policy_digest(finished, 1)
+        place = "iteration_000001"
+        made = {path.name for path in finished.path(place, run="run-replay").iterdir()}
+        assert made == {"advantages", "advantages.manifest.json", "metrics.parquet"}
+        ssim, psnr = (
+            pl.read_parquet(finished.path(place, "rewards", name, "scores.parquet"))["value"]
+            for name in ("ssim", "psnr")
+        )
+        mixed = (0.5 * ssim - 3.0 * psnr).to_list()
+        assert advantages(finished, 1)["reward"].to_list() == pytest.approx(mixed, rel=1e-6)
+
+    @pytest.mark.slow
+    def test_a_rescoring_of_the_source(self, finished: Runs) -> None:
+        def turned(table: pl.DataFrame) -> pl.DataFrame:
+            return table.with_columns(pl.col("advantage") * -1.0)
+
+        for number in (1, 2):
+            place = f"iteration_{number:06d}/advantages"
+            rewrite(finished, place, lambda table: table, to=f"rescored/same/{place}")
+            rewrite(finished, place, turned, to=f"rescored/turned/{place}")
+        same, _ = run_replay(finished, advantages="same", name="same")
+        turned_round, _ = run_replay(finished, advantages="turned", name="turned")
+        assert same.policy_digest == policy_digest(finished, 2) != turned_round.policy_digest
+        assert advantages(finished, 1, "turned")["advantage"].to_list() == [
+            -value for value in advantages(finished, 1, "run")["advantage"]
+        ]
+
+    @pytest.mark.slow
+    def test_iterations_of_other_numbers_keep_their_tables_where_they_are_used(self, finished: Runs) -> None:
+        for overrides in ((), ("rewards.1.weight=-3.0",)):
+            again = ("run.on_change=restart", *overrides)
+            run_replay(finished, *again, name="both")
+            run_replay(finished, *again, name="second", iterations="2")
+            assert advantages(finished, 1, "second").equals(advantages(finished, 2, "both"))
+            assert not finished.path("iteration_000002", run="second").exists()
+
+
+class TestCorrection:
+    def test_rows_of_other_weights_count_by_their_ratio(self, finished: Runs) -> None:
+        # Iteration 2 was sampled by version 1; the model as it was given learns from it.
+        summary, heard = run_replay(finished, iterations="2")
+        assert (summary.staleness, summary.rows_left_out) == (1, 0)
+        assert "truncated at 3" in heard.lines[0]
+        told = metrics(finished, 1)
+        assert (told["staleness/mean"], told["staleness/max"]) == (1.0, 1.0)
+        assert told["mismatch/mean_weight"] != 1.0
+        assert told["sampling/sampling_logp_difference/max"] > 1e-2
+        named = "update.mismatch={mode: truncate, level: token, cap: 3.0}"
+        same, _ = run_replay(finished, named, iterations="2", name="named")
+        assert same.policy_digest == summary.policy_digest
+
+    def test_the_gradient_is_the_weight_times_the_uncorrected_one(self, finished: Runs) -> None:
+        # As if the sampler had found each token far less likely: every ratio is beyond the cap, which is the weight
+        # then, and the first gradient is proportional to it.
+        def unlikely(table: pl.DataFrame) -> pl.DataFrame:
+            return table.with_columns(pl.col("rollout_logprobs").list.eval(pl.element() - 20.0))
+
+        rewrite(finished, "iteration_000002/rollouts", unlikely)
+        norms = []
+        for cap in (2.0, 6.0):
+            sets = ("update.kl_coef=0.0", f"update.mismatch={{mode: truncate, level: token, cap: {cap}}}")
+            run_replay(finished, *sets, iterations="2", name=f"cap{cap}")
+            steps = pl.read_parquet(finished.path("policies/000001/tokens/update_steps.parquet", run=f"cap{cap}"))
+            assert metrics(finished, 1, f"cap{cap}")["mismatch/mean_weight"] == pytest.approx(cap)
+            norms.append(steps["grad_norm"][0])
+        assert norms[1] / norms[0] == pytest.approx(3.0, rel=1e-4)
+
+    @pytest.mark.slow
+    def test_own_rows_need_none_and_pass_the_gate(self, finished: Runs) -> None:
+        run_replay(finished, iterations="1")
+        told = metrics(finished, 1)
+        assert told["mismatch/mean_weight"] == 1.0
+        assert "staleness/max" not in told
+        tight = 'update.parity={"max_difference": 1e-12, "mean_difference": 1e-12}'
+        with pytest.raises(ParityError):
+            run_replay(finished, tight, iterations="1", name="tight")
+        run_replay(finished, tight, iterations="2", name="others")
+
+
+class TestStaleness:
+    def test_rows_beyond_the_bound_are_left_out_and_counted(self, finished: Runs) -> None:
+        alone = Runs(finished.root.parent / "alone")
+        shutil.copytree(finished.root, alone.root)
+
+        def from_afar(table: pl.DataFrame) -> pl.DataFrame:
+            far = of_first_group(table)
+            return table.with_columns(
+                pl.when(far).then(7).otherwise("policy_version").alias("policy_version"),
+                pl.when(far).then(pl.lit("0" * 64)).otherwise("policy_digest").alias("policy_digest"),
+            )
+
+        def without(table: pl.DataFrame) -> pl.DataFrame:
+            return table.with_columns(
+                pl.when(of_first_group(table)).then(None).otherwise("advantage").alias("advantage")
+            )
+
+        rewrite(finished, "iteration_000001/rollouts", from_afar)
+        rewrite(alone, "iteration_000001/advantages", without)
+        summary, _ = run_replay(finished, "update.mismatch.mode=mask", iterations="1", max_staleness=6)
+        assert (summary.staleness, summary.rows_left_out) == (0, 2)
+        assert metrics(finished, 1)["rows_left_out"] == 2.0
+        # The rows that are left are those that have an advantage in the other run, and so is the policy.
+        expected, _ = run_replay(alone, "update.mismatch.mode=mask", iterations="1")
+        assert expected.rows_left_out == 0
+        assert summary.policy_digest == expected.policy_digest
+        far, _ = run_replay(finished, "update.mismatch.mode=mask", iterations="1", max_staleness=7, name="far")
+        assert (far.staleness, far.rows_left_out) == (7, 0)
+        assert far.policy_digest != summary.policy_digest
+
+    @pytest.mark.slow
+    def test_none_at_all_allows_own_rows_alone(self, finished: Runs) -> None:
+        summary, _ = run_replay(finished, max_staleness=0)
+        assert summary.policy_digest == policy_digest(finished, 2)
+        # With another learning rate, version 1 is another policy than the one that sampled the second iteration.
+        (error,) = refused(lambda: run_replay(finished, "update.learning_rate=1e-4", max_staleness=0, name="other"))
+        assert (error.place, error.value) == ("--max-staleness", 0)
+        assert finished.path("policies/000001.manifest.json", run="other").is_file()
+        corrected, _ = run_replay(finished, "update.learning_rate=1e-4", max_staleness=1, name="other")
+        assert corrected.iterations == 2
+
+
+class TestEvaluation:
+    def test_held_out_prompts_are_sampled_as_in_training(self, finished: Runs) -> None:
+        held_out = (
+            "evaluate.prompts=data/prompts/shapes_heldout.jsonl",
+            "evaluate.targets=data/targets",
+            "evaluate.target_column=target",
+            "evaluate.limit=1",
+            "evaluate.samples_per_prompt=1",
+        )
+        summary, heard = run_replay(finished, *held_out, iterations="1")
+        sampled = [stage for stage in heard.stages if "collect rollouts" in stage]
+        assert sampled == [f"evaluation of policy {version}: collect rollouts" for version in (0, 1)]
+        assert summary.heldout_before is not None
+        assert summary.heldout_after is not None
+        assert summary.policy_digest == policy_digest(finished, 1)

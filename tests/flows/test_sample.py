@@ -1,0 +1,105 @@
+"""Samples of a run, of its exports and of a model, against the policy's own sampler."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diffusers import GlmImagePipeline
+from PIL import Image, ImageChops
+
+from flows.export.export import export
+from flows.export.plan import plan_export
+from flows.pipeline.requests import ExportRequest, SampleRequest
+from flows.sample import Sample, check_output, open_source, sample
+from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.records import GroupRequest
+from grpo_core.seeds import derive_seed
+from tests.flows.export.stored_policies import HALVES, both_halves, store_run
+from tests.tiny_policies import MODEL as IMAGE_MODEL
+from tests.tiny_policies import TEXT_MODEL, build_policy, build_text_policy, render
+
+PROMPTS = ("sort the letters of banana", "sort the letters of goga")
+
+
+def samples(source: str | Path, prompts: tuple[str, ...] = PROMPTS, **options: Any) -> list[Sample]:
+    request = SampleRequest(source=str(source), prompts=prompts, **options)
+    return list(sample(request, open_source(request)))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_run_and_its_exports_answer_alike(tmp_path: Path) -> None:
+    policy = build_text_policy(CausalLMSettings(max_completion_length=24), disturbed=0.05)
+    run = store_run(tmp_path, "run", policy, {}).folder
+    expected = []
+    for prompt in PROMPTS:
+        seeds = [derive_seed(3, "tokens", number) for number in range(2)]
+        expected += policy.decode(policy.sample_tokens([prompt], 2, seeds).actions)
+    assert [each.text for each in samples(run, seed=3, samples=2)] == expected
+    # A sample depends on nothing but its prompt, its index and the seed.
+    assert [each.text for each in samples(run, PROMPTS[1:], seed=3)] == expected[2:3]
+    for name, merged in (("adapter", False), ("merged", True)):
+        folder = tmp_path / name
+        export(plan_export(ExportRequest(run=str(run), folder=str(folder), merged=merged)))
+        assert [each.text for each in samples(folder, seed=3, samples=2)] == expected
+
+
+def test_a_model_answers_with_changed_settings() -> None:
+    (answer,) = samples(TEXT_MODEL, PROMPTS[1:], overrides=("rollout.top_k=1", "rollout.max_completion_length=24"))
+    assert answer.text == "aggo"
+
+
+def test_images_are_written(shipped_pipeline: GlmImagePipeline, tmp_path: Path) -> None:
+    policy = build_policy(shipped_pipeline, height=64, width=64, disturbed=0.05)
+    run = store_run(tmp_path, "run", policy, {}).folder
+    (written,) = samples(run, ("a red circle",), policy="1", out=str(tmp_path / "out"))
+    tokens = policy.tokens.sample(["a red circle"], 1, [derive_seed(0, "tokens", 0)]).actions
+    (expected,) = render(policy, tokens, [derive_seed(0, "noise", 0)])
+    assert written.file == str(tmp_path / "out" / "run-v1-01-a-red-circle-seed0-1.png")
+    assert isinstance(expected, Image.Image)
+    with Image.open(written.file) as image:
+        assert ImageChops.difference(image, expected).getbbox() is None
+
+
+def test_adapters_of_both_halves_draw_alike_from_the_run_and_from_its_export(tmp_path: Path) -> None:
+    policy = both_halves()
+    run = store_run(tmp_path, "run", policy, {}, settings=HALVES).folder
+    export(plan_export(ExportRequest(run=str(run), folder=str(tmp_path / "adapters"))))
+    (group,) = policy.sample(
+        [GroupRequest("a red circle", ("s",), (derive_seed(0, "tokens", 0),), (derive_seed(0, "noise", 0),))]
+    )
+    (expected,) = group.outputs
+    assert isinstance(expected, Image.Image)
+    for source in (run, tmp_path / "adapters"):
+        (written,) = samples(source, ("a red circle",), out=str(tmp_path / "out"))
+        assert written.file is not None
+        with Image.open(written.file) as image:
+            assert ImageChops.difference(image, expected).getbbox() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"source": "nothing"}, "RUN"),
+        ({"policy": "best"}, "--policy"),
+        ({"out": "somewhere"}, "--out"),
+        ({"overrides": ("update.learning_rate=1",)}, "--set"),
+        ({"overrides": ("rollout.temperature=-1",)}, "rollout.temperature"),
+        ({"prompts": ("x" * 2000,)}, "prompt"),
+        ({"source": str(IMAGE_MODEL)}, "rollout.height and width"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_before_the_model_loads(options: dict[str, Any], place: str) -> None:
+    request = SampleRequest(**{"source": str(TEXT_MODEL), "prompts": PROMPTS, **options})
+    with pytest.raises(InputError) as caught:
+        check_output(request, open_source(request))
+    error = caught.value
+    assert error.place == place
+
+
+@pytest.mark.parametrize("record", ["{", "[]", "{}", '{"policy": {}}', '{"policy": {"model": "m"}, "rollout": null}'])
+def test_a_damaged_record_of_an_export_is_refused(tmp_path: Path, record: str) -> None:
+    for name, content in (("config.json", "{}"), ("grpo.json", record)):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=r"RUN\|MODEL.*grpo.json.*damaged"):
+        open_source(SampleRequest(source=str(tmp_path), prompts=PROMPTS))

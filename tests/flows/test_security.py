@@ -1,0 +1,356 @@
+"""No file may run code, cause a read or write elsewhere, or take memory without bound."""
+
+import ast
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+
+from configs.loader import read_config
+from flows.serve_rewards import create_app
+from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer
+from grpo_core.policies.causal_lm.loading import read_config as read_model_config
+from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_state
+from grpo_core.rewards.images import decode_stored
+from grpo_core.rewards.remote.reward import RemoteReward
+from grpo_core.rewards.text import AnswerReward
+from grpo_core.streams import MAX_PIXELS
+from tasks.execution.errors import ErrorRecord, RemoteStageError
+from tasks.prompts.files import read_input_file
+from tasks.reports.images import TargetReader, read_images
+from tasks.storage.parquet import read_table
+from tasks.storage.schemas import METRICS
+from tests.flows.conftest import Runs
+from tests.flows.test_serve_rewards import serving_app
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MODELS = REPOSITORY / "data" / "models"
+CPU = torch.device("cpu")
+
+
+class Bomb:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.place),)
+
+
+@pytest.fixture
+def exploded(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is there once code from a file was run; none of these tests may leave it."""
+    place = tmp_path / "exploded"
+    pickle.loads(pickle.dumps(Bomb(place)))
+    place.rmdir()
+    yield place
+    assert not place.exists()
+
+
+def hostile_module(exploded: Path) -> str:
+    return f"import os\nos.mkdir({str(exploded)!r})\n\n\nclass Evil:\n    pass\n"
+
+
+def refusal(action: Callable[[], object]) -> InputError:
+    with pytest.raises(InputError) as caught:
+        action()
+    return caught.value
+
+
+class TestModels:
+    """A model may be anybody's."""
+
+    @pytest.fixture
+    def text_model(self, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(MODELS / "tiny-text", tmp_path / "text-model"))
+
+    @pytest.fixture
+    def image_model(self, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(MODELS / "tiny-glm-image", tmp_path / "image-model"))
+
+    @pytest.mark.parametrize("raw", [False, True])
+    def test_pickled_weights_of_a_language_model(self, text_model: Path, exploded: Path, raw: bool) -> None:
+        (text_model / "model.safetensors").unlink()
+        bomb = Bomb(exploded)
+        if raw:
+            (text_model / "pytorch_model.bin").write_bytes(pickle.dumps(bomb, protocol=2))
+        else:
+            torch.save({"weight": bomb}, text_model / "pytorch_model.bin")
+        error = refusal(lambda: load_model(str(text_model), dtype=torch.float32, device=CPU))
+        assert (error.place, error.value) == ("policy.model", str(text_model))
+
+    def test_code_next_to_a_language_model(self, text_model: Path, exploded: Path) -> None:
+        (text_model / "evil.py").write_text(hostile_module(exploded))
+        classes = {f"Auto{kind}": "evil.Evil" for kind in ("Config", "ModelForCausalLM", "Tokenizer")}
+        config = json.loads((text_model / "config.json").read_text())
+        known = {**config, "auto_map": classes}
+        (text_model / "config.json").write_text(json.dumps(known))
+        tokenizer = json.loads((text_model / "tokenizer_config.json").read_text())
+        hostile = {**tokenizer, "tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+        (text_model / "tokenizer_config.json").write_text(json.dumps(hostile))
+        assert refusal(lambda: load_tokenizer(str(text_model))).place == "policy.model"
+        # transformers has a class of its own for this type and leaves the other alone.
+        assert type(load_model(str(text_model), dtype=torch.float32, device=CPU)).__name__ == "LlamaForCausalLM"
+        (text_model / "config.json").write_text(json.dumps({**known, "model_type": "evil"}))
+        assert refusal(lambda: read_model_config(str(text_model))).place == "policy.model"
+
+    def test_code_among_the_parts_of_a_pipeline(self, image_model: Path, exploded: Path) -> None:
+        for place in (image_model, image_model / "scheduler"):
+            (place / "evil.py").write_text(hostile_module(exploded))
+        index = json.loads((image_model / "model_index.json").read_text())
+        (image_model / "model_index.json").write_text(json.dumps({**index, "scheduler": ["evil", "Evil"]}))
+        error = refusal(lambda: load_pipeline(str(image_model), dtype=torch.float32, device=CPU))
+        assert (error.place, error.value) == ("policy.model", str(image_model))
+
+    def test_pickled_weights_of_a_pipeline(self, image_model: Path, exploded: Path) -> None:
+        (image_model / "vision_language_encoder" / "model.safetensors").unlink()
+        torch.save({"weight": Bomb(exploded)}, image_model / "vision_language_encoder" / "pytorch_model.bin")
+        error = refusal(lambda: load_pipeline(str(image_model), dtype=torch.float32, device=CPU))
+        assert error.place == "policy.model"
+        with pytest.raises(OSError, match="safetensors"):
+            read_initial_state(str(image_model), "tokens", torch.float32)
+
+
+def test_an_extension_type_of_a_table_runs_nothing(tmp_path: Path, exploded: Path) -> None:
+    """pyarrow once kept Python types of columns as pickles in the file's schema."""
+    path = tmp_path / "metrics.parquet"
+    hostile = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickle.dumps(Bomb(exploded), protocol=0),
+    }
+    fields = [field.with_metadata(hostile) for field in METRICS]
+    pq.write_table(pa.table([[1], ["kl"], [0.5]], schema=pa.schema(fields, metadata=METRICS.metadata)), path)
+    assert pq.read_schema(path).field("value").metadata == hostile
+    assert read_table(tmp_path, METRICS)["value"].to_pylist() == [0.5]
+    assert pl.read_parquet(path)["metric"].to_list() == ["kl"]
+
+
+def test_an_error_record_builds_no_class_that_it_names(exploded: Path) -> None:
+    record = ErrorRecord(kind="os.mkdir", arguments=(str(exploded),), message="", trace="", seconds=0.0)
+    assert isinstance(record.error(), RemoteStageError)
+
+
+class TestNames:
+    """What becomes a folder or a file stays where it belongs."""
+
+    OUTSIDE = ("../up", "a/b", "/etc", "..", ".", ".hidden", "", "a\n", "a\0b", "C:\\x", "a" * 101, "name with blanks")
+
+    @pytest.mark.parametrize("name", OUTSIDE)
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("run.name", "{}"),
+            ("rewards", '[{{"reward": "jpeg", "name": {}}}]'),
+            ("data.datasets", '[{{"name": {}, "prompts": "data/prompts/shapes.jsonl"}}]'),
+        ],
+    )
+    def test_of_runs_rewards_and_datasets(self, key: str, value: str, name: str) -> None:
+        override = f"{key}={value.format(json.dumps(name))}"
+        error = refusal(lambda: read_config(REPOSITORY / "configs" / "tiny.yaml", [override]))
+        assert "name" in error.place
+        assert error.value == name
+
+
+class TestInputFiles:
+    @pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
+    def test_a_link_to_a_pipe_or_a_device_is_refused_at_once(self, tmp_path: Path, target: str) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "a.png").symlink_to(tmp_path / target)
+        error = refusal(lambda: read_input_file(str(tmp_path / "a.png"), place="x"))
+        assert "pipe, a socket or a device" in error.hint
+
+    def test_a_link_to_a_plain_file_is_read(self, tmp_path: Path) -> None:
+        """The Hub's cache is made of links."""
+        (tmp_path / "blob").write_bytes(b"content")
+        (tmp_path / "a.png").symlink_to(tmp_path / "blob")
+        assert read_input_file(str(tmp_path / "a.png"), place="x") == b"content"
+
+
+def bomb_png(width: int, height: int) -> bytes:
+    """A file of some bytes that says it is an image of so many pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(1_000_000))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+class TestImages:
+    """Pillow warns of large images and decodes them; nothing here does."""
+
+    SIZES = ((40_000, 40_000), (8193, 8192), (2**31 - 1, 1))
+
+    @pytest.fixture(autouse=True)
+    def undecoded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def load(self: Image.Image) -> None:
+            raise AssertionError("it was decoded")
+
+        monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
+
+    @pytest.mark.parametrize(("width", "height"), SIZES)
+    def test_a_stored_one_is_refused_with_its_sample(self, width: int, height: int) -> None:
+        error = refusal(lambda: decode_stored(bomb_png(width, height), "i000001.p0000.s01"))
+        assert error.place == "image of sample i000001.p0000.s01"
+        assert f"at most {MAX_PIXELS} pixels" in error.hint
+
+    def test_in_a_report(self, tmp_path: Path) -> None:
+        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        image = pa.array([{"bytes": bomb_png(40_000, 40_000), "path": None}], kind)
+        pq.write_table(pa.table({"sample_id": ["s01"], "image": image}), tmp_path / "images-00000.parquet")
+        assert refusal(lambda: read_images(tmp_path, ["s01"])).place == "image of sample s01"
+
+    def test_a_target_of_an_inspected_run(self, tmp_path: Path) -> None:
+        (tmp_path / "a.png").write_bytes(content := bomb_png(9000, 9000))
+        reader = TargetReader(64)
+        assert reader.read(str(tmp_path / "a.png"), hashlib.sha256(content).hexdigest()) is None
+        assert f"at most {MAX_PIXELS} pixels" in reader.missing[str(tmp_path / "a.png")]
+
+    @pytest.mark.parametrize("content", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"GIF89a\1\0\1\0", b""])
+    def test_a_stored_one_of_another_format_meets_no_other_decoder(self, content: bytes) -> None:
+        assert "not a complete PNG" in refusal(lambda: decode_stored(content, "s")).hint
+
+
+def test_a_service_that_repeats_the_token_does_not_bring_it_into_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_TOKEN", "sk-hidden-secret")
+    service = RemoteReward(url="http://127.0.0.1:9", reward="mine", token_env="SERVICE_TOKEN")
+    for status, content in ((401, b'{"error": "unknown token sk-hidden-secret"}'), (400, b"Bearer sk-hidden-secret?")):
+        error = service._refused("http://127.0.0.1:9", status, content)
+        assert "***" in str(error)
+        assert "sk-hidden-secret" not in str(error)
+
+
+TOKEN = "sk-3141592653589793-not-for-files"
+
+
+def remote(url: str, **settings: object) -> list[dict[str, object]]:
+    return [{"reward": "remote", "settings": {"url": url, "reward": "answer", **settings}}]
+
+
+def small(**changes: object) -> dict[str, object]:
+    sizes = {"rollout__prompts_per_iteration": 2, "rollout__group_size": 4, "update__minibatch_size": 8}
+    return {"run__iterations": 1, **sizes, "update__micro_batch_size": 8, "evaluate__prompts": None, **changes}
+
+
+def test_no_file_table_parameter_or_report_contains_the_token(empty: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", TOKEN)
+    with serving_app(create_app({"answer": AnswerReward()}, token=TOKEN)) as url:
+        empty.start_text(run="secret", **small(rewards=remote(url, token_env="REWARD_TOKEN")))
+    files = [path for path in empty.root.rglob("*") if path.is_file()]
+    assert len(files) > 15
+    assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
+    assert TOKEN not in str(empty.tables("secret"))  # the bytes of tables are compressed
+    assert "REWARD_TOKEN" in empty.path("config.yaml", run="secret").read_text()
+    with get_client(sync_client=True) as client:
+        (run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=["secret"])))
+        written = [run.model_dump_json(), *(each.model_dump_json() for each in client.read_artifacts())]
+        assert "REWARD_TOKEN" in written[0]
+        assert [each for each in written if TOKEN in each] == []
+
+
+@pytest.mark.parametrize(
+    ("url", "settings"),
+    [(f"http://me:{TOKEN}@127.0.0.1:9", {}), ("http://127.0.0.1:9", {"token_env": TOKEN})],
+)
+def test_a_token_in_the_configuration_is_refused_and_not_repeated(
+    empty: Runs, url: str, settings: dict[str, object]
+) -> None:
+    with pytest.raises(InputError) as caught:
+        empty.start_text(run="secret", **small(rewards=remote(url, **settings)))
+    assert "token_env" in str(caught.value)
+    assert TOKEN not in str(caught.value)
+    assert not Path(empty.path(run="secret")).exists()
+
+
+SOURCES = [
+    path for top in ("grpo_core", "tasks", "flows", "configs", "data") for path in (REPOSITORY / top).rglob("*.py")
+]
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {path.relative_to(REPOSITORY).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
+
+
+@cache
+def calls() -> list[tuple[str, ast.Call, str]]:
+    nodes = [(path, node) for path, tree in trees().items() for node in ast.walk(tree)]
+    return [(path, node, dotted(node.func)) for path, node in nodes if isinstance(node, ast.Call)]
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b` of names, `.b` where it is called on something else."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def imports(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+class TestSources:
+    """No way to read a pickle, or to run code that lies beside a model, is in the sources at all."""
+
+    UNSAFE_MODULES = ("marshal", "shelve", "dill", "joblib", "cloudpickle", "jsonpickle")
+
+    def test_nothing_unpickles(self) -> None:
+        found = [
+            f"{path}: {name}"
+            for path, call, name in calls()
+            if re.fullmatch(r"pickle\.(load|loads|Unpickler)|torch\.(load|save)|(np|numpy)\.load|eval|exec", name)
+            and not (name == "torch.load" and given(call, "weights_only") == ["True"])
+        ]
+        assert found == []
+        imported = [
+            f"{path}: {name}"
+            for path, tree in trees().items()
+            for node in ast.walk(tree)
+            for name in imports(node)
+            if name.split(".")[0] in self.UNSAFE_MODULES
+        ]
+        assert imported == []
+
+    def test_remote_code_is_never_trusted(self) -> None:
+        trusted = [value for _, call, _ in calls() for value in given(call, "trust_remote_code")]
+        assert len(trusted) >= 5
+        assert {*trusted} == {"False"}
+        automatic = [
+            (path, call) for path, call, name in calls() if re.search(r"(\bAuto\w+|Pipeline)\.from_pretrained$", name)
+        ]
+        assert len(automatic) >= 4
+        assert [path for path, call in automatic if not given(call, "trust_remote_code")] == []
+
+    def test_no_command_line_is_put_together_from_text(self) -> None:
+        found = [
+            f"{path}: {name}"
+            for path, call, name in calls()
+            if name in ("os.system", "os.popen", "subprocess.getoutput") or given(call, "shell") == ["True"]
+        ]
+        assert found == []
+
+
+def given(call: ast.Call, name: str) -> list[str]:
+    """The source of a keyword argument's value."""
+    return [ast.unparse(each.value) for each in call.keywords if each.arg == name]

@@ -1,0 +1,133 @@
+""""""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForSequenceClassification as Classifier
+from trl.data_utils import apply_chat_template
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.reward import ScoringBatch
+from grpo_core.rewards.reward_model import RewardModelReward, _sigmoid, load_scorer
+from grpo_core.rewards.weights import Published, Weights
+from tests.grpo_core.rewards.conftest import make_texts
+
+TINY = Path(__file__).parents[4] / "data" / "models" / "tiny-text"
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+PAIRS = [("cab", "abc"), ("cab", "bca"), ("zebra", "aberz"), ("q", ""), ("hello", "ehllo")]
+
+
+def save(folder: Path, template: str | None = None, pad: bool = True, **more: Any) -> Path:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.chat_template = template
+    if not pad:
+        tokenizer.pad_token = None
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = Classifier(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **sizes, **more))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tmp_path / "model")
+
+
+def batch(pairs: list[tuple[str, str]]) -> ScoringBatch:
+    return make_texts(*(c for _, c in pairs), prompts=[p for p, _ in pairs])
+
+
+def as_trl_scores(folder: Path, conversational: bool) -> list[float]:
+    """What GRPOTrainer does with a reward model: one padded batch."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = Classifier.from_pretrained(folder, num_labels=1)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    texts = [prompt + completion for prompt, completion in PAIRS]
+    if conversational:
+        roles = ("user", "assistant")
+        talks = [[{"role": r, "content": c} for r, c in zip(roles, pair, strict=True)] for pair in PAIRS]
+        texts = [apply_chat_template({"messages": talk}, tokenizer)["text"] for talk in talks]
+    inputs = tokenizer(text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+    with torch.inference_mode():
+        logits: list[float] = model(**inputs).logits[:, 0].tolist()
+    return logits
+
+
+@pytest.mark.parametrize("pad", [True, False])
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_agrees_with_what_trl_computes(tmp_path: Path, template: str | None, pad: bool) -> None:
+    folder = save(tmp_path / "model", template, pad)
+    scores = RewardModelReward(model=str(folder)).score(batch(PAIRS))
+    expected = as_trl_scores(folder, conversational=template is not None)
+    assert max(expected) - min(expected) > 0.01
+    assert [score.raw for score in scores] == pytest.approx(expected, abs=1e-6)
+    assert [score.value for score in scores] == [score.raw for score in scores]
+
+
+def test_a_score_does_not_depend_on_the_batch_and_nothing_at_all_has_one(folder: Path) -> None:
+    reward, pairs = RewardModelReward(model=str(folder)), [*PAIRS, ("", "")]
+    together = reward.score(batch(pairs))
+    assert all(math.isfinite(score.raw or 0.0) and score.raw is not None for score in together)
+    assert [reward.score(batch([pair]))[0] for pair in pairs] == together
+    assert reward.score(batch(pairs[::-1])) == together[::-1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert reward.score(batch(pairs)) == together
+
+
+def test_sigmoid_of_large_and_small_logits(folder: Path) -> None:
+    reward = RewardModelReward(model=str(folder), scale="sigmoid")
+    for logit, value in ((0.0, 0.5), (math.log(3), 0.75), (-math.log(3), 0.25), (-2000.0, 0.0), (2000.0, 1.0)):
+        assert _sigmoid(logit) == pytest.approx(value)
+    (score,) = reward.score(batch(PAIRS[:1]))
+    assert score.raw is not None
+    assert score.value == pytest.approx(1 / (1 + math.exp(-score.raw)))
+
+
+@pytest.mark.parametrize("bounded_by", ["setting", "positions"])
+def test_of_a_long_text_the_end_is_judged(tmp_path: Path, bounded_by: str) -> None:
+    folder = save(tmp_path / "model", max_position_embeddings=6 if bounded_by == "positions" else 64)
+    reward = RewardModelReward(model=str(folder), max_length=6 if bounded_by == "setting" else None)
+    long, end, other_end = reward.score(batch([("abcdefgh", "ijkl"), ("gh", "ijkl"), ("gh", "ijk")]))
+    assert long == end
+    assert long != other_end
+
+
+def test_loads_once_and_again_when_the_files_change(tmp_path: Path) -> None:
+    folder = str(save(tmp_path / "model"))
+    weights = Weights("model", folder, None, Published("its makers"))
+    first = load_scorer(weights, "cpu")
+    assert load_scorer(weights, "cpu") is first
+    before = RewardModelReward(model=folder).score(batch(PAIRS))
+    model = Classifier.from_pretrained(folder)
+    model.score.weight.data.mul_(2.0)
+    model.save_pretrained(folder)
+    after = RewardModelReward(model=folder).score(batch(PAIRS))
+    assert [score.raw for score in after] == pytest.approx([2 * (score.raw or 0.0) for score in before], abs=1e-6)
+
+
+def test_a_model_without_a_head_or_with_two_labels_is_refused(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    headless, two = tmp_path / "headless", tmp_path / "two"
+    LlamaForCausalLM.from_pretrained(TINY).save_pretrained(headless)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(tokenizer), num_labels=2, **sizes)
+    BertForSequenceClassification(config).save_pretrained(two)
+    for folder in (headless, two):
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(InputError, match=r"rewards\.reward_model\.model: .*Set a complete"):
+            RewardModelReward(model=str(folder)).score(batch(PAIRS))
+
+
+def test_a_template_that_refuses(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "{{ raise_exception('a system message is due') }}")
+    with pytest.raises(InputError, match="a system message is due"):
+        RewardModelReward(model=str(folder)).score(batch(PAIRS))

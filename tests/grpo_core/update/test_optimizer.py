@@ -1,0 +1,213 @@
+"""AdamW and its schedule against torch's own, and state that goes on to the bit for every kind of optimizer."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from grpo_core.errors import InputError
+from grpo_core.update.optimizer import PolicyOptimizer, refuse_unavailable
+from grpo_core.update.settings import OptimizerKind, OptimizerSettings
+
+WARM = OptimizerSettings(
+    1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, lr_scheduler="constant_with_warmup", warmup_steps=4
+)
+FALLING = replace(WARM, lr_scheduler="cosine", warmup_steps=2, total_steps=7)
+EIGHT_BIT = replace(WARM, optimizer="adamw_8bit")
+# The embedding is large enough for 8 bits, and its last block is not full.
+SHAPES = {"a|b": (3, 4), "bias": (5,), "embedding": (67, 64)}
+
+
+def parameters(device: str = "cpu", shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(device)) for name, shape in shapes.items()}
+
+
+def give_gradients(trained: dict[str, nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in trained.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+
+
+def run(optimizer: PolicyOptimizer, steps: range) -> dict[str, Tensor]:
+    for step in steps:
+        give_gradients(optimizer.parameters, step)
+        optimizer.step()
+    return {name: parameter.detach().clone() for name, parameter in optimizer.parameters.items()}
+
+
+def resumed(
+    settings: OptimizerSettings, stop: int, end: int, file: Path, device: str = "cpu", **shapes: tuple[int, ...]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after `end` steps: without a break, and with one after `stop` of them."""
+    made = shapes or SHAPES
+    uninterrupted = run(PolicyOptimizer(parameters(device, made), settings), range(end))
+    first = PolicyOptimizer(parameters(device, made), settings)
+    weights = run(first, range(stop))
+    save_file(first.state(), file)
+    second = PolicyOptimizer({name: nn.Parameter(value) for name, value in weights.items()}, settings, steps=stop)
+    second.load_state(load_file(file))
+    assert second.learning_rate == first.learning_rate
+    return uninterrupted, run(second, range(stop, end))
+
+
+def test_steps_are_those_of_torch_adamw_under_a_hand_made_warm_up() -> None:
+    """The rate of step k (from 0) is learning_rate * min(k / 4, 1)."""
+    plain = parameters()
+    oracle = torch.optim.AdamW(plain.values(), lr=0.0, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    for step in range(7):
+        oracle.param_groups[0]["lr"] = 1e-2 * min(step / 4, 1.0)
+        give_gradients(plain, step)
+        oracle.step()
+    ours = run(PolicyOptimizer(parameters(), WARM), range(7))
+    assert all(torch.equal(ours[name], value) for name, value in plain.items())
+
+
+def test_8_bit_steps_are_close_to_exact_ones_and_no_more() -> None:
+    """Small parameters keep moments in fp32, and differ by rounding; quantised moments differ visibly."""
+    exact = run(PolicyOptimizer(parameters(), WARM), range(8))
+    rounded = run(PolicyOptimizer(parameters(), EIGHT_BIT), range(8))
+    torch.testing.assert_close(rounded["a|b"], exact["a|b"], rtol=1e-5, atol=1e-6)
+    difference = (rounded["embedding"] - exact["embedding"]).abs()
+    moved = (exact["embedding"] - parameters()["embedding"]).abs()
+    assert 1e-5 < difference.mean() < 0.1 * moved.mean()
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 6])
+@pytest.mark.parametrize(
+    "settings",
+    [WARM, OptimizerSettings(1e-2), FALLING, EIGHT_BIT, replace(FALLING, optimizer="adamw_8bit")],
+    ids=["warm-up", "constant", "cosine", "8 bits", "8 bits, cosine"],
+)
+def test_stepping_after_save_and_load_is_stepping_on(stop: int, settings: OptimizerSettings, tmp_path: Path) -> None:
+    unbroken, continued = resumed(settings, stop, 8, tmp_path / "state.safetensors")
+    assert all(torch.equal(continued[name], value) for name, value in unbroken.items())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pages are CUDA's")
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
+def test_stepping_on_is_exact_on_a_gpu(kind: OptimizerKind, tmp_path: Path) -> None:
+    """The table is large enough to be paged."""
+    settings = replace(WARM, optimizer=kind)
+    unbroken, continued = resumed(settings, 3, 6, tmp_path / "state.safetensors", "cuda", bias=(5,), table=(400, 512))
+    assert all(torch.equal(continued[name], value) for name, value in unbroken.items())
+
+
+@pytest.mark.parametrize("settings", [WARM, EIGHT_BIT], ids=["exact", "8 bits"])
+def test_a_state_is_shared_by_neither_who_saved_nor_who_loaded_it(settings: OptimizerSettings) -> None:
+    first, second = PolicyOptimizer(parameters(), settings), PolicyOptimizer(parameters(), settings)
+    run(first, range(2))
+    state = first.state()
+    before = {name: value.clone() for name, value in state.items()}
+    second.load_state(state)
+    run(first, range(2, 4))
+    run(second, range(2, 4))
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+
+
+def test_a_parameter_that_never_had_a_gradient_stays_without_moments() -> None:
+    first = PolicyOptimizer(parameters(), WARM)
+    first.parameters["bias"].grad = torch.ones(5)
+    first.step()
+    second = PolicyOptimizer(parameters(), WARM, steps=1)
+    second.load_state(first.state())
+    assert second.state().keys() == first.state().keys()
+    assert sorted(name for name in second.state() if name.startswith("embedding")) == ["embedding|none"]
+
+
+# --- states that are for something else
+
+
+def test_a_state_for_other_parameters_is_refused() -> None:
+    optimizer = PolicyOptimizer(parameters(), WARM)
+    with pytest.raises(ValueError, match="'lm_head', which this policy does not train"):
+        optimizer.load_state({**optimizer.state(), "lm_head|exp_avg": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(("trained", "requested"), [(WARM, EIGHT_BIT), (EIGHT_BIT, WARM)], ids=["exact", "8 bits"])
+def test_a_state_of_another_optimizer_is_refused_with_both_names(
+    trained: OptimizerSettings, requested: OptimizerSettings
+) -> None:
+    first, second = PolicyOptimizer(parameters(), trained), PolicyOptimizer(parameters(), requested, steps=2)
+    run(first, range(2))
+    with pytest.raises(InputError, match=f"got '{requested.optimizer}'.* continue with {trained.optimizer}\\."):
+        second.load_state(first.state())
+
+
+def _without(entry: str) -> Callable[[dict[str, Tensor]], None]:
+    def damage(state: dict[str, Tensor]) -> None:
+        for name in [name for name in state if name.startswith(entry)]:
+            del state[name]
+
+    return damage
+
+
+def _changed(entry: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    def damage(state: dict[str, Tensor]) -> None:
+        state[entry] = change(state[entry])
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("settings", "damage", "message"),
+    [
+        (WARM, _without("bias|exp_avg"), "bias"),
+        (WARM, _without("bias|step"), "bias"),
+        (WARM, _without("bias"), "bias"),
+        (WARM, _without("|optimizer"), "does not say which"),
+        (WARM, _changed("bias|exp_avg", lambda moment: moment[:2]), "bias"),
+        (WARM, _changed("bias|exp_avg", Tensor.bfloat16), "bias"),
+        (EIGHT_BIT, _without("embedding|qmap2"), "embedding"),
+        (EIGHT_BIT, _without("embedding"), "embedding"),
+        (EIGHT_BIT, _changed("embedding|state1", Tensor.float), "embedding"),
+        (EIGHT_BIT, _changed("embedding|absmax1", lambda scales: scales[:-1]), "embedding"),
+        (EIGHT_BIT, _changed("bias|state2", lambda moment: moment.to(torch.uint8)), "bias"),
+    ],
+    ids=[
+        "moment", "step", "parameter", "kind", "shape", "dtype",
+        "8-bit codes", "8-bit parameter", "8-bit dtype", "8-bit blocks", "8-bit small",
+    ],
+)  # fmt: skip
+def test_a_damaged_state_is_refused_whole(
+    settings: OptimizerSettings, damage: Callable[[dict[str, Tensor]], None], message: str
+) -> None:
+    first = PolicyOptimizer(parameters(), settings)
+    run(first, range(2))
+    state = first.state()
+    damage(state)
+    second = PolicyOptimizer(parameters(), settings, steps=2)
+    before = second.state()
+    with pytest.raises(ValueError, match=message):
+        second.load_state(state)
+    assert second.state().keys() == before.keys()
+
+
+def test_an_empty_state_after_steps_is_refused() -> None:
+    fresh = PolicyOptimizer(parameters(), WARM).state()
+    PolicyOptimizer(parameters(), WARM).load_state(fresh)
+    with pytest.raises(ValueError, match="empty, but 2 steps"):
+        PolicyOptimizer(parameters(), WARM, steps=2).load_state(fresh)
+
+
+# --- optimizers that this machine cannot run
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    PolicyOptimizer(parameters(), WARM)
+    with pytest.raises(InputError, match=r"update\.optimizer: got 'adamw_8bit'\. .*pip install bitsandbytes"):
+        PolicyOptimizer(parameters(), EIGHT_BIT)
+
+
+@pytest.mark.parametrize(("kind", "instead"), [("paged_adamw", "use adamw"), ("paged_adamw_8bit", "use adamw_8bit")])
+def test_pages_are_refused_on_the_cpu(kind: OptimizerKind, instead: str) -> None:
+    """bitsandbytes would go on without them."""
+    with pytest.raises(InputError, match=rf"update\.optimizer.* on cpu; {instead}\."):
+        PolicyOptimizer(parameters(), replace(WARM, optimizer=kind))
+    refuse_unavailable(kind, torch.device("cuda"))

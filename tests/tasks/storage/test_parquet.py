@@ -1,0 +1,253 @@
+"""Parquet in and out: digests of values, what a reader refuses, and columns that change only with their version."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import duckdb
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from tasks.storage import parquet, schemas
+from tasks.storage.lists import padded, unpadded
+from tasks.storage.parquet import TableWriter, joint_digest, part_digests, read_table, write_table
+from tests.tasks.storage.made_artifacts import BREAKDOWNS, Entry, advantages, entry, image, rollouts
+
+
+class TestDigest:
+    def scores(
+        self, value: float | None = 0.5, seconds: float = 1.0, failure: str | None = None
+    ) -> dict[str, list[object]]:
+        return {
+            "sample_id": ["a"],
+            "iteration": [1],
+            "reward": ["ssim"],
+            "value": [value],
+            "raw": [1.0],
+            "failure": [failure],
+            "seconds": [seconds],
+            "provenance": ["{}"],
+        }
+
+    def digest(self, folder: Path, **changes: Any) -> str:
+        return write_table(folder / "table.parquet", schemas.REWARDS, self.scores(**changes))
+
+    def test_every_value_but_measured_seconds_is_in_it(self, tmp_path: Path) -> None:
+        assert self.digest(tmp_path, seconds=1.0) == self.digest(tmp_path, seconds=2.0)
+        digests = [self.digest(tmp_path, value=value) for value in (0.5, 0.5000000000000001, 0.0, None)]
+        digests += [self.digest(tmp_path, value=None, failure=reason) for reason in ("timed out", "")]
+        assert len(set(digests)) == 6
+
+    def test_so_is_every_value_of_a_structs_list(self, tmp_path: Path) -> None:
+        changes: list[list[Entry]] = [
+            BREAKDOWNS[0],
+            BREAKDOWNS[0][::-1],
+            [*BREAKDOWNS[0], entry("jpeg", None, None)],
+            [entry("ssim", 0.25, 0.5), BREAKDOWNS[0][1]],
+            [entry("ssim", 0.25, None), BREAKDOWNS[0][1]],
+            [],
+        ]
+        digests = [
+            write_table(tmp_path / "table.parquet", schemas.ADVANTAGES, advantages([change])) for change in changes
+        ]
+        assert len(set(digests)) == 6
+
+    def test_same_rows_give_the_same_bytes(self, tmp_path: Path) -> None:
+        first = write_table(tmp_path / "1.parquet", schemas.IMAGE_ROLLOUTS, rollouts(2))
+        second = write_table(tmp_path / "2.parquet", schemas.IMAGE_ROLLOUTS, rollouts(2))
+        assert first == second
+        assert (tmp_path / "1.parquet").read_bytes() == (tmp_path / "2.parquet").read_bytes()
+
+    def test_parts_of_several_workers_have_the_digest_of_one(self, tmp_path: Path) -> None:
+        groups = [rollouts(2, seed=seed) for seed in (1, 2, 3)]
+
+        def written(name: str, batches: list[dict[str, list[object]]]) -> tuple[Path, str]:
+            writer = TableWriter(path := tmp_path / name, schemas.IMAGE_ROLLOUTS)
+            for batch in batches:
+                writer.write(batch)
+            return path, writer.close()
+
+        path, digest = written("whole.parquet", groups)
+        first, _ = written("first.parquet", groups[:2])
+        second, second_digest = written("second.parquet", groups[2:])
+        assert part_digests(path) == part_digests(first) + part_digests(second)
+        assert joint_digest(part_digests(first) + part_digests(second)) == digest
+        assert joint_digest(part_digests(second) + part_digests(first)) != digest
+        assert second_digest == write_table(tmp_path / "third.parquet", schemas.IMAGE_ROLLOUTS, groups[2])
+        assert pq.read_metadata(path).num_row_groups == 1
+        assert read_table(tmp_path, schemas.IMAGE_ROLLOUTS, ["seed"]).num_rows == 14
+
+    def test_the_size_of_row_groups_changes_neither_digest_nor_rows(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        groups = [rollouts(2, seed=seed) for seed in (1, 2, 3)]
+        digests, found = set(), []
+        for size in (1, parquet.ROW_GROUP_BYTES):
+            monkeypatch.setattr(parquet, "ROW_GROUP_BYTES", size)
+            writer = TableWriter(tmp_path / str(size) / "part.parquet", schemas.IMAGE_ROLLOUTS)
+            for batch in groups:
+                writer.write(batch)
+            digests.add(writer.close())
+            found.append(pq.read_metadata(tmp_path / str(size) / "part.parquet").num_row_groups)
+        assert found == [3, 1]
+        assert len(digests) == 1
+        first, second = (read_table(folder, schemas.IMAGE_ROLLOUTS) for folder in sorted(tmp_path.iterdir()))
+        assert first.equals(second)
+
+    def test_file_without_digests_is_refused_by_name(self, tmp_path: Path) -> None:
+        pq.write_table(schemas.METRICS.empty_table(), tmp_path / "metrics.parquet")
+        with pytest.raises(ValueError, match=r"metrics\.parquet"):
+            part_digests(tmp_path / "metrics.parquet")
+
+
+class TestReadTable:
+    def test_parts_come_in_the_order_of_their_names(self, tmp_path: Path) -> None:
+        for part, seed in ((1, 11), (0, 10)):
+            write_table(tmp_path / f"part-{part:05d}.parquet", schemas.IMAGE_ROLLOUTS, rollouts(2, seed=seed))
+        assert read_table(tmp_path, schemas.IMAGE_ROLLOUTS, ["seed"])["seed"].to_pylist() == [10, 10, 11, 11]
+
+    def test_other_schema_is_refused_by_name(self, tmp_path: Path) -> None:
+        write_table(tmp_path / "scores.parquet", schemas.METRICS, {"iteration": [1], "metric": ["x"], "value": [1.0]})
+        with pytest.raises(ValueError, match=r"scores\.parquet has another schema"):
+            read_table(tmp_path, schemas.IMAGE_ROLLOUTS)
+
+
+# The first digits of the sha256 of names and types: after a change of columns, raise SCHEMA_VERSION and write new ones.
+VERSION = 7
+SCHEMAS: dict[str, pa.Schema] = {
+    **{name: value for name, value in vars(schemas).items() if isinstance(value, pa.Schema)},
+    "images with both streams": schemas.rollout_schema("image", ["tokens", "denoising"]),
+    "images made without tokens": schemas.rollout_schema("image", ["denoising"]),
+    "images without a stream": schemas.rollout_schema("image", []),
+}
+DIGESTS: dict[str, str] = {
+    "IMAGE_ROLLOUTS": "593feb55620fb70e",
+    "TEXT_ROLLOUTS": "6618eb3b940d7a35",
+    "IMAGES": "b8df0fdabaa4665f",
+    "STATES": "208903d956296cd9",
+    "BASELINES": "23ee7e46b3f29cac",
+    "REWARDS": "3d7b8780ed64efae",
+    "ADVANTAGES": "c2cb60185bbda9f0",
+    "METRICS": "731d5254988a9344",
+    "UPDATE_STEPS": "1d4cafbcd03bb648",
+    "NFT_STEPS": "ce95903e6cbdb4a1",
+    "images with both streams": "9e94887cb0487791",
+    "images made without tokens": "a78762ee61f0e24c",
+    "images without a stream": "0e304675356a4e04",
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_change_of_columns_needs_another_schema_version(name: str, tmp_path: Path) -> None:
+    schema = SCHEMAS[name]
+    pq.write_table(schema.empty_table(), tmp_path / "table.parquet")
+    written = pq.read_schema(tmp_path / "table.parquet")
+    columns = [(field.name, str(field.type)) for field in written]
+    digest = hashlib.sha256(repr(columns).encode()).hexdigest()
+    assert (schemas.SCHEMA_VERSION, digest[:16]) == (VERSION, DIGESTS[name]), columns
+    assert written.metadata[b"grpo.schema_version"] == str(VERSION).encode()
+
+
+def test_lists_without_entries_come_back_as_rows_without_columns() -> None:
+    column = unpadded(torch.zeros(3, 0), torch.zeros(3, 0, dtype=torch.bool))
+    assert column.to_pylist() == [[]] * 3
+    assert padded(pl.Series(column)).shape == (3, 0)
+
+
+Load = Callable[..., datasets.Dataset]
+TABLES = {"part": schemas.IMAGE_ROLLOUTS, "images": schemas.IMAGES}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "run" / "iteration_000001" / "rollouts"
+    for name, schema in TABLES.items():
+        write_table(folder / f"{name}-00000.parquet", schema, rollouts(3))
+    (folder.parent / "rollouts.manifest.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Reads a folder or files with datasets, without a progress bar or the user's cache."""
+    datasets.disable_progress_bars()
+
+    def load_split(path: str, **options: Any) -> datasets.Dataset:
+        return datasets.load_dataset(path, split="train", cache_dir=str(tmp_path / "datasets-cache"), **options)
+
+    return load_split
+
+
+@pytest.fixture
+def broken_down(tmp_path: Path) -> Path:
+    """A table of advantages with lists of structs."""
+    path = tmp_path / "advantages" / "advantages.parquet"
+    write_table(path, schemas.ADVANTAGES, advantages(BREAKDOWNS))
+    return path
+
+
+def test_polars(folder: Path, broken_down: Path) -> None:
+    table = pl.read_parquet(folder / "part-*.parquet")
+    assert table["sibling"].to_list() == [0, 1, 2]
+    assert table["token_ids"].to_list() == [[1, 2, 3]] * 3
+    assert table["rollout_logprobs"].to_list() == [[-0.5, -0.25, 0.0]] * 3
+    assert table["seed"].to_list() == [2**63 - 1] * 3
+    images = pl.read_parquet(folder / "images-*.parquet")
+    assert images["image"].struct.field("bytes").to_list() == [image(shade) for shade in range(3)]
+    assert pl.read_parquet(broken_down)["reward_breakdown"].to_list() == BREAKDOWNS
+
+
+def test_duckdb(folder: Path, broken_down: Path) -> None:
+    files = f"{folder.parent.parent}/iteration_*/rollouts/part-*.parquet"
+    columns = "sibling, prompt, token_ids[1]"
+    with duckdb.connect() as database:
+        rows = database.sql(f"select {columns} from read_parquet('{files}')").fetchall()
+        breakdowns = database.sql(f"select reward_breakdown from read_parquet('{broken_down}')").fetchall()
+        query = (
+            "select entry.reward, entry.value, entry.scaled from "
+            f"(select unnest(reward_breakdown) as entry from read_parquet('{broken_down}'))"
+        )
+        entries = database.sql(query).fetchall()
+    assert rows == [(shade, "a cup, 一只猫", 1) for shade in range(3)]
+    assert [breakdown for (breakdown,) in breakdowns] == BREAKDOWNS
+    assert entries == [tuple(each.values()) for breakdown in BREAKDOWNS for each in breakdown]
+
+
+def test_datasets_shows_the_images(folder: Path, load: Load) -> None:
+    parts, images = (load("parquet", data_files={"train": str(folder / f"{name}-*.parquet")}) for name in TABLES)
+    assert isinstance(images.features["image"], datasets.Image)
+    assert parts.features["token_ids"] == datasets.List(datasets.Value("int32"))
+    for shade, (row, drawn) in enumerate(zip(parts, images, strict=True)):
+        row = {**row, **drawn}
+        assert isinstance(row["image"], Image.Image)
+        assert row["image"].size == (4, 2)
+        assert row["image"].getpixel((0, 0)) == (shade, 0, 255 - shade)
+        assert row["rollout_logprobs"] == [-0.5, -0.25, 0.0]
+        assert row["seed"] == 2**63 - 1
+
+
+def test_datasets_reads_parts_that_have_different_digests(folder: Path, load: Load) -> None:
+    write_table(folder / "images-00001.parquet", schemas.IMAGES, rollouts(2, seed=5))
+    rows = load("parquet", data_files={"train": str(folder / "images-*.parquet")})
+    assert [row["image"].getpixel((0, 0))[0] for row in rows] == [0, 1, 2, 0, 1]
+
+
+def test_datasets_reads_lists_of_structs(broken_down: Path, load: Load) -> None:
+    assert [row["reward_breakdown"] for row in load(str(broken_down.parent))] == BREAKDOWNS
+
+
+@pytest.mark.parametrize("name", [name for name, value in vars(schemas).items() if isinstance(value, pa.Schema)])
+def test_datasets_takes_the_features_of_every_table(name: str) -> None:
+    schema: pa.Schema = getattr(schemas, name)
+    features = datasets.Features.from_arrow_schema(schema)
+    kinds = {field.name: field.type for field in features.arrow_schema}
+    assert {field.name: field.type for field in schema} == {
+        column: pa.struct([("bytes", pa.binary()), ("path", pa.string())]) if column == "image" else kind
+        for column, kind in kinds.items()
+    }

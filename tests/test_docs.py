@@ -1,0 +1,88 @@
+"""docs/denoising.md: the classes that it lists, and the defaults that it states."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import configs
+from configs.training import DenoisingUpdateSection, ParitySection, UpdateSection
+from grpo_core.policies.diffusers.pipeline_class import TRIED, find_pipeline_class
+from grpo_core.streams import STREAMS
+from tests.bench import page
+from tests.bench.page import Machine, Measured, Row
+
+PAGE = (Path(configs.__file__).parent.parent / "docs" / "denoising.md").read_text(encoding="utf-8")
+
+
+def listed(name: str) -> list[str]:
+    return re.findall(r"\w+", PAGE.partition(f"<!-- {name}: begin -->")[2].partition(f"<!-- {name}: end -->")[0])
+
+
+def test_the_tried_pipelines_are_listed() -> None:
+    assert listed("classes") == list(TRIED)
+
+
+@pytest.mark.slow
+def test_the_listed_pipelines_are_those_that_fit() -> None:
+    import diffusers
+
+    found = {name: find_pipeline_class(name) for name in sorted(dir(diffusers)) if name.endswith("Pipeline")}
+    fitting = [name for name, described in found.items() if described is not None and described.problem is None]
+    assert sorted(listed("classes") + listed("expected")) == fitting
+
+
+def test_the_stated_defaults_are_those_of_the_sections() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("|")]
+    stated = {row[0].replace("`", ""): row[1:] for row in rows if len(row) == 3}
+    sections = (UpdateSection(), DenoisingUpdateSection())
+    assert [float(each) for each in stated["learning_rate"]] == [section.learning_rate for section in sections]
+    assert [float(each) for each in stated["clip_range"]] == [section.clip_range for section in sections]
+    assert stated["kl_estimator"] == [section.kl_estimator for section in sections]
+    for name, in_fp32 in (("parity.max_difference, mean_difference in fp32", True), ("the same in 16 bits", False)):
+        written = dict(zip(STREAMS, stated[name], strict=True))
+        for stream, text in written.items():
+            tolerance = ParitySection().tolerance(stream, in_fp32=in_fp32)
+            assert [float(each) for each in text.split(",")] == [tolerance.max_difference, tolerance.mean_difference]
+
+
+MACHINE = Machine(
+    "a processor", 2, 8.0, None, "3.11.7", dict.fromkeys(("torch", "transformers", "prefect", "trl"), "1")
+)
+RATIO = Row(what="step", unit="s", ours=(3.0, 1.0, 2.0), peer="TRL", theirs=(2.0, 4.0, 8.0), at_most=0.25)
+MEASURED = Measured("A step", "abc", "2026-01-01", 1.5, MACHINE, (RATIO,))
+
+
+@pytest.mark.parametrize(
+    ("row", "met"),
+    [
+        # Of the rounds' ratios, 1.5, .25 and .25; the ratio of the medians is .5.
+        (RATIO, True),
+        (replace(RATIO, at_most=0.24), False),
+        (replace(RATIO, at_most=None, at_least=0.25), True),
+        (replace(RATIO, at_most=None, at_least=0.26), False),
+        (Row(what="help", unit="s", ours=(0.2, 0.9, 0.3), at_most=0.3), True),
+        (Row(what="rate", unit="rows/s", ours=(5.0,), at_least=6.0), False),
+        (Row(what="size", unit="MB", ours=(5.0,)), None),
+    ],
+)
+def test_a_goal_is_met_by_the_median_of_the_ratios_or_of_the_figures_alone(row: Row, met: bool | None) -> None:
+    assert row.met is met
+
+
+def test_storing_a_module_replaces_its_table_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "FIGURES", tmp_path / "figures.json")
+    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
+    page.PAGE.write_text(f"before\n{page.BEGIN}{page.END}after\n")
+    page.store("start", replace(MEASURED, title="The start", rows=(replace(RATIO, what="first line"),)))
+    page.store("step", MEASURED)
+    page.store("step", replace(MEASURED, rows=(replace(RATIO, what="another step"),)))
+    text = page.PAGE.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    tables = [line for line in text.splitlines() if line.startswith("| ") and "TRL" in line]
+    assert tables == [
+        f"| {what} | 2 s | 4 s | TRL | 0.25 | 0.25 to 0.875 | at most 0.25 | yes |"
+        for what in ("first line", "another step")
+    ]
