@@ -15,24 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from PIL import Image
 
-from grpo_core.advantages import AdvantageSettings, compute_advantages
+from grpo_core.advantages.compute import compute_advantages
+from grpo_core.advantages.settings import AdvantageSettings
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import Policy
-from grpo_core.policies.trained import LoraSettings, TrainingChoice
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import GroupRequest, Output
 from grpo_core.rewards.registry import RewardTerm
 from grpo_core.rewards.reward import ScoringBatch
 from grpo_core.rewards.similarity import SsimReward
 from grpo_core.rewards.text import AnswerReward
 from grpo_core.seeds import derive_seed
-from grpo_core.update import UpdateResult, UpdateSettings, update_policy
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.policy_update import update_policy
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings
+from grpo_core.update.step import UpdateResult
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 Prompt = Mapping[str, str]  # one line of a prompt file: the prompt, and columns that only the reward reads

@@ -12,7 +12,6 @@ losses/      log-probs and advantages -> the loss, for every loss in the registr
 parity       the gate before the first optimizer step: stored against recomputed log-probs
 update/      one policy update over stored rollouts, on one process or several
 optimizer/   AdamW, its schedule, and their state without pickle
-lazy         names of a package that are imported on first use
 settings     the ranges and choices of settings, checked from their annotations
 errors       wrong input, and numbers that are not finite
 

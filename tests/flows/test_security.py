@@ -40,7 +40,7 @@ from tasks.storage.schemas import METRICS
 from tests.flows.conftest import Runs
 from tests.flows.test_serve_rewards import serving_app
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = REPOSITORY / "data" / "models"
 CPU = torch.device("cpu")
 

@@ -33,7 +33,7 @@ from grpo_core.rewards.text import AnswerReward
 from grpo_core.streams import Modality
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 REWARDS: Mapping[str, Reward] = {"jpeg": JpegReward(), "likeness": SsimReward(), "answer": AnswerReward()}
 QUICK: dict[str, Any] = {"timeout_s": 20.0, "attempts": 2, "backoff_s": 0.01}
 

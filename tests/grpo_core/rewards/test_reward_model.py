@@ -16,7 +16,7 @@ from grpo_core.rewards.reward_model import RewardModelReward, _sigmoid, load_sco
 from grpo_core.rewards.weights import Published, Weights
 from tests.grpo_core.rewards.conftest import make_texts
 
-TINY = Path(__file__).parents[4] / "data" / "models" / "tiny-text"
+TINY = Path(__file__).parents[3] / "data" / "models" / "tiny-text"
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{{ eos_token }}{% endfor %}"
 PAIRS = [("cab", "abc"), ("cab", "bca"), ("zebra", "aberz"), ("q", ""), ("hello", "ehllo")]
 

@@ -20,7 +20,7 @@ from tests.tasks.storage.made_artifacts import root_url
 # Locks a run and obeys one word a line; answers with a line each.
 HOLDER = """
 import os, subprocess, sys, time
-from tasks.storage.filesystem import lease
+from tasks.storage import lease
 from tasks.storage.run_lock import locked
 from tasks.storage.artifacts.store import ArtifactStore
 lease.RENEWAL_SECONDS, lease.LEASE_SECONDS = 0.2, 600.0
