@@ -5,6 +5,5 @@
 - :mod:`data.tiny_glm_image`, :mod:`data.tiny_sd3` and :mod:`data.tiny_text` build, train, measure and save the models
   under ``data/models``, with :mod:`data.training`.
 - :mod:`data.tiny_models` is the command that trains and replaces a shipped model.
-- Both image models learn from :mod:`data.shapes`, paint through :mod:`data.training` and are
-  measured by :mod:`data.training`.
+- Both image models learn from imperfect drawings of :mod:`data.shapes`.
 """

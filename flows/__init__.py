@@ -1,18 +1,16 @@
 """The flows of the program `grpo`. They read as the algorithm; no tensors here.
 
-functions      the flows as plain functions for scripts and notebooks: `from flows import train`
+commands       the flows as plain functions for scripts and notebooks: `from flows import train`
 
 training       the loop; start reading at training/train.py
-tracking       metrics and samples in TensorBoard, W&B, MLflow, trackio and SwanLab
+evaluation, replaying, rescoring, sample, export   `grpo evaluate`, `replay`, `rescore`, `sample`, `export`
+inspect_runs, compare_runs   `grpo inspect`, `grpo list`, `grpo compare`
+rewards, serve_rewards       `grpo rewards`: weights, analysis of stored scores, a server that scores for others
+init, pruning, deploy, worker   `grpo init`, `prune`, `deploy`, `worker`
 pipeline       what all flows share: an open run, how a stage is called, requests and forms
-evaluation, replaying, rescoring   one folder per command: plan (checks the request against a run) and flow
-rewards        `grpo rewards`: analysis of stored scores, a server that scores for others
-init           `grpo init`
-inspection     `grpo inspect`, `grpo list`
-comparison     `grpo compare`
-pruning        `grpo prune`
 preflight      checks before any model loads, `grpo doctor`
-deployment, server, workers     Prefect: `grpo deploy`, `grpo ui` and `grpo worker`
+tracking       metrics and images in TensorBoard, W&B, MLflow, trackio and SwanLab
+server         Prefect's server: `grpo ui`, a temporary one, checks of both
 command_line   the program `grpo`: its commands and options
 terminal       progress bars, tables and summaries that the commands print
 prefect_settings   Prefect's settings, applied before it is imported

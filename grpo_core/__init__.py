@@ -1,19 +1,19 @@
 """The algorithm, in plain torch, without Prefect, run folders or configuration files.
 
 records      what passes between the stages: token batches, training rows
-seeds        every random number of a run, derived from (run seed, iteration, stage, sample)
+seeds        every random number of a run, derived from (run seed, iteration, stage, sample); digests of files
 policies/    models that sample tokens and give their log-probs again
-sampling     one uniform number per token; top-k, top-p and min-p with the ids that they leave; sampling_settings
+sampling     one uniform number per token; top-k, top-p and min-p with the ids that they leave
 logprobs     hidden states or logits -> log-probs over the ids that could be sampled, in chunks of tokens
 collect      prompts -> groups of images or texts with the log-probs they were sampled with
 rewards/     functions from finished samples to scores, and their weighted sum
 advantages/  rewards of a group -> advantages
 losses/      log-probs and advantages -> the loss, for every loss in the registry
 parity       the gate before the first optimizer step: stored against recomputed log-probs
-update/      one policy update over stored rollouts, on one process or several
-optimizer/   AdamW, its schedule, and their state without pickle
-settings     the ranges and choices of settings, checked from their annotations
+update/      one policy update over stored rollouts, on one process or several; the optimizer
+settings     the ranges and choices of settings, checked from their annotations; how tokens are sampled
+streams      what a policy generates, and the streams of actions that train it
 errors       wrong input, and numbers that are not finite
 
-user_functions loads a user's reward or loss by import path; digests gives the sha256 of files.
+user_functions loads a user's reward or loss by import path.
 """

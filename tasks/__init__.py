@@ -21,7 +21,6 @@ For finished runs:
 reports      tables, curves, images and pages
 pruning      deletes what a run does not need
 
-checkout     the folder that this program runs from
 progress     log lines and progress totals of a stage
-garbage_collection   paused while libraries are imported and code is fingerprinted
+process      the folder that this program runs from, the environment of children, pauses of garbage collection
 """

@@ -2,6 +2,5 @@
 
 plan        checks the options against the run, before anything is written
 export      writes the folder, complete or not at all, with adapters as peft and diffusers load them, and pushes it
-model_card  its README.md: what it was trained from and on, held-out rewards, how it is used
-usage       the lines of Python that draw or answer with it
+model_card  its README.md, and the lines of Python that draw or answer with it
 """

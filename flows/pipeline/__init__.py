@@ -1,10 +1,8 @@
 """What all flows share.
 
-requests      the options of evaluate, rescore and replay, which are also the forms of Prefect's UI
-forms         how Prefect shows and reads those forms
-run           opens a run from a configuration
-lineage       what a run's results were made with, and what the next start keeps of them
-warm_start    another run's policy as the start of a run
-stages        how flows call the four stages
-flow_run_page what Prefect's UI shows of a run while it works: its log, progress bars
+requests    the options of evaluate, rescore, replay, sample and export, which are also the forms of Prefect's UI
+run         opens a run from a configuration
+lineage     what a run's results were made with, what the next start keeps of them, and a start from another's policy
+stages      how flows call the four stages
+prefect_ui  the forms of flows, and what a flow run shows while it works: its log, progress bars, reports
 """

@@ -1,6 +1,5 @@
-"""Terminal output of the commands, none of which is imported here.
+"""Terminal output of the commands.
 
-progress     how far each stage is: bars in a terminal, lines elsewhere
-tables       reports, and the tables of everything that is printed
+output       reports as tables, and how far each stage is: bars in a terminal, lines elsewhere
 inspection   curves and samples of runs
 """

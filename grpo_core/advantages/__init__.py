@@ -1,7 +1,6 @@
 """Group-relative advantages: each sample is compared with its siblings, not with the batch.
 
 settings    every option, and which settings fit which mix of rewards
-objective   each reward normalised as its term says, and summed: the number that siblings are compared by
-compared    which samples of a prompt are compared to train each stream, and by which rewards
+compared    which samples of a prompt are compared to train each stream, and the number that they are compared by
 compute     rewards of siblings -> one advantage per sample; the KL to the reference; the numbers of a reward curve
 """

@@ -1,10 +1,8 @@
 """The terms of the loss, each a small pure function.
 
 settings          every option, and what each loss accepts
-policy_loss       every loss: policy term (clipped, cispo, sapo, vespo), reduction; the user's own loss
-ratios            importance ratio of a token, or of its sequence (GSPO); weights for a sampler that is not the policy
-kl                k1, k2, k3 to the reference, times the importance ratio if requested
+policy_loss       every loss: policy term (clipped, cispo, sapo, vespo), reduction; DiffusionNFT; the user's own loss
+ratios            importance ratio of a token, or of its sequence (GSPO); weights for another sampler; k1, k2, k3
 reductions        the tokens that count, and from one value per token to one number, each with its denominator
-nft               DiffusionNFT, a regression without ratios
 microbatch_loss   all of these composed into the loss of a microbatch, and its clip counts
 """

@@ -1,10 +1,13 @@
 """Models that can be trained: each samples tokens, renders them, and recomputes their log-probs.
 
-protocol     the interfaces of a policy and of a kind of policy, and the kinds by name
-sizes        what decides the memory of a model, as its family counts it
-estimate     how much GPU memory and disk space a model needs
-kv_cache     keys and values of sampled tokens, growing in place
-trained/     LoRA or full weights: what is trained, how it is saved, and the reference model
-glm_image/   GLM-Image: an autoregressive model over image tokens, then a diffusion decoder
-causal_lm/   any causal language model of transformers
+protocol        the interfaces of a policy and of a kind of policy, and the kinds by name
+sizes           what decides the memory of a model, as its family counts it
+estimate        how much GPU memory and disk space a model needs
+kv_cache        keys and values of sampled tokens, growing in place
+pipeline_files  the files of a saved diffusers pipeline
+trained/        LoRA or full weights: what is trained, how it is saved, and copies such as the reference
+denoising/      the denoising steps of any flow-matching pipeline as actions
+glm_image/      GLM-Image: an autoregressive model over image tokens, then a diffusion decoder
+diffusers/      any text-to-image pipeline of diffusers with a flow-matching Euler scheduler
+causal_lm/      any causal language model of transformers
 """

@@ -1,21 +1,20 @@
 """Rewards: named, versioned functions from finished images or texts to scores.
 
 - ``reward``: what a reward gets (``ScoringBatch``), what it returns (``Score``) and what it declares about itself.
-- ``registry``: the names that a configuration may use, and ``build_reward``.
+- ``registry``: the names that a configuration may use, ``build_reward``, and what a reward does in the mix.
 - ``model_reward``: rewards computed by a network, its weights and device; ``weights`` finds and checks weight files.
 - ``images``: from any image file to RGB, to the size of another image, to a tensor.
 - ``mix``: several rewards of a sample become one, and what happens where one is missing.
 - ``hacking``: the rule that detects reward hacking.
-- ``event_loop``: runs the coroutines of functions and HTTP clients.
 
 Rewards, one per module, each a frozen dataclass whose fields are its settings:
 
-- ``similarity``: to a target image: mse, psnr, r2, ssim, lpips.
+- ``similarity``: to a target image: mse, psnr, r2, ssim; ``lpips``; ``tensors`` has the measures.
 - ``ocr``: words that an image should show: text_accuracy.
-- ``embedding``: CLIP: clip_score, aesthetic.
-- ``judges``: models of human preference: pickscore, hpsv2, a language model as judge, a text reward model.
-- ``image_statistics``: properties of an image, whatever it shows: jpeg, edge_density, sharpness, colour_entropy,
-  diversity.
+- ``clip_rewards``: clip_score, aesthetic; ``clip`` finds the CLIP that settings mean.
+- ``preference``: pickscore, hpsv2; ``judge``: a language model as judge; ``reward_model``: a text reward model.
+- ``image_statistics``: properties of an image, whatever it shows: jpeg, edge_density, sharpness, colour_entropy.
+- ``diversity``: how unlike one another the images of a group are.
 - ``text``: rewards of texts: answer, format, box_iou.
 - ``functions``: any function written for TRL; ``remote``: any scorer behind HTTP.
 

@@ -1,1 +1,5 @@
-"""The policy that a process keeps in memory, and the files of models."""
+"""The models of a run.
+
+initial    what training starts from: the model's files, their digests, a stored adapter over them
+resident   the policy that a process keeps loaded between stages
+"""

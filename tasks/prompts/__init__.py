@@ -1,1 +1,7 @@
-"""Prompt files, repositories of `datasets`, the curriculum and target images."""
+"""Prompts of an iteration.
+
+read        prompt files and `datasets` repositories -> prompts with stable names
+files       finding and decoding input files; formats turns them into tables
+targets     target images, and the image size of each prompt
+curriculum  which prompts an iteration samples, equally often or by measured difficulty
+"""

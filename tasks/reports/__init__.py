@@ -1,21 +1,15 @@
-"""Reports of a run, made from its artifacts alone: pages, plots, tables and the report of each iteration.
+"""What people read about runs: tables, curves, images and pages.
 
-samples           stored tables of samples joined
-groups            each group best sample first, with outputs and what was recorded of its actions
+report            what a command says, for the terminal, Markdown and pages alike; templates/ has the pages' base
+samples           stored tables of samples joined, each group best first
 images            stored images by sample id, targets, images as data links
-text              excerpts, Markdown, numbers and sparklines
-report            what a command says, for the terminal, Markdown and pages alike
-metric_titles     the table of metrics (metrics.csv): title, meaning, where each is shown
-iteration         the report and the table of each iteration in Prefect's UI
-heldout           the held-out samples before and after training, as a sheet of images or a page of texts
-run_page          a run as one HTML file
-hacking           whether a run hacks its reward, with reasons
+text              excerpts, Markdown, numbers, sparklines; metrics.csv has title and meaning of each metric
+iteration         the report of each iteration in Prefect's UI; held-out samples before and after training
+run_page          a run as one HTML file; whether the run hacks its reward, with reasons
 comparison        runs with their held-out samples paired; compare_page has its report and page
-compared_runs     settings, curves and rewards that runs have in common or not
-pairing           paired differences and their confidence intervals
+compared_runs     settings, curves and rewards that runs have in common; paired differences with intervals
 rescoring         what changed when rollouts were scored again, and its page
 reward_analysis   the analysis of each reward; reward_page has its report and page
 statistics        columns checked and rounded, spread, rank correlation, quantiles
-pages, templates  the base of all pages
-plots             the look of all plots, and those of pages; reward_plots has that of the guardrails, which a run keeps
+plots             the look of all plots, as SVG on pages and as PNG of guardrails
 """

@@ -1,1 +1,6 @@
-"""Stage 1: a policy samples a plan and keeps every rollout."""
+"""Stage 1.
+
+plan               prompts, sample ids and seeds of a sampling round or an evaluation
+collect_rollouts   the stage: a policy and a plan -> stored rollouts; images for baselines
+streams            tokens and denoising steps in stored rollouts: columns, rows for training, metrics
+"""

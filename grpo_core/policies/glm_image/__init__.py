@@ -4,9 +4,6 @@ settings        how images are sampled, the token grids of an image size, and ch
 loading         the networks' configurations, the networks on the meta device, and the pipeline
 processor       grids of tokens of any size in a prompt; a saved pipeline carries this file
 autoregressive  prompts -> ids with their positions; the sampling loop; log-probs of stored tokens
-decode_step     one token's pass through the layers
-token_model     the token model as a component: sampling and scoring
-decoder         the diffusion decoder as a component: stored tokens -> images
-policy          the Policy protocol on top of these
+policy          the token model and the decoder as components, and the Policy protocol over both
 family          checks, without importing the models' libraries
 """

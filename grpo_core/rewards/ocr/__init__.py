@@ -1,5 +1,6 @@
-"""Text in images.
+"""Words that an image should show, read by an OCR engine.
 
-- ``text_accuracy``: the reward; ``quoted_text`` finds the wanted texts, ``text_match`` compares.
-- ``protocol``: what an OCR engine does; ``rapidocr_engine`` and ``tesseract_engine`` are the two.
+text_accuracy  the reward
+text_match     the wanted texts of a prompt, and how well the text that was read matches them
+protocol       what an OCR engine does; engines has RapidOCR and Tesseract
 """
