@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows import commands as functions
+from flows import commands
 from flows.command_line.options import (
     RESTART,
     Config,
@@ -135,7 +135,7 @@ def train(
         chosen += [RESTART] if restart else []
         checked = resolved(config, run, overrides, *chosen)
         ask = ask_about_change if is_terminal() else None
-        summary = functions.train(checked, accept_code=accept_code, ask=ask)
+        summary = commands.train(checked, accept_code=accept_code, ask=ask)
         from flows.terminal.output import show_report
 
         show_report(summary.report())
@@ -147,7 +147,7 @@ def train(
 @takes_request(ReplayRequest)
 def replay(request: ReplayRequest, as_json: Json = False) -> None:
     """Train a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
-    summary = functions.replay(request)
+    summary = commands.replay(request)
     from flows.terminal.output import show_report
 
     show_report(summary.report())
@@ -159,7 +159,7 @@ def replay(request: ReplayRequest, as_json: Json = False) -> None:
 @takes_request(RescoreRequest)
 def rescore(request: RescoreRequest, as_json: Json = False) -> None:
     """Score stored rollouts with other rewards or weights and report what changed; only missing scores are computed."""
-    done = functions.rescore(request)
+    done = commands.rescore(request)
     from flows.terminal.output import show_report
 
     show_report(done.report())
@@ -171,7 +171,7 @@ def rescore(request: RescoreRequest, as_json: Json = False) -> None:
 @takes_request(EvaluateRequest)
 def evaluate(request: EvaluateRequest, as_json: Json = False) -> None:
     """Evaluate a policy version on held-out prompts with fixed seeds; stored results are not computed again."""
-    summary = functions.evaluate(request)
+    summary = commands.evaluate(request)
     from flows.terminal.output import show_report
 
     show_report(summary.report())

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows import commands as functions
 from flows.command_line.options import Html, Json, Root, handle_errors, is_terminal, takes_request
+from flows.commands import require_runs
 from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.pruning.request import PruneRequest, check_request
 from grpo_core.errors import InputError
@@ -154,7 +154,7 @@ def prune(
 ) -> None:
     """Delete policy versions and images that nothing depends on; all records are kept, and runs can continue."""
     check_request(request)
-    functions.require_runs(request.sources, request.root)
+    require_runs(request.sources, request.root)
     from rich.console import Console
 
     from flows.pruning.prune import prune as prune_runs

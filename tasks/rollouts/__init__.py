@@ -2,5 +2,6 @@
 
 plan               prompts, sample ids and seeds of a sampling round or an evaluation
 collect_rollouts   the stage: a policy and a plan -> stored rollouts; images for baselines
+rows               groups of rollouts -> the columns that are stored
 streams            tokens and denoising steps in stored rollouts: columns, rows for training, metrics
 """

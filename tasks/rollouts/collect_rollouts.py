@@ -4,21 +4,17 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 from PIL import Image
 
 from configs.sections import PlacementSection, RolloutSection
 from grpo_core.collect import collect_rollouts, sampled_at_once
 from grpo_core.policies.protocol import family_module
-from grpo_core.records import BrokenImage, RolloutGroup, SampledActions
 from grpo_core.rewards.images import encode_png
 from grpo_core.streams import Stream
 from tasks.execution.caching import stage_task
@@ -28,14 +24,8 @@ from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
-from tasks.rollouts.streams import (
-    denoising_columns,
-    read_denoising,
-    read_tokens,
-    state_rows,
-    token_columns,
-    token_metrics,
-)
+from tasks.rollouts.rows import rollout_columns
+from tasks.rollouts.streams import state_rows, token_metrics
 from tasks.runs.layout import (
     IMAGES,
     IMAGES_FILE,
@@ -51,95 +41,6 @@ from tasks.storage import schemas
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.parquet import TableWriter, joint_digest, part_digests, write_table
-
-
-@dataclass(frozen=True)
-class StoredStream:
-    """How a stream of actions is stored in the table of rollouts.
-
-    Attributes:
-        columns: returns a group's columns of the stream, one row per sample.
-        read: returns the actions of rows of the table. Its arguments are the rows, the local folders of the rollouts, a
-            folder for local files, and the maximum number of actions of a row.
-        max_length: column with that number.
-        unread: patterns of the artifact's files that its update does not need.
-    """
-
-    columns: Callable[[RolloutGroup], Mapping[str, Sequence[Any]]]
-    read: Callable[[pl.DataFrame, Sequence[Path], Path, int], SampledActions]
-    max_length: str
-    unread: tuple[str, ...]
-
-
-STORED_STREAMS: Mapping[Stream, StoredStream] = MappingProxyType(
-    {
-        "tokens": StoredStream(token_columns, read_tokens, max_length="max_length", unread=(IMAGES, STATES)),
-        "denoising": StoredStream(denoising_columns, read_denoising, max_length="sde_window_size", unread=(IMAGES,)),
-    }
-)
-
-
-def rollout_columns(
-    group: RolloutGroup, planned: GroupPlan, plan: RolloutPlan, policy: PolicyRef, settings: Any
-) -> dict[str, Sequence[Any]]:
-    """Return one group's rows by column; the writer keeps the columns that its schema has.
-
-    Args:
-        settings: the policy's frozen sampling settings; its fields are columns. Width and height of images are those
-            of the group.
-    """
-    request = group.request
-    rows = len(request.sample_ids)
-    same = {
-        "iteration": plan.iteration,
-        "group_id": planned.group_id,
-        "prompt_id": planned.prompt_id,
-        "dataset": planned.dataset,
-        "prompt": planned.prompt,
-        "columns": json.dumps(planned.columns, ensure_ascii=False, sort_keys=True),
-        "target_uri": planned.target_uri,
-        "target_sha256": planned.target_sha256,
-        "policy_version": policy.version,
-        "policy_digest": policy.digest,
-        **{name: _plain(value) for name, value in asdict(settings).items()},
-        **({} if request.size is None else request.size._asdict()),
-    }
-    columns: dict[str, Sequence[Any]] = {
-        **{name: [value] * rows for name, value in same.items()},
-        "sample_id": request.sample_ids,
-        "sibling": range(rows),
-        "token_sample": [place.token_sample for place in plan.places],
-        "image_number": [place.image_number for place in plan.places],
-        "seed": request.seeds,
-        "noise_seed": request.noise_seeds,
-        **_output_columns(group),
-    }
-    for stream in group.streams:
-        columns |= STORED_STREAMS[stream].columns(group)
-    return columns
-
-
-def _plain(value: object) -> object:
-    """Return a tuple of texts as JSON, and one of numbers as a list."""
-    if not isinstance(value, tuple):
-        return value
-    return list(value) if value and not isinstance(value[0], str) else json.dumps(value, ensure_ascii=False)
-
-
-def _output_columns(group: RolloutGroup) -> dict[str, Sequence[Any]]:
-    names = group.request.sample_ids
-    texts = [output for output in group.outputs if isinstance(output, str)]
-    if texts:
-        return {"completion": texts}
-    broken = [output if isinstance(output, BrokenImage) else None for output in group.outputs]
-    images = [output.image if isinstance(output, BrokenImage) else output for output in group.outputs]
-    encoded = [
-        {"bytes": encode_png(image), "path": f"{name}.png"}
-        for image, name in zip(images, names, strict=True)
-        if isinstance(image, Image.Image)
-    ]
-    return {"image": encoded, "defect": [each and each.reason for each in broken]}
-
 
 STAGE = "collect rollouts"
 

@@ -18,7 +18,7 @@ from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.step import RatioStepMetrics, StepMetrics, UpdateResult
-from tasks.rollouts.collect_rollouts import STORED_STREAMS
+from tasks.rollouts.rows import STORED_STREAMS
 from tasks.runs.layout import PARTS
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore

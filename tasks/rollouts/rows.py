@@ -1,0 +1,107 @@
+"""Groups of rollouts -> the columns that are stored; each stream of actions adds its own."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import polars as pl
+from PIL import Image
+
+from grpo_core.records import BrokenImage, RolloutGroup, SampledActions
+from grpo_core.rewards.images import encode_png
+from grpo_core.streams import Stream
+from tasks.rollouts.plan import GroupPlan, RolloutPlan
+from tasks.rollouts.streams import denoising_columns, read_denoising, read_tokens, token_columns
+from tasks.runs.layout import IMAGES, STATES
+from tasks.storage.artifacts.reference import PolicyRef
+
+
+@dataclass(frozen=True)
+class StoredStream:
+    """How a stream of actions is stored in the table of rollouts.
+
+    Attributes:
+        columns: returns a group's columns of the stream, one row per sample.
+        read: returns the actions of rows of the table. Its arguments are the rows, the local folders of the rollouts, a
+            folder for local files, and the maximum number of actions of a row.
+        max_length: column with that number.
+        unread: patterns of the artifact's files that its update does not need.
+    """
+
+    columns: Callable[[RolloutGroup], Mapping[str, Sequence[Any]]]
+    read: Callable[[pl.DataFrame, Sequence[Path], Path, int], SampledActions]
+    max_length: str
+    unread: tuple[str, ...]
+
+
+STORED_STREAMS: Mapping[Stream, StoredStream] = MappingProxyType(
+    {
+        "tokens": StoredStream(token_columns, read_tokens, max_length="max_length", unread=(IMAGES, STATES)),
+        "denoising": StoredStream(denoising_columns, read_denoising, max_length="sde_window_size", unread=(IMAGES,)),
+    }
+)
+
+
+def rollout_columns(
+    group: RolloutGroup, planned: GroupPlan, plan: RolloutPlan, policy: PolicyRef, settings: Any
+) -> dict[str, Sequence[Any]]:
+    """Return one group's rows by column; the writer keeps the columns that its schema has.
+
+    Args:
+        settings: the policy's frozen sampling settings; its fields are columns. Width and height of images are those
+            of the group.
+    """
+    request = group.request
+    rows = len(request.sample_ids)
+    same = {
+        "iteration": plan.iteration,
+        "group_id": planned.group_id,
+        "prompt_id": planned.prompt_id,
+        "dataset": planned.dataset,
+        "prompt": planned.prompt,
+        "columns": json.dumps(planned.columns, ensure_ascii=False, sort_keys=True),
+        "target_uri": planned.target_uri,
+        "target_sha256": planned.target_sha256,
+        "policy_version": policy.version,
+        "policy_digest": policy.digest,
+        **{name: _plain(value) for name, value in asdict(settings).items()},
+        **({} if request.size is None else request.size._asdict()),
+    }
+    columns: dict[str, Sequence[Any]] = {
+        **{name: [value] * rows for name, value in same.items()},
+        "sample_id": request.sample_ids,
+        "sibling": range(rows),
+        "token_sample": [place.token_sample for place in plan.places],
+        "image_number": [place.image_number for place in plan.places],
+        "seed": request.seeds,
+        "noise_seed": request.noise_seeds,
+        **_output_columns(group),
+    }
+    for stream in group.streams:
+        columns |= STORED_STREAMS[stream].columns(group)
+    return columns
+
+
+def _plain(value: object) -> object:
+    """Return a tuple of texts as JSON, and one of numbers as a list."""
+    if not isinstance(value, tuple):
+        return value
+    return list(value) if value and not isinstance(value[0], str) else json.dumps(value, ensure_ascii=False)
+
+
+def _output_columns(group: RolloutGroup) -> dict[str, Sequence[Any]]:
+    names = group.request.sample_ids
+    texts = [output for output in group.outputs if isinstance(output, str)]
+    if texts:
+        return {"completion": texts}
+    broken = [output if isinstance(output, BrokenImage) else None for output in group.outputs]
+    images = [output.image if isinstance(output, BrokenImage) else output for output in group.outputs]
+    encoded = [
+        {"bytes": encode_png(image), "path": f"{name}.png"}
+        for image, name in zip(images, names, strict=True)
+        if isinstance(image, Image.Image)
+    ]
+    return {"image": encoded, "defect": [each and each.reason for each in broken]}
