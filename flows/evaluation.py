@@ -19,7 +19,6 @@ from flows.pipeline.run import Run, heldout_digest, plan_heldout
 from flows.pipeline.stages import (
     collect_rollouts,
     compute_advantages,
-    named,
     recording,
     score_rewards,
 )
@@ -233,7 +232,7 @@ def evaluate_baselines(run: Run, plan: RolloutPlan) -> Mapping[Baseline, Artifac
     for baseline in BASELINES:
         title = f"baseline {baseline}"
         own = plan.model_copy(update={"folder": baseline_folder(baseline), "title": title})
-        images = named(draw_baseline_task, title, run.config.placement)(baseline, own, run.config.placement)
+        images = as_task(draw_baseline_task, title, run.config.placement)(baseline, own, run.config.placement)
         rewards = score_rewards(run, images, own, run.config.rewards, REWARDS)
         done[baseline] = compute_advantages(run, (SamplingRound(images, rewards),), own.folder, title)
     return done

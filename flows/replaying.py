@@ -15,8 +15,8 @@ from configs.yaml_files import our_path
 from flows.pipeline.lineage import model_problems
 from flows.pipeline.prefect_ui import ReplayForm
 from flows.pipeline.requests import ReplayRequest, refuse_overrides
-from flows.pipeline.run import Run, open_run
-from flows.pipeline.stages import compute_advantages, named, recording, update_policy
+from flows.pipeline.run import Run, start_run
+from flows.pipeline.stages import as_task, compute_advantages, recording, update_policy
 from flows.preflight.inputs import check_inputs, checked_once
 from flows.training.callbacks import open_callbacks
 from flows.training.history import TrainingHistory, evaluate
@@ -227,7 +227,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
     """Train a policy from another run's stored rollouts, one update per iteration, in their order."""
     started = time.perf_counter()
     plan = plan_replay(request)
-    with open_run(plan.config) as run:
+    with start_run(plan.config) as run:
         history, policy = TrainingHistory.of(run), plan.start or run.base_policy
         log(introduction(plan))
         async with recording(run.store, run.lock):
@@ -286,7 +286,7 @@ def reuse_advantages(
     """Copy the stored advantages, or compute them from the stored rewards, and add them to the history."""
     folder, title = iteration_folder(iteration), f"iteration {iteration}"
     if plan.config.replay.advantages != RECOMPUTED:
-        advantages = named(copy_advantages_task, title, plan.config.placement)(stored.advantages, folder)
+        advantages = as_task(copy_advantages_task, title, plan.config.placement)(stored.advantages, folder)
     else:
         previous = history.last_advantages or plan.previous_advantages
         advantages = compute_advantages(run, stored.rounds, folder, title, previous)

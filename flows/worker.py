@@ -84,7 +84,7 @@ _SECONDS_BETWEEN_RUNS = 5.0
 
 
 @dataclass
-class Shift:
+class WorkerState:
     """What the two workers of a process share: who polls, and when the process ends.
 
     Attributes:
@@ -130,7 +130,7 @@ class ResidentWorker(ProcessWorker):
     _display_name = "GRPO"
     _description = "Stages of training runs in a process that keeps its model between them."
 
-    def __init__(self, pool: str, queues: list[str], name: str, shift: Shift, pause: float = 0.0) -> None:
+    def __init__(self, pool: str, queues: list[str], name: str, shift: WorkerState, pause: float = 0.0) -> None:
         super().__init__(pool, work_queues=queues, name=name, limit=1)
         self.other: ResidentWorker | None = None
         self._shift, self._pause, self._polled = shift, pause, float("-inf")
@@ -142,7 +142,7 @@ class ResidentWorker(ProcessWorker):
         """Take a flow run that is due, unless the other worker runs one that needs the machine."""
         async with self._shift.polling:
             early = time.monotonic() - self._polled < self._pause
-            if early or self._shift.is_full() or (self.other is not None and self.other.needs_the_machine()):
+            if early or self._shift.is_full() or (self.other is not None and self.other.uses_the_gpu()):
                 return []
             self._polled = time.monotonic()
             taken = await super().get_and_submit_flow_runs()
@@ -154,9 +154,9 @@ class ResidentWorker(ProcessWorker):
         """Return whether it runs anything."""
         return self.is_setup and self.limiter.borrowed_tokens > 0
 
-    def needs_the_machine(self) -> bool:
+    def uses_the_gpu(self) -> bool:
         """Return whether it runs something that takes the machine's memory and processors."""
-        return self.is_busy() and self._taken is not None and needs_the_machine(self._taken.parameters)
+        return self.is_busy() and self._taken is not None and uses_the_gpu(self._taken.parameters)
 
     async def run(
         self,
@@ -172,7 +172,7 @@ class ResidentWorker(ProcessWorker):
             log(f"{flow_run.name}: begun")
             # Paths of a configuration are relative to the checkout.
             configuration.working_dir = configuration.working_dir or CHECKOUT
-            if needs_the_machine(flow_run.parameters):
+            if uses_the_gpu(flow_run.parameters):
                 # Its model needs the memory of the one that the child keeps.
                 self._children.close()
             return await super().run(flow_run, configuration, task_status)
@@ -212,7 +212,7 @@ class ResidentWorker(ProcessWorker):
                 return
 
 
-def needs_the_machine(parameters: Mapping[str, Any]) -> bool:
+def uses_the_gpu(parameters: Mapping[str, Any]) -> bool:
     """Return whether the parameters are those of a stage, or of a training run that runs every stage itself.
 
     A run with a stage on a pool waits most of its time. If nothing else ran meanwhile, runs could wait forever
@@ -242,7 +242,7 @@ async def serve(pool: str, idle: float | None = None, limit: int | None = None) 
         await register_stages(client, pool)
         await ensure_automation(client)
         queues = [queue.name for queue in await client.read_work_queues(work_pool_name=pool)]
-    name, shift = f"{pool}-{platform.node()}-{os.getpid()}", Shift(anyio.Lock(), idle, limit)
+    name, shift = f"{pool}-{platform.node()}-{os.getpid()}", WorkerState(anyio.Lock(), idle, limit)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with run_resources():
         stages = ResidentWorker(pool, [STAGES_QUEUE], name, shift)

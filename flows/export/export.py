@@ -21,7 +21,7 @@ from grpo_core.streams import Stream
 from tasks.models.initial import RECORD_FILE, weights_folder
 from tasks.reports.report import Report
 from tasks.reports.text import relative
-from tasks.storage.files import settle_folder
+from tasks.storage.files import fsync_folder
 
 CARD_FILE = "README.md"
 
@@ -85,7 +85,7 @@ def export(plan: ExportPlan) -> ExportSummary:
                 write_adapter(stream, folder, staged / stream if len(streams) > 1 else staged, section)
         (staged / RECORD_FILE).write_text(json.dumps(_record(plan), indent=1, ensure_ascii=False), encoding="utf-8")
         (staged / CARD_FILE).write_text(model_card(plan), encoding="utf-8")
-        settle_folder(staged)
+        fsync_folder(staged)
         # Replaces an empty folder only.
         staged.rename(plan.folder)
     return ExportSummary(

@@ -76,7 +76,7 @@ def stage_code(config: RunConfig, model: ModelSpec) -> dict[str, tuple[str, ...]
     return code
 
 
-def settle_code(code: Mapping[str, tuple[str, ...]], described: Mapping[str, Any], *, accept: bool) -> dict[str, str]:
+def resolve_code(code: Mapping[str, tuple[str, ...]], described: Mapping[str, Any], *, accept: bool) -> dict[str, str]:
     """Let the keys of this process name the code that the run's results were made with, where a change was accepted.
 
     Args:
@@ -211,7 +211,7 @@ def _difference(previous: Mapping[str, Any], identity: Mapping[str, Any]) -> str
 _PLACE = "run.continue_from"
 
 
-def settle_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunConfig, PolicyRef | None]:
+def resolve_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunConfig, PolicyRef | None]:
     """Find the policy that a run starts from; None if that is the model as given.
 
     A run that exists goes on from where it started, even if the setting names no version or is left out since.

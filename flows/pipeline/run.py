@@ -24,8 +24,8 @@ from flows.pipeline.lineage import (
     lineage_digest,
     make_earlier_run,
     read_valid_description,
-    settle_code,
-    settle_start,
+    resolve_code,
+    resolve_start,
     stage_code,
 )
 from flows.preflight.inputs import check_inputs
@@ -134,10 +134,10 @@ def _shares_noise(rollout: RolloutSection) -> bool:
 
 
 def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunError | None:
-    """Return why `open_run` would refuse what is stored; None if this start can use it or replaces it.
+    """Return why `start_run` would refuse what is stored; None if this start can use it or replaces it.
 
     Raises:
-        InputError: as for open_run.
+        InputError: as for start_run.
     """
     if config.run.on_change != "refuse":
         return None
@@ -147,17 +147,17 @@ def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunEr
         return None
 
     def find() -> ChangedRunError | None:
-        # open_run logs the same again.
+        # start_run logs the same again.
         listen(Silence())
-        _, start = settle_start(config, described)
-        settle_code(stage_code(config, inputs.model), described, accept=accept_code)
+        _, start = resolve_start(config, described)
+        resolve_code(stage_code(config, inputs.model), described, accept=accept_code)
         return find_change(config, inputs.store, described, identify(config, inputs.model, inputs.training, start))
 
     return copy_context().run(find)
 
 
 @contextmanager
-def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
+def start_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
     """Check the inputs, then lock and open the run's folder; results of another configuration become an earlier run.
 
     With `accept_code`, stored results that other code made are kept, and run.json records it.
@@ -173,12 +173,12 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         require_schema(store)
         finish_earlier_run(store)
         previous = read_valid_description(store)
-        config, start = settle_start(config, previous or {})
+        config, start = resolve_start(config, previous or {})
         run = Run(config, store, lock, model, inputs.training, inputs.heldout, start)
         store.clear_abandoned()
         for note in inputs.notes:
             log(note)
-        accepted = settle_code(stage_code(config, model), previous or {}, accept=accept_code)
+        accepted = resolve_code(stage_code(config, model), previous or {}, accept=accept_code)
         identity = identify(config, model, inputs.training, start)
         if config.run.on_change == "refuse" and (change := find_change(config, store, previous, identity)) is not None:
             raise change
@@ -205,7 +205,7 @@ def describe(
 
     Args:
         identity: from `identify`.
-        accepted: from `settle_code`.
+        accepted: from `resolve_code`.
         evaluation: from `heldout_digest`.
     """
     # What to do with earlier results is a decision of one start, not of the run.

@@ -27,7 +27,7 @@ from flows.server.temporary import not_waiting_for_ended_server
 from grpo_core.rewards.hacking import HackingSign
 from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
-from tasks.execution.caching import configured, unsearched
+from tasks.execution.caching import with_quoted_arguments, with_retries
 from tasks.execution.call import clear_shards
 from tasks.execution.resources import run_resources, stages_cancelled_on_interrupt, stages_cancelled_on_signal
 from tasks.rewards.score_rewards import failed_scores, score_reward_task
@@ -71,7 +71,7 @@ R = TypeVar("R", ArtifactRef, PolicyRef)
 
 def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan, rollout: RolloutSection) -> ArtifactRef:
     """Sample every group of a plan with a policy, by these settings: stage 1."""
-    config, stage = run.config, named(collect_rollouts_task, plan.title, run.config.placement)
+    config, stage = run.config, as_task(collect_rollouts_task, plan.title, run.config.placement)
     with_reference = config.advantages.kl_coef > 0
     rollouts = stage(policy, plan, run.model, rollout, with_reference, config.placement)
     if config.placement.rollouts.shards > 1:
@@ -93,7 +93,7 @@ def compute_advantages(
 
     The running statistics of the `earlier` iteration's advantages are continued.
     """
-    config, stage = run.config, named(compute_advantages_task, title, run.config.placement)
+    config, stage = run.config, as_task(compute_advantages_task, title, run.config.placement)
     return stage(rounds, config.streams, config.rewards, config.advantages, folder, title, earlier, config.placement)
 
 
@@ -110,7 +110,7 @@ def update_policy(
 
     Rows whose policy is more than `max_staleness` versions older are left out.
     """
-    config, stage = run.config, named(update_policy_task, title, run.config.placement)
+    config, stage = run.config, as_task(update_policy_task, title, run.config.placement)
     return stage(
         policy, rollouts, advantages, run.model, updates, config.run.seed, max_staleness, title, config.placement
     )
@@ -135,10 +135,10 @@ def score_concurrently(
     futures = {}
     for section in rewards:
         known = (earlier or {}).get(section.label, ())
-        stage = configured(score_reward_task, f"{title}: score {section.label}", placement)
+        stage = with_retries(score_reward_task, f"{title}: score {section.label}", placement)
         # Scores that failed are tried again.
         stage.refresh_cache = any(failed_scores(each) for each in known)
-        arguments = unsearched([rollouts, section, folder, title, placement, known])
+        arguments = with_quoted_arguments([rollouts, section, folder, title, placement, known])
         futures[section.label] = stage.submit(*arguments)
     with stages_cancelled_on_interrupt():
         wait(list(futures.values()))
@@ -154,17 +154,19 @@ def _require_lock() -> None:
     lock.require_held()
 
 
-def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Callable[P, R]:
+def as_task(stage: Task[P, R], title: str, placement: PlacementSection) -> Callable[P, R]:
     """Return the stage's task under a name that says which iteration it belongs to, with the placement's retries.
 
     Raises:
         LockLostError: another process writes the run.
     """
     _require_lock()
-    task = configured(stage, f"{title}: {stage.name}", placement)
+    task = with_retries(stage, f"{title}: {stage.name}", placement)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        reference: R = task(*unsearched(args), **dict(zip(kwargs, unsearched(kwargs.values()), strict=True)))
+        reference: R = task(
+            *with_quoted_arguments(args), **dict(zip(kwargs, with_quoted_arguments(kwargs.values()), strict=True))
+        )
         return reference
 
     return run

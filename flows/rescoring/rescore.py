@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from configs.schema import RewardsFile
 from flows.pipeline.prefect_ui import RescoreForm, publish_report
-from flows.pipeline.stages import named, recording, score_concurrently
+from flows.pipeline.stages import as_task, recording, score_concurrently
 from flows.rescoring.plan import RescoredRun, RescorePlan, plan_rescore
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.progress import log
@@ -174,7 +174,7 @@ def compute_advantages(
 ) -> ArtifactRef:
     """Compute one table of advantages over the samples of all rounds of an iteration."""
     title = f"iteration {stored.number}"
-    stage = named(compute_advantages_task, title, run.config.placement)
+    stage = as_task(compute_advantages_task, title, run.config.placement)
     folder = rescoring_folder(name, iteration_folder(stored.number))
     streams = run.config.streams
     return stage(rounds, streams, run.rewards, run.advantages, folder, title, earlier, run.config.placement)

@@ -16,7 +16,7 @@ from prefect import get_run_logger
 
 from configs.schema import RunConfig
 from configs.sections import TextRolloutSection
-from flows.pipeline.lineage import identify, read_valid_description, settle_code, settle_start, stage_code
+from flows.pipeline.lineage import identify, read_valid_description, resolve_code, resolve_start, stage_code
 from flows.pipeline.prefect_ui import publish_report
 from flows.pipeline.run import Run, describe, heldout_digest
 from flows.preflight.model import trained_model
@@ -163,10 +163,10 @@ def _unchanged_run(config: RunConfig, store: ArtifactStore, lock: RunLock) -> Ru
     prompts, previous = read_prompt_files(config), read_valid_description(store)
     if previous is None or prompts.problems:
         return None
-    config, start = settle_start(config, previous)
+    config, start = resolve_start(config, previous)
     model = trained_model(config)
     run = Run(config, store, lock, model, prompts.usable("data"), prompts.usable("evaluate"), start)
-    accepted = settle_code(stage_code(config, model), previous, accept=False)
+    accepted = resolve_code(stage_code(config, model), previous, accept=False)
     identity = identify(config, model, run.training, start)
     evaluation = heldout_digest(config, run.heldout) or previous.get("evaluation")
     described, settings = describe(run, identity, accepted, evaluation)

@@ -20,7 +20,7 @@ from prefect import flow
 
 from configs.schema import CORRECTION, RunConfig, corrected
 from flows.pipeline.prefect_ui import TrainConfig
-from flows.pipeline.run import Run, open_run
+from flows.pipeline.run import Run, start_run
 from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards, update_policy
 from flows.training.callbacks import open_callbacks
 from flows.training.history import TrainingHistory, evaluate
@@ -36,7 +36,7 @@ from tasks.storage.artifacts.reference import PolicyRef
 async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
     """Start or resume a training run; `accept_code` keeps stored results that other code made, and records it."""
     started = time.perf_counter()
-    with open_run(config, accept_code=accept_code) as run:
+    with start_run(config, accept_code=accept_code) as run:
         history, policy = TrainingHistory.of(run), run.base_policy
         sample = partial(sample_rollouts, run, history)
         async with recording(run.store, run.lock):

@@ -89,7 +89,7 @@ def _names(section: RewardSection, prefix: str) -> tuple[str, str, str]:
 
 
 STAGE = "compute advantages"
-HERE = PlacementSection()
+LOCAL_PLACEMENT = PlacementSection()
 # These fields determine the scores, which are inputs here.
 _OF_SCORING = ("reward", "settings")
 _COPIED = ("sample_id", "iteration", "group_id", "prompt_id", "dataset")
@@ -135,7 +135,7 @@ def compute_advantages_task(
     folder: str,
     title: str,
     earlier: ArtifactRef | None = None,
-    placement: PlacementSection = HERE,
+    placement: PlacementSection = LOCAL_PLACEMENT,
 ) -> ArtifactRef:
     """Combine the rewards of each sample of all sampling rounds, and compare it with others, for each stream.
 

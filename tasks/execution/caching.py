@@ -122,7 +122,7 @@ def _condition(limits: dict[Retryable, int]) -> Callable[[Task[..., Any], TaskRu
     return may_be_retried
 
 
-def configured(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P, R]:
+def with_retries(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P, R]:
     """Return the stage's task with a title, its record in the run's folder and the placement's retries."""
     retried: Any = _retried(stage, placement)
     named: Task[P, R] = copy.copy(retried)
@@ -136,7 +136,7 @@ def _retried(stage: Task[..., Any], placement: PlacementSection) -> Task[..., An
     return stage.with_options(**retry_options(placement))
 
 
-def unsearched(arguments: Iterable[Any]) -> list[Any]:
+def with_quoted_arguments(arguments: Iterable[Any]) -> list[Any]:
     """Mark the settings and plans among a stage's arguments.
 
     Prefect searches every value of every argument for results of other tasks, several times a stage; those are
@@ -178,7 +178,7 @@ def stage_task(
             return dispatch(stage, bound.arguments, submit)
 
         def submit(part: Part) -> Any:
-            return configured(keyed, part.title, part.arguments["placement"]).submit(**part.arguments)
+            return with_retries(keyed, part.title, part.arguments["placement"]).submit(**part.arguments)
 
         keyed: Task[P, R] = task(
             name=name,

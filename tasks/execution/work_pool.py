@@ -204,7 +204,7 @@ class _Watch:
         now = time.monotonic()
         workers = {worker.name: worker for worker in self.client.read_workers_for_work_pool(self.pool)}
         if self.taken is None:
-            reason = self._hindrance(flow_run, workers.values())
+            reason = self._why_waiting(flow_run, workers.values())
             if reason is not None and reason not in self.logged:
                 self.logged.add(reason)
                 log(f"waiting for a worker of pool {self.pool}: {reason}")
@@ -224,7 +224,7 @@ class _Watch:
             self.client.set_flow_run_state(self.id, Cancelling(), force=True)
             raise StageTimeoutError(f"not done after {self.timeout:g} s, and its worker did not kill it")
 
-    def _hindrance(self, flow_run: FlowRun, workers: Iterable[Worker]) -> str | None:
+    def _why_waiting(self, flow_run: FlowRun, workers: Iterable[Worker]) -> str | None:
         """Say why no worker takes it, if only a person can change that."""
         if self.client.read_work_pool(self.pool).is_paused:
             return f"the pool is paused; `prefect work-pool resume {self.pool}`"

@@ -17,7 +17,7 @@ from tasks.reports.statistics import (
     finite,
     number_or_none,
     rank_agreement,
-    settled,
+    rounded,
     spread_of,
     with_groups,
 )
@@ -146,7 +146,7 @@ def _prepare(samples: pl.DataFrame) -> pl.DataFrame:
     """Settle the numbers of the samples, and number their groups."""
     assert samples.select(SAMPLE).is_unique().all(), "a sample is compared once"
     rewards = [column for column in samples.columns if column.startswith((BEFORE, AFTER))]
-    frame = with_groups(settled(samples, [*REWARDS, *ADVANTAGES, *rewards]))
+    frame = with_groups(rounded(samples, [*REWARDS, *ADVANTAGES, *rewards]))
     if frame.drop_nulls(REWARDS).is_empty():
         counts = ", ".join(f"{frame[side].count()} have a {side.replace('_', ' ')}" for side in REWARDS)
         raise ValueError(f"none of {frame.height} samples has a reward before and after ({counts}): nothing compares")

@@ -15,7 +15,7 @@ from tasks.reports.statistics import (
     number_or_none,
     quantiles_of,
     rank_agreement,
-    settled,
+    rounded,
     spread_of,
     with_groups,
 )
@@ -120,8 +120,8 @@ def _prepare(scores: pl.DataFrame) -> pl.DataFrame:
     """Settle the numbers of each reward, and keep each value to the last bit in the column `exact`."""
     assert scores.select(*SAMPLE, "label").is_unique().all(), "a sample has one score by each reward"
     frame = finite(scores.select(*COLUMNS, exact="value").with_columns(pl.col("failure").cast(pl.String)), ["exact"])
-    parts = [settled(part, NUMBERS) for part in frame.partition_by("label", maintain_order=True)]
-    return with_groups(pl.concat(parts) if parts else settled(frame, NUMBERS))
+    parts = [rounded(part, NUMBERS) for part in frame.partition_by("label", maintain_order=True)]
+    return with_groups(pl.concat(parts) if parts else rounded(frame, NUMBERS))
 
 
 def _analyse_reward(label: str, frame: pl.DataFrame, again: pl.DataFrame | None) -> Statistics:
@@ -205,7 +205,7 @@ def _ratio(part: float | None, total: float | None) -> float | None:
 
 
 def _agreement(wide: pl.DataFrame, columns: Mapping[str, str], first: str, second: str) -> Statistics:
-    """Compare two rewards, whose settled columns of `wide` are named by their labels, over the samples with both.
+    """Compare two rewards, whose rounded columns of `wide` are named by their labels, over the samples with both.
 
     Returns:
         first, second: the labels.
@@ -218,7 +218,7 @@ def _agreement(wide: pl.DataFrame, columns: Mapping[str, str], first: str, secon
     centred = both.with_columns((side - side.mean().over("group")).name.prefix("off_") for side in sides)
     if centred.height:
         centred = centred.filter(*(side.min().over("group") < side.max().over("group") for side in sides))
-    centred = settled(centred, ["off_first", "off_second"])
+    centred = rounded(centred, ["off_first", "off_second"])
     off = centred.filter((pl.col("off_first") != 0) & (pl.col("off_second") != 0))
     same = off.select((pl.col("off_first").sign() == pl.col("off_second").sign()).mean()).item()
     return {

@@ -6,7 +6,7 @@ import polars as pl
 
 from tasks.reports.report import Cells, Notice, Report, Table, render
 from tasks.reports.run_page import hacking_notice
-from tasks.reports.statistics import Statistics, histogram_of, settled
+from tasks.reports.statistics import Statistics, histogram_of, rounded
 from tasks.reports.text import correlation, counted, number, percent, significant
 from tasks.runs.run_view import RunView
 
@@ -149,7 +149,7 @@ def render_reward_page(report: Report, analysis: Statistics, scores: pl.DataFram
         curves["Guardrails"] = (meaning, run.guardrail_series)
     plots = [line_plot(title, *curve, legend=title == "Guardrails") for title, curve in curves.items()]
     histograms = {
-        label: histogram_of(settled(scores.filter(pl.col("label") == label), ["value"])["value"]) for label in means
+        label: histogram_of(rounded(scores.filter(pl.col("label") == label), ["value"])["value"]) for label in means
     }
     return render(
         "rewards.html.jinja",

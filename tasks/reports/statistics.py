@@ -45,7 +45,7 @@ def finite(frame: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
     return numbers.with_columns(pl.when(pl.col(name).is_finite()).then(pl.col(name)).alias(name) for name in columns)
 
 
-def settled(frame: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
+def rounded(frame: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
     """Cast these columns to fp64 and round them to 12 digits of the largest value, null where they are not finite.
 
     Ranks, ties and constant groups would otherwise depend on the last bit of a weighted sum.
@@ -70,7 +70,7 @@ def number_or_none(value: object) -> float | None:
 
 
 def spread_of(frame: pl.DataFrame, column: str) -> Statistics:
-    """Summarize a settled column over the groups that the column `group` numbers.
+    """Summarize a rounded column over the groups that the column `group` numbers.
 
     Returns:
         samples, values: samples, and those of them that have a value.
@@ -98,7 +98,7 @@ def spread_of(frame: pl.DataFrame, column: str) -> Statistics:
 
 
 def rank_agreement(frame: pl.DataFrame, first: str, second: str) -> Statistics:
-    """Compute Spearman's rank correlation of two settled columns, equal values sharing the mean of their ranks.
+    """Compute Spearman's rank correlation of two rounded columns, equal values sharing the mean of their ranks.
 
     Returns:
         pairs: samples that have both values.

@@ -83,16 +83,16 @@ def require_writable(folder: Path, place: str) -> None:
         raise InputError(place, str(folder), f"Nothing can be written in {nearest}. Name a folder somewhere else.")
 
 
-def settle_folder(staged: Path, settled: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+def fsync_folder(staged: Path, synced: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """Force a staged folder to the disk, give its files the folder's permissions, and return the sha256 of each.
 
     safetensors makes files that only the owner may read, and a run is shared.
 
     Args:
-        settled: what an earlier call returned; these files have not changed since.
+        synced: what an earlier call returned; these files have not changed since.
     """
     rights, paths = staged.stat().st_mode & 0o666, sorted(staged.rglob("*"))
-    new = [path for path in paths if path.relative_to(staged).as_posix() not in settled]
+    new = [path for path in paths if path.relative_to(staged).as_posix() not in synced]
     for path in new:
         if path.is_file():
             path.chmod(rights)
@@ -100,7 +100,7 @@ def settle_folder(staged: Path, settled: Mapping[str, str] = MappingProxyType({}
     # for as many commits, of several milliseconds each while the disk is busy. Files are hashed while the disk works.
     with ThreadPoolExecutor(min(len(new) + 1, _AT_ONCE), thread_name_prefix="force to disk") as threads:
         forced = threads.map(fsync_path, [*new, staged])
-        hashes = hashes_of(staged, settled)
+        hashes = hashes_of(staged, synced)
         # Raises what any of them raised.
         for _ in forced:
             pass
@@ -108,7 +108,7 @@ def settle_folder(staged: Path, settled: Mapping[str, str] = MappingProxyType({}
 
 
 def move_folder(staged: Path, target: Path) -> None:
-    """Move a settled folder to its place on the same disk, in one rename.
+    """Move a synced folder to its place on the same disk, in one rename.
 
     The fsync of the manifest's folder makes the rename last; if the power fails in between, a manifest without its
     folder is no artifact.

@@ -195,8 +195,8 @@ def carry_out(
             metrics |= {f"{prefix}{name}": value for name, value in (result.metrics() | rows.metrics()).items()}
     if process_group.rank:
         return None
-    settled = current_store().settle(staged)
-    known = {staged / name: sha256 for name, sha256 in settled.items()}
+    synced = current_store().fsync(staged)
+    known = {staged / name: sha256 for name, sha256 in synced.items()}
     policy = PolicyRef(version=job.version, digest=weights_digest(staged, known), copies=copy_digests(staged, known))
     _save_state(staged, {stream: optimizer.steps for stream, optimizer in optimizers.items()}, policy)
     moments = [known[component_folder(staged, stream) / OPTIMIZER_FILE] for stream in job.updates]
@@ -206,7 +206,7 @@ def carry_out(
     return UpdateOutcome(
         policy=policy,
         checkpoint_digest=checkpoint_digest,
-        settled=settled,
+        synced=synced,
         rows=len({sample_id for each in stored.values() for sample_id in each.rows.sample_ids}),
         metrics=metrics,
         peak_memory=peak_memory(),

@@ -69,7 +69,7 @@ class UpdateOutcome(BaseModel):
     Attributes:
         policy: the next version, whose checkpoint is still to be committed.
         checkpoint_digest: of everything that the next update reads.
-        settled: sha256 of the files that are on the disk already.
+        synced: sha256 of the files that are on the disk already.
         rows: how many samples it trained on.
         metrics: by name; those of a second component have the name of its stream in front.
         peak_memory: most bytes allocated on the GPU of the first process; None without a GPU.
@@ -79,7 +79,7 @@ class UpdateOutcome(BaseModel):
 
     policy: PolicyRef
     checkpoint_digest: str
-    settled: dict[str, str]
+    synced: dict[str, str]
     rows: int
     metrics: dict[str, float]
     peak_memory: int | None = None

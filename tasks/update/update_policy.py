@@ -112,7 +112,7 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
             seconds=time.perf_counter() - started,
             metrics=outcome.metrics,
             peak_memory=outcome.peak_memory,
-            settled=outcome.settled,
+            synced=outcome.synced,
         )
     return outcome.policy.model_copy(update={"checkpoint": checkpoint})
 

@@ -28,7 +28,7 @@ from tasks.rewards.score_rewards import score_reward_task
 from tasks.runs.layout import IMAGES_FILE, ROLLOUTS, SamplingRound, iteration_folder
 from tasks.runs.lookup import write_description
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tasks.storage.files import hashes_of, settle_folder
+from tasks.storage.files import fsync_folder, hashes_of
 from tasks.storage.parquet import TableWriter
 from tasks.storage.schemas import IMAGE_ROLLOUTS, IMAGES, SCHEMA_VERSION, TEXT_ROLLOUTS
 from tests.bench.page import Row, alternate
@@ -67,7 +67,7 @@ def measure_file(what: str, schema: pa.Schema, groups: int, tokens: int, side: i
         def write() -> None:
             for name, each in tables.items():
                 write_table(staged, each, drawn, name)
-            settle_folder(staged)
+            fsync_folder(staged)
 
         def copy() -> None:
             for name in tables:

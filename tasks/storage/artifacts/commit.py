@@ -20,11 +20,11 @@ from tasks.storage.artifacts.reference import (
 from tasks.storage.artifacts.run_folder import RunFolder
 from tasks.storage.files import (
     files_below,
+    fsync_folder,
     fsync_path,
     hashes_of,
     is_local,
     move_folder,
-    settle_folder,
     write_file_atomically,
 )
 from tasks.storage.roots import translate_remote_errors
@@ -110,7 +110,7 @@ class ArtifactWriter(RunFolder):
         seconds: float,
         metrics: dict[str, float],
         peak_memory: int | None = None,
-        settled: Mapping[str, str] | None = None,
+        synced: Mapping[str, str] | None = None,
     ) -> ArtifactRef:
         """Move staged files to their place and then write the manifest that makes them an artifact.
 
@@ -121,7 +121,7 @@ class ArtifactWriter(RunFolder):
             staged: folder with the files.
             folder: of the run, where they go.
             digest, schema_version, rows, seconds, metrics, peak_memory: fields of the reference.
-            settled: what `settle` returned; None if nothing is settled.
+            synced: what `fsync` returned; None if nothing is synced.
 
         Raises:
             StorageError: a disk or a bucket refuses it.
@@ -139,7 +139,7 @@ class ArtifactWriter(RunFolder):
         }
         if peak_memory is not None:
             described["peak_memory"] = peak_memory
-        manifest = Manifest(described, self.settle(staged, settled))
+        manifest = Manifest(described, self.fsync(staged, synced))
         assert manifest.content, "a metric that is not finite is refused before anything is moved"
         with translate_remote_errors(self.filesystem, self.root), self.commit_lock():
             place = self.path(folder)
@@ -158,16 +158,16 @@ class ArtifactWriter(RunFolder):
             self.write_manifest(folder, manifest, staged.parent)
         return manifest.reference(f"{self.run}/{folder}")
 
-    def settle(self, staged: Path, settled: Mapping[str, str] | None = None) -> dict[str, str]:
+    def fsync(self, staged: Path, synced: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the sha256 of every staged file by its name; below a local root they are on the disk then.
 
         Args:
-            settled: what an earlier call returned; these files have not changed since, and are not read again.
+            synced: what an earlier call returned; these files have not changed since, and are not read again.
         """
-        return (settle_folder if is_local(self.filesystem) else hashes_of)(staged, settled or {})
+        return (fsync_folder if is_local(self.filesystem) else hashes_of)(staged, synced or {})
 
     def put_file(self, file: Path, path: str, sha256: str) -> None:
-        """Put a settled local file into its place in one step."""
+        """Put a synced local file into its place in one step."""
         if not is_local(self.filesystem):
             self.filesystem.put_file(str(file), path)
             self.files.keep(path, file, sha256)

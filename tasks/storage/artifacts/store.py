@@ -21,7 +21,7 @@ from tasks.storage.artifacts.commit import LINEAGE, ArtifactWriter, pruned_error
 from tasks.storage.artifacts.files import GIB, ReadCache, default_cache
 from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleReferenceError
 from tasks.storage.artifacts.run_folder import QUARANTINE, RunFolder
-from tasks.storage.files import is_local, load_checked, move_folder, settle_folder
+from tasks.storage.files import fsync_folder, is_local, load_checked, move_folder
 from tasks.storage.roots import translate_remote_errors
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class ArtifactStore(ArtifactWriter):
                     self.filesystem.cp_file(f"{source}/{name}", f"{place}/{name}")
                     self.files.note_copy(f"{source}/{name}", f"{place}/{name}", sha256)
             if is_local(self.filesystem):
-                settle_folder(staged)
+                fsync_folder(staged)
                 move_folder(staged, Path(place))
             self.write_manifest(folder, manifest, staged.parent)
 

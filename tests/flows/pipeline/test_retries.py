@@ -13,7 +13,7 @@ from prefect import flow, task
 from configs.sections import PlacementSection, RetrySection, ShardedStagePlacement
 from grpo_core.errors import InputError
 from tasks.execution import call as stages
-from tasks.execution.caching import configured, retry_options, stage_task
+from tasks.execution.caching import retry_options, stage_task, with_retries
 from tasks.execution.call import Arguments, Part, Sharding
 from tasks.execution.errors import LostStageError, RetriesExhaustedError, StageTimeoutError
 from tasks.rollouts import collect_rollouts as rollouts
@@ -145,7 +145,7 @@ class Sharded:
         async def whole() -> ArtifactRef:
             store = ArtifactStore(str(root), "run")
             use_stage_context(StageContext(store, records=await registered_records()))
-            return configured(self.task, "all of it", placement)("whole", placement)
+            return with_retries(self.task, "all of it", placement)("whole", placement)
 
         return asyncio.run(whole())
 

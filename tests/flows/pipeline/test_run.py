@@ -16,7 +16,7 @@ from configs.schema import RunConfig
 from flows.command_line.options import RESTART, ask_about_change
 from flows.pipeline import lineage
 from flows.pipeline.lineage import ChangedRunError
-from flows.pipeline.run import changed_run, open_run
+from flows.pipeline.run import changed_run, start_run
 from grpo_core.errors import InputError
 from tasks.execution import caching
 from tasks.execution.fingerprint import code_fingerprint
@@ -52,7 +52,7 @@ def reasons(prompts: Path, *overrides: str, accept_code: bool = False) -> list[s
 
     def opened() -> None:
         listen(log)
-        with open_run(made, accept_code=accept_code):
+        with start_run(made, accept_code=accept_code):
             pass
 
     contextvars.copy_context().run(opened)

@@ -47,9 +47,9 @@ def prompt_file(folder: Path, content: str, name: str = "prompts.txt") -> Path:
 
 
 def opened(config: RunConfig) -> None:
-    from flows.pipeline.run import open_run
+    from flows.pipeline.run import start_run
 
-    with open_run(config):
+    with start_run(config):
         pass
 
 

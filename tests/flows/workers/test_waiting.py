@@ -14,7 +14,7 @@ from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun
 
 from flows.server.reachable import KIND
-from flows.worker import STAGES_QUEUE, Shift, needs_the_machine, register_stages
+from flows.worker import STAGES_QUEUE, WorkerState, register_stages, uses_the_gpu
 from grpo_core.parity import ParityError
 from tasks.execution import work_pool
 from tasks.execution.errors import StageCancelledError
@@ -80,7 +80,7 @@ def heard(server: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
 def test_a_worker_ends_when_it_is_idle_or_has_done_its_share(
     idle: float | None, limit: int | None, taken: int, quiet: float, busy: bool, ends: bool
 ) -> None:
-    shift = Shift(anyio.Lock(), idle, limit, taken, time.monotonic() - quiet)
+    shift = WorkerState(anyio.Lock(), idle, limit, taken, time.monotonic() - quiet)
     assert (shift.end(busy=busy) is not None) == ends
     assert shift.is_full() == (limit is not None and taken >= limit)
 
@@ -140,4 +140,4 @@ def test_a_failed_update_is_told_while_rollouts_wait_for_a_worker(empty: Runs) -
     ],
 )
 def test_what_has_a_machine_to_itself(parameters: dict[str, Any], expected: bool) -> None:
-    assert needs_the_machine(parameters) is expected
+    assert uses_the_gpu(parameters) is expected

@@ -26,7 +26,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.execution.test_dispatch import reward_arguments, rollout_arguments
 from tests.tasks.update.update_jobs import TEXTS, UPDATE
 
-HERE = PlacementSection(device="cpu")
+LOCAL_PLACEMENT = PlacementSection(device="cpu")
 TABLE = ArtifactRef(
     uri="run/iteration_000001/rollouts",
     sha256="0" * 64,
@@ -38,8 +38,8 @@ TABLE = ArtifactRef(
 )
 SECTION = RewardSection(reward="jpeg", clamp=(0.1, 1.0), where={"n": (1, "two", True)}, settings={"quality": 30})
 CALLS: list[tuple[str, dict[str, Any]]] = [
-    ("collect rollouts", rollout_arguments("iteration_000001", HERE)),
-    ("collect rollouts", {**rollout_arguments("iteration_000001", HERE), "rollout": TEXTS.rollout}),
+    ("collect rollouts", rollout_arguments("iteration_000001", LOCAL_PLACEMENT)),
+    ("collect rollouts", {**rollout_arguments("iteration_000001", LOCAL_PLACEMENT), "rollout": TEXTS.rollout}),
     ("score reward", {**reward_arguments(TABLE, SECTION), "earlier": (TABLE,), "part": (1, 3)}),
     (
         "compute advantages",
@@ -50,7 +50,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
             "folder": "iteration_000001",
             "title": "an iteration",
             "earlier": None,
-            "placement": HERE,
+            "placement": LOCAL_PLACEMENT,
         },
     ),
     (
@@ -64,7 +64,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
             "seed": 3,
             "max_staleness": 2,
             "title": "iteration 2",
-            "placement": HERE,
+            "placement": LOCAL_PLACEMENT,
         },
     ),
 ]
@@ -115,7 +115,7 @@ def test_other_code_is_refused(store: ArtifactStore) -> None:
 
 
 def test_another_model_under_the_same_name_is_refused(store: ArtifactStore) -> None:
-    arguments = rollout_arguments("iteration_000001", HERE)
+    arguments = rollout_arguments("iteration_000001", LOCAL_PLACEMENT)
     other = arguments["model"].model_copy(update={"digest": "another"})
     call = call_of(stage_named("collect rollouts"), {**arguments, "model": other}, store)
     with pytest.raises(InputError, match=r"policy\.model"):
@@ -124,7 +124,7 @@ def test_another_model_under_the_same_name_is_refused(store: ArtifactStore) -> N
 
 
 def test_a_withdrawn_call_makes_nothing(store: ArtifactStore) -> None:
-    arguments = rollout_arguments("iteration_000001", HERE)
+    arguments = rollout_arguments("iteration_000001", LOCAL_PLACEMENT)
     call = call_of(stage_named("collect rollouts"), arguments, store, withdrawable=True)
     with pytest.raises(StaleReferenceError, match="run/iteration_000001/rollouts"):
         carry_out(call).reference()

@@ -31,7 +31,7 @@ from tests.processes import ProgressLog
 from tests.tasks.execution.test_dispatch import reward_arguments, rollout_arguments
 from tests.tasks.update.update_jobs import IMAGES
 
-HERE = PlacementSection(device="cpu")
+LOCAL_PLACEMENT = PlacementSection(device="cpu")
 LOUD = Path(__file__).parent / "loud.py"
 # A child in the place of the real one, whose imports take many seconds.
 PROGRAM = """
@@ -271,7 +271,7 @@ def stages() -> Iterator[ChildProcess]:
 
 
 def collecting(store: ArtifactStore, folder: str) -> StageCall:
-    return call_of(stage_named("collect rollouts"), rollout_arguments(folder, HERE), store)
+    return call_of(stage_named("collect rollouts"), rollout_arguments(folder, LOCAL_PLACEMENT), store)
 
 
 def scoring(store: ArtifactStore, function: str) -> StageCall:
@@ -299,7 +299,7 @@ def test_the_same_artifact_and_one_load_for_several_stages(stages: ChildProcess,
     second = carry_out(stages, collecting(store, "two"), None, log).reference()
     assert child_of(stages) == child
     assert [line.startswith("loaded ") for line in log.lines] == [True]
-    here = collect_rollouts_task.fn(**rollout_arguments("three", HERE))
+    here = collect_rollouts_task.fn(**rollout_arguments("three", LOCAL_PLACEMENT))
     assert isinstance(first, ArtifactRef)
     assert isinstance(second, ArtifactRef)
     assert first.digest == second.digest == here.digest

@@ -26,7 +26,7 @@ POOLED = PlacementSection(
     rollouts=ShardedStagePlacement(pool="somewhere", shards=3),
     rewards=ShardedStagePlacement(pool="somewhere", shards=3),
 )
-HERE = PlacementSection(device="cpu")
+LOCAL_PLACEMENT = PlacementSection(device="cpu")
 
 
 class Done:
@@ -61,7 +61,7 @@ def reward_arguments(
     rollouts: ArtifactRef,
     section: RewardSection,
     folder: str = "iteration_000001/rewards",
-    placement: PlacementSection = HERE,
+    placement: PlacementSection = LOCAL_PLACEMENT,
     title: str = "an iteration",
 ) -> dict[str, Any]:
     return {
@@ -81,7 +81,7 @@ def here(task: Any) -> Callable[[Part], Any]:
     def submit(part: Part) -> Any:
         placement = PlacementSection.model_validate(part.arguments["placement"].model_dump())
         assert (placement.rollouts.shards, placement.rewards.shards) == (1, 1)
-        return Done(task.fn(**{**part.arguments, "placement": HERE}))
+        return Done(task.fn(**{**part.arguments, "placement": LOCAL_PLACEMENT}))
 
     return submit
 
@@ -105,7 +105,7 @@ def store(shared_store: ArtifactStore) -> ArtifactStore:
 @pytest.fixture(scope="module")
 def collected(shared_store: ArtifactStore) -> tuple[ArtifactRef, ArtifactRef]:
     use_store(shared_store)
-    whole = collect_rollouts_task.fn(**rollout_arguments("uncut", HERE))
+    whole = collect_rollouts_task.fn(**rollout_arguments("uncut", LOCAL_PLACEMENT))
     stage = stage_named("collect rollouts")
     joined = run_in_shards(stage, rollout_arguments("cut", POOLED), here(collect_rollouts_task))
     assert isinstance(joined, ArtifactRef)
@@ -148,7 +148,7 @@ SECTIONS = [
 def test_scores(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef], section: RewardSection) -> None:
     rollouts = collected[0]
     folder = f"scores_{SECTIONS.index(section)}"
-    whole = score_reward_task.fn(rollouts, section, f"{folder}/whole/rewards", "an iteration", HERE)
+    whole = score_reward_task.fn(rollouts, section, f"{folder}/whole/rewards", "an iteration", LOCAL_PLACEMENT)
     arguments = reward_arguments(rollouts, section, f"{folder}/cut/rewards", POOLED)
     joined = run_in_shards(stage_named("score reward"), arguments, here(score_reward_task))
     assert isinstance(joined, ArtifactRef)

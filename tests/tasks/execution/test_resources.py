@@ -30,7 +30,7 @@ from tests.processes import ProgressLog
 from tests.tasks.execution.test_dispatch import rollout_arguments
 from tests.tasks.update.update_jobs import IMAGES, UPDATE, advantages_of, job_of, largest_difference
 
-HERE = PlacementSection(device="cpu")
+LOCAL_PLACEMENT = PlacementSection(device="cpu")
 
 
 def runs_out_above(size: int) -> Callable[[int], str]:
@@ -89,7 +89,7 @@ def test_other_errors_pass() -> None:
 
 
 def test_rollouts_in_halves_are_the_same_samples(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = collect_rollouts_task.fn(**rollout_arguments("whole", HERE))
+    whole = collect_rollouts_task.fn(**rollout_arguments("whole", LOCAL_PLACEMENT))
     sample = GlmImagePolicy.sample
 
     def bounded(self: GlmImagePolicy, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:
@@ -98,7 +98,7 @@ def test_rollouts_in_halves_are_the_same_samples(store: ArtifactStore, monkeypat
         return sample(self, requests)
 
     monkeypatch.setattr(GlmImagePolicy, "sample", bounded)
-    halved = collect_rollouts_task.fn(**rollout_arguments("halved", HERE))
+    halved = collect_rollouts_task.fn(**rollout_arguments("halved", LOCAL_PLACEMENT))
     ours, theirs = (pl.read_parquet(store.local_files(each) / "part-*.parquet") for each in (halved, whole))
     exact = ["sample_id", "seed", "token_ids", "finished", "policy_digest", "noise_seed"]
     assert ours.select(exact).equals(theirs.select(exact))
@@ -124,13 +124,13 @@ def test_an_update_in_halves_makes_the_same_weights(store: ArtifactStore, monkey
         return logprobs(self, tokens, entropy=entropy, kl=kl)
 
     monkeypatch.setattr(GlmImageTokens, "logprobs", bounded)
-    halved = update_policy_task.fn(*arguments, "iteration 1", HERE)
+    halved = update_policy_task.fn(*arguments, "iteration 1", LOCAL_PLACEMENT)
     assert max(stopped[-4:]) == 1
     monkeypatch.undo()
     resource(ResidentPolicy).close()
     other = ArtifactStore(store.root, "whole")
     use_store(other)
-    whole = update_policy_task.fn(*arguments, "iteration 1", HERE)
+    whole = update_policy_task.fn(*arguments, "iteration 1", LOCAL_PLACEMENT)
     assert halved.checkpoint is not None
     assert whole.checkpoint is not None
     assert largest_difference(store.local_files(halved.checkpoint), other.local_files(whole.checkpoint)) < 1e-6

@@ -21,7 +21,7 @@ from tasks.reports.statistics import (
     histogram_of,
     quantiles_of,
     rank_agreement,
-    settled,
+    rounded,
     spread_of,
 )
 from tasks.runs.reader import RunReader
@@ -143,7 +143,7 @@ def test_the_page_shows_every_run_offline(tmp_path: Path, modality: Any) -> None
 
 def column(*values: float | None) -> list[float | None]:
     frame = pl.DataFrame({"a": pl.Series(values, dtype=pl.Float64)})
-    return settled(frame, ["a"])["a"].to_list()
+    return rounded(frame, ["a"])["a"].to_list()
 
 
 @pytest.mark.parametrize("values", [(0.1 + 0.2, 0.3), (1e-17, 0.0, 0.5), (1e6 * (0.1 + 0.2), 3e5)])
@@ -160,7 +160,7 @@ def test_different_values_stay_different() -> None:
 def test_values_that_are_not_finite_become_null() -> None:
     assert column(math.nan, math.inf, -math.inf, None, 1.0) == [None, None, None, None, 1.0]
     assert column(None, math.nan) == [None, None]
-    assert settled(pl.DataFrame({"a": [None, None]}), ["a"])["a"].dtype == pl.Float64
+    assert rounded(pl.DataFrame({"a": [None, None]}), ["a"])["a"].dtype == pl.Float64
 
 
 def spread(groups: list[int], values: list[float | None]) -> Statistics:

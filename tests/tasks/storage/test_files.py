@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.files import move_folder, settle_folder, temporary_folder
+from tasks.storage.files import fsync_folder, move_folder, temporary_folder
 
 
 @pytest.mark.parametrize(("mask", "rights"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -20,7 +20,7 @@ def test_published_files_have_the_rights_that_the_person_gives(tmp_path: Path, m
         (staged / "inner").mkdir(parents=True)
         save_file({"a": torch.zeros(2)}, staged / "weights.safetensors")
         (staged / "inner" / "state.json").write_text("{}")
-        settle_folder(staged)
+        fsync_folder(staged)
         move_folder(staged, tmp_path / "published")
     finally:
         os.umask(previous)

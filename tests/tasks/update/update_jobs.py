@@ -242,7 +242,7 @@ def commit(store: ArtifactStore, job: UpdateJob, staged: Path, outcome: UpdateOu
         rows=outcome.rows,
         seconds=0.0,
         metrics=outcome.metrics,
-        settled=outcome.settled,
+        synced=outcome.synced,
     )
     return outcome.policy.model_copy(update={"checkpoint": checkpoint})
 
