@@ -17,6 +17,7 @@ from flows.pipeline.prefect_ui import EvaluateForm, publish_report
 from flows.pipeline.requests import EvaluateRequest, refuse_overrides
 from flows.pipeline.run import Run, heldout_digest, plan_heldout
 from flows.pipeline.stages import (
+    as_task,
     collect_rollouts,
     compute_advantages,
     recording,
