@@ -157,6 +157,8 @@ def test_a_run_of_several_sizes_comes_through(server: None, tmp_path: Path) -> N
     )
     expected = {("shapes", 64, 64), ("mixed", 32, 32), ("mixed", 64, 32), ("mixed", 40, 64)}
     assert sizes_of(rollouts) == expected
+    images = pl.read_parquet(whole.path("iteration_*/rollouts/images-*.parquet"), columns=["sample_id", "image"])
+    rollouts = rollouts.join(images, on="sample_id", validate="1:1")
     lengths = {(64, 64): 80, (32, 32): 32, (64, 32): 42, (40, 64): 55}
     for row in rollouts.iter_rows(named=True):
         size = (row["width"], row["height"])

@@ -88,7 +88,7 @@ def test_two_processes_compute_the_weights_of_one(
     two = together(job, tmp_path / "two")
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-6
     assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
-    assert (tmp_path / "two" / "reference").exists() == (update == REFRESHED)
+    assert (tmp_path / "two" / "tokens" / "reference").exists() == (update == REFRESHED)
     assert two.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-6)
     assert two.rows == one.rows
 
@@ -118,7 +118,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
     assert largest_difference(last["one"], last["changing"]) < 3e-6
     states = [(folder / "training_state.json").read_text() for folder in last.values()]
     assert all(json.loads(state)["optimizer_steps"] == {"tokens": 12} for state in states)
-    assert all((folder / "reference").exists() for folder in last.values())
+    assert all((folder / "tokens" / "reference").exists() for folder in last.values())
 
 
 def make_two_versions(first: str, folder: Path) -> None:
