@@ -32,7 +32,7 @@ def inspect(
 ) -> None:
     """Show a run: curves, best and worst samples of each prompt, reward breakdown; nothing is changed."""
     with handle_errors(as_json):
-        from flows.inspect_runs import inspect_run
+        from flows.inspect_run import inspect_run
 
         inspection = inspect_run(run, root=root, iteration=iteration, html=html)
         if as_json:
@@ -57,8 +57,8 @@ def list_runs(
 ) -> None:
     """List the runs below a folder: state, iterations, rewards, when they last made progress."""
     with handle_errors(as_json):
-        from flows.inspect_runs import list_runs as listed
-        from flows.inspect_runs import runs_report
+        from flows.list_runs import list_runs as listed
+        from flows.list_runs import runs_report
 
         runs = listed(root)
         if as_json:

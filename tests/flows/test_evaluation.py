@@ -18,7 +18,7 @@ from configs.validation import validated
 from data.shapes import BACKGROUNDS
 from flows.command_line.main import application
 from flows.evaluation import EvaluateSummary, evaluate, plan_evaluate
-from flows.inspect_runs import inspect_run
+from flows.inspect_run import inspect_run
 from flows.pipeline.requests import EvaluateRequest
 from flows.preflight.inputs import check_evaluation
 from grpo_core.errors import InputError

@@ -13,7 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from flows.inspect_runs import inspect_run, list_runs
+from flows.inspect_run import inspect_run
+from flows.list_runs import list_runs
 from flows.terminal.inspection import show_run, thumbnail
 from flows.terminal.output import show_report
 from tasks.storage.run_lock import locked

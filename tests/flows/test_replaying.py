@@ -5,7 +5,7 @@ import shutil
 import polars as pl
 import pytest
 
-from flows.inspect_runs import inspect_run
+from flows.inspect_run import inspect_run
 from grpo_core.parity import ParityError
 from grpo_core.update.optimizer import PolicyOptimizer
 from tests.flows.conftest import Runs, Start, refused, sha256_of

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from flows.inspect_runs import inspect_run
+from flows.inspect_run import inspect_run
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from flows.rewards import analyse_rewards

@@ -73,7 +73,7 @@ def test_a_rescoring_counts_as_numpy_does() -> None:
 
 @pytest.mark.slow
 def test_matplotlib_is_imported_only_where_something_is_plotted() -> None:
-    modules = "flows.command_line.main, flows.training.train, flows.inspect_runs, flows.rescoring.rescore"
+    modules = "flows.command_line.main, flows.training.train, flows.inspect_run, flows.rescoring.rescore"
     command = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
 

@@ -1,0 +1,109 @@
+"""Read what `grpo list` shows of every run below a folder; only small files are read, and nothing is verified."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel
+
+from grpo_core.errors import InputError
+from tasks.reports.report import Report, Table
+from tasks.reports.text import number
+from tasks.runs.layout import ADVANTAGES, evaluation_folder, iteration_folder, policy_folder
+from tasks.runs.lookup import CONFIG_FILE, runs_below
+from tasks.runs.reader import RunReader
+from tasks.storage.artifacts.reference import MANIFEST_ENDING
+from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
+from tasks.storage.run_lock import is_locked
+
+
+class ListedRun(BaseModel):
+    """A line of the list.
+
+    Attributes:
+        state: `running` while a process has the run's lock.
+        iterations: number of policy updates.
+        planned: number in the configuration; None without a readable one.
+        reward: mean training reward of the last iteration; None without one.
+        heldout: mean held-out reward of the last evaluated policy; None without one.
+        progress: when the last policy was stored, or else when the run was last started, UTC.
+    """
+
+    run: str
+    state: Literal["running", "finished", "stopped"]
+    iterations: int
+    planned: int | None
+    reward: float | None
+    heldout: float | None
+    progress: datetime | None
+
+
+def list_runs(root: str) -> list[ListedRun]:
+    """Return the runs below a storage root, the one that made progress last at the end.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    stores = runs_below(root, "ROOT")
+    if stores is None:
+        raise InputError("ROOT", root, "There is no such folder; name the one of storage.root, by default runs.")
+    begun = datetime.min.replace(tzinfo=UTC)
+    return sorted((_listed(store) for store in stores), key=lambda each: (each.progress or begun, each.run))
+
+
+def runs_report(root: str, runs: Sequence[ListedRun]) -> Report:
+    """Return a table of runs, in their order."""
+    rows = [
+        {
+            "run": each.run,
+            "state": each.state,
+            "iterations": f"{each.iterations:,} of {'?' if each.planned is None else f'{each.planned:,}'}",
+            "reward": "" if each.reward is None else number(each.reward),
+            "held-out": "" if each.heldout is None else number(each.heldout),
+            "last progress": "" if each.progress is None else f"{each.progress:%Y-%m-%d %H:%M}",
+        }
+        for each in runs
+    ]
+    notes = [] if runs else [f"no runs in {root}; `grpo train CONFIG` starts one"]
+    return Report(root if runs else "", tables=[Table("", rows, ("state", "last progress"))], notes=notes)
+
+
+def _listed(store: ArtifactStore) -> ListedRun:
+    reader, planned = RunReader(store), _planned(store)
+    iterations = max(reader.policies(), default=0)
+    heldout = [_reward(reader, evaluation_folder(version)) for version in reader.evaluations()]
+    done = planned is not None and iterations >= planned
+    return ListedRun(
+        run=store.run,
+        state="running" if is_locked(store) else "finished" if done else "stopped",
+        iterations=iterations,
+        planned=planned,
+        reward=_reward(reader, iteration_folder(iterations)),
+        heldout=next((reward for reward in reversed(heldout) if reward is not None), None),
+        progress=_modified(store, f"{policy_folder(iterations)}{MANIFEST_ENDING}") or _modified(store, RUN_FILE),
+    )
+
+
+def _planned(store: ArtifactStore) -> int | None:
+    try:
+        values = yaml.safe_load(store.read_file(CONFIG_FILE) or b"")
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return None
+    section = values.get("run") if isinstance(values, Mapping) else None
+    planned = section.get("iterations") if isinstance(section, Mapping) else None
+    return planned if isinstance(planned, int) else None
+
+
+def _reward(reader: RunReader, folder: str) -> float | None:
+    scored = reader.scored_rounds(folder)
+    found = reader.find(f"{scored[-1]}/{ADVANTAGES}") if scored else None
+    return found.reference.metrics.get("reward") if found else None
+
+
+def _modified(store: ArtifactStore, name: str) -> datetime | None:
+    try:
+        modified: datetime = store.filesystem.modified(store.path(name))
+    except (FileNotFoundError, NotImplementedError):
+        return None
+    return modified if modified.tzinfo else modified.replace(tzinfo=UTC)
