@@ -13,7 +13,6 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from configs.sections import PlacementSection
-from grpo_core.update.accelerated import AcceleratedProcessGroup, ShardedProcessGroup
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcess
 from tasks.execution.errors import RemoteStageError
@@ -170,6 +169,9 @@ def take_part(shared: SharedJob) -> UpdateOutcome | None:
     Raises:
         Exception: any error of the update.
     """
+    # Only such a process needs accelerate and FSDP, whose import takes half a second.
+    from grpo_core.update.accelerated import AcceleratedProcessGroup, ShardedProcessGroup
+
     job = shared.job
     store = open_store(shared.storage, shared.run)
     use_store(store)
