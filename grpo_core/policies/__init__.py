@@ -3,6 +3,7 @@
 protocol        the interfaces of a policy and of a kind of policy, and the kinds by name
 sizes           what decides the memory of a model, as its family counts it
 estimate        how much GPU memory and disk space a model needs
+drafts          token sequences of groups, each drawn once
 kv_cache        keys and values of sampled tokens, growing in place
 pipeline_files  the files of a saved diffusers pipeline
 trained/        LoRA or full weights: what is trained, how it is saved, and copies such as the reference

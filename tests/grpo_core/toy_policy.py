@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from grpo_core.logprobs import entropy_of, gather_logprobs
-from grpo_core.policies.denoising.rows import sample_drafts
+from grpo_core.policies.drafts import sample_drafts
 from grpo_core.records import (
     ActionLogprobs,
     Entropies,

@@ -26,7 +26,7 @@ from grpo_core.policies.causal_lm.sampling_scoring import (
     score_completions,
 )
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.denoising.rows import sample_drafts
+from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.trained.component import TrainedComponent, refuse_unscaled_float16, use_attention
 from grpo_core.policies.trained.component import autocast as autocast_to
 from grpo_core.policies.trained.model import TrainedModel

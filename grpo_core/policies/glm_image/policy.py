@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.policies.denoising.component import DenoisingComponent
-from grpo_core.policies.denoising.rows import sample_drafts
+from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, sample_tokens, score_tokens
 from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, read_initial_state
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
