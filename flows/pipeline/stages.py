@@ -178,5 +178,8 @@ async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     use_stage_context(StageContext(store, lock, await registered_records()))
     # Without a client for the whole run each task opens its own, and a TLS context takes longer than the task.
     client = SyncClientContext.get_or_create()
-    with not_waiting_for_ended_server(), run_resources(), client, stages_cancelled_on_signal(), shown_in_ui(store.run):
-        yield
+    with not_waiting_for_ended_server(), run_resources(), client as opened, stages_cancelled_on_signal():
+        # Prefect's client waits for a server that went away only if it has reached it once.
+        opened.client.hello()
+        with shown_in_ui(store.run):
+            yield
