@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.backends import cudnn
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.hub import SAFETENSORS, weights_pattern
 from grpo_core.rewards.reward import STRICT, Reward
-from grpo_core.rewards.weights import SAFETENSORS, Weights, weights_pattern
+from grpo_core.rewards.weights import Weights
 
 _UNREADABLE = (
     *(SafetensorError, pickle.UnpicklingError, struct.error, OSError, EOFError),

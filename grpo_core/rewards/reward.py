@@ -115,6 +115,17 @@ class Score:
         return cls(value, raw) if math.isfinite(raw) else cls.failed(reason or not_finite(raw))
 
 
+class ScoringError(RuntimeError):
+    """A service or an engine gave no score in this attempt; another one may succeed.
+
+    `retry_after_s` is the waiting time that a service requested. The message contains no address.
+    """
+
+    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(reason)
+
+
 NOT_APPLICABLE = Score(None, None)
 """The reward has nothing to say about the sample: no target, no quoted text."""
 

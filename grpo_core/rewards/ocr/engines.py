@@ -15,7 +15,8 @@ from typing import Any
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.ocr.protocol import Line, ReadingError, in_reading_order, unread
+from grpo_core.rewards.ocr.protocol import Line, in_reading_order, unread
+from grpo_core.rewards.reward import ScoringError
 from grpo_core.seeds import file_sha256
 
 MODELS: Mapping[str, str] = {
@@ -72,7 +73,7 @@ class RapidEngine:
             # Besides its own errors come those of OpenCV, NumPy and Shapely, which have no other base in common.
             except Exception as error:
                 last_line = (str(error).strip().splitlines() or [""])[-1]
-                raise ReadingError(f"rapidocr broke down over it ({type(error).__name__}: {last_line})") from error
+                raise ScoringError(f"rapidocr broke down over it ({type(error).__name__}: {last_line})") from error
 
 
 def _find_lines(reader: Any, image: Image.Image, turn_lines: bool) -> list[Line]:
@@ -238,7 +239,7 @@ class TesseractEngine:
         # The package raises RuntimeErrors where the program fails or is late, OSErrors where it cannot be started.
         except (RuntimeError, OSError) as error:
             self.model_digests()
-            raise ReadingError(f"tesseract broke down over it ({type(error).__name__}: {error})") from error
+            raise ScoringError(f"tesseract broke down over it ({type(error).__name__}: {error})") from error
         return in_reading_order(_join_words(words))
 
     def _languages(self) -> tuple[str, ...]:
@@ -246,7 +247,7 @@ class TesseractEngine:
 
 
 def _join_words(words: Mapping[str, Sequence[Any]]) -> list[Line]:
-    """Tesseract's lines out of its table of words, which has a list for each column."""
+    """Join Tesseract's table of words, which has a list for each column, to lines."""
     lines: dict[tuple[int, int, int], Line] = {}
     for row, text in enumerate(words["text"]):
         if not text.strip():
@@ -272,7 +273,7 @@ def _ask_version() -> str:
 
 @functools.cache
 def _ask_languages() -> tuple[Path, tuple[str, ...]]:
-    """The folder of the languages' data and the names of the languages in it."""
+    """Return the folder of the languages' data and the names of the languages in it."""
     heading, *names = _ask("--list-langs").splitlines() or [""]
     folder = re.search(r'"(.*)"', heading)
     return Path(folder[1] if folder else "."), tuple(name.strip() for name in names if name.strip())

@@ -9,9 +9,9 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.engines import RapidEngine, TesseractEngine
-from grpo_core.rewards.ocr.protocol import Engine, ReadingError
+from grpo_core.rewards.ocr.protocol import Engine
 from grpo_core.rewards.ocr.text_match import MATCHES, quoted_texts
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, Text
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, ScoringError, Text
 
 MAX_ASPECT = 8.0
 """Both engines enlarge the short side; an image of 4x2000 pixels keeps RapidOCR busy for minutes."""
@@ -108,10 +108,10 @@ class TextAccuracyReward(Reward):
         # Imported where it is used, as the engines are.
         import tenacity
 
-        stop, again = tenacity.stop_after_attempt(self.attempts), tenacity.retry_if_exception_type(ReadingError)
+        stop, again = tenacity.stop_after_attempt(self.attempts), tenacity.retry_if_exception_type(ScoringError)
         try:
             lines = tenacity.Retrying(stop=stop, retry=again, reraise=True)(engine.read, image)
-        except ReadingError as error:
+        except ScoringError as error:
             return Score.failed(f"{error}, in {self.attempts} attempt(s)")
         match = MATCHES[self.mode](texts, lines)
         return Score(match.value, float(match.errors))

@@ -12,8 +12,8 @@ from pydantic.dataclasses import dataclass
 from grpo_core.errors import InputError
 from grpo_core.rewards.images import require_fit
 from grpo_core.rewards.remote import wire
-from grpo_core.rewards.remote.http import ServiceFailure, ServiceReward, ask_side_by_side
-from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, Text
+from grpo_core.rewards.remote.http import ServiceReward, ask_side_by_side
+from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, ScoringError, Text
 from grpo_core.streams import Modality
 
 
@@ -59,22 +59,14 @@ class RemoteReward(ServiceReward):
         if version is None:
             try:
                 version = _describe(self).version
-            except ServiceFailure as failure:
-                hint = f"{failure.reason}. Start the server, or set `reward_version` to go on without it."
+            except ScoringError as failure:
+                hint = f"{failure}. Start the server, or set `reward_version` to go on without it."
                 raise InputError("rewards.remote.url", self.url, hint) from failure
         return {**super().settings(), "reward_version": version}
 
-    def preflight(self) -> Sequence[str]:
-        """Report a server that does not answer at once, has no such reward, or another version of it."""
-        try:
-            described = _describe(self.impatient())
-            self._check_fit(described)
-        except ServiceFailure as failure:
-            hint = f"{failure.reason}. Start the server there, or correct the address."
-            return [str(InputError("rewards.remote.url", self.url, hint))]
-        except InputError as error:
-            return [str(error)]
-        return []
+    def check_service(self) -> None:
+        """Check that the server has such a reward, in this version."""
+        self._check_fit(_describe(self))
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample."""
@@ -82,8 +74,8 @@ class RemoteReward(ServiceReward):
             raise InputError("rewards.remote.by_group", True, "These samples come without groups. Set it to false.")
         try:
             described = _describe(self)
-        except ServiceFailure as failure:
-            return [Score.failed(failure.reason)] * len(batch)
+        except ScoringError as failure:
+            return [Score.failed(str(failure))] * len(batch)
         self._check_fit(described)
         self._check_samples(described, batch)
 
@@ -107,8 +99,8 @@ class RemoteReward(ServiceReward):
                 raise ValueError(f"scores of the reward {answer.reward!r}")
             self._check_version(answer.version, described.version)
             return wire.read_scores(answer, batch.sample_ids)
-        except ServiceFailure as failure:
-            return [Score.failed(failure.reason)] * len(batch)
+        except ScoringError as failure:
+            return [Score.failed(str(failure))] * len(batch)
         except InputError:
             raise
         except ValueError as error:

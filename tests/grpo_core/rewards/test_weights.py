@@ -12,6 +12,7 @@ import pytest
 
 from grpo_core.errors import InputError
 from grpo_core.rewards import lpips
+from grpo_core.rewards.hub import HubName
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.seeds import file_sha256
@@ -62,7 +63,7 @@ class TestFiles:
         ],
     )
     def test_names_on_the_hub_are_taken_apart(self, name: str, right: tuple[str, str, str | None]) -> None:
-        assert weights(name)._hub_name() == right
+        assert HubName.of_file(name) == HubName(*right)
 
     def test_offline_the_cache_is_all_there_is(self, cache: Path) -> None:
         source = "hf://makers/net/sub/net.pth"

@@ -11,7 +11,8 @@ from PIL import Image, ImageDraw, ImageFont
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr import engines as rapidocr_engine
 from grpo_core.rewards.ocr.engines import MODELS, RapidEngine, reads_both_ways
-from grpo_core.rewards.ocr.protocol import UNREAD, ReadingError, unread
+from grpo_core.rewards.ocr.protocol import UNREAD, unread
+from grpo_core.rewards.reward import ScoringError
 from tests.grpo_core.rewards.conftest import flat
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, CHINESE_TEXTS, LATIN, draw
 
@@ -108,7 +109,7 @@ def test_a_breakdown_of_the_library_is_named(monkeypatch: pytest.MonkeyPatch) ->
         raise cv2.error("no memory for\nthe image")
 
     monkeypatch.setattr(rapidocr.RapidOCR, "detect_and_crop", break_down)
-    with pytest.raises(ReadingError, match=r"rapidocr broke down over it \(error: the image\)"):
+    with pytest.raises(ScoringError, match=r"rapidocr broke down over it \(error: the image\)"):
         ENGINE.read(draw("Exit", size=64))
 
 

@@ -11,7 +11,8 @@ from PIL import Image
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr import engines as tesseract_engine
 from grpo_core.rewards.ocr.engines import TesseractEngine
-from grpo_core.rewards.ocr.protocol import Line, ReadingError, in_reading_order, unread
+from grpo_core.rewards.ocr.protocol import Line, in_reading_order, unread
+from grpo_core.rewards.reward import ScoringError
 from tests.grpo_core.rewards.conftest import flat
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, draw
 
@@ -117,11 +118,11 @@ def test_a_breakdown_and_a_delay_are_named(fake_program: Path, monkeypatch: pyte
     real = shutil.which("tesseract", path="/usr/bin:/usr/local/bin")
     answer = f'#!/bin/sh\ncase "$1" in --*) exec {real} "$@";; esac\n'
     fake_program.write_text(answer + "echo no memory >&2\nexit 1\n")
-    with pytest.raises(ReadingError, match=r"tesseract broke down over it.*no memory"):
+    with pytest.raises(ScoringError, match=r"tesseract broke down over it.*no memory"):
         ENGLISH.read(flat(255))
     monkeypatch.setattr(tesseract_engine, "TIMEOUT_SECONDS", 0.2)
     fake_program.write_text(answer + "exec sleep 5\n")
-    with pytest.raises(ReadingError, match="timeout"):
+    with pytest.raises(ScoringError, match="timeout"):
         ENGLISH.read(flat(255))
 
 

@@ -5,9 +5,8 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.engines import RapidEngine
-from grpo_core.rewards.ocr.protocol import ReadingError
 from grpo_core.rewards.ocr.text_accuracy import TextAccuracyReward
-from grpo_core.rewards.reward import NOT_APPLICABLE, Score, provenance_of
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score, ScoringError, provenance_of
 from tests.grpo_core.rewards.conftest import flat, make_batch
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, CHINESE_TEXTS, COLOURS, LATIN, draw
 
@@ -134,7 +133,7 @@ def test_a_breakdown_is_tried_again_and_then_a_failure(monkeypatch: pytest.Monke
 
     def break_down_twice(engine: RapidEngine, image: Image.Image) -> tuple[str, ...]:
         if next(tries) <= 2:
-            raise ReadingError("rapidocr broke down over it")
+            raise ScoringError("rapidocr broke down over it")
         return read(engine, image)
 
     monkeypatch.setattr(RapidEngine, "read", break_down_twice)

@@ -13,8 +13,9 @@ import pytest
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.remote import http
-from grpo_core.rewards.remote.http import ServiceFailure, ask_side_by_side
+from grpo_core.rewards.remote.http import ask_side_by_side
 from grpo_core.rewards.remote.reward import RemoteReward
+from grpo_core.rewards.reward import ScoringError
 from tests.grpo_core.rewards.conftest import refusal
 from tests.grpo_core.rewards.stub import QUICK, Reply, Stub
 
@@ -42,7 +43,7 @@ def test_after_the_last_attempt_it_fails_without_an_address(
     stub: Stub, closed_url: str, trouble: Reply | None, reason: str
 ) -> None:
     stub.script(trouble or Reply())
-    with pytest.raises(ServiceFailure) as failure:
+    with pytest.raises(ScoringError) as failure:
         service(stub.url if trouble else closed_url).request("/x")
     assert reason in str(failure.value)
     assert "127.0.0.1" not in str(failure.value)
@@ -87,15 +88,15 @@ def test_an_answer_that_is_no_json_or_endless(
 def test_retry_after_is_read(stub: Stub, dated: bool) -> None:
     value = email.utils.formatdate(time.time() + 1000, usegmt=True) if dated else "1000"
     stub.script(Reply({}, 429, {"Retry-After": value}))
-    with pytest.raises(ServiceFailure) as failure:
+    with pytest.raises(ScoringError) as failure:
         service(stub.url, timeout_s=5.0, attempts=1).request("/x")
     cause = failure.value.__cause__
-    assert isinstance(cause, ServiceFailure)
+    assert isinstance(cause, ScoringError)
     assert cause.retry_after_s == pytest.approx(1000, abs=100)
 
 
 def pauses(asked: RemoteReward, retry_after_s: float | None = None) -> list[float]:
-    outcome = SimpleNamespace(exception=lambda: ServiceFailure("busy", retry_after_s))
+    outcome = SimpleNamespace(exception=lambda: ScoringError("busy", retry_after_s))
     states = (SimpleNamespace(outcome=outcome, attempt_number=number) for number in range(1, 12))
     return [asked._pause(state) for state in states]  # type: ignore[arg-type]
 
@@ -192,6 +193,6 @@ def dripping(content: bytes, pause_s: float) -> Iterator[str]:
 def test_a_slow_service_runs_out_of_time(content: bytes, pause_s: float) -> None:
     with (
         dripping(content, pause_s) as url,
-        pytest.raises(ServiceFailure, match=r"did not answer within 0\.3 s, after 2 attempts"),
+        pytest.raises(ScoringError, match=r"did not answer within 0\.3 s, after 2 attempts"),
     ):
         service(url, timeout_s=0.3, attempts=2, backoff_s=0.001).request("/x")
