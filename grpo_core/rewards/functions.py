@@ -191,10 +191,7 @@ class FunctionReward(Reward):
         function = self._load()
         if not self.by_group:
             return self._score_rows(function, batch)
-        if not batch.group_ids:
-            raise InputError("rewards.function.by_group", True, "These samples come without groups. Set it to false.")
-        groups = itertools.groupby(range(len(batch)), key=lambda row: batch.group_ids[row])
-        return [score for _, rows in groups for score in self._score_rows(function, batch.select(list(rows)))]
+        return [score for rows in batch.groups(self.name) for score in self._score_rows(function, batch.select(rows))]
 
     def _load(self) -> UserFunction:
         factory = _is_factory(find_function(_PLACE, self.function)) if self.factory is None else self.factory

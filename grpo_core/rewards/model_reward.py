@@ -3,6 +3,7 @@
 import abc
 import functools
 import json
+import math
 import pickle
 import struct
 import threading
@@ -67,18 +68,28 @@ def load_weights(weights: Weights, network: nn.Module, tensors: Mapping[str, Ten
     Raises:
         InputError: a tensor is missing, left over or of another shape.
     """
-    wanted = network.state_dict()
-    for name, like in wanted.items():
-        tensor = tensors.get(name)
-        # A scale is a number to some writers and a vector of one to others.
-        if tensor is None or (tensor.shape != like.shape and not (tensor.numel() == like.numel() == 1)):
-            found = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, not {list(like.shape)}"
-            raise weights.error(f"In this file {name} {found}. Set the weights of {what}.")
+    wanted, remedy = network.state_dict(), f"Set the weights of {what}."
+    found = {name: find_tensor(weights, tensors, name, like.shape, remedy) for name, like in wanted.items()}
     left_over = sorted(tensors.keys() - wanted.keys())
     if left_over:
-        raise weights.error(f"This file has {left_over[0]}, which {what} has not. Set the weights of {what}.")
-    state = {name: tensors[name].reshape(like.shape).to(like.dtype) for name, like in wanted.items()}
-    network.load_state_dict(state, assign=True)
+        raise weights.error(f"This file has {left_over[0]}, which {what} has not. {remedy}")
+    network.load_state_dict({name: found[name].to(like.dtype) for name, like in wanted.items()}, assign=True)
+
+
+def find_tensor(
+    weights: Weights, tensors: Mapping[str, Tensor], name: str, shape: Sequence[int], remedy: str
+) -> Tensor:
+    """Return a file's tensor of this name in this shape; `remedy` ends the message.
+
+    Raises:
+        InputError: it is missing or of another shape.
+    """
+    tensor = tensors.get(name)
+    # A scale is a number to some writers and a vector of one to others.
+    if tensor is None or (tuple(tensor.shape) != tuple(shape) and not (tensor.numel() == math.prod(shape) == 1)):
+        found = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, not {list(shape)}"
+        raise weights.error(f"In this file {name} {found}. {remedy}")
+    return tensor.reshape(tuple(shape))
 
 
 def load_model(weights: Weights, model_class: Any, **settings: object) -> nn.Module:

@@ -7,6 +7,7 @@ or the order.
 import abc
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -74,6 +75,14 @@ class ScoringBatch:
         }
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
         return ScoringBatch(**chosen, columns=columns)
+
+    def groups(self, reward: str) -> list[list[int]]:
+        """Return the indices of each group's samples; InputError, with the reward's name, without groups."""
+        if len(self) and not self.group_ids:
+            hint = "These samples come without groups. Set it to false."
+            raise InputError(f"rewards.{reward}.by_group", True, hint)
+        rows = itertools.groupby(range(len(self)), key=lambda row: self.group_ids[row])
+        return [list(group) for _, group in rows]
 
     def rgb_images(self, reward: str, min_side: int = 1, max_aspect: float = math.inf) -> Iterator[Image.Image]:
         """Yield each image in RGB; InputError, with the reward's name, for an unknown mode, too small or too long."""

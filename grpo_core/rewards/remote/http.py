@@ -219,15 +219,11 @@ def ask_side_by_side(ask: Callable[[_Item], _Result], items: Sequence[_Item], co
 
     An exception is raised here, and ends those that have not begun.
     """
-    if concurrency == 1 or len(items) <= 1:
+    if concurrency == 1:
         return [ask(item) for item in items]
-    with ThreadPoolExecutor(min(concurrency, len(items))) as pool:
-        answers = [pool.submit(ask, item) for item in items]
-        try:
-            return [answer.result() for answer in answers]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with ThreadPoolExecutor(concurrency) as pool:
+        # An iterator of results that ends early cancels what has not begun.
+        return list(pool.map(ask, items))
 
 
 @functools.lru_cache(maxsize=1)

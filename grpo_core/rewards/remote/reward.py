@@ -1,7 +1,6 @@
 """Scores of a server that speaks the protocol of docs/remote_rewards.md."""
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
@@ -70,8 +69,12 @@ class RemoteReward(ServiceReward):
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample."""
-        if self.by_group and not batch.group_ids:
-            raise InputError("rewards.remote.by_group", True, "These samples come without groups. Set it to false.")
+        rows = range(len(batch))
+        requests = (
+            batch.groups(self.name)
+            if self.by_group
+            else [list(rows[start : start + self.batch_size]) for start in rows[:: self.batch_size]]
+        )
         try:
             described = _describe(self)
         except ScoringError as failure:
@@ -82,14 +85,8 @@ class RemoteReward(ServiceReward):
         def ask(rows: Sequence[int]) -> list[Score]:
             return self._ask(batch.select(rows), described)
 
-        answers = ask_side_by_side(ask, self._requests(batch), self.concurrency)
+        answers = ask_side_by_side(ask, requests, self.concurrency)
         return [score for answer in answers for score in answer]
-
-    def _requests(self, batch: ScoringBatch) -> list[list[int]]:
-        rows = range(len(batch))
-        if self.by_group:
-            return [list(group) for _, group in itertools.groupby(rows, key=lambda row: batch.group_ids[row])]
-        return [list(rows[start : start + self.batch_size]) for start in rows[:: self.batch_size]]
 
     def _ask(self, batch: ScoringBatch, described: wire.RewardDescription) -> list[Score]:
         body = wire.write_request(self.reward, batch, self.with_targets)
