@@ -8,12 +8,11 @@ import pytest
 import rapidocr
 from PIL import Image, ImageDraw, ImageFont
 
-from grpo_core.errors import InputError
 from grpo_core.rewards.ocr import engines as rapidocr_engine
 from grpo_core.rewards.ocr.engines import MODELS, RapidEngine, reads_both_ways
 from grpo_core.rewards.ocr.protocol import UNREAD, unread
 from grpo_core.rewards.reward import ScoringError
-from tests.grpo_core.rewards.conftest import flat
+from tests.grpo_core.rewards.conftest import flat, refusal
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, CHINESE_TEXTS, LATIN, draw
 
 ENGINE = RapidEngine(turn_lines=False, limit_side_len=320, max_side_len=768)
@@ -139,8 +138,7 @@ def test_missing_and_changed_models_are_found(
     rapidocr_engine._find_model_file.cache_clear()
     (found,) = ENGINE.find_problems()
     assert problem in found
-    with pytest.raises(InputError, match=problem):
-        ENGINE.read(flat(255))
+    assert refusal(ENGINE.read, flat(255)) == ("rewards.text_accuracy.engine", "rapidocr")
 
 
 @pytest.mark.parametrize(

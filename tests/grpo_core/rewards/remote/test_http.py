@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from grpo_core.errors import InputError
 from grpo_core.rewards.remote import http
 from grpo_core.rewards.remote.http import ask_side_by_side
 from grpo_core.rewards.remote.reward import RemoteReward
 from grpo_core.rewards.reward import ScoringError
-from tests.grpo_core.rewards.conftest import refusal
+from tests.grpo_core.rewards.conftest import refusal, refused
 from tests.grpo_core.rewards.stub import QUICK, Reply, Stub
 
 
@@ -64,10 +63,9 @@ def test_after_the_last_attempt_it_fails_without_an_address(
 )
 def test_a_refusal_is_an_error_at_once(stub: Stub, status: int, body: Any, word: str) -> None:
     stub.script(Reply(body, status, headers={"Location": "/elsewhere"}))
-    with pytest.raises(InputError) as error:
-        service(stub.url).request("/x", b"{}")
-    assert (error.value.place, error.value.value) == (f"{stub.url}/x", f"status {status}")
-    assert word in error.value.hint
+    error = refused(service(stub.url).request, "/x", b"{}")
+    assert (error.place, error.value) == (f"{stub.url}/x", f"status {status}")
+    assert word in error.hint
     assert len(stub.requested) == 1
 
 
@@ -79,9 +77,7 @@ def test_an_answer_that_is_no_json_or_endless(
 ) -> None:
     monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1000)
     stub.script(Reply(answer))
-    with pytest.raises(InputError) as error:
-        service(stub.url).request("/x")
-    assert error.value.value == value
+    assert refused(service(stub.url).request, "/x").value == value
 
 
 @pytest.mark.parametrize("dated", [False, True])
