@@ -1,5 +1,3 @@
-""""""
-
 import dataclasses
 import shutil
 from pathlib import Path

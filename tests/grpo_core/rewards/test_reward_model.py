@@ -1,5 +1,3 @@
-""""""
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-""""""
-
 import shutil
 import sys
 from collections.abc import Iterator
