@@ -1,4 +1,9 @@
-"""Engines that read text in images: RapidOCR with models from its wheel, and Tesseract, where it is installed."""
+"""Engines that read text in images: RapidOCR with models from its wheel, and Tesseract, where it is installed.
+
+The settings of an engine are fixed when it is built, so that no call changes another's result. It reads an 8-bit RGB
+image to lines in reading order, none where nothing looks like text; a line that it sees and does not accept, upside
+down or of low confidence, is given as :func:`unread`.
+"""
 
 import base64
 import functools
@@ -15,7 +20,7 @@ from typing import Any
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.ocr.protocol import Line, in_reading_order, unread
+from grpo_core.rewards.ocr.lines import Line, in_reading_order, unread
 from grpo_core.rewards.reward import ScoringError
 from grpo_core.seeds import file_sha256
 
@@ -64,7 +69,12 @@ class RapidEngine:
         return []
 
     def read(self, image: Image.Image) -> tuple[str, ...]:
-        """Read the lines; a confidence of a half or more is accepted, and lines turned a quarter, either way."""
+        """Read the lines; a confidence of a half or more is accepted, and lines turned a quarter, either way.
+
+        Raises:
+            ScoringError: the library broke down.
+            InputError: a model file is missing or changed.
+        """
         models = tuple(str(_find_model_file(name)) for name in MODELS.values())
         with _READING:
             reader = _load_reader(self, models)
@@ -223,6 +233,10 @@ class TesseractEngine:
         """Read the lines, of each the words with a confidence of a half or more; at most TIMEOUT_SECONDS.
 
         Nothing is turned: writing on its head or on its side is unread, where it is seen at all.
+
+        Raises:
+            ScoringError: the program broke down, or took too long.
+            InputError: the program, the package or a language is not installed.
         """
         try:
             import pytesseract

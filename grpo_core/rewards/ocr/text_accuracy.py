@@ -9,7 +9,6 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.engines import RapidEngine, TesseractEngine
-from grpo_core.rewards.ocr.protocol import Engine
 from grpo_core.rewards.ocr.text_match import MATCHES, quoted_texts
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, ScoringError, Text
 
@@ -104,7 +103,7 @@ class TextAccuracyReward(Reward):
             scores[row] = self._score_image(engine, image, wanted[row])
         return scores
 
-    def _score_image(self, engine: Engine, image: Image.Image, texts: Sequence[str]) -> Score:
+    def _score_image(self, engine: RapidEngine | TesseractEngine, image: Image.Image, texts: Sequence[str]) -> Score:
         # Imported where it is used, as the engines are.
         import tenacity
 
@@ -132,7 +131,7 @@ class TextAccuracyReward(Reward):
         limit, most = self.limit_side_len or LIMIT_SIDE_LEN, self.max_side_len or MAX_SIDE_LEN
         return {"cls": bool(self.cls), "limit_side_len": limit, "max_side_len": most}
 
-    def _build_engine(self) -> Engine:
+    def _build_engine(self) -> RapidEngine | TesseractEngine:
         if self.engine == "tesseract":
             return TesseractEngine(self.languages or LANGUAGES)
         return RapidEngine(bool(self.cls), self.limit_side_len or LIMIT_SIDE_LEN, self.max_side_len or MAX_SIDE_LEN)

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from rapidfuzz import fuzz
 from rapidfuzz.distance import Levenshtein
 
-from grpo_core.rewards.ocr.protocol import UNREAD
+from grpo_core.rewards.ocr.lines import UNREAD
 
 CLOSERS: Mapping[str, str] = MappingProxyType(
     {

@@ -270,7 +270,7 @@ def test_processes_that_score_end_with_a_run_that_is_killed(maker: RunMaker, tmp
     program = f"""
 import time
 from configs.training import RewardSection
-from tasks.rewards.process_pool import score_in_processes
+from tasks.rewards.rows import score_in_processes
 
 if __name__ == "__main__":
     section = RewardSection.model_validate_json({section(settings, processes=2).model_dump_json()!r})
@@ -281,7 +281,7 @@ if __name__ == "__main__":
 """
     (tmp_path / "parent.py").write_text(program)
     command = [sys.executable, str(tmp_path / "parent.py")]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"scored\n"

@@ -1,45 +1,10 @@
-"""The interface of OCR engines, and the reading order of lines."""
+"""Lines that an OCR engine reads, and their order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from PIL import Image
 
 UNREAD = "\uffff"
 """Stands for a character that an engine sees and does not accept; no text has it (it is none of Unicode's)."""
-
-
-class Engine(Protocol):
-    """Reads images; its settings are fixed when it is built, so that no call changes another's result."""
-
-    @property
-    def version(self) -> str:
-        """Name the libraries that determine what is read, with their versions.
-
-        Raises:
-            InputError: they are not there.
-        """
-
-    def model_digests(self) -> Mapping[str, str]:
-        """Return the sha256 of every model file by role.
-
-        Raises:
-            InputError: a file is missing.
-        """
-
-    def find_problems(self) -> Sequence[str]:
-        """List what is missing, each with its hint; empty when the engine can read. Loads no model."""
-
-    def read(self, image: Image.Image) -> tuple[str, ...]:
-        """Return the lines of an 8-bit RGB image in reading order; none where nothing looks like text.
-
-        A line that is seen and not accepted, upside down or of low confidence, is given as :func:`unread`.
-
-        Raises:
-            ScoringError: it broke down, or took too long.
-            InputError: the engine is not installed, or only in part.
-        """
 
 
 @dataclass(frozen=True)
