@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -325,6 +325,15 @@ def provenance_of(reward: Reward) -> dict[str, object]:
         "settings_digest": hashlib.sha256(canonical.encode()).hexdigest(),
         "weights": dict(reward.weight_digests()),
     }
+
+
+def problems_of(check: Callable[[], object]) -> list[str]:
+    """Return the message of what a check refuses, for a preflight; empty if it passes."""
+    try:
+        check()
+    except InputError as error:
+        return [str(error)]
+    return []
 
 
 def clamp_unit(value: float) -> float:

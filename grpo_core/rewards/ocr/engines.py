@@ -21,7 +21,7 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.lines import Line, in_reading_order, unread
-from grpo_core.rewards.reward import ScoringError
+from grpo_core.rewards.reward import ScoringError, problems_of
 from grpo_core.seeds import file_sha256
 
 MODELS: Mapping[str, str] = {
@@ -62,11 +62,7 @@ class RapidEngine:
 
     def find_problems(self) -> Sequence[str]:
         """Report model files that are missing or changed."""
-        try:
-            self.model_digests()
-        except InputError as error:
-            return [str(error)]
-        return []
+        return problems_of(self.model_digests)
 
     def read(self, image: Image.Image) -> tuple[str, ...]:
         """Read the lines; a confidence of a half or more is accepted, and lines turned a quarter, either way.
@@ -223,11 +219,7 @@ class TesseractEngine:
         """Report the Python package, the program or a language that is not installed."""
         missing = find_spec("pytesseract") is None
         problems = [str(InputError(_PLACE, "tesseract", _NO_PACKAGE))] if missing else []
-        try:
-            self.model_digests()
-        except InputError as error:
-            problems.append(str(error))
-        return problems
+        return problems + problems_of(self.model_digests)
 
     def read(self, image: Image.Image) -> tuple[str, ...]:
         """Read the lines, of each the words with a confidence of a half or more; at most TIMEOUT_SECONDS.
