@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, first_line
 
 HUB_PREFIX = "hf://"
 SAFETENSORS, PICKLES = "model*.safetensors", "pytorch_model*.bin"
@@ -133,6 +133,5 @@ def _download_hint(error: Exception) -> str:
         errors.RevisionNotFoundError: "The repository has no such revision. Set a branch, a tag or a complete commit.",
         errors.RemoteEntryNotFoundError: "The repository has no such file. Its page on the Hub lists them under Files.",
     }
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    other = f"It could not be downloaded ({reason}). Check the network and try again, or set a local path."
+    other = f"It could not be downloaded ({first_line(error)}). Check the network and try again, or set a local path."
     return next((hint for kind, hint in hints.items() if isinstance(error, kind)), other)

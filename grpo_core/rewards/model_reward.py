@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.backends import cudnn
 
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, first_line
 from grpo_core.rewards.hub import SAFETENSORS, weights_pattern
 from grpo_core.rewards.reward import STRICT, Reward
 from grpo_core.rewards.weights import Weights
@@ -49,9 +49,8 @@ def load_state_dict(weights: Weights) -> dict[str, Tensor]:
             return safetensors.torch.load_file(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        hint = f"It cannot be read as a state dict ({reason}). Set a complete .safetensors file or torch.save file."
-        raise weights.error(hint) from error
+        hint = "Set a complete .safetensors file or torch.save file."
+        raise weights.error(f"It cannot be read as a state dict ({first_line(error)}). {hint}") from error
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
@@ -111,7 +110,7 @@ def load_model(weights: Weights, model_class: Any, **settings: object) -> nn.Mod
             **settings,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError) as error:
-        raise weights.error(f"It cannot be loaded as {kind} ({_reason(error)}). Set a complete {kind}.") from error
+        raise weights.error(f"It cannot be loaded as {kind} ({first_line(error)}). Set a complete {kind}.") from error
     # transformers fills what it does not find with random numbers, and only logs that.
     broken = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if broken:
@@ -137,11 +136,7 @@ def load_tokenizer(weights: Weights) -> Any:
             json.loads(file.read_text(encoding="utf-8"))
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise weights.error(f"Its tokenizer cannot be loaded ({_reason(error)}). Set a complete model.") from error
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise weights.error(f"Its tokenizer cannot be loaded ({first_line(error)}). Set a complete model.") from error
 
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
