@@ -79,8 +79,7 @@ class ScoringBatch:
     def groups(self, reward: str) -> list[list[int]]:
         """Return the indices of each group's samples; InputError, with the reward's name, without groups."""
         if len(self) and not self.group_ids:
-            hint = "These samples come without groups. Set it to false."
-            raise InputError(f"rewards.{reward}.by_group", True, hint)
+            raise InputError(f"rewards.{reward}.by_group", True, "These samples come without groups. Set it to false.")
         rows = itertools.groupby(range(len(self)), key=lambda row: self.group_ids[row])
         return [list(group) for _, group in rows]
 
