@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.functions import run_awaitable
-from grpo_core.rewards.reward import STRICT, Positive, Reward, ScoringError
+from grpo_core.rewards.reward import STRICT, Positive, Reward, ScoringError, problems_of
 
 if TYPE_CHECKING:
     import httpx
@@ -95,13 +95,10 @@ class ServiceReward(Reward):
     def preflight(self) -> Sequence[str]:
         """Report a service that does not answer at once, or does not fit the settings."""
         try:
-            dataclasses.replace(self, attempts=1, timeout_s=PREFLIGHT_TIMEOUT_S).check_service()
+            return problems_of(dataclasses.replace(self, attempts=1, timeout_s=PREFLIGHT_TIMEOUT_S).check_service)
         except ScoringError as failure:
             hint = f"{failure}. Start the service there, or correct the address."
             return [str(InputError(f"rewards.{self.name}.url", self.url, hint))]
-        except InputError as error:
-            return [str(error)]
-        return []
 
     @abstractmethod
     def check_service(self) -> None:
