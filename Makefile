@@ -40,7 +40,7 @@ test-chaos: $(STAMP)  ## kill tiny runs over a hundred times, with and without w
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m chaos tests/chaos
 
 test-attacks: $(STAMP)  ## print what adversarial images and texts reach by every reward; fails where it is too much
-	$(ENVIRONMENT) $(RUN)/python -m tests.attacks.listing
+	$(ENVIRONMENT) $(RUN)/python -m tests.attacks.attacks
 
 check: $(STAMP)  ## check style, format, types and layers
 	$(RUN)/ruff check .

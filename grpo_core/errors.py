@@ -41,6 +41,11 @@ def raise_all(errors: Iterable[InputError]) -> None:
         raise joined(found)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message; its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class NonFiniteError(ArithmeticError):
     """A loss, gradient, reward or log-prob is NaN or infinite; names the samples."""
 

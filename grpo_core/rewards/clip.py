@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as settings_dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.model_reward import ModelReward, Sha256
-from grpo_core.rewards.reward import STRICT, ScoringBatch, Text
+from grpo_core.rewards.reward import STRICT, ScoringBatch, Text, problems_of
 from grpo_core.rewards.weights import Published, Weights
 
 DEFAULT_MODEL = "ViT-L-14-quickgelu"
@@ -121,11 +121,7 @@ class ClipReward(ModelReward):
 
     def preflight(self) -> Sequence[str]:
         """List an unknown network, missing or wrong weights, a missing device."""
-        try:
-            self.architecture()
-        except InputError as error:
-            return [str(error), *super().preflight()]
-        return super().preflight()
+        return [*problems_of(self.architecture), *super().preflight()]
 
     def architecture(self) -> ClipArchitecture:
         """Return the network; raises as :func:`find_architecture`."""

@@ -23,7 +23,14 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.clip import ClipArchitecture, ClipReward, LongPrompts, check_prompts
-from grpo_core.rewards.model_reward import Sha256, exact_inference, load_once, load_state_dict, load_weights
+from grpo_core.rewards.model_reward import (
+    Sha256,
+    exact_inference,
+    find_tensor,
+    load_once,
+    load_state_dict,
+    load_weights,
+)
 from grpo_core.rewards.reward import STRICT, Positive, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.weights import Published, Weights
 
@@ -247,20 +254,19 @@ def load_head(weights: Weights, width: int) -> Layers:
     Raises:
         InputError: the file cannot be read, or is not a head for such embeddings.
     """
-    tensors = load_state_dict(weights)
-    inputs = width
+    tensors, remedy = load_state_dict(weights), f"Set {HEAD.file}."
+    name, outputs = LAYERS[0]
+    first = tensors.get(f"{name}.weight")
+    if first is not None and first.ndim == 2 and len(first) == outputs and first.shape[1] != width:
+        hint = (
+            f"This head needs embeddings of {first.shape[1]} numbers, this CLIP has {width}. Set `model` "
+            "to the network that the head was fitted to (ViT-L-14-quickgelu for the published one)."
+        )
+        raise weights.error(hint)
+    layers, inputs = [], width
     for layer, outputs in LAYERS:
-        for name, shape in ((f"{layer}.weight", (outputs, inputs)), (f"{layer}.bias", (outputs,))):
-            found = tuple(tensors[name].shape) if name in tensors else None
-            if found == shape:
-                continue
-            if layer == LAYERS[0][0] and found is not None and found[:1] == shape[:1]:
-                hint = (
-                    f"This head needs embeddings of {found[1]} numbers, this CLIP has {width}. Set `model` "
-                    "to the network that the head was fitted to (ViT-L-14-quickgelu for the published one)."
-                )
-                raise weights.error(hint)
-            seen = "is missing" if found is None else f"has shape {list(found)}, not {list(shape)}"
-            raise weights.error(f"In this file {name} {seen}. Set {HEAD.file}.")
+        matrix = find_tensor(weights, tensors, f"{layer}.weight", (outputs, inputs), remedy)
+        offset = find_tensor(weights, tensors, f"{layer}.bias", (outputs,), remedy)
+        layers.append((matrix.float(), offset.float()))
         inputs = outputs
-    return tuple((tensors[f"{layer}.weight"].float(), tensors[f"{layer}.bias"].float()) for layer, _ in LAYERS)
+    return tuple(layers)

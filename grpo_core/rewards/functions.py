@@ -150,19 +150,12 @@ class FunctionReward(Reward):
     @property
     def requires_tokens(self) -> bool:
         """Whether the function's parameter completion_ids has no default; False while it cannot load."""
-        try:
-            return "completion_ids" in _required(self._load())
-        except InputError:
-            return False  # reported by preflight
+        return "completion_ids" in self._parameters()
 
     @property
     def needs_column(self) -> str | None:
         """The function's first parameter without a default that no call passes; None while it cannot load."""
-        try:
-            required = _required(self._load())
-        except InputError:
-            return None  # reported by preflight
-        return next((name for name in required if name not in _GIVEN), None)
+        return next((name for name in self._parameters() if name not in _GIVEN), None)
 
     def settings(self) -> Mapping[str, object]:
         """Return all of them; a file by its name, because its content is in the version."""
@@ -191,10 +184,14 @@ class FunctionReward(Reward):
         function = self._load()
         if not self.by_group:
             return self._score_rows(function, batch)
-        if not batch.group_ids:
-            raise InputError("rewards.function.by_group", True, "These samples come without groups. Set it to false.")
-        groups = itertools.groupby(range(len(batch)), key=lambda row: batch.group_ids[row])
-        return [score for _, rows in groups for score in self._score_rows(function, batch.select(list(rows)))]
+        return [score for rows in batch.groups(self.name) for score in self._score_rows(function, batch.select(rows))]
+
+    def _parameters(self) -> list[str]:
+        """List what a call must pass; empty while the function cannot load, which preflight reports."""
+        try:
+            return _required(self._load())
+        except InputError:
+            return []
 
     def _load(self) -> UserFunction:
         factory = _is_factory(find_function(_PLACE, self.function)) if self.factory is None else self.factory

@@ -14,6 +14,7 @@ guard such a run with measures that a good policy would raise, or keep.
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -141,12 +142,12 @@ def _find_sign(
     recent = slice(len(levels) - rule.patience, len(levels))
     if recent.start < 1:
         return None
-    last, reward_last = _mean(levels[recent]), _mean(rewards[recent])
+    last, reward_last = statistics.fmean(levels[recent]), statistics.fmean(rewards[recent])
     level_noise, reward_noise = _noise(levels, rule), _noise(rewards, rule)
     found: HackingSign | None = None
     for end in range(1, recent.start + 1):
         window = slice(max(0, end - rule.patience), end)
-        first, reward_first = _mean(levels[window]), _mean(rewards[window])
+        first, reward_first = statistics.fmean(levels[window]), statistics.fmean(rewards[window])
         low = [first - level >= rule.fall * abs(first) for level in levels]
         # Of the difference between two means of independent values.
         scale = math.sqrt(1.0 / (window.stop - window.start) + 1.0 / rule.patience)
@@ -166,10 +167,6 @@ def _noise(values: Sequence[float], rule: HackingRule) -> float:
         return 0.0
     noise = noise_between(values)
     return math.inf if noise is None else rule.noise * noise
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _check_length(place: str, values: Sequence[object], versions: Sequence[int]) -> None:

@@ -19,9 +19,18 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.remote.http import ServiceFailure, ServiceReward, ask_side_by_side
+from grpo_core.rewards.remote.http import ServiceReward, ask_side_by_side
 from grpo_core.rewards.remote.wire import encode_image
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Score, ScoringBatch, Text, clamp_unit
+from grpo_core.rewards.reward import (
+    NOT_APPLICABLE,
+    STRICT,
+    Positive,
+    Score,
+    ScoringBatch,
+    ScoringError,
+    Text,
+    clamp_unit,
+)
 from grpo_core.streams import Modality
 
 _VERDICT_FORM = (
@@ -111,21 +120,14 @@ class JudgeReward(ServiceReward):
         """The first one in the rubric."""
         return next(iter(self._columns()), None)
 
-    def preflight(self) -> Sequence[str]:
-        """Report an endpoint that does not answer at once, or has no such model."""
-        try:
-            listed = self.impatient().request("/models")
-        except ServiceFailure as failure:
-            hint = f"{failure.reason}. Start the endpoint there, or correct the address."
-            return [str(InputError("rewards.judge.url", self.url, hint))]
-        except InputError as error:
-            return [str(error)]
+    def check_service(self) -> None:
+        """Check that the endpoint lists the model."""
+        listed = self.request("/models")
         models = listed.get("data") if isinstance(listed, dict) else None
         names = [str(entry.get("id")) for entry in models or () if isinstance(entry, dict)]
-        if self.model in names:
-            return []
-        hint = f"The endpoint at {self.url} has {', '.join(names) or 'no models'}. Set one of them."
-        return [str(InputError("rewards.judge.model", self.model, hint))]
+        if self.model not in names:
+            hint = f"The endpoint at {self.url} has {', '.join(names) or 'no models'}. Set one of them."
+            raise InputError("rewards.judge.model", self.model, hint)
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample with a request of its own."""
@@ -153,8 +155,8 @@ class JudgeReward(ServiceReward):
                     {"role": "assistant", "content": answer},
                     {"role": "user", "content": _REMINDER + form},
                 ]
-        except ServiceFailure as failure:
-            return Score.failed(failure.reason)
+        except ScoringError as failure:
+            return Score.failed(str(failure))
         said = repr(" ".join(answer.split())[:120])
         if cut:
             return Score.failed(f"the judge's answer was cut off at max_tokens {self.max_tokens}: {said}")

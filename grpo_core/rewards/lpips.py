@@ -15,7 +15,7 @@ from jaxtyping import Float32
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_once, load_state_dict
+from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, find_tensor, load_once, load_state_dict
 from grpo_core.rewards.reward import STRICT, clamp_unit
 from grpo_core.rewards.similarity import PairReward
 from grpo_core.rewards.tensors import Images, check_pair
@@ -141,10 +141,5 @@ def _find_tensor(
         return like
     if name.startswith("lin"):
         return heads[name.replace("lins.", "lin")]
-    published = "features." + name.split(".", 2)[2]
-    tensor = tensors.get(published)
-    if tensor is None or tensor.shape != like.shape:
-        found = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, not {list(like.shape)}"
-        hint = f"In this file {published} {found}. Set {TRUNKS[net].file}, the trunk of net {net}."
-        raise trunk.error(hint)
-    return tensor.float()
+    published, remedy = "features." + name.split(".", 2)[2], f"Set {TRUNKS[net].file}, the trunk of net {net}."
+    return find_tensor(trunk, tensors, published, like.shape, remedy).float()

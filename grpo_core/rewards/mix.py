@@ -228,7 +228,7 @@ class RunningMoments:
         return cls(tuple(counts.tolist()), tuple(means.tolist()), tuple(squares.tolist()))
 
     def merged(self, other: "RunningMoments") -> "RunningMoments":
-        """Of the values of both.
+        """Return the moments of the values of both.
 
         Chan, Golub and LeVeque, 1979, Updating formulae and a pairwise algorithm for computing sample variances
         (STAN-CS-79-773), section 2, written with means in place of sums.

@@ -3,6 +3,7 @@
 import abc
 import functools
 import json
+import math
 import pickle
 import struct
 import threading
@@ -20,9 +21,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.backends import cudnn
 
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, first_line
+from grpo_core.rewards.hub import SAFETENSORS, weights_pattern
 from grpo_core.rewards.reward import STRICT, Reward
-from grpo_core.rewards.weights import SAFETENSORS, Weights, weights_pattern
+from grpo_core.rewards.weights import Weights
 
 _UNREADABLE = (
     *(SafetensorError, pickle.UnpicklingError, struct.error, OSError, EOFError),
@@ -47,9 +49,8 @@ def load_state_dict(weights: Weights) -> dict[str, Tensor]:
             return safetensors.torch.load_file(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        hint = f"It cannot be read as a state dict ({reason}). Set a complete .safetensors file or torch.save file."
-        raise weights.error(hint) from error
+        hint = "Set a complete .safetensors file or torch.save file."
+        raise weights.error(f"It cannot be read as a state dict ({first_line(error)}). {hint}") from error
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
@@ -66,18 +67,28 @@ def load_weights(weights: Weights, network: nn.Module, tensors: Mapping[str, Ten
     Raises:
         InputError: a tensor is missing, left over or of another shape.
     """
-    wanted = network.state_dict()
-    for name, like in wanted.items():
-        tensor = tensors.get(name)
-        # A scale is a number to some writers and a vector of one to others.
-        if tensor is None or (tensor.shape != like.shape and not (tensor.numel() == like.numel() == 1)):
-            found = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, not {list(like.shape)}"
-            raise weights.error(f"In this file {name} {found}. Set the weights of {what}.")
+    wanted, remedy = network.state_dict(), f"Set the weights of {what}."
+    found = {name: find_tensor(weights, tensors, name, like.shape, remedy) for name, like in wanted.items()}
     left_over = sorted(tensors.keys() - wanted.keys())
     if left_over:
-        raise weights.error(f"This file has {left_over[0]}, which {what} has not. Set the weights of {what}.")
-    state = {name: tensors[name].reshape(like.shape).to(like.dtype) for name, like in wanted.items()}
-    network.load_state_dict(state, assign=True)
+        raise weights.error(f"This file has {left_over[0]}, which {what} has not. {remedy}")
+    network.load_state_dict({name: found[name].to(like.dtype) for name, like in wanted.items()}, assign=True)
+
+
+def find_tensor(
+    weights: Weights, tensors: Mapping[str, Tensor], name: str, shape: Sequence[int], remedy: str
+) -> Tensor:
+    """Return a file's tensor of this name in this shape; `remedy` ends the message.
+
+    Raises:
+        InputError: it is missing or of another shape.
+    """
+    tensor = tensors.get(name)
+    # A scale is a number to some writers and a vector of one to others.
+    if tensor is None or (tuple(tensor.shape) != tuple(shape) and not (tensor.numel() == math.prod(shape) == 1)):
+        found = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, not {list(shape)}"
+        raise weights.error(f"In this file {name} {found}. {remedy}")
+    return tensor.reshape(tuple(shape))
 
 
 def load_model(weights: Weights, model_class: Any, **settings: object) -> nn.Module:
@@ -99,7 +110,7 @@ def load_model(weights: Weights, model_class: Any, **settings: object) -> nn.Mod
             **settings,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError) as error:
-        raise weights.error(f"It cannot be loaded as {kind} ({_reason(error)}). Set a complete {kind}.") from error
+        raise weights.error(f"It cannot be loaded as {kind} ({first_line(error)}). Set a complete {kind}.") from error
     # transformers fills what it does not find with random numbers, and only logs that.
     broken = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if broken:
@@ -125,11 +136,7 @@ def load_tokenizer(weights: Weights) -> Any:
             json.loads(file.read_text(encoding="utf-8"))
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise weights.error(f"Its tokenizer cannot be loaded ({_reason(error)}). Set a complete model.") from error
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise weights.error(f"Its tokenizer cannot be loaded ({first_line(error)}). Set a complete model.") from error
 
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]

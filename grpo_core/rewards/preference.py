@@ -33,7 +33,7 @@ from grpo_core.rewards.model_reward import (
     load_tokenizer,
     load_weights,
 )
-from grpo_core.rewards.reward import STRICT, Positive, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.reward import STRICT, Positive, Score, ScoringBatch, clamp_unit, problems_of
 from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.weights import Published, Weights
 
@@ -203,12 +203,7 @@ class HpsV2Reward(PreferenceReward):
 
     def preflight(self) -> Sequence[str]:
         """List missing or wrong weights, a missing device, an unknown network."""
-        problems = list(super().preflight())
-        try:
-            self._architecture()
-        except InputError as error:
-            problems.append(str(error))
-        return problems
+        return [*super().preflight(), *problems_of(self._architecture)]
 
     def load(self) -> PreferenceScorer:
         """Load the model."""

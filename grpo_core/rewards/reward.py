@@ -7,10 +7,11 @@ or the order.
 import abc
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -75,6 +76,13 @@ class ScoringBatch:
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
         return ScoringBatch(**chosen, columns=columns)
 
+    def groups(self, reward: str) -> list[list[int]]:
+        """Return the indices of each group's samples; InputError, with the reward's name, without groups."""
+        if len(self) and not self.group_ids:
+            raise InputError(f"rewards.{reward}.by_group", True, "These samples come without groups. Set it to false.")
+        rows = itertools.groupby(range(len(self)), key=lambda row: self.group_ids[row])
+        return [list(group) for _, group in rows]
+
     def rgb_images(self, reward: str, min_side: int = 1, max_aspect: float = math.inf) -> Iterator[Image.Image]:
         """Yield each image in RGB; InputError, with the reward's name, for an unknown mode, too small or too long."""
         for sample_id, image in zip(self.sample_ids, self.images, strict=True):
@@ -113,6 +121,17 @@ class Score:
         A NaN would leave a clamp as a value.
         """
         return cls(value, raw) if math.isfinite(raw) else cls.failed(reason or not_finite(raw))
+
+
+class ScoringError(RuntimeError):
+    """A service or an engine gave no score in this attempt; another one may succeed.
+
+    `retry_after_s` is the waiting time that a service requested. The message contains no address.
+    """
+
+    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(reason)
 
 
 NOT_APPLICABLE = Score(None, None)
@@ -305,6 +324,15 @@ def provenance_of(reward: Reward) -> dict[str, object]:
         "settings_digest": hashlib.sha256(canonical.encode()).hexdigest(),
         "weights": dict(reward.weight_digests()),
     }
+
+
+def problems_of(check: Callable[[], object]) -> list[str]:
+    """Return the message of what a check refuses, for a preflight; empty if it passes."""
+    try:
+        check()
+    except InputError as error:
+        return [str(error)]
+    return []
 
 
 def clamp_unit(value: float) -> float:

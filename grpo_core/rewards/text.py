@@ -1,8 +1,7 @@
 """Rewards of completions by rule: nearness to a given answer, the required form, and boxes.
 
 One of the two rule-based rewards of DeepSeek-AI, 2025, "DeepSeek-R1: Incentivizing Reasoning Capability in LLMs via
-Reinforcement Learning" (arXiv:2501.12948), section 2.2.2; with the IoU of a box, of Xu et al., 2025, "MedGround-R1"
-(arXiv:2507.02994).
+Reinforcement Learning" (arXiv:2501.12948), section 2.2.2.
 
 Intersection over union: Everingham et al., 2010, "The PASCAL Visual Object Classes (VOC) Challenge", section 4.2; as
 the reward of a policy that grounds a text in an image, Xu et al., 2025, "MedGround-R1" (arXiv:2507.02994).
@@ -48,7 +47,7 @@ class AnswerReward(Reward):
 
     @property
     def needs_column(self) -> str:
-        """The answer's column."""
+        """Name the column of the answer."""
         return self.column
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
@@ -216,7 +215,7 @@ class BoxIouReward(Reward):
 
     @property
     def needs_column(self) -> str:
-        """The wanted boxes'."""
+        """Name the column of the wanted boxes."""
         return self.column
 
     def settings(self) -> Mapping[str, object]:

@@ -1,31 +1,13 @@
-"""Weights on disk or on the Hugging Face Hub, found and checked before they are loaded.
+"""Weights on disk or on the Hugging Face Hub, found and checked before they are loaded."""
 
-On the Hub a file is ``hf://owner/repo/path/in/repo``, a model ``owner/repo``. Either may end in ``@revision`` (a
-branch, a tag or a commit); in a file's name the revision may also follow the repository, as fsspec writes it
-(``hf://owner/repo@revision/path/in/repo``). Without one it is the branch ``main``.
-"""
-
-import fnmatch
 import hashlib
-import http.client
-import json
-import re
-import urllib.error
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.hub import DESCRIPTIONS, HUB_PREFIX, HubName, missing_weights, one_message, weights_pattern
 from grpo_core.seeds import file_sha256
 
-HUB_PREFIX = "hf://"
-SAFETENSORS, PICKLES = "model*.safetensors", "pytorch_model*.bin"
-"""Weight files of a transformers model."""
-
-_DESCRIPTIONS = ("*.json", "*.txt", "*.jinja", "*.model")
-_FILE = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<first>[\w.-]+))?/(?P<file>[^@]+?)(@(?P<last>[\w./-]+))?")
-_MODEL = re.compile(r"(hf://)?(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _SECONDS = 60.0
 _OFFLINE = (
     "It is not in the local cache of the Hugging Face Hub, and HF_HUB_OFFLINE forbids downloads. Unset "
@@ -112,9 +94,12 @@ class Weights:
             InputError: missing or wrong weights, or a failure of the Hub.
         """
         found = self._find()
-        if found is None:
-            found = self._download_from_hub()
+        named = self._hub_name() if found is None else None
+        if named is not None:
+            with one_message(self.place, self.source):
+                found = named.download()
             self._check(found)
+        assert found is not None, "only what is on the Hub is not found"
         return found
 
     def digest(self) -> str:
@@ -132,7 +117,8 @@ class Weights:
         """Return whether something is there: in the local cache for a name on the Hub."""
         if self.source is None:
             return False
-        return self._cached() is not None if self.on_hub else Path(self.source).expanduser().exists()
+        named = self._hub_name()
+        return Path(self.source).expanduser().exists() if named is None else named.cached() is not None
 
     def to_fetch(self, folder: Path) -> "Weights":
         """Return the same with the published weights where none are set: on the Hub, or else a file in this folder.
@@ -157,12 +143,14 @@ class Weights:
         Raises:
             InputError: there is no answer, or the Hub is offline.
         """
-        if self.on_hub:
+        named = self._hub_name() if self.source is not None else None
+        if named is not None:
             self._require_online()
-            return sum(self._sizes_on_hub().values())
+            with one_message(self.place, self.source):
+                return sum(named.sizes().values())
         import httpx
 
-        with self._one_message():
+        with one_message(self.place, self.published.url):
             answer = httpx.head(self.published.url, follow_redirects=True, timeout=_SECONDS).raise_for_status()
             length = answer.headers.get("Content-Length", "")
             return int(length) if length.isdigit() else None
@@ -178,7 +166,7 @@ class Weights:
         from torch.hub import download_url_to_file
 
         target, expected = Path(self.source or "").expanduser(), (self.sha256 or self.published.sha256).lower()
-        with self._one_message():
+        with one_message(self.place, self.published.url):
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 download_url_to_file(self.published.url, str(target), hash_prefix=expected)
@@ -209,103 +197,40 @@ class Weights:
         )
         return f"{local}, or to {published.hub}." if published.hub else f"{local}."
 
-    def _hub_name(self) -> tuple[str, str | None, str | None] | None:
-        """Return repository, file (None for a model) and revision of a name on the Hub; None for a path."""
+    def _hub_name(self) -> HubName | None:
+        """Return the name on the Hub; None for a path."""
         source = self.source or ""
         if self.published.file:
             if not source.startswith(HUB_PREFIX):
                 return None
-            match = _FILE.fullmatch(source)
-            if match is None or (match["first"] and match["last"]) or ".." in match["file"].split("/"):
-                hint = "Name one file as hf://owner/repo/path/in/repo; add @revision for another branch, tag or commit."
-                raise self.error(hint)
-            return match["repo"], match["file"], match["first"] or match["last"]
-        if Path(source).expanduser().is_dir() or source.startswith(("/", "~", ".")):
-            return None
-        match = _MODEL.fullmatch(source)
-        if match is None:
-            example = self.published.hub or self.published.note
-            raise self.error(f"It is neither a folder nor a name on the Hub: {example}.")
-        return match["repo"], None, match["revision"]
-
-    def _required_name(self) -> tuple[str, str | None, str | None]:
-        named = self._hub_name()
-        assert named is not None, "only what is on the Hub is asked for there"
+            named = HubName.of_file(source)
+            hint = "Name one file as hf://owner/repo/path/in/repo; add @revision for another branch, tag or commit."
+        else:
+            if Path(source).expanduser().is_dir() or source.startswith(("/", "~", ".")):
+                return None
+            named = HubName.of_model(source)
+            hint = f"It is neither a folder nor a name on the Hub: {self.published.hub or self.published.note}."
+        if named is None:
+            raise self.error(hint)
         return named
 
     def _find(self) -> str | None:
         """Return the checked file or folder; None where it is on the Hub only. Raises as :meth:`path`."""
         if self.source is None:
             raise self._not_set()
-        found = self._cached() if self.on_hub else str(Path(self.source).expanduser())
+        named = self._hub_name()
+        found = str(Path(self.source).expanduser()) if named is None else named.cached()
         if found is None:
             self._require_online()
         else:
             self._check(found)
         return found
 
-    def _cached(self) -> str | None:
-        """Return where the local cache has all of what the Hub has under the name; uses no network."""
-        import huggingface_hub
-
-        repo, file, revision = self._required_name()
-        try:
-            found = huggingface_hub.try_to_load_from_cache(repo, file or "config.json", revision=revision)
-        except ValueError:
-            # A name that the Hub does not accept, so the cache never contains it.
-            return None
-        if not isinstance(found, str) or file is not None:
-            return found if isinstance(found, str) else None
-        # An interrupted download may have ended after the configuration.
-        return None if _missing_weights(Path(found).parent) else str(Path(found).parent)
-
-    def _download_from_hub(self) -> str:
-        import huggingface_hub
-
-        repo, file, revision = self._required_name()
-        with self._one_message():
-            if file is not None:
-                return huggingface_hub.hf_hub_download(repo, file, revision=revision)
-            return huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(self._sizes_on_hub()))
-
-    def _sizes_on_hub(self) -> Mapping[str, int]:
-        """Return the files that a download takes, with their bytes: pickled weights only where there are no others."""
-        import huggingface_hub
-
-        repo, file, revision = self._required_name()
-        with self._one_message():
-            if file is not None:
-                url = huggingface_hub.hf_hub_url(repo, file, revision=revision)
-                return {file: huggingface_hub.get_hf_file_metadata(url).size or 0}
-            info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
-        sizes = {each.rfilename: each.size or 0 for each in info.siblings or () if "/" not in each.rfilename}
-        wanted = (*_DESCRIPTIONS, SAFETENSORS if fnmatch.filter(sizes, SAFETENSORS) else PICKLES)
-        return {name: size for name, size in sizes.items() if any(fnmatch.fnmatch(name, each) for each in wanted)}
-
     def _require_online(self) -> None:
         import huggingface_hub
 
         if huggingface_hub.is_offline_mode():
             raise self.error(_OFFLINE)
-
-    @contextmanager
-    def _one_message(self) -> Iterator[None]:
-        """Turn every failure of the Hub or of another server into one message."""
-        import httpx
-        from huggingface_hub import errors
-
-        try:
-            yield
-        # HTTPError is the base of all that the Hub's HTTP client raises, a broken connection among it.
-        except (
-            *(errors.HTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError),  # type: ignore[attr-defined]
-            *(httpx.HTTPError, http.client.HTTPException, OSError),
-        ) as error:
-            if isinstance(error, urllib.error.HTTPError):
-                # It is the open answer itself.
-                error.close()
-            value = self.source if self.on_hub else self.published.url
-            raise InputError(self.place, value, _download_hint(error)) from error
 
     def _check(self, found: str) -> None:
         """Refuse what is missing, incomplete, or of another digest."""
@@ -329,54 +254,19 @@ class Weights:
             raise self.error("There is no such folder. Set a model's folder, or owner/repo on the Hub.")
         if not (folder / "config.json").is_file():
             raise self.error("The folder has no config.json. Set one saved by transformers.")
-        missing = _missing_weights(folder)
+        missing = missing_weights(folder)
         if missing is not None:
             raise self.error(f"The folder does not contain {missing}. Set a complete model.")
 
     def _sha256_of(self, found: str) -> str:
-        if self.published.file:
-            return self._file_sha256(found)
-        folder, digest = Path(found), hashlib.sha256()
-        patterns = (*_DESCRIPTIONS, weights_pattern(folder))
-        for file in sorted((f for pattern in patterns for f in folder.glob(pattern)), key=lambda file: file.name):
-            digest.update(f"{self._file_sha256(str(file))}  {file.name}\n".encode())
-        return digest.hexdigest()
-
-    def _file_sha256(self, file: str) -> str:
         try:
-            return file_sha256(file)
+            if self.published.file:
+                return file_sha256(found)
+            folder, digest = Path(found), hashlib.sha256()
+            patterns = (*DESCRIPTIONS, weights_pattern(folder))
+            for file in sorted((f for pattern in patterns for f in folder.glob(pattern)), key=lambda file: file.name):
+                digest.update(f"{file_sha256(str(file))}  {file.name}\n".encode())
+            return digest.hexdigest()
         except OSError as error:
             hint = f"The file cannot be read ({error.strerror}). Make it readable."
-            raise InputError(self.place, file, hint) from error
-
-
-def weights_pattern(folder: Path) -> str:
-    """Choose which weight files transformers reads: pickled ones only where there are no others."""
-    return SAFETENSORS if any(folder.glob(SAFETENSORS)) else PICKLES
-
-
-def _missing_weights(folder: Path) -> str | None:
-    """Return the first weight file that the folder lacks."""
-    found = {file.name for file in folder.glob(weights_pattern(folder))}
-    if not found:
-        return "model.safetensors"
-    # Large models come in parts, and a download may have ended between two of them.
-    for index in folder.glob(f"{weights_pattern(folder)}.index.json"):
-        parts: set[str] = set(json.loads(index.read_text())["weight_map"].values())
-        if parts - found:
-            return min(parts - found)
-    return None
-
-
-def _download_hint(error: Exception) -> str:
-    from huggingface_hub import errors
-
-    hints: dict[type[Exception], str] = {
-        errors.GatedRepoError: "Its owners ask for consent: accept the terms on its page, then run `hf auth login`.",
-        errors.RepositoryNotFoundError: "There is no such repository. If it is private, run `hf auth login`.",
-        errors.RevisionNotFoundError: "The repository has no such revision. Set a branch, a tag or a complete commit.",
-        errors.RemoteEntryNotFoundError: "The repository has no such file. Its page on the Hub lists them under Files.",
-    }
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    other = f"It could not be downloaded ({reason}). Check the network and try again, or set a local path."
-    return next((hint for kind, hint in hints.items() if isinstance(error, kind)), other)
+            raise InputError(self.place, error.filename or found, hint) from error

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, first_line
 from grpo_core.streams import has_visible_text
 from tasks.prompts.files import PromptRow, file_ending, find_files, nearest_names
 from tasks.prompts.formats import ENDINGS, PromptTable, convert_numbers, has_bytes, open_table, plain_rows
@@ -127,7 +127,7 @@ def _one_message(source: str) -> Iterator[None]:
         raise
     # The errors of the Hub are among the second and third.
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise InputError("data.prompts", source, f"It cannot be read ({reason}). {_way_out(source, reason)}") from error
 
 

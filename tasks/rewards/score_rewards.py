@@ -24,8 +24,7 @@ from tasks.execution.caching import stage_task
 from tasks.execution.call import SHARDS, Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.models.resident import configure_torch
 from tasks.progress import progress_of
-from tasks.rewards.process_pool import score_in_processes
-from tasks.rewards.rows import SCORES, Row, batches_of, score_rows
+from tasks.rewards.rows import SCORES, Row, batches_of, score_in_processes, score_rows
 from tasks.runs.layout import IMAGES, PARTS, SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
 from tasks.storage.artifacts.commit import IMAGES_REMOVED

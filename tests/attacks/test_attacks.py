@@ -3,8 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from grpo_core.rewards.registry import REWARDS
-from tests.attacks.attacks import Attack
-from tests.attacks.listing import NOT_ATTACKED, all_attacks
+from tests.attacks.attacks import NOT_ATTACKED, Attack, all_attacks
 
 ATTACKS = all_attacks()
 TIMES = "the text, and twelve times "

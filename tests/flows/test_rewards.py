@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from flows.command_line.main import application
 from grpo_core.rewards import lpips
-from tests.grpo_core.rewards.stub import serve
-from tests.grpo_core.rewards.weights.hub import CONTENT, OF_A_MAKER, as_a_maker
+from tests.grpo_core.rewards.stub import CONTENT, OF_A_MAKER, as_a_maker, serve
 
 
 def test_it_asks_first_and_fetches_what_a_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

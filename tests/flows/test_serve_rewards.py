@@ -1,5 +1,3 @@
-""""""
-
 import base64
 import hashlib
 import json
@@ -21,7 +19,6 @@ import pytest
 import uvicorn
 
 from flows.serve_rewards import create_app, describe_reward, serve
-from grpo_core.errors import InputError
 from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.lpips import LpipsReward
 from grpo_core.rewards.ocr.text_accuracy import MAX_ASPECT, TextAccuracyReward
@@ -31,7 +28,7 @@ from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.similarity import SsimReward
 from grpo_core.rewards.text import AnswerReward
 from grpo_core.streams import Modality
-from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
+from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise, refusal
 
 REPOSITORY = Path(__file__).parents[2]
 REWARDS: Mapping[str, Reward] = {"jpeg": JpegReward(), "likeness": SsimReward(), "answer": AnswerReward()}
@@ -154,7 +151,7 @@ def with_image(content: bytes) -> bytes:
     return json.dumps({"protocol": 1, "reward": "jpeg", "samples": [sample]}).encode()
 
 
-def refusal(address: str, content: Any, status: int, word: str, headers: Mapping[str, str] = JSON) -> None:
+def assert_refused(address: str, content: Any, status: int, word: str, headers: Mapping[str, str] = JSON) -> None:
     """Post a request that the server refuses with this status and a word of its message."""
     answer = httpx.post(address + wire.SCORE_PATH, content=content, headers=headers)
     assert answer.status_code == status
@@ -173,21 +170,20 @@ def refusal(address: str, content: Any, status: int, word: str, headers: Mapping
         (body("likeness", make_batch([noise(0, 8, 8)], [noise(1, 8, 8)])), 422, "11 pixels"),
         (body("answer", make_texts("a", columns={"answer": [3]})), 422, "column answer"),
         (with_image(b"GIF89a"), 422, "sample s, image: "),
-        (with_image(b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + b"\0\1\0\0" * 2), 422, "PNG"),
     ],
 )
 def test_wrong_requests_are_refused_with_the_reason(url: str, content: bytes, status: int, word: str) -> None:
-    refusal(url, content, status, word)
+    assert_refused(url, content, status, word)
 
 
 def test_bodies_beyond_the_limit_and_of_another_type() -> None:
     with serving(max_body_bytes=1000) as url:
-        refusal(url, b" " * 1001, 413, "")
-        refusal(url, iter([b" " * 100] * 100), 413, "")
-        refusal(url, b" " * 999, 422, "JSON")
-        refusal(url, b"{}", 415, "", {"Content-Type": "text/plain"})
-        with pytest.raises(InputError, match=rf"{url}/v1/score: got 'status 413'"):
-            RemoteReward(url=url, reward="jpeg", **QUICK).score(make_batch([noise(0, 64, 64)]))
+        assert_refused(url, b" " * 1001, 413, "")
+        assert_refused(url, iter([b" " * 100] * 100), 413, "")
+        assert_refused(url, b" " * 999, 422, "JSON")
+        assert_refused(url, b"{}", 415, "", {"Content-Type": "text/plain"})
+        remote = RemoteReward(url=url, reward="jpeg", **QUICK)
+        assert refusal(remote.score, make_batch([noise(0, 64, 64)])) == (f"{url}/v1/score", "status 413")
 
 
 def test_images_beyond_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +193,7 @@ def test_images_beyond_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch
         address = url + wire.SCORE_PATH
         assert httpx.post(address, content=body("jpeg", within), headers=JSON).status_code == 200
         monkeypatch.setattr(wire, "read_batch", None)
-        refusal(url, body("jpeg", beyond), 413, "1001 pixels")
+        assert_refused(url, body("jpeg", beyond), 413, "1001 pixels")
 
 
 def test_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +242,7 @@ def test_siblings_must_come_together() -> None:
     with serving({"odd": Odd(needs_group=True)}) as url:
         (problem,) = RemoteReward(url=url, reward="odd", **QUICK).preflight()
         assert "compares siblings" in problem
-        refusal(url, body("odd", make_texts("a")), 422, "group_id")
+        assert_refused(url, body("odd", make_texts("a")), 422, "group_id")
         batch = make_texts("a", "b", group_ids=["g", "h"])
         well = RemoteReward(url=url, reward="odd", by_group=True, **QUICK).score(batch)
         assert [score.failure for score in well] == [None, None]
@@ -254,14 +250,14 @@ def test_siblings_must_come_together() -> None:
 
 def test_serve_refuses_what_is_not_ready() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        for rewards, settings, message in (
-            ({"learned": LpipsReward(), "jpeg": JpegReward()}, {}, r"rewards\.learned: "),
-            (REWARDS, {"host": "0.0.0.0"}, "0.0.0.0"),
-            (REWARDS, {"token_env": "SURELY_NOT_SET"}, "got 'SURELY_NOT_SET'"),
-            (REWARDS, {"port": taken.getsockname()[1]}, "host and port: "),
+        port = taken.getsockname()[1]
+        for rewards, settings, place, value in (
+            ({"learned": LpipsReward(), "jpeg": JpegReward()}, {}, "rewards.learned", "not ready"),
+            (REWARDS, {"host": "0.0.0.0"}, "host", "0.0.0.0"),
+            (REWARDS, {"token_env": "SURELY_NOT_SET"}, "--token-env", "SURELY_NOT_SET"),
+            (REWARDS, {"port": port}, "host and port", f"127.0.0.1:{port}"),
         ):
-            with pytest.raises(InputError, match=message):
-                serve(rewards, **{"port": 0, **settings})
+            assert refusal(serve, rewards, **{"port": 0, **settings}) == (place, value)
 
 
 SERVER = """

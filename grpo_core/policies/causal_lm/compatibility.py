@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, first_line
 from grpo_core.logprobs import gather_logprobs, vocabulary_logprobs
 from grpo_core.policies.causal_lm.prompts import pad_left
 from grpo_core.policies.causal_lm.sampling_scoring import (
@@ -189,8 +189,7 @@ def why_incompatible(model: Any) -> str | None:
         return _unusable_cache(model) or _wrong_logprobs(model)
     except Exception as error:
         # Its own code may raise anything on arguments that it does not expect.
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return f"sampling from it, with one cache for the samples of a prompt, fails ({first_line})"
+        return f"sampling from it, with one cache for the samples of a prompt, fails ({first_line(error)})"
 
 
 def _unusable_cache(model: Any) -> str | None:

@@ -1,4 +1,9 @@
-"""Engines that read text in images: RapidOCR with models from its wheel, and Tesseract, where it is installed."""
+"""Engines that read text in images: RapidOCR with models from its wheel, and Tesseract, where it is installed.
+
+The settings of an engine are fixed when it is built, so that no call changes another's result. It reads an 8-bit RGB
+image to lines in reading order, none where nothing looks like text; a line that it sees and does not accept, upside
+down or of low confidence, is given as :func:`unread`.
+"""
 
 import base64
 import functools
@@ -15,7 +20,8 @@ from typing import Any
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.ocr.protocol import Line, ReadingError, in_reading_order, unread
+from grpo_core.rewards.ocr.lines import Line, in_reading_order, unread
+from grpo_core.rewards.reward import ScoringError, problems_of
 from grpo_core.seeds import file_sha256
 
 MODELS: Mapping[str, str] = {
@@ -56,14 +62,15 @@ class RapidEngine:
 
     def find_problems(self) -> Sequence[str]:
         """Report model files that are missing or changed."""
-        try:
-            self.model_digests()
-        except InputError as error:
-            return [str(error)]
-        return []
+        return problems_of(self.model_digests)
 
     def read(self, image: Image.Image) -> tuple[str, ...]:
-        """Read the lines; a confidence of a half or more is accepted, and lines turned a quarter, either way."""
+        """Read the lines; a confidence of a half or more is accepted, and lines turned a quarter, either way.
+
+        Raises:
+            ScoringError: the library broke down.
+            InputError: a model file is missing or changed.
+        """
         models = tuple(str(_find_model_file(name)) for name in MODELS.values())
         with _READING:
             reader = _load_reader(self, models)
@@ -72,7 +79,7 @@ class RapidEngine:
             # Besides its own errors come those of OpenCV, NumPy and Shapely, which have no other base in common.
             except Exception as error:
                 last_line = (str(error).strip().splitlines() or [""])[-1]
-                raise ReadingError(f"rapidocr broke down over it ({type(error).__name__}: {last_line})") from error
+                raise ScoringError(f"rapidocr broke down over it ({type(error).__name__}: {last_line})") from error
 
 
 def _find_lines(reader: Any, image: Image.Image, turn_lines: bool) -> list[Line]:
@@ -212,16 +219,16 @@ class TesseractEngine:
         """Report the Python package, the program or a language that is not installed."""
         missing = find_spec("pytesseract") is None
         problems = [str(InputError(_PLACE, "tesseract", _NO_PACKAGE))] if missing else []
-        try:
-            self.model_digests()
-        except InputError as error:
-            problems.append(str(error))
-        return problems
+        return problems + problems_of(self.model_digests)
 
     def read(self, image: Image.Image) -> tuple[str, ...]:
         """Read the lines, of each the words with a confidence of a half or more; at most TIMEOUT_SECONDS.
 
         Nothing is turned: writing on its head or on its side is unread, where it is seen at all.
+
+        Raises:
+            ScoringError: the program broke down, or took too long.
+            InputError: the program, the package or a language is not installed.
         """
         try:
             import pytesseract
@@ -238,7 +245,7 @@ class TesseractEngine:
         # The package raises RuntimeErrors where the program fails or is late, OSErrors where it cannot be started.
         except (RuntimeError, OSError) as error:
             self.model_digests()
-            raise ReadingError(f"tesseract broke down over it ({type(error).__name__}: {error})") from error
+            raise ScoringError(f"tesseract broke down over it ({type(error).__name__}: {error})") from error
         return in_reading_order(_join_words(words))
 
     def _languages(self) -> tuple[str, ...]:
@@ -246,7 +253,7 @@ class TesseractEngine:
 
 
 def _join_words(words: Mapping[str, Sequence[Any]]) -> list[Line]:
-    """Tesseract's lines out of its table of words, which has a list for each column."""
+    """Join Tesseract's table of words, which has a list for each column, to lines."""
     lines: dict[tuple[int, int, int], Line] = {}
     for row, text in enumerate(words["text"]):
         if not text.strip():
@@ -272,7 +279,7 @@ def _ask_version() -> str:
 
 @functools.cache
 def _ask_languages() -> tuple[Path, tuple[str, ...]]:
-    """The folder of the languages' data and the names of the languages in it."""
+    """Return the folder of the languages' data and the names of the languages in it."""
     heading, *names = _ask("--list-langs").splitlines() or [""]
     folder = re.search(r'"(.*)"', heading)
     return Path(folder[1] if folder else "."), tuple(name.strip() for name in names if name.strip())

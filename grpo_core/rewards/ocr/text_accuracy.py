@@ -9,9 +9,8 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.engines import RapidEngine, TesseractEngine
-from grpo_core.rewards.ocr.protocol import Engine, ReadingError
 from grpo_core.rewards.ocr.text_match import MATCHES, quoted_texts
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, Text
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, ScoringError, Text
 
 MAX_ASPECT = 8.0
 """Both engines enlarge the short side; an image of 4x2000 pixels keeps RapidOCR busy for minutes."""
@@ -104,14 +103,14 @@ class TextAccuracyReward(Reward):
             scores[row] = self._score_image(engine, image, wanted[row])
         return scores
 
-    def _score_image(self, engine: Engine, image: Image.Image, texts: Sequence[str]) -> Score:
+    def _score_image(self, engine: RapidEngine | TesseractEngine, image: Image.Image, texts: Sequence[str]) -> Score:
         # Imported where it is used, as the engines are.
         import tenacity
 
-        stop, again = tenacity.stop_after_attempt(self.attempts), tenacity.retry_if_exception_type(ReadingError)
+        stop, again = tenacity.stop_after_attempt(self.attempts), tenacity.retry_if_exception_type(ScoringError)
         try:
             lines = tenacity.Retrying(stop=stop, retry=again, reraise=True)(engine.read, image)
-        except ReadingError as error:
+        except ScoringError as error:
             return Score.failed(f"{error}, in {self.attempts} attempt(s)")
         match = MATCHES[self.mode](texts, lines)
         return Score(match.value, float(match.errors))
@@ -132,7 +131,7 @@ class TextAccuracyReward(Reward):
         limit, most = self.limit_side_len or LIMIT_SIDE_LEN, self.max_side_len or MAX_SIDE_LEN
         return {"cls": bool(self.cls), "limit_side_len": limit, "max_side_len": most}
 
-    def _build_engine(self) -> Engine:
+    def _build_engine(self) -> RapidEngine | TesseractEngine:
         if self.engine == "tesseract":
             return TesseractEngine(self.languages or LANGUAGES)
         return RapidEngine(bool(self.cls), self.limit_side_len or LIMIT_SIDE_LEN, self.max_side_len or MAX_SIDE_LEN)

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from rapidfuzz import fuzz
 from rapidfuzz.distance import Levenshtein
 
-from grpo_core.rewards.ocr.protocol import UNREAD
+from grpo_core.rewards.ocr.lines import UNREAD
 
 CLOSERS: Mapping[str, str] = MappingProxyType(
     {
@@ -62,7 +62,7 @@ _ENDS_A_NUMBER = re.compile(r"[\d½¼¾⅓⅔⅛⅜⅝⅞]")
 
 
 def quoted_texts(prompt: str) -> tuple[str, ...]:
-    """Every text between quotation marks, in order, each text once, without white space at its ends.
+    """Find every text between quotation marks, in order, each text once, without white space at its ends.
 
     A quotation within a quotation belongs to the outer one; an empty or unfinished one gives nothing. A prompt that
     names the same text again speaks of the same writing, so it counts once.
@@ -88,7 +88,7 @@ def _scan(prompt: str) -> Iterator[str]:
 
 
 def _find_end(prompt: str, start: int, double_ends: Mapping[str, Mapping[int, int]]) -> int | None:
-    """Where the quotation that opens at `start` ends; None where none opens, or it never ends."""
+    """Find where the quotation that opens at `start` ends; None where none opens, or it never ends."""
     mark = prompt[start]
     if mark not in CLOSERS:
         return None
@@ -100,7 +100,7 @@ def _find_end(prompt: str, start: int, double_ends: Mapping[str, Mapping[int, in
 
 
 def _double_ends(prompt: str, mark: str) -> dict[int, int]:
-    """Where the quotation of each such mark ends, had it opened one; one pass, as a prompt may contain nothing else."""
+    """Find where the quotation of each such mark would end; one pass, since a prompt may contain nothing else."""
     ends: dict[int, int] = {}
     opened: list[int] = []
     for place, character in enumerate(prompt):
@@ -112,7 +112,7 @@ def _double_ends(prompt: str, mark: str) -> dict[int, int]:
 
 
 def _find_single_end(prompt: str, start: int) -> int | None:
-    """The nearest mark that can only close; else, for an opening that can be nothing else, the nearest that may."""
+    """Find the nearest mark that can only close; else, for an opening that can be nothing else, one that may."""
     closers = CLOSERS[prompt[start]]
     surely_open = _ELISION.match(prompt, start + 1) is None
     possible = None
@@ -136,7 +136,7 @@ def _closes(prompt: str, place: int) -> bool:
 
 
 def _is_letter(character: str) -> bool:
-    """A letter or digit of a script with apostrophes; Chinese, Japanese and Korean have none and set quotes close."""
+    """Say whether it is a letter or digit of a script with apostrophes; Chinese, Japanese and Korean have none."""
     return character.isalnum() and character < "\u2e80"
 
 
@@ -166,12 +166,12 @@ class TextMatch:
 
 
 def match_ned(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
-    """1 - edits / length of the longer side (normalised edit distance, Levenshtein, 1966); surplus text costs as much.
+    """Compute 1 - edits / length of the longer side (normalised edit distance, Levenshtein, 1966).
 
-    Compared are letters and digits after NFKC and case folding. A missing punctuation mark or symbol costs nothing, as
-    engines drop them, but each one beyond the number in the texts is a surplus character, and so is every character
-    that the engine saw and did not accept. Where one of the texts has neither letter nor digit ("!!!"), everything but
-    white space is compared.
+    Surplus text costs as much as missing text. Compared are letters and digits after NFKC and case folding. A missing
+    punctuation mark or symbol costs nothing, as engines drop them, but each one beyond the number in the texts is a
+    surplus character, and so is every character that the engine saw and did not accept. Where one of the texts has
+    neither letter nor digit ("!!!"), everything but white space is compared.
 
     Of several texts each is wanted once, in whatever order and place, since quotes in a prompt do not say which stands
     above which; within a text the order counts. The edits are the fewest that turn what was read into the texts one
@@ -198,7 +198,7 @@ def match_ned(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
 
 
 def match_flow_grpo(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
-    """1 - min(edits, length of the text) / length of the text, no edits where the text is part of what was read.
+    """Compute 1 - min(edits, length of the text) / length of the text; no edits where it is part of what was read.
 
     As Flow-GRPO scores its OCR task (Liu et al., 2025, arXiv:2505.05470): lower case, blanks taken out, lines joined.
     It knows one text a prompt; of several, each is compared with all that was read, and edits and lengths are summed.
@@ -210,7 +210,7 @@ def match_flow_grpo(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
 
 
 def match_cvtg(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
-    """Share of the wanted words that were read, each word read counting once and in whatever place.
+    """Compute the share of the wanted words that were read, each word read counting once and in whatever place.
 
     The word accuracy of CVTG-2K (Du et al., 2025, "TextCrafter", arXiv:2503.23461). Words stand between white space
     and are compared by letters and digits; every Chinese, Japanese or Korean character is a word. Where no text has a
@@ -229,7 +229,7 @@ MATCHES: Mapping[str, Callable[[Sequence[str], Sequence[str]], TextMatch]] = Map
 
 
 def letters_and_digits(text: str) -> str:
-    """The text's letters and digits in one compatible form and case: ``Ｇｏ, Ⅳ²!`` gives ``goiv2``."""
+    """Return the text's letters and digits in one compatible form and case: ``Ｇｏ, Ⅳ²!`` gives ``goiv2``."""
     return "".join(character for character in _fold(text) if character.isalnum())
 
 
@@ -265,7 +265,7 @@ def _count_words(parts: Sequence[str], simplify: Callable[[str], str]) -> Counte
 
 
 def _order_found(texts: Sequence[str], read: str) -> list[str]:
-    """The texts in the order in which they stand in what was read, each where the most of it is found."""
+    """Order the texts as they stand in what was read, each where the most of it is found."""
     places = {}
     # The longest first, so that a text that is a part of another one does not take its place.
     for index in sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True):
@@ -277,7 +277,7 @@ def _order_found(texts: Sequence[str], read: str) -> list[str]:
 
 
 def _edits_apart(texts: Sequence[str], words: Sequence[str]) -> int:
-    """Edits that turn the words given to each text into it, every word being given to one.
+    """Count the edits that turn the words given to each text into it, every word being given to one.
 
     Begins with the text that has the most of each word and gives words to other texts while that saves edits, so it
     finds a small number and not always the smallest.

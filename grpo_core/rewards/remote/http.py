@@ -9,9 +9,10 @@ import random
 import re
 import ssl
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -20,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.functions import run_awaitable
-from grpo_core.rewards.reward import STRICT, Positive, Reward
+from grpo_core.rewards.reward import STRICT, Positive, Reward, ScoringError, problems_of
 
 if TYPE_CHECKING:
     import httpx
@@ -36,17 +37,6 @@ _Result = TypeVar("_Result")
 
 # Not the shared generator, whose state belongs to the training.
 _JITTER = random.Random()
-
-
-class ServiceFailure(Exception):
-    """A service did not answer in any attempt; the message contains no address.
-
-    `retry_after_s` is the waiting time that it requested.
-    """
-
-    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
-        self.reason, self.retry_after_s = reason, retry_after_s
-        super().__init__(reason)
 
 
 def _check_url(url: str) -> str:
@@ -102,15 +92,28 @@ class ServiceReward(Reward):
         """The URL without a trailing slash."""
         return self.url.rstrip("/")
 
-    def impatient(self) -> Self:
-        """Return the same with a single attempt of a few seconds, for the preflight."""
-        return dataclasses.replace(self, attempts=1, timeout_s=PREFLIGHT_TIMEOUT_S)
+    def preflight(self) -> Sequence[str]:
+        """Report a service that does not answer at once, or does not fit the settings."""
+        try:
+            return problems_of(dataclasses.replace(self, attempts=1, timeout_s=PREFLIGHT_TIMEOUT_S).check_service)
+        except ScoringError as failure:
+            hint = f"{failure}. Start the service there, or correct the address."
+            return [str(InputError(f"rewards.{self.name}.url", self.url, hint))]
+
+    @abstractmethod
+    def check_service(self) -> None:
+        """Ask the service whether it has what the settings name.
+
+        Raises:
+            ScoringError: it does not answer.
+            InputError: it has no such reward or model, or another version of it.
+        """
 
     def request(self, path: str, body: bytes | None = None) -> object:
         """Return the JSON answer to a POST of this JSON, or to a GET where there is none.
 
         Raises:
-            ServiceFailure: no connection, no answer in time, status 429 or 5xx, in every attempt.
+            ScoringError: no connection, no answer in time, status 429 or 5xx, in every attempt.
             InputError: another status than 200 (its value is ``status N``), or an answer that is not JSON.
         """
         import tenacity
@@ -118,18 +121,18 @@ class ServiceReward(Reward):
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(self.attempts),
             wait=self._pause,
-            retry=tenacity.retry_if_exception_type(ServiceFailure),
+            retry=tenacity.retry_if_exception_type(ScoringError),
             reraise=True,
         )
         try:
             return retrying(lambda: run_awaitable(self._attempt(self.address + path, body)))
-        except ServiceFailure as failure:
+        except ScoringError as failure:
             tries = "1 attempt" if self.attempts == 1 else f"{self.attempts} attempts"
-            raise ServiceFailure(f"{failure.reason}, after {tries}") from failure
+            raise ScoringError(f"{failure}, after {tries}") from failure
 
     def _pause(self, state: "tenacity.RetryCallState") -> float:
         failure = state.outcome.exception() if state.outcome is not None else None
-        requested = failure.retry_after_s if isinstance(failure, ServiceFailure) else None
+        requested = failure.retry_after_s if isinstance(failure, ScoringError) else None
         own = min(self.backoff_s * 2.0 ** (state.attempt_number - 1), MAX_PAUSE_S) * _JITTER.uniform(0.5, 1.0)
         return max(own, min(requested or 0.0, MAX_RETRY_AFTER_S))
 
@@ -150,12 +153,12 @@ class ServiceReward(Reward):
                 async with client, client.stream(method, url, content=body) as response:
                     content = await self._read(response, url)
         except TimeoutError as error:
-            raise ServiceFailure(f"the service did not answer within {self.timeout_s:g} s") from error
+            raise ScoringError(f"the service did not answer within {self.timeout_s:g} s") from error
         except (httpx.TransportError, httpx.DecodingError) as error:
-            raise ServiceFailure(f"the service could not be reached ({type(error).__name__})") from error
+            raise ScoringError(f"the service could not be reached ({type(error).__name__})") from error
         if response.status_code == 429 or response.status_code >= 500:
             wait_s = _retry_after(response.headers.get("Retry-After", ""))
-            raise ServiceFailure(f"the service answered with status {response.status_code}", wait_s)
+            raise ScoringError(f"the service answered with status {response.status_code}", wait_s)
         if response.status_code != 200:
             raise self._refused(url, response.status_code, content)
         try:
@@ -213,15 +216,11 @@ def ask_side_by_side(ask: Callable[[_Item], _Result], items: Sequence[_Item], co
 
     An exception is raised here, and ends those that have not begun.
     """
-    if concurrency == 1 or len(items) <= 1:
+    if concurrency == 1:
         return [ask(item) for item in items]
-    with ThreadPoolExecutor(min(concurrency, len(items))) as pool:
-        answers = [pool.submit(ask, item) for item in items]
-        try:
-            return [answer.result() for answer in answers]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with ThreadPoolExecutor(concurrency) as pool:
+        # An iterator of results that ends early cancels what has not begun.
+        return list(pool.map(ask, items))
 
 
 @functools.lru_cache(maxsize=1)

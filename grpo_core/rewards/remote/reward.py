@@ -1,7 +1,6 @@
 """Scores of a server that speaks the protocol of docs/remote_rewards.md."""
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
@@ -12,8 +11,8 @@ from pydantic.dataclasses import dataclass
 from grpo_core.errors import InputError
 from grpo_core.rewards.images import require_fit
 from grpo_core.rewards.remote import wire
-from grpo_core.rewards.remote.http import ServiceFailure, ServiceReward, ask_side_by_side
-from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, Text
+from grpo_core.rewards.remote.http import ServiceReward, ask_side_by_side
+from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, ScoringError, Text
 from grpo_core.streams import Modality
 
 
@@ -59,45 +58,35 @@ class RemoteReward(ServiceReward):
         if version is None:
             try:
                 version = _describe(self).version
-            except ServiceFailure as failure:
-                hint = f"{failure.reason}. Start the server, or set `reward_version` to go on without it."
+            except ScoringError as failure:
+                hint = f"{failure}. Start the server, or set `reward_version` to go on without it."
                 raise InputError("rewards.remote.url", self.url, hint) from failure
         return {**super().settings(), "reward_version": version}
 
-    def preflight(self) -> Sequence[str]:
-        """Report a server that does not answer at once, has no such reward, or another version of it."""
-        try:
-            described = _describe(self.impatient())
-            self._check_fit(described)
-        except ServiceFailure as failure:
-            hint = f"{failure.reason}. Start the server there, or correct the address."
-            return [str(InputError("rewards.remote.url", self.url, hint))]
-        except InputError as error:
-            return [str(error)]
-        return []
+    def check_service(self) -> None:
+        """Check that the server has such a reward, in this version."""
+        self._check_fit(_describe(self))
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample."""
-        if self.by_group and not batch.group_ids:
-            raise InputError("rewards.remote.by_group", True, "These samples come without groups. Set it to false.")
+        rows = range(len(batch))
+        requests = (
+            batch.groups(self.name)
+            if self.by_group
+            else [list(rows[start : start + self.batch_size]) for start in rows[:: self.batch_size]]
+        )
         try:
             described = _describe(self)
-        except ServiceFailure as failure:
-            return [Score.failed(failure.reason)] * len(batch)
+        except ScoringError as failure:
+            return [Score.failed(str(failure))] * len(batch)
         self._check_fit(described)
         self._check_samples(described, batch)
 
         def ask(rows: Sequence[int]) -> list[Score]:
             return self._ask(batch.select(rows), described)
 
-        answers = ask_side_by_side(ask, self._requests(batch), self.concurrency)
+        answers = ask_side_by_side(ask, requests, self.concurrency)
         return [score for answer in answers for score in answer]
-
-    def _requests(self, batch: ScoringBatch) -> list[list[int]]:
-        rows = range(len(batch))
-        if self.by_group:
-            return [list(group) for _, group in itertools.groupby(rows, key=lambda row: batch.group_ids[row])]
-        return [list(rows[start : start + self.batch_size]) for start in rows[:: self.batch_size]]
 
     def _ask(self, batch: ScoringBatch, described: wire.RewardDescription) -> list[Score]:
         body = wire.write_request(self.reward, batch, self.with_targets)
@@ -107,8 +96,8 @@ class RemoteReward(ServiceReward):
                 raise ValueError(f"scores of the reward {answer.reward!r}")
             self._check_version(answer.version, described.version)
             return wire.read_scores(answer, batch.sample_ids)
-        except ServiceFailure as failure:
-            return [Score.failed(failure.reason)] * len(batch)
+        except ScoringError as failure:
+            return [Score.failed(str(failure))] * len(batch)
         except InputError:
             raise
         except ValueError as error:

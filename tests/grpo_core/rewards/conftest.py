@@ -18,7 +18,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizerFast
 from grpo_core.errors import InputError
 from grpo_core.rewards.clip_rewards import LAYERS
 from grpo_core.rewards.reward import ScoringBatch
-from tests.grpo_core.rewards.stub import Stub, serve
+from tests.grpo_core.rewards.stub import COMMIT, Stub, serve
 
 NETWORK: dict[str, Any] = {
     "embed_dim": 12,
@@ -31,7 +31,6 @@ SIDE = 64
 TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
 SQUARE = {**NETWORK, "quick_gelu": False, "vision_cfg": {**NETWORK["vision_cfg"], "image_size": SIDE}}
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -205,11 +204,17 @@ def put_into(cache: Path, repo: str, files: Mapping[str, bytes]) -> Path:
     return snapshot
 
 
-def refusal(call: Callable[..., object], *args: Any, **keywords: Any) -> tuple[str, object]:
-    """Return place and value of the InputError that the call must raise."""
+def refused(call: Callable[..., object], *args: Any, **keywords: Any) -> InputError:
+    """Return the InputError that the call must raise."""
     with pytest.raises(InputError) as caught:
         call(*args, **keywords)
-    return caught.value.place, caught.value.value
+    return caught.value
+
+
+def refusal(call: Callable[..., object], *args: Any, **keywords: Any) -> tuple[str, object]:
+    """Return place and value of the InputError that the call must raise."""
+    error = refused(call, *args, **keywords)
+    return error.place, error.value
 
 
 def noise(seed: int, width: int, height: int) -> Image.Image:

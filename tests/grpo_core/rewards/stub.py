@@ -1,12 +1,18 @@
 """A service on the loopback that answers what a test scripts: a scorer, a judge, the Hub, makers of weights."""
 
 import contextlib
+import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import huggingface_hub
+import pytest
+
+from grpo_core.rewards.weights import Published
 
 QUICK: dict[str, Any] = {"timeout_s": 5.0, "attempts": 2, "backoff_s": 0.001}
 
@@ -19,9 +25,6 @@ class Asked:
     path: str
     headers: dict[str, str]
     body: Any
-
-    def __str__(self) -> str:
-        return f"{self.method} {self.path}"
 
 
 @dataclass
@@ -90,3 +93,54 @@ def serve() -> Iterator[Stub]:
         finally:
             server.shutdown()
             thread.join()
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CONTENT = b"weights of the makers"
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+NET = Published(
+    "the makers", "net-7be5be79.pth", "https://example.org/net", "hf://makers/net/net-7be5be79.pth", "7be5be79"
+)
+OF_A_MAKER = Published("a maker", f"net-{DIGEST[:8]}.pth", licence="BSD", sha256=DIGEST[:8])
+"""On a server of its maker; the test adds the address."""
+
+
+def as_the_hub(requested: Asked, files: Mapping[str, bytes] | None = None) -> Reply:
+    """Answer like the Hub for one open repository: one file of any name, or a model of these files."""
+    refusals: Mapping[str, tuple[int, str]] = {
+        "/closed/net/": (403, "GatedRepo"),
+        "/nobody/net/": (404, "RepoNotFound"),
+        "/makers/net/resolve/no-branch": (404, "RevisionNotFound"),
+        "/makers/net/resolve/main/no-file": (404, "EntryNotFound"),
+        "/broken/net/": (500, ""),
+    }
+    path = requested.path.partition("?")[0]
+    for start, (status, code) in refusals.items():
+        if path.startswith(start):
+            return Reply(b"", status, {"X-Error-Code": code})
+    sizes = {name: len(content) for name, content in (files or {}).items()}
+    if "/tree/" in path:
+        return Reply([{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()])
+    if path.startswith("/api/"):
+        siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+        return Reply({"id": "makers/net", "sha": COMMIT, "siblings": siblings})
+    content = CONTENT if files is None else files[path.rpartition("/")[2]]
+    digest = hashlib.sha256(content).hexdigest()
+    return Reply(content, headers={"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT}, drop=path.startswith("/gone/"))
+
+
+def reach(stub: Stub, patch: pytest.MonkeyPatch) -> None:
+    """Let the Hub's client take the stub for the Hub."""
+    patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    patch.setattr(huggingface_hub.constants, "ENDPOINT", stub.url)
+    template = stub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    huggingface_hub.close_session()
+
+
+def as_a_maker(requested: Asked) -> Reply:
+    """Send one file, or something else below `other`, or nothing."""
+    if "/none" in requested.path:
+        return Reply(b"", 404)
+    content = b"other" if "/other" in requested.path else CONTENT
+    return Reply(content, headers={"Content-Length": str(len(CONTENT))})

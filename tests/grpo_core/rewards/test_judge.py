@@ -1,5 +1,3 @@
-""""""
-
 import base64
 import io
 import re
@@ -86,7 +84,6 @@ def test_an_answer_without_a_score_is_met_with_a_reminder(stub: Stub) -> None:
         ),
         (said('{"score": 10}', "length"), "the judge's answer was cut off at max_tokens 256: '{\"score\": 10}'"),
         (Reply(status=500), "the service answered with status 500, after 2 attempts"),
-        (Reply(drop=True), "the service could not be reached (RemoteProtocolError), after 2 attempts"),
     ],
 )
 def test_what_is_a_failure(stub: Stub, reply: Reply, reason: str) -> None:

@@ -1,5 +1,3 @@
-""""""
-
 from pathlib import Path
 
 import lpips as lpips_package
@@ -8,12 +6,11 @@ import pytest
 import torch
 import torchvision
 
-from grpo_core.errors import InputError
 from grpo_core.rewards.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
 from grpo_core.rewards.reward import Score
 from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.weights import Weights
-from tests.grpo_core.rewards.conftest import flat, make_batch, noise
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise, refused
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +45,18 @@ def test_agrees_with_the_package(oracle: torch.nn.Module, reward: LpipsReward, s
     assert score.value == pytest.approx(1 - right, abs=1e-6)
 
 
-def test_flat_images_score_even_inside_half_precision(reward: LpipsReward) -> None:
-    batch = make_batch([flat(0), flat(255), flat(128)], [flat(255), flat(255), noise(0, 32, 32)])
-    outside = reward.score(batch)
-    assert outside[1] == Score(1.0, 0.0)
-    assert outside[0].raw is not None
-    assert outside[0].raw > 0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert reward.score(batch) == outside
+def test_flat_images_score(reward: LpipsReward) -> None:
+    different, same = reward.score(make_batch([flat(0), flat(255)], [flat(255), flat(255)]))
+    assert same == Score(1.0, 0.0)
+    assert different.raw is not None
+    assert different.raw > 0
 
 
 def test_wrong_tensors_never_reach_the_network(reward: LpipsReward, trunk_file: Path) -> None:
     network = load_network(trunk(trunk_file), "alex", "cpu")
     good = to_tensor(noise(0, 32, 32))
-    for wrong in ((good * 255).byte(), good * 255, good * 2 - 1, good.half(), good[:, :1]):
-        with pytest.raises(ValueError, match="expected"):
-            perceptual_distance(network, wrong, wrong)
+    with pytest.raises(ValueError, match="expected levels"):
+        perceptual_distance(network, good * 255, good)
 
 
 def test_network_is_loaded_once_frozen_and_without_random_numbers(trunk_file: Path, tmp_path: Path) -> None:
@@ -95,5 +88,6 @@ def test_tensors_of_another_network_are_refused(trunk_file: Path, tmp_path: Path
     path = tmp_path / "other.pth"
     state = torch.load(trunk_file, weights_only=True)
     torch.save({**state, "features.3.weight": torch.zeros(64, 64, 3, 3)}, path)
-    with pytest.raises(InputError, match=r"rewards\.lpips\.weights: got .*features\.3\.weight"):
-        LpipsReward(weights=str(path)).score(make_batch([flat(0)], [flat(0)]))
+    error = refused(LpipsReward(weights=str(path)).score, make_batch([flat(0)], [flat(0)]))
+    assert (error.place, error.value) == ("rewards.lpips.weights", str(path))
+    assert "features.3.weight" in error.hint

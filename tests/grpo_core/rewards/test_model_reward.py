@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 from grpo_core.errors import InputError
 from grpo_core.rewards.model_reward import load_model, load_state_dict, load_tokenizer, load_weights
 from grpo_core.rewards.weights import Published, Weights
-from tests.grpo_core.rewards.conftest import save_changed
+from tests.grpo_core.rewards.conftest import refusal, refused, save_changed
 
 PLACE = "rewards.mine.weights"
 CONFIG = BertConfig(
@@ -34,9 +34,7 @@ def load(folder: Path) -> torch.nn.Module:
 
 
 def refuse(path: Path) -> None:
-    with pytest.raises(InputError) as caught:
-        load_state_dict(weights(path))
-    assert (caught.value.place, caught.value.value) == (PLACE, str(path))
+    assert refusal(load_state_dict, weights(path)) == (PLACE, str(path))
 
 
 class Evil:
@@ -86,10 +84,9 @@ class TestTensors:
         ],
     )
     def test_wrong_tensors_are_named(self, tmp_path: Path, tensors: dict[str, torch.Tensor], named: str) -> None:
-        with pytest.raises(InputError) as caught:
-            load_weights(weights(tmp_path / "f"), torch.nn.Linear(2, 1), tensors, "a line")
-        assert (caught.value.place, caught.value.value) == (PLACE, str(tmp_path / "f"))
-        assert named in caught.value.hint
+        error = refused(load_weights, weights(tmp_path / "f"), torch.nn.Linear(2, 1), tensors, "a line")
+        assert (error.place, error.value) == (PLACE, str(tmp_path / "f"))
+        assert named in error.hint
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +121,7 @@ class TestModels:
         assert torch.equal(load(folder).state_dict()["classifier.weight"], tensors["classifier.weight"])
         trace = tmp_path / "trace"
         torch.save({**tensors, "evil": Evil(trace)}, folder / "pytorch_model.bin")
-        with pytest.raises(InputError) as caught:
-            load(folder)
-        assert (caught.value.place, caught.value.value) == (PLACE, str(folder))
+        assert refusal(load, folder) == (PLACE, str(folder))
         assert not trace.exists()
 
     def test_files_of_another_or_a_broken_model_are_refused(self, saved: Path, folder: Path) -> None:
@@ -135,20 +130,14 @@ class TestModels:
         broken = [(file, content[:-100]), (file, b""), (config, b"{"), (config, b'{"model_type": "clip_text_model"}')]
         for name, damaged in broken:
             (folder / name).write_bytes(damaged)
-            with pytest.raises(InputError) as caught:
-                load(folder)
-            assert (caught.value.place, caught.value.value) == (PLACE, str(folder))
+            assert refusal(load, folder) == (PLACE, str(folder))
             (folder / name).write_bytes((saved / name).read_bytes())
         for changed in (None, torch.zeros(3, 8)):
             save_changed(saved / file, folder / file, {"classifier.weight": changed})
-            with pytest.raises(InputError) as caught:
-                load(folder)
-            assert (caught.value.place, caught.value.value) == (PLACE, str(folder))
+            assert refusal(load, folder) == (PLACE, str(folder))
 
     def test_a_missing_or_broken_tokenizer_is_refused(self, folder: Path) -> None:
         for content in (None, '{"version": '):
             if content:
                 (folder / "tokenizer.json").write_text(content)
-            with pytest.raises(InputError) as caught:
-                load_tokenizer(model(folder))
-            assert (caught.value.place, caught.value.value) == (PLACE, str(folder))
+            assert refusal(load_tokenizer, model(folder)) == (PLACE, str(folder))

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,14 +10,24 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from grpo_core.errors import InputError
 from grpo_core.rewards import lpips
+from grpo_core.rewards.hub import HubName
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.seeds import file_sha256
-from tests.grpo_core.rewards.conftest import COMMIT, put_into
-from tests.grpo_core.rewards.stub import Reply, Stub
-from tests.grpo_core.rewards.weights.hub import CONTENT, DIGEST, NET, OF_A_MAKER, as_a_maker, as_the_hub, reach
+from tests.grpo_core.rewards.conftest import put_into, refusal, refused
+from tests.grpo_core.rewards.stub import (
+    COMMIT,
+    CONTENT,
+    DIGEST,
+    NET,
+    OF_A_MAKER,
+    Reply,
+    Stub,
+    as_a_maker,
+    as_the_hub,
+    reach,
+)
 
 PLACE = "rewards.lpips.weights"
 MODEL_PLACE = "rewards.text_model.model"
@@ -45,12 +55,6 @@ def gets(stub: Stub) -> list[str]:
     return [each.path for each in stub.requested if each.method == "GET" and "/resolve/" in each.path]
 
 
-def refused(call: Callable[[], object]) -> InputError:
-    with pytest.raises(InputError) as caught:
-        call()
-    return caught.value
-
-
 class TestFiles:
     @pytest.mark.parametrize(
         ("name", "right"),
@@ -62,7 +66,7 @@ class TestFiles:
         ],
     )
     def test_names_on_the_hub_are_taken_apart(self, name: str, right: tuple[str, str, str | None]) -> None:
-        assert weights(name)._hub_name() == right
+        assert HubName.of_file(name) == HubName(*right)
 
     def test_offline_the_cache_is_all_there_is(self, cache: Path) -> None:
         source = "hf://makers/net/sub/net.pth"
@@ -105,8 +109,7 @@ class TestFiles:
         requested = len(hub.requested)
         assert (weights(source).digest(), weights(source).is_here()) == (DIGEST, True)
         assert len(hub.requested) == requested
-        error = refused(weights(source, "0" * 64).path)
-        assert (error.place, error.value) == (f"{PLACE}_sha256", "0" * 64)
+        assert refusal(weights(source, "0" * 64).path) == (f"{PLACE}_sha256", "0" * 64)
 
     @pytest.mark.parametrize(
         ("source", "cause"),
@@ -146,8 +149,7 @@ class TestModels:
     def test_missing_models_are_refused(self, cache: Path, tmp_path: Path) -> None:
         sources = (None, "", str(tmp_path / "nowhere"), "./nowhere", "nowhere", "a/b/c", "makers/net", "makers/net@v2")
         for source in (*sources, str(tmp_path)):
-            error = refused(partial(lambda named: model(named).path(), source))
-            assert (error.place, error.value) == (MODEL_PLACE, source)
+            assert refusal(lambda named: model(named).path(), source) == (MODEL_PLACE, source)
 
     def test_incomplete_models_are_refused(self, cache: Path, tmp_path: Path) -> None:
         folder = self.folder(tmp_path)
@@ -207,16 +209,14 @@ class TestToFetch:
         assert [each.name for each in (tmp_path / "new").iterdir()] == [OF_A_MAKER.file]
 
     def test_other_content_is_not_kept(self, stub: Stub, tmp_path: Path) -> None:
-        error = refused(self.planned(stub, tmp_path, "/other").fetch)
-        assert (error.place, error.value) == (f"{PLACE}_sha256", DIGEST[:8])
+        assert refusal(self.planned(stub, tmp_path, "/other").fetch) == (f"{PLACE}_sha256", DIGEST[:8])
         assert list(tmp_path.iterdir()) == []
 
     def test_no_answer_is_one_message(self, stub: Stub, tmp_path: Path) -> None:
         unreachable = weights(None, None, replace(OF_A_MAKER, url="http://127.0.0.1:9/net")).to_fetch(tmp_path)
         for planned in (self.planned(stub, tmp_path, "/none"), unreachable):
             for ask in (planned.size, planned.fetch):
-                error = refused(ask)
-                assert (error.place, error.value) == (PLACE, planned.published.url)
+                assert refusal(ask) == (PLACE, planned.published.url)
         assert list(tmp_path.iterdir()) == []
 
     def test_settings_decide_what_is_fetched(self, cache: Path, tmp_path: Path) -> None:
@@ -228,12 +228,12 @@ class TestToFetch:
         assert (pickscore.source, pickscore.on_hub, pickscore.is_here()) == ("yuvalkirstain/PickScore_v1", True, False)
         assert refused(pickscore.size).value == pickscore.source
         for mine in (str(tmp_path / "mine.pth"), "no-such-folder/mine.pth"):
-            assert refused(partial(weights(mine, None, lpips.TRUNKS["alex"]).to_fetch, tmp_path)).value == mine
-        assert refused(partial(model(None).to_fetch, tmp_path)).place == MODEL_PLACE
+            assert refused(weights(mine, None, lpips.TRUNKS["alex"]).to_fetch, tmp_path).value == mine
+        assert refused(model(None).to_fetch, tmp_path).place == MODEL_PLACE
         own.parent.mkdir()
         own.write_bytes(b"another file of this name")
-        error = refused(partial(weights(str(own), None, lpips.TRUNKS["alex"]).to_fetch, tmp_path))
-        assert (error.place, error.value) == (f"{PLACE}_sha256", "7be5be79")
+        mine = weights(str(own), None, lpips.TRUNKS["alex"])
+        assert refusal(mine.to_fetch, tmp_path) == (f"{PLACE}_sha256", "7be5be79")
 
     def test_the_hub_keeps_its_files(self, hub: Stub, cache: Path, tmp_path: Path) -> None:
         put_into(cache, "owner/other", {"a.pth": b"here"})

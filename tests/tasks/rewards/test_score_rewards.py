@@ -14,7 +14,7 @@ import pytest
 
 from configs.sections import PlacementSection
 from configs.training import AdvantagesSection, RewardSection
-from grpo_core.errors import FailedSamplesError, InputError
+from grpo_core.errors import FailedSamplesError
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource
@@ -22,6 +22,7 @@ from tasks.rewards.score_rewards import NeededScores, StoredScores, samples_to_s
 from tasks.runs.layout import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tests.grpo_core.rewards.conftest import refused
 from tests.tasks.reports.made_runs import GROUP_SIZE, RunMaker
 
 PLACE = "iteration_000001"
@@ -60,21 +61,24 @@ def function(tmp_path: Path, requested: Path, body: str) -> dict[str, object]:
     return {"function": f"{path}:score"}
 
 
+def rollouts_of(maker: RunMaker) -> ArtifactRef:
+    rollouts = maker.store.find(f"{PLACE}/rollouts")
+    assert rollouts is not None
+    return rollouts
+
+
 def score(
     maker: RunMaker,
     section: RewardSection,
     earlier: tuple[ArtifactRef, ...] = (),
     folder: str = f"{PLACE}/rewards",
 ) -> ArtifactRef:
-    rollouts = maker.store.find(f"{PLACE}/rollouts")
-    assert rollouts is not None
-    return score_reward_task.fn(rollouts, section, folder, "iteration 1", PlacementSection(device="cpu"), earlier)
+    placement = PlacementSection(device="cpu")
+    return score_reward_task.fn(rollouts_of(maker), section, folder, "iteration 1", placement, earlier)
 
 
 def needed(maker: RunMaker, section: RewardSection, *tables: ArtifactRef) -> NeededScores:
-    rollouts = maker.store.find(f"{PLACE}/rollouts")
-    assert rollouts is not None
-    return StoredScores(maker.store, rollouts, tables).needed(section)
+    return StoredScores(maker.store, rollouts_of(maker), tables).needed(section)
 
 
 def rows(store: ArtifactStore, reference: ArtifactRef) -> list[dict[str, Any]]:
@@ -209,9 +213,7 @@ def test_an_error_in_a_process_is_told_as_in_the_run_itself(maker: RunMaker, tmp
     settings = function(tmp_path, requested, 'return "much"')
     told = []
     for processes in (0, 1):
-        with pytest.raises(InputError) as caught:
-            score(maker, section(settings, processes=processes))
-        told.append(str(caught.value))
+        told.append(str(refused(score, maker, section(settings, processes=processes))))
     resource(ChildProcesses).close()
     assert told[0] == told[1]
     assert "mine.py" in told[0]
@@ -225,29 +227,27 @@ def test_a_process_that_dies_is_started_again_and_one_that_dies_twice_is_named(
     once = function(tmp_path, requested, dies)
     assert values(maker.store, score(maker, section(once, processes=1))) == [0.5] * 8
     always = function(tmp_path, requested, "os._exit(9)")
-    with pytest.raises(InputError, match=r"rewards\.mine\.processes: got 1\. A scoring process died twice"):
-        score(maker, section(always, processes=1))
+    error = refused(score, maker, section(always, processes=1))
+    assert (error.place, error.value) == ("rewards.mine.processes", 1)
     resource(ChildProcesses).close()
+
+
+def advantages(maker: RunMaker, *sections: RewardSection) -> pl.DataFrame:
+    sampled = SamplingRound(rollouts_of(maker), {each.label: score(maker, each) for each in sections})
+    made = compute_advantages_task.fn((sampled,), ("tokens",), sections, AdvantagesSection(), PLACE, "iteration 1")
+    return pl.read_parquet(maker.store.local_files(made) / "advantages.parquet")
 
 
 def test_a_failed_sample_takes_the_mean_of_its_siblings(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
     settings = function(tmp_path, requested, 'return math.nan if "2 of group 0" in text else float(text.split()[1])')
     mine = section(settings, max_failures=0.2)
-    rollouts = maker.store.find(f"{PLACE}/rollouts")
-    assert rollouts is not None
-    draw = SamplingRound(rollouts, {"mine": score(maker, mine)})
-    advantages = compute_advantages_task.fn((draw,), ("tokens",), (mine,), AdvantagesSection(), PLACE, "iteration 1")
-    table = pl.read_parquet(maker.store.local_files(advantages) / "advantages.parquet")
+    table = advantages(maker, mine)
     # A failed sample whose only reward is missing has none; with another reward beside it the mean stands in.
     assert table["reward"].to_list() == [0.0, 1.0, None, 3.0, 0.0, 1.0, 2.0, 3.0]
     (tmp_path / "other").mkdir()
     other = function(tmp_path / "other", requested, "return 1.0")
     beside = RewardSection(reward="function", name="beside", settings=other)
-    draw = SamplingRound(rollouts, {"mine": draw.rewards["mine"], "beside": score(maker, beside)})
-    advantages = compute_advantages_task.fn(
-        (draw,), ("tokens",), (mine, beside), AdvantagesSection(), PLACE, "iteration 1"
-    )
-    table = pl.read_parquet(maker.store.local_files(advantages) / "advantages.parquet")
+    table = advantages(maker, mine, beside)
     assert table["reward"].to_list() == pytest.approx([1.0, 2.0, 1.0 + 4 / 3, 4.0, 1.0, 2.0, 3.0, 4.0])
     assert table["imputed"].to_list() == [0, 0, 1, 0, 0, 0, 0, 0]
     assert table["reward_breakdown"][2].to_list() == [
@@ -270,7 +270,7 @@ def test_processes_that_score_end_with_a_run_that_is_killed(maker: RunMaker, tmp
     program = f"""
 import time
 from configs.training import RewardSection
-from tasks.rewards.process_pool import score_in_processes
+from tasks.rewards.rows import score_in_processes
 
 if __name__ == "__main__":
     section = RewardSection.model_validate_json({section(settings, processes=2).model_dump_json()!r})
@@ -281,7 +281,7 @@ if __name__ == "__main__":
 """
     (tmp_path / "parent.py").write_text(program)
     command = [sys.executable, str(tmp_path / "parent.py")]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"scored\n"

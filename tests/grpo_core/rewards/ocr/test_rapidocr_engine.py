@@ -8,11 +8,11 @@ import pytest
 import rapidocr
 from PIL import Image, ImageDraw, ImageFont
 
-from grpo_core.errors import InputError
 from grpo_core.rewards.ocr import engines as rapidocr_engine
 from grpo_core.rewards.ocr.engines import MODELS, RapidEngine, reads_both_ways
-from grpo_core.rewards.ocr.protocol import UNREAD, ReadingError, unread
-from tests.grpo_core.rewards.conftest import flat
+from grpo_core.rewards.ocr.lines import UNREAD, unread
+from grpo_core.rewards.reward import ScoringError
+from tests.grpo_core.rewards.conftest import flat, refusal
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, CHINESE_TEXTS, LATIN, draw
 
 ENGINE = RapidEngine(turn_lines=False, limit_side_len=320, max_side_len=768)
@@ -108,7 +108,7 @@ def test_a_breakdown_of_the_library_is_named(monkeypatch: pytest.MonkeyPatch) ->
         raise cv2.error("no memory for\nthe image")
 
     monkeypatch.setattr(rapidocr.RapidOCR, "detect_and_crop", break_down)
-    with pytest.raises(ReadingError, match=r"rapidocr broke down over it \(error: the image\)"):
+    with pytest.raises(ScoringError, match=r"rapidocr broke down over it \(error: the image\)"):
         ENGINE.read(draw("Exit", size=64))
 
 
@@ -138,8 +138,7 @@ def test_missing_and_changed_models_are_found(
     rapidocr_engine._find_model_file.cache_clear()
     (found,) = ENGINE.find_problems()
     assert problem in found
-    with pytest.raises(InputError, match=problem):
-        ENGINE.read(flat(255))
+    assert refusal(ENGINE.read, flat(255)) == ("rewards.text_accuracy.engine", "rapidocr")
 
 
 @pytest.mark.parametrize(

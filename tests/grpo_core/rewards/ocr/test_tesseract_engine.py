@@ -1,5 +1,3 @@
-""""""
-
 import shutil
 import sys
 from collections.abc import Iterator
@@ -8,11 +6,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from grpo_core.errors import InputError
 from grpo_core.rewards.ocr import engines as tesseract_engine
 from grpo_core.rewards.ocr.engines import TesseractEngine
-from grpo_core.rewards.ocr.protocol import Line, ReadingError, in_reading_order, unread
-from tests.grpo_core.rewards.conftest import flat
+from grpo_core.rewards.ocr.lines import Line, in_reading_order, unread
+from grpo_core.rewards.reward import ScoringError
+from tests.grpo_core.rewards.conftest import flat, refusal
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, draw
 
 ENGLISH = TesseractEngine("eng")
@@ -91,8 +89,8 @@ def test_a_language_that_is_not_installed_is_named_with_its_package() -> None:
     (problem,) = TesseractEngine("eng+xyz_abc").find_problems()
     assert "'xyz_abc'" in problem
     assert "tesseract-ocr-xyz-abc" in problem
-    with pytest.raises(InputError, match="xyz_abc"):
-        TesseractEngine("xyz_abc").read(draw("Exit", size=64))
+    refused = refusal(TesseractEngine("xyz_abc").read, draw("Exit", size=64))
+    assert refused == ("rewards.text_accuracy.languages", "xyz_abc")
 
 
 def test_a_missing_program_is_named_with_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,16 +98,14 @@ def test_a_missing_program_is_named_with_its_package(tmp_path: Path, monkeypatch
     (problem,) = ENGLISH.find_problems()
     assert "apt-get install tesseract-ocr" in problem
     for use in (lambda: ENGLISH.read(flat(255)), lambda: ENGLISH.version):
-        with pytest.raises(InputError, match="apt-get install tesseract-ocr"):
-            use()
+        assert refusal(use) == ("rewards.text_accuracy.engine", "tesseract")
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tesseract_engine, "find_spec", lambda name: None)
     assert any("grpo-staged[tesseract]" in problem for problem in ENGLISH.find_problems())
     monkeypatch.setitem(sys.modules, "pytesseract", None)
-    with pytest.raises(InputError, match=r"grpo-staged\[tesseract\]"):
-        ENGLISH.read(flat(255))
+    assert refusal(ENGLISH.read, flat(255)) == ("rewards.text_accuracy.engine", "tesseract")
 
 
 @installed
@@ -117,11 +113,11 @@ def test_a_breakdown_and_a_delay_are_named(fake_program: Path, monkeypatch: pyte
     real = shutil.which("tesseract", path="/usr/bin:/usr/local/bin")
     answer = f'#!/bin/sh\ncase "$1" in --*) exec {real} "$@";; esac\n'
     fake_program.write_text(answer + "echo no memory >&2\nexit 1\n")
-    with pytest.raises(ReadingError, match=r"tesseract broke down over it.*no memory"):
+    with pytest.raises(ScoringError, match=r"tesseract broke down over it.*no memory"):
         ENGLISH.read(flat(255))
     monkeypatch.setattr(tesseract_engine, "TIMEOUT_SECONDS", 0.2)
     fake_program.write_text(answer + "exec sleep 5\n")
-    with pytest.raises(ReadingError, match="timeout"):
+    with pytest.raises(ScoringError, match="timeout"):
         ENGLISH.read(flat(255))
 
 

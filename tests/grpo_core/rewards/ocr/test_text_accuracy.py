@@ -3,12 +3,10 @@ import itertools
 import pytest
 from PIL import Image
 
-from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.engines import RapidEngine
-from grpo_core.rewards.ocr.protocol import ReadingError
 from grpo_core.rewards.ocr.text_accuracy import TextAccuracyReward
-from grpo_core.rewards.reward import NOT_APPLICABLE, Score, provenance_of
-from tests.grpo_core.rewards.conftest import flat, make_batch
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score, ScoringError, provenance_of
+from tests.grpo_core.rewards.conftest import flat, make_batch, refusal
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, CHINESE_TEXTS, COLOURS, LATIN, draw
 
 ENGLISH = (
@@ -55,11 +53,7 @@ def test_chinese_in_every_colour() -> None:
     ("lines", "errors", "longer"),
     [
         # Ten letters are wanted.
-        (["Fresh Bread"] * 3, 20, 30),
-        (["Fresh Bread", "Fresh Bread"], 10, 20),
-        (["Fresh", "Bread", "Bread"], 5, 15),
         (["Fresh Bread", "Every Day"], 8, 18),
-        (["Bread"], 5, 10),
         (["Fresh Bred"], 1, 10),
     ],
 )
@@ -94,10 +88,8 @@ def test_two_signs_side_by_side_are_read_row_by_row_and_separated() -> None:
 def test_an_image_too_long_for_its_width_is_refused() -> None:
     assert TextAccuracyReward().max_aspect == 8.0
     for size in ((4, 2000), (2000, 4), (81, 10)):
-        with pytest.raises(InputError) as caught:
-            score_one(Image.new("RGB", size), TARGET)
-        assert caught.value.place == "rewards.text_accuracy, sample s0"
-        assert caught.value.value == f"image of {size[0]}x{size[1]} pixels"
+        refused = refusal(score_one, Image.new("RGB", size), TARGET)
+        assert refused == ("rewards.text_accuracy, sample s0", f"image of {size[0]}x{size[1]} pixels")
     assert score_one(Image.new("RGB", (80, 10)), TARGET).value == 0.0
 
 
@@ -123,10 +115,8 @@ def test_a_column_stands_before_the_quotes() -> None:
 @pytest.mark.parametrize("given", [7, {"text": "x"}, ["x", None], True])
 def test_a_column_without_text_is_refused(given: object) -> None:
     batch = make_batch([flat(255)], columns={"writing": [given]})
-    with pytest.raises(InputError) as caught:
-        TextAccuracyReward(column="writing").score(batch)
-    assert caught.value.place == "rewards.text_accuracy, sample s0, column writing"
-    assert caught.value.value == given
+    refused = refusal(TextAccuracyReward(column="writing").score, batch)
+    assert refused == ("rewards.text_accuracy, sample s0, column writing", given)
 
 
 def test_a_breakdown_is_tried_again_and_then_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +124,7 @@ def test_a_breakdown_is_tried_again_and_then_a_failure(monkeypatch: pytest.Monke
 
     def break_down_twice(engine: RapidEngine, image: Image.Image) -> tuple[str, ...]:
         if next(tries) <= 2:
-            raise ReadingError("rapidocr broke down over it")
+            raise ScoringError("rapidocr broke down over it")
         return read(engine, image)
 
     monkeypatch.setattr(RapidEngine, "read", break_down_twice)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
-from grpo_core.rewards.ocr.protocol import UNREAD, unread
+from grpo_core.rewards.ocr.lines import UNREAD, unread
 from grpo_core.rewards.ocr.text_match import (
     MATCHES,
     MAX_GIVEN,

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from grpo_core.errors import InputError
 from grpo_core.rewards.remote import http
-from grpo_core.rewards.remote.http import ServiceFailure, ask_side_by_side
+from grpo_core.rewards.remote.http import ask_side_by_side
 from grpo_core.rewards.remote.reward import RemoteReward
-from tests.grpo_core.rewards.conftest import refusal
+from grpo_core.rewards.reward import ScoringError
+from tests.grpo_core.rewards.conftest import refusal, refused
 from tests.grpo_core.rewards.stub import QUICK, Reply, Stub
 
 
@@ -42,7 +42,7 @@ def test_after_the_last_attempt_it_fails_without_an_address(
     stub: Stub, closed_url: str, trouble: Reply | None, reason: str
 ) -> None:
     stub.script(trouble or Reply())
-    with pytest.raises(ServiceFailure) as failure:
+    with pytest.raises(ScoringError) as failure:
         service(stub.url if trouble else closed_url).request("/x")
     assert reason in str(failure.value)
     assert "127.0.0.1" not in str(failure.value)
@@ -63,10 +63,9 @@ def test_after_the_last_attempt_it_fails_without_an_address(
 )
 def test_a_refusal_is_an_error_at_once(stub: Stub, status: int, body: Any, word: str) -> None:
     stub.script(Reply(body, status, headers={"Location": "/elsewhere"}))
-    with pytest.raises(InputError) as error:
-        service(stub.url).request("/x", b"{}")
-    assert (error.value.place, error.value.value) == (f"{stub.url}/x", f"status {status}")
-    assert word in error.value.hint
+    error = refused(service(stub.url).request, "/x", b"{}")
+    assert (error.place, error.value) == (f"{stub.url}/x", f"status {status}")
+    assert word in error.hint
     assert len(stub.requested) == 1
 
 
@@ -78,24 +77,22 @@ def test_an_answer_that_is_no_json_or_endless(
 ) -> None:
     monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1000)
     stub.script(Reply(answer))
-    with pytest.raises(InputError) as error:
-        service(stub.url).request("/x")
-    assert error.value.value == value
+    assert refused(service(stub.url).request, "/x").value == value
 
 
 @pytest.mark.parametrize("dated", [False, True])
 def test_retry_after_is_read(stub: Stub, dated: bool) -> None:
     value = email.utils.formatdate(time.time() + 1000, usegmt=True) if dated else "1000"
     stub.script(Reply({}, 429, {"Retry-After": value}))
-    with pytest.raises(ServiceFailure) as failure:
+    with pytest.raises(ScoringError) as failure:
         service(stub.url, timeout_s=5.0, attempts=1).request("/x")
     cause = failure.value.__cause__
-    assert isinstance(cause, ServiceFailure)
+    assert isinstance(cause, ScoringError)
     assert cause.retry_after_s == pytest.approx(1000, abs=100)
 
 
 def pauses(asked: RemoteReward, retry_after_s: float | None = None) -> list[float]:
-    outcome = SimpleNamespace(exception=lambda: ServiceFailure("busy", retry_after_s))
+    outcome = SimpleNamespace(exception=lambda: ScoringError("busy", retry_after_s))
     states = (SimpleNamespace(outcome=outcome, attempt_number=number) for number in range(1, 12))
     return [asked._pause(state) for state in states]  # type: ignore[arg-type]
 
@@ -192,6 +189,6 @@ def dripping(content: bytes, pause_s: float) -> Iterator[str]:
 def test_a_slow_service_runs_out_of_time(content: bytes, pause_s: float) -> None:
     with (
         dripping(content, pause_s) as url,
-        pytest.raises(ServiceFailure, match=r"did not answer within 0\.3 s, after 2 attempts"),
+        pytest.raises(ScoringError, match=r"did not answer within 0\.3 s, after 2 attempts"),
     ):
         service(url, timeout_s=0.3, attempts=2, backoff_s=0.001).request("/x")

@@ -1,49 +1,10 @@
-"""The interface of OCR engines, and the reading order of lines."""
+"""Lines that an OCR engine reads, and their order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from PIL import Image
 
 UNREAD = "\uffff"
 """Stands for a character that an engine sees and does not accept; no text has it (it is none of Unicode's)."""
-
-
-class ReadingError(RuntimeError):
-    """An engine broke down over an image or took too long; another attempt may succeed."""
-
-
-class Engine(Protocol):
-    """Reads images; its settings are fixed when it is built, so that no call changes another's result."""
-
-    @property
-    def version(self) -> str:
-        """Of the libraries that determine what is read.
-
-        Raises:
-            InputError: they are not there.
-        """
-
-    def model_digests(self) -> Mapping[str, str]:
-        """sha256 of every model file by role.
-
-        Raises:
-            InputError: a file is missing.
-        """
-
-    def find_problems(self) -> Sequence[str]:
-        """What is missing, each with its hint; empty when the engine can read. Loads no model."""
-
-    def read(self, image: Image.Image) -> tuple[str, ...]:
-        """The lines of an 8-bit RGB image in reading order; none where nothing looks like text.
-
-        A line that is seen and not accepted, upside down or of low confidence, is given as :func:`unread`.
-
-        Raises:
-            ReadingError: it broke down, or took too long.
-            InputError: the engine is not installed, or only in part.
-        """
 
 
 @dataclass(frozen=True)
@@ -66,7 +27,7 @@ def unread(text: str) -> str:
 
 
 def in_reading_order(lines: Sequence[Line]) -> tuple[str, ...]:
-    """Row by row from above, in each row from the left; falling lines side by side from the right.
+    """Order lines row by row from the top, each row from the left; falling lines side by side from the right.
 
     Neighbours stand in one row where half the height of the lower one overlaps: unlike a number of pixels, this works
     for images of any size, and for rows that are not quite level.

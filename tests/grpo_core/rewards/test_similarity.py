@@ -14,11 +14,10 @@ from skimage.metrics import mean_squared_error as skimage_mse
 from skimage.metrics import structural_similarity as skimage_ssim
 from torch import Tensor
 
-from grpo_core.errors import InputError
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score
 from grpo_core.rewards.similarity import MseReward, PairReward, PsnrReward, R2Reward, SsimReward
 from grpo_core.rewards.tensors import structural_similarity
-from tests.grpo_core.rewards.conftest import flat, make_batch, noise
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise, refusal
 
 RED = Image.new("RGB", (32, 32), (255, 0, 0))
 GREY = Image.fromarray((np.indices((32, 32)).sum(0) % 2 * 255).astype(np.uint8)).convert("RGB")
@@ -73,8 +72,8 @@ def test_a_target_of_one_colour_has_no_variance_to_explain() -> None:
 
 def test_small_image_is_refused_with_its_size_and_sample() -> None:
     batch = make_batch([flat(0, 32, 10)], [flat(0, 32, 10)], ["p3/4"])
-    with pytest.raises(InputError, match=r"sample p3/4: got 'image of 32x10 pixels'.*at least 11 pixels"):
-        MeasuredReward(torch.sub, min_side=11).score(batch)
+    refused = refusal(MeasuredReward(torch.sub, min_side=11).score, batch)
+    assert refused == ("rewards.measured, sample p3/4", "image of 32x10 pixels")
 
 
 @pytest.mark.parametrize(
@@ -147,12 +146,9 @@ def test_ssim_agrees_with_scikit_image(seed: int, height: int, width: int, mix: 
     assert structural_similarity(*tensors).item() == pytest.approx(skimage_valid_mean(a, b), abs=1e-5)
 
 
-def test_the_value_of_ssim_is_clamped_at_zero_and_half_precision_does_not_reach_it() -> None:
+def test_the_value_of_ssim_is_clamped_at_zero() -> None:
     image = noise(0, 32, 32)
-    batch = make_batch([image, noise(1, 32, 32)], [image.point([255 - level for level in range(256)] * 3)] * 2)
-    outside = SsimReward().score(batch)
-    assert outside[0].raw is not None
-    assert outside[0].raw < -0.5
-    assert outside[0].value == 0.0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert SsimReward().score(batch) == outside
+    (score,) = SsimReward().score(make_batch([image], [image.point([255 - level for level in range(256)] * 3)]))
+    assert score.raw is not None
+    assert score.raw < -0.5
+    assert score.value == 0.0

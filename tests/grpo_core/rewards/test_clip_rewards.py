@@ -1,0 +1,217 @@
+"""Rewards from CLIP embeddings against open_clip itself: how well an image fits its prompt, and its rating."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import safetensors.torch
+import torch
+
+from grpo_core.rewards.clip_rewards import HEAD, LAYERS, NO_DIRECTION, AestheticReward, ClipScoreReward, load_clip
+from grpo_core.rewards.reward import Reward, Score, ScoringBatch
+from tests.grpo_core.rewards.conftest import flat, make_batch, make_head, noise, refusal, refused, save_changed
+
+PROMPTS = ("a red heart", "two blue squares", "a red heart", "nothing at all")
+
+
+IMAGES = (flat(255), noise(0, 40, 50), noise(1, 32, 32), flat(0))
+
+
+def with_prompts(prompts: tuple[str, ...] = PROMPTS) -> ScoringBatch:
+    return make_batch(IMAGES[: len(prompts)], prompts=prompts)
+
+
+@pytest.fixture
+def clip_score(clip_config: Path, clip_weights: Path) -> ClipScoreReward:
+    return ClipScoreReward(model=str(clip_config), weights=str(clip_weights))
+
+
+def test_value_and_raw_equal_open_clip_itself(clip_score: ClipScoreReward, clip_oracle: torch.nn.Module) -> None:
+    batch, tokenizer = with_prompts(), open_clip.get_tokenizer("ViT-B-32")
+    scores = clip_score.score(batch)
+    with torch.no_grad():
+        pixels = torch.stack([clip_oracle.transform(image) for image in batch.images])
+        images = clip_oracle.encode_image(pixels, normalize=True)
+        texts = clip_oracle.encode_text(tokenizer(list(batch.prompts)), normalize=True)
+    cosines = (images * texts).sum(1).tolist()
+    assert [score.raw for score in scores] == pytest.approx(cosines, abs=1e-6)
+    assert [score.value for score in scores] == pytest.approx([max(cosine, 0) for cosine in cosines], abs=1e-6)
+    # Both sides of zero are among them, or the floor would not have been seen.
+    assert min(cosines) < -0.01
+    assert max(cosines) > 0.01
+
+
+def test_scale_multiplies_and_ends_at_one(clip_score: ClipScoreReward, clip_config: Path, clip_weights: Path) -> None:
+    raws = [score.raw for score in clip_score.score(with_prompts())]
+    for scale in (2.5, 100.0):
+        scaled = ClipScoreReward(model=str(clip_config), weights=str(clip_weights), scale=scale).score(with_prompts())
+        assert [score.raw for score in scaled] == raws
+        assert [s.value for s in scaled] == pytest.approx([min(max(scale * r, 0), 1) for r in raws if r is not None])
+
+
+@pytest.mark.parametrize(("words", "long"), [(75, False), (76, True)])
+def test_long_prompts_are_cut_with_a_warning_or_refused(
+    clip_config: Path, clip_weights: Path, caplog: pytest.LogCaptureFixture, words: int, long: bool
+) -> None:
+    batch = with_prompts(("short", "cat " * words, "dog " * words))
+    settings = {"model": str(clip_config), "weights": str(clip_weights)}
+    with caplog.at_level(logging.WARNING):
+        cut = ClipScoreReward(**settings).score(batch)
+    assert ("2 of 3 prompts are longer than the 77 tokens" in caplog.text) == long
+    refusing = ClipScoreReward(**settings, long_prompts="refuse")
+    if not long:
+        assert refusing.score(batch) == cut
+        return
+    assert refusal(refusing.score, batch) == ("rewards.clip_score, sample s1", "prompt of 78 tokens")
+    beginning = with_prompts(("short", "cat " * 75, "dog " * 75))
+    assert ClipScoreReward(**settings).score(beginning) == cut
+
+
+def test_embedding_without_direction_is_a_failure(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
+    path = save_changed(clip_weights, tmp_path / "zero.safetensors", {"text_projection": torch.zeros_like})
+    scores = ClipScoreReward(model=str(clip_config), weights=str(path)).score(with_prompts())
+    assert scores == [Score.failed(NO_DIRECTION)] * 4
+
+
+def test_provenance_names_the_content_and_no_path(
+    clip_score: ClipScoreReward, clip_config: Path, clip_weights: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / "elsewhere.json"
+    moved.write_bytes(clip_config.read_bytes())
+    assert clip_score.version == f"1+open-clip-{open_clip.__version__}"
+    assert ClipScoreReward(model=str(moved), weights=str(clip_weights)).settings() == clip_score.settings()
+    assert str(clip_config) not in str(clip_score.settings())
+    moved.write_text(clip_config.read_text().replace("0.4", "0.3"))
+    assert ClipScoreReward(model=str(moved), weights=str(clip_weights)).settings() != clip_score.settings()
+    assert ClipScoreReward().settings()["pretrained"] == "openai"
+
+
+def test_preflight_reports_everything_at_once(clip_config: Path) -> None:
+    absent = f"cuda:{torch.cuda.device_count()}"
+    first, second = ClipScoreReward(device=absent).preflight()
+    assert first.startswith("rewards.clip_score.weights: got None.")
+    assert "hf://timm/vit_large_patch14_clip_224.openai/open_clip_model.safetensors" in first
+    assert second.startswith(f"rewards.clip_score.device: got '{absent}'")
+    for settings, start in (
+        ({"model": "ViT-L-14"}, "model: got 'ViT-L-14'"),
+        ({"model": "no.json"}, "model: got 'no.json'"),
+        (
+            {"model": str(clip_config), "weights": str(clip_config), "weights_sha256": "0" * 8},
+            "weights_sha256: got '00000000'",
+        ),
+    ):
+        message = ClipScoreReward(**settings).preflight()[0]
+        assert message.startswith(f"rewards.clip_score.{start}")
+
+
+@pytest.fixture
+def aesthetic(clip_config: Path, clip_weights: Path, aesthetic_head: Path) -> AestheticReward:
+    return AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(aesthetic_head))
+
+
+def composed(tensors: dict[str, torch.Tensor]) -> tuple[np.ndarray, float]:
+    """Five layers without activations are one: their matrix and offset, in double precision."""
+    matrix, offset = np.eye(tensors["layers.0.weight"].shape[1]), np.zeros(tensors["layers.0.weight"].shape[1])
+    for layer, _ in LAYERS:
+        weight, bias = (tensors[f"{layer}.{part}"].double().numpy() for part in ("weight", "bias"))
+        matrix, offset = weight @ matrix, weight @ offset + bias
+    return matrix[0], float(offset[0])
+
+
+def test_rating_is_the_composed_linear_map_of_the_unit_embedding(
+    aesthetic: AestheticReward, clip_oracle: torch.nn.Module
+) -> None:
+    matrix, offset = composed(make_head())
+    with torch.no_grad():
+        raw = [clip_oracle.encode_image(clip_oracle.transform(image)[None])[0].double() for image in IMAGES]
+    right = [float(matrix @ (vector / vector.norm()).numpy()) + offset for vector in raw]
+    without_norm = [float(matrix @ vector.numpy()) + offset for vector in raw]
+    scores = aesthetic.score(make_batch(IMAGES))
+    assert [score.raw for score in scores] == pytest.approx(right, abs=1e-4)
+    assert [score.value for score in scores] == pytest.approx([rating / 10 for rating in right], abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(right, without_norm, strict=True)) > 0.1
+    assert max(right) - min(right) > 0.1
+
+
+@pytest.mark.parametrize(("offset", "value"), [(1000.0, 1.0), (-1000.0, 0.0)])
+def test_value_is_clamped_and_raw_is_not(
+    clip_config: Path, clip_weights: Path, tmp_path: Path, offset: float, value: float
+) -> None:
+    path = tmp_path / "head.safetensors"
+    safetensors.torch.save_file(make_head(offset=offset), path)
+    reward = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(path))
+    (score,) = reward.score(make_batch([flat(0)]))
+    assert score.value == value
+    assert score.raw == pytest.approx(offset, abs=20)
+
+
+def test_two_rewards_compute_each_image_once(
+    aesthetic: AestheticReward, clip_score: ClipScoreReward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_clip(aesthetic)
+    model._embeddings.clear()
+    seen: list[torch.Tensor] = []
+    compute = model._network.encode_image
+    monkeypatch.setattr(model._network, "encode_image", lambda pixels: seen.append(pixels) or compute(pixels))
+    batch = make_batch([noise(seed, 32, 32) for seed in range(8)])
+    start = threading.Barrier(2)
+
+    def score(each: Reward) -> Sequence[Score]:
+        start.wait()
+        return each.score(batch)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(score, (aesthetic, clip_score)))
+    assert len(seen) == len(batch)
+    assert all(score.value is not None for scores in found for score in scores)
+
+
+def test_nan_of_the_head_and_of_the_embedding_are_failures(
+    clip_config: Path, clip_weights: Path, aesthetic_head: Path, tmp_path: Path
+) -> None:
+    nan = tmp_path / "nan.pth"
+    zero = save_changed(clip_weights, tmp_path / "zero.safetensors", {"visual.proj": torch.zeros_like})
+    torch.save({**make_head(), "layers.7.bias": torch.tensor([torch.nan])}, nan)
+    blind = AestheticReward(model=str(clip_config), weights=str(zero), head=str(aesthetic_head))
+    assert blind.score(make_batch([flat(0)])) == [Score.failed(NO_DIRECTION)]
+    (score,) = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(nan)).score(
+        make_batch([flat(0)])
+    )
+    assert score.value is None
+    assert score.failure is not None
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (make_head(768), "needs embeddings of 768 numbers"),
+        ({"layers.0.weight": Path.cwd}, "cannot be read"),
+        ({k: v for k, v in make_head().items() if k != "layers.7.bias"}, "layers.7.bias is missing"),
+        ({**make_head(), "layers.2.weight": torch.zeros(3, 3)}, "layers.2.weight has shape [3, 3]"),
+    ],
+)
+def test_files_that_are_no_head_are_refused_before_and_at_the_first_score(
+    clip_config: Path, clip_weights: Path, tmp_path: Path, content: object, word: str
+) -> None:
+    path = tmp_path / "head.pth"
+    torch.save(content, path)
+    reward = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(path))
+    error = refused(reward.score, make_batch([flat(0)]))
+    assert (error.place, error.value) == ("rewards.aesthetic.head", str(path))
+    assert word in error.hint
+    assert reward.preflight() == [str(error)]
+
+
+def test_a_missing_head_and_the_digest_of_the_published_one(aesthetic_head: Path, tmp_path: Path) -> None:
+    message = AestheticReward().preflight()[1]
+    assert message.startswith("rewards.aesthetic.head: got None.")
+    assert HEAD.url in message
+    published = tmp_path / HEAD.file
+    published.write_bytes(aesthetic_head.read_bytes())
+    message = AestheticReward(head=str(published)).preflight()[1]
+    assert message.startswith("rewards.aesthetic.head_sha256: got '21dd590f3ccdc646'")
