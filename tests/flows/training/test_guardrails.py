@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from flows.training import guardrails as signs
+from flows.training import callbacks
 from tests.flows.conftest import Runs, Start, refused
 
 PLANNED = 4
@@ -129,9 +129,9 @@ def person() -> Iterator[list[str]]:
 def test_a_paused_run_that_is_resumed_ends_as_one_that_never_paused(
     empty: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signs, "_SECONDS_BETWEEN_POLLS", 0.2)
+    monkeypatch.setattr(callbacks, "_SECONDS_BETWEEN_POLLS", 0.2)
     watched, own = {"on_fall": "pause", "pause_timeout": 60}, hacked_rewards(tmp_path / "paused")
-    with pytest.raises(signs.NotResumedError, match="nobody resumed the run within 1 s"):
+    with pytest.raises(callbacks.NotResumedError, match="nobody resumed the run within 1 s"):
         start(empty, own, run="watched", iterations=2, guardrails={**watched, "pause_timeout": 1})
     with person() as seen:
         resumed = start(empty, own, run="watched", iterations=2, guardrails=watched)
