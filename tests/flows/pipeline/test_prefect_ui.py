@@ -71,14 +71,11 @@ class TestForm:
             ("advantages", "scale"): "grup",
             ("run", "name"): "../elsewhere",
         }
-        answers = asked_for(form, *({"config": changed(config, *path, value=value)} for path, value in wrong.items()))
-        for path, answer in zip(wrong, answers, strict=True):
-            assert path[-1] in str(answer)
-
-    def test_the_server_refuses_a_configuration_without_a_section(self, form: DeploymentResponse) -> None:
-        without = {key: section for key, section in form.parameters["config"].items() if key != "data"}
-        (answer,) = asked_for(form, {"config": without})
-        assert "'data' is a required property" in str(answer)
+        without = {key: section for key, section in config.items() if key != "data"}
+        values = [*(changed(config, *path, value=value) for path, value in wrong.items()), without]
+        answers = asked_for(form, *({"config": each} for each in values))
+        for name, answer in zip([*(path[-1] for path in wrong), "data"], answers, strict=True):
+            assert name in str(answer)
 
     def test_the_other_flows_have_forms_too(self, pool: str) -> None:
         deployed(run="others", evaluate=True, rescore=(str(MIX),))
@@ -89,7 +86,7 @@ class TestForm:
         right, unknown, malformed, other = asked_for(evaluation, {"request": request}, *wrong)
         assert (right, other) == (None, None)
         assert "polcy" in str(unknown)
-        assert "'request.policy'" in str(malformed)
+        assert "request.policy" in str(malformed)
         right, unknown = asked_for(rescoring, {"request": mix}, {"request": {**mix, "polcy": 3}})
         assert right is None
         assert "polcy" in str(unknown)

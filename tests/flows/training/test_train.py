@@ -4,7 +4,6 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
@@ -17,12 +16,11 @@ from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.reward import Score, ScoringBatch
 from grpo_core.rewards.similarity import SsimReward
 from grpo_core.update.optimizer import PolicyOptimizer
-from tests.flows.conftest import REPOSITORY, Runs, Start, flip
+from tests.flows.conftest import EVALUATED, REPOSITORY, Compare, Runs, Start, flip
 
 STAGES = ("collect rollouts", "score psnr", "score ssim", "compute advantages", "update policy")
 FIRST, SECOND = (tuple(f"iteration {iteration}: {stage}" for stage in STAGES) for iteration in (1, 2))
 ALL = FIRST + SECOND
-Compare = Callable[[Runs, Start], None]
 
 
 class TestUndisturbed:
@@ -140,24 +138,17 @@ class TestReuse:
         assert finished.start("copied", update__learning_rate=1e-3, run__iterations=1).stages == ()
 
     @pytest.mark.slow
-    def test_other_sampling_repeats_everything(self, finished: Runs) -> None:
-        assert finished.start(run__iterations=1, rollout__group_size=3).stages == FIRST
-
-    @pytest.mark.slow
-    def test_weights_of_the_mix_leave_rollouts_and_scores(self, finished: Runs) -> None:
-        changed = finished.start(run__iterations=1, **{"rewards.0.weight": 0.9})
-        assert changed.stages == FIRST[3:]
+    @pytest.mark.parametrize(
+        ("setting", "value", "stages"), [("rollout.group_size", 3, FIRST), ("rewards.0.weight", 0.9, FIRST[3:])]
+    )
+    def test_other_settings_repeat_the_stages_from_theirs_on(
+        self, finished: Runs, setting: str, value: object, stages: tuple[str, ...]
+    ) -> None:
+        assert finished.start(run__iterations=1, **{setting: value}).stages == stages
 
     @pytest.mark.slow
     def test_evaluation_and_placement_change_no_training_stage(self, finished: Runs, final: Compare) -> None:
-        held_out = {"evaluate__prompts": "data/prompts/shapes_heldout.jsonl", "evaluate__targets": "data/targets"}
-        changed = finished.start(
-            **held_out,
-            evaluate__target_column="target",
-            evaluate__limit=1,
-            evaluate__samples_per_prompt=1,
-            placement__device="cpu",
-        )
+        changed = finished.start(**EVALUATED, placement__device="cpu")
         baselines = tuple(f"baseline {name}: {stage}" for name in ("blank", "target") for stage in STAGES[1:4])
         evaluations = tuple(f"evaluation of policy {v}: {stage}" for v in (0, 2) for stage in STAGES[:4])
         assert changed.stages == baselines + evaluations
