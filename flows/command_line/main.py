@@ -54,7 +54,7 @@ application.add_typer(reward_commands)
 
 
 def run() -> None:
-    """Run the program in a process of its own, which ends with it."""
+    """Run the program, and end the process with it."""
     codes: list[int] = []
     # What is registered first is called last: then threads have ended, and everything else has cleaned up.
     atexit.register(_end, codes)
@@ -126,7 +126,7 @@ def train(
         typer.Option(metavar="RUN[@N]", help="train a new run from another's weights, by default the last"),
     ] = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="with other settings, begin anew; earlier results become the run NAME~1")
+        bool, typer.Option("--restart", help="with other settings, start over; earlier results become the run NAME~1")
     ] = False,
     as_json: Json = False,
 ) -> None:

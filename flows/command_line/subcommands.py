@@ -15,7 +15,6 @@ from grpo_core.errors import InputError
 
 if TYPE_CHECKING:
     from grpo_core.rewards.weights import Weights
-    from tasks.reports.report import Table
 
 commands = typer.Typer()
 
@@ -178,29 +177,22 @@ reward_commands = typer.Typer(
 def list_rewards(as_json: Json = False) -> None:
     """List every reward that a configuration may name, with its settings and their defaults."""
     with handle_errors(as_json):
-        from grpo_core.rewards.registry import REWARDS, reward_settings
-        from tasks.reports.report import Report
+        from inspect import getdoc
 
-        listed = {
-            name: {setting: str(default) for setting, default in reward_settings(name).items()} for name in REWARDS
-        }
-        print_result(Report("Rewards", tables=[listed_rewards()]), listed, as_json, stdout=True)
+        from grpo_core.rewards.registry import REWARDS, reward_class, reward_settings
+        from tasks.reports.report import Report, Table
 
-
-def listed_rewards() -> "Table":
-    """Return each reward with what its value means, and its settings with their defaults."""
-    import inspect
-
-    from grpo_core.rewards.registry import REWARDS, reward_class
-    from tasks.reports.report import Table
-
-    rows = []
-    for name in REWARDS:
-        kind = reward_class(name)
-        settings = [f"{each.name}={each.default!r}" for each in inspect.signature(kind).parameters.values()]
-        meaning = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " ")
-        rows.append({"reward": name, "value": meaning, "settings": ", ".join(settings)})
-    return Table("", rows, ("value", "settings"))
+        listed = {name: reward_settings(name) for name in REWARDS}
+        rows = [
+            {
+                "reward": name,
+                "value": (getdoc(reward_class(name)) or "").partition("\n\n")[0].replace("\n", " "),
+                "settings": ", ".join(f"{setting}={default!r}" for setting, default in settings.items()),
+            }
+            for name, settings in listed.items()
+        ]
+        result = {name: {setting: str(value) for setting, value in each.items()} for name, each in listed.items()}
+        print_result(Report("Rewards", tables=[Table("", rows, ("value", "settings"))]), result, as_json, stdout=True)
 
 
 @reward_commands.command("fetch")

@@ -229,12 +229,12 @@ async def ends_at_sign(run: Run, history: TrainingHistory, policy: PolicyRef) ->
 async def _wait_for_a_person(policy: PolicyRef, timeout: int) -> None:
     log(f"paused after iteration {policy.version}, for {timeout:,} s at most: resume it on its page in the UI")
     try:
-        # With the key of a pause that was resumed before, a flow run that is retried goes on at once.
+        # With the key of a pause that was resumed before, a flow run that is retried continues at once.
         await apause_flow_run(timeout=timeout, poll_interval=_SECONDS_BETWEEN_POLLS, key=policy.digest[:16])
     except FlowPauseTimeout as error:
         raise NotResumedError(
             f"nobody resumed the run within {timeout:,} s (guardrails.pause_timeout); the same command asks again, and "
-            "with --set guardrails.on_fall=report it goes on"
+            "with --set guardrails.on_fall=report it continues"
         ) from error
     log(f"resumed after iteration {policy.version}")
 

@@ -167,10 +167,7 @@ def test_a_pause_needs_a_ui(empty: Runs, rewards: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "place"),
     [
-        ({"guardrails__rewards": []}, "guardrails.on_fall"),
         ({"evaluate__every": 0}, "guardrails.on_fall"),
-        ({"evaluate__prompts": None}, "guardrails.rewards"),
-        ({"guardrails__rewards": [{"reward": "answer", "weight": 2.0}]}, "guardrails.rewards.0.weight"),
         ({"guardrails__rewards": [{"reward": "ssim"}]}, "guardrails.rewards.0.reward"),
         ({"guardrails__rewards": [{"reward": "answer"}] * 2}, "guardrails.rewards"),
         ({"guardrails__fall": 1.5}, "guardrails.fall"),
