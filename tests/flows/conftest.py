@@ -177,13 +177,10 @@ class Runs:
         shutil.copytree(self.root, root)
         return Runs(root)
 
-    def overrides(self, **changes: object) -> list[str]:
+    def overrides(self, small: Mapping[str, object] = SMALL, /, **changes: object) -> list[str]:
         """The small configuration as `--set` arguments; `__` in a name stands for a dot."""
-        settings = {
-            **SMALL,
-            "storage.root": str(self.root),
-            **{key.replace("__", "."): v for key, v in changes.items()},
-        }
+        changed = {key.replace("__", "."): value for key, value in changes.items()}
+        settings = {**small, "storage.root": str(self.root), **changed}
         return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
     def sets(self, run: str = "run", **changes: object) -> list[str]:
@@ -196,9 +193,7 @@ class Runs:
 
     def start_text(self, run: str = "text", **changes: object) -> Start:
         """The same with the shipped text configuration."""
-        given = {"run.name": run, "run.on_change": "restart", "storage.root": str(self.root)}
-        settings = {**given, **{key.replace("__", "."): value for key, value in changes.items()}}
-        return self._train(TINY_TEXT, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+        return self._train(TINY_TEXT, self.overrides({"run.on_change": "restart"}, run__name=run, **changes))
 
     def _train(self, file: Path, overrides: list[str]) -> Start:
         from flows.training.train import train

@@ -131,7 +131,7 @@ def test_a_paused_run_that_is_resumed_ends_as_one_that_never_paused(
 ) -> None:
     monkeypatch.setattr(callbacks, "_SECONDS_BETWEEN_POLLS", 0.2)
     watched, own = {"on_fall": "pause", "pause_timeout": 60}, hacked_rewards(tmp_path / "paused")
-    with pytest.raises(callbacks.NotResumedError, match="nobody resumed the run within 1 s"):
+    with pytest.raises(callbacks.NotResumedError):
         start(empty, own, run="watched", iterations=2, guardrails={**watched, "pause_timeout": 1})
     with person() as seen:
         resumed = start(empty, own, run="watched", iterations=2, guardrails=watched)
