@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import typer
 from prefect.logging.configuration import load_logging_config
 from prefect.settings import Settings, get_current_settings
 from prefect.settings.legacy import _get_settings_fields
@@ -16,9 +17,12 @@ from typer.testing import CliRunner
 from configs.validation import validated
 from flows import prefect_settings
 from flows.command_line.main import application
+from flows.command_line.options import handle_errors
 from flows.pipeline.requests import RescoreRequest
 from flows.replaying import plan_replay
 from flows.rescoring.plan import plan_rescore
+from grpo_core.errors import InputError
+from tasks.storage.roots import StorageError
 from tests.flows.conftest import REPOSITORY, Runs, refused
 from tests.flows.replaying.replays import request_replay
 from tests.flows.rescoring.test_rescore import SSIM, rewards_file
@@ -136,6 +140,28 @@ def test_commands_name_the_option_and_end_with_2(
     assert (error["place"], error["value"]) == (place, value)
     assert error["hint"]
     assert ended.stderr.startswith(f"error: {place}: got {value!r}.")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (InputError("a", 1, "Give 2."), 2, "error: a: got 1"),
+        (
+            StorageError("storage.root", "/full", "the disk is full"),
+            1,
+            "failed: StorageError: storage.root: got '/full'",
+        ),
+        (KeyboardInterrupt(), 1, "stopped"),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, handle_errors():
+        raise error
+    assert ended.value.exit_code == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said)
 
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
