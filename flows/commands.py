@@ -197,7 +197,7 @@ def rescore(
 
 
 def _run(body: Callable[[], Coroutine[Any, Any, R]], hook: "IterationHook | None" = None, *, progress: bool) -> R:
-    """Run a flow in a context of its own, so that listeners and hooks end with it.
+    """Run a flow in a separate context, so that listeners and hooks end with it.
 
     Args:
         body: checks the input and returns the flow. It may ask a person, so bars begin with the flow.
@@ -218,7 +218,7 @@ def _run(body: Callable[[], Coroutine[Any, Any, R]], hook: "IterationHook | None
 
 
 def _reporting(call: Callable[[], R], *, progress: bool) -> R:
-    """Call a function in a context of its own, whose messages are lines on stderr."""
+    """Call a function in a separate context, whose messages are lines on stderr."""
 
     def run() -> R:
         listen(Lines() if progress else Silence())
@@ -261,7 +261,7 @@ def start_server() -> None:
     from flows.server.temporary import start_temporary_server
 
     if start_temporary_server():
-        log("starting Prefect's server, and loading libraries beside it ...")
+        log("starting Prefect's server, and loading libraries meanwhile ...")
 
 
 def _run_to_the_end(work: Coroutine[Any, Any, R]) -> R:

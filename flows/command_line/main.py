@@ -27,6 +27,7 @@ from flows.command_line.options import (
     ask_for_init,
     handle_errors,
     is_terminal,
+    print_result,
     takes_request,
 )
 from flows.command_line.subcommands import commands as stored_run_commands
@@ -53,7 +54,7 @@ application.add_typer(reward_commands)
 
 
 def run() -> None:
-    """Run the program in a process of its own, which ends with it."""
+    """Run the program, and end the process with it."""
     codes: list[int] = []
     # What is registered first is called last: then threads have ended, and everything else has cleaned up.
     atexit.register(_end, codes)
@@ -125,7 +126,7 @@ def train(
         typer.Option(metavar="RUN[@N]", help="train a new run from another's weights, by default the last"),
     ] = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="with other settings, begin anew; earlier results become the run NAME~1")
+        bool, typer.Option("--restart", help="with other settings, start over; earlier results become the run NAME~1")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -136,11 +137,7 @@ def train(
         checked = resolved(config, run, overrides, *chosen)
         ask = ask_about_change if is_terminal() else None
         summary = commands.train(checked, accept_code=accept_code, ask=ask)
-        from flows.terminal.output import show_report
-
-        show_report(summary.report())
-        if as_json:
-            typer.echo(summary.model_dump_json())
+        print_result(summary.report(), summary, as_json)
 
 
 @application.command()
@@ -148,11 +145,7 @@ def train(
 def replay(request: ReplayRequest, as_json: Json = False) -> None:
     """Train a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
     summary = commands.replay(request)
-    from flows.terminal.output import show_report
-
-    show_report(summary.report())
-    if as_json:
-        typer.echo(summary.model_dump_json())
+    print_result(summary.report(), summary, as_json)
 
 
 @application.command()
@@ -160,11 +153,7 @@ def replay(request: ReplayRequest, as_json: Json = False) -> None:
 def rescore(request: RescoreRequest, as_json: Json = False) -> None:
     """Score stored rollouts with other rewards or weights and report what changed; only missing scores are computed."""
     done = commands.rescore(request)
-    from flows.terminal.output import show_report
-
-    show_report(done.report())
-    if as_json:
-        typer.echo(done.summary.model_dump_json())
+    print_result(done.report(), done.summary, as_json)
 
 
 @application.command()
@@ -172,11 +161,7 @@ def rescore(request: RescoreRequest, as_json: Json = False) -> None:
 def evaluate(request: EvaluateRequest, as_json: Json = False) -> None:
     """Evaluate a policy version on held-out prompts with fixed seeds; stored results are not computed again."""
     summary = commands.evaluate(request)
-    from flows.terminal.output import show_report
-
-    show_report(summary.report())
-    if as_json:
-        typer.echo(summary.model_dump_json())
+    print_result(summary.report(), summary, as_json)
 
 
 @application.command()
@@ -193,12 +178,9 @@ def deploy(
 
     checked = resolved(config, run, overrides)
     from flows.deploy import deploy_run
-    from flows.terminal.output import show_report
 
     deployed = asyncio.run(deploy_run(request, checked))
-    show_report(deployed.report())
-    if as_json:
-        typer.echo(deployed.model_dump_json())
+    print_result(deployed.report(), deployed, as_json)
 
 
 @application.command()
@@ -207,14 +189,12 @@ def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -
     with handle_errors(as_json):
         checked = resolved(config, None, overrides)
         from flows.preflight.doctor import examine
-        from flows.terminal.output import show_report
 
         diagnosis = examine(checked)
-        show_report(diagnosis.report())
-        if as_json:
-            findings = [asdict(finding) for finding in diagnosis.findings]
-            needed = diagnosis.memory.needed if diagnosis.memory else None
-            typer.echo(json.dumps({"healthy": diagnosis.healthy, "findings": findings, "memory_bytes": needed}))
+        findings = [asdict(finding) for finding in diagnosis.findings]
+        needed = diagnosis.memory.needed if diagnosis.memory else None
+        result = {"healthy": diagnosis.healthy, "findings": findings, "memory_bytes": needed}
+        print_result(diagnosis.report(), result, as_json)
     if not diagnosis.healthy:
         raise typer.Exit(2)
 

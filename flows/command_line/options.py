@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from configs.schema import RunConfig
     from flows.init import InitRequest
     from flows.pipeline.lineage import ChangedRunError
+    from tasks.reports.report import Report
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/tiny.yaml")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
@@ -75,6 +77,23 @@ def _signal_behind(error: BaseException | None) -> str | None:
     while error is not None and type(error).__name__ not in _SIGNALS:
         error = error.__context__
     return type(error).__name__ if error is not None else None
+
+
+def print_result(
+    report: "Report", result: BaseModel | Mapping[str, object], as_json: bool, *, stdout: bool = False
+) -> None:
+    """Print the report of a command on stderr, and with `--json` its result as one object on the last line of stdout.
+
+    Args:
+        stdout: whether the report is what was asked for, and goes to stdout without `--json`.
+    """
+    from rich.console import Console
+
+    from flows.terminal.output import show_report
+
+    show_report(report, Console(stderr=as_json or not stdout))
+    if as_json:
+        typer.echo(result.model_dump_json() if isinstance(result, BaseModel) else json.dumps(result))
 
 
 def takes_request(model: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.command_line.options import Html, Json, Root, handle_errors, is_terminal, takes_request
+from flows.command_line.options import Html, Json, Root, handle_errors, is_terminal, print_result, takes_request
 from flows.commands import require_runs
 from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.pruning.request import PruneRequest, check_request
@@ -15,7 +15,6 @@ from grpo_core.errors import InputError
 
 if TYPE_CHECKING:
     from grpo_core.rewards.weights import Weights
-    from tasks.reports.report import Table
 
 commands = typer.Typer()
 
@@ -82,13 +81,10 @@ def export(request: ExportRequest, as_json: Json = False) -> None:
         typer.echo(note, err=True)
     from flows.export.export import export as write_export
     from flows.export.model_card import usage
-    from flows.terminal.output import show_report
 
     summary = write_export(plan)
     lines = usage(plan.config, request.push_to_hub or request.folder, merged=summary.kind == "merged")
-    show_report(summary.report(lines))
-    if as_json:
-        typer.echo(summary.model_dump_json())
+    print_result(summary.report(lines), summary, as_json)
 
 
 @commands.command()
@@ -155,8 +151,6 @@ def prune(
     """Delete policy versions and images that nothing depends on; all records are kept, and runs can continue."""
     check_request(request)
     require_runs(request.sources, request.root)
-    from rich.console import Console
-
     from flows.pruning.prune import prune as prune_runs
     from flows.terminal.output import show_report
 
@@ -169,9 +163,7 @@ def prune(
         if planned.bytes:
             typer.confirm("Delete this?", abort=True, err=True)
     summary = prune_runs(request)
-    show_report(summary.report(), Console(stderr=as_json))
-    if as_json:
-        typer.echo(summary.model_dump_json())
+    print_result(summary.report(), summary, as_json, stdout=True)
 
 
 reward_commands = typer.Typer(
@@ -185,34 +177,22 @@ reward_commands = typer.Typer(
 def list_rewards(as_json: Json = False) -> None:
     """List every reward that a configuration may name, with its settings and their defaults."""
     with handle_errors(as_json):
-        from rich.console import Console
+        from inspect import getdoc
 
-        from flows.terminal.output import show_report
-        from grpo_core.rewards.registry import REWARDS, reward_settings
-        from tasks.reports.report import Report
+        from grpo_core.rewards.registry import REWARDS, reward_class, reward_settings
+        from tasks.reports.report import Report, Table
 
-        show_report(Report("Rewards", tables=[listed_rewards()]), Console(stderr=as_json))
-        if as_json:
-            listed = {
-                name: {setting: str(default) for setting, default in reward_settings(name).items()} for name in REWARDS
+        listed = {name: reward_settings(name) for name in REWARDS}
+        rows = [
+            {
+                "reward": name,
+                "value": (getdoc(reward_class(name)) or "").partition("\n\n")[0].replace("\n", " "),
+                "settings": ", ".join(f"{setting}={default!r}" for setting, default in settings.items()),
             }
-            typer.echo(json.dumps(listed))
-
-
-def listed_rewards() -> "Table":
-    """Return each reward with what its value means, and its settings with their defaults."""
-    import inspect
-
-    from grpo_core.rewards.registry import REWARDS, reward_class
-    from tasks.reports.report import Table
-
-    rows = []
-    for name in REWARDS:
-        kind = reward_class(name)
-        settings = [f"{each.name}={each.default!r}" for each in inspect.signature(kind).parameters.values()]
-        meaning = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " ")
-        rows.append({"reward": name, "value": meaning, "settings": ", ".join(settings)})
-    return Table("", rows, ("value", "settings"))
+            for name, settings in listed.items()
+        ]
+        result = {name: {setting: str(value) for setting, value in each.items()} for name, each in listed.items()}
+        print_result(Report("Rewards", tables=[Table("", rows, ("value", "settings"))]), result, as_json, stdout=True)
 
 
 @reward_commands.command("fetch")
@@ -238,13 +218,11 @@ def fetch_weights(
             if not yes:
                 _require_consent(missing)
         paths = {weights: weights.fetch() for weights in planned}
-        show_report(fetched_report(planned))
-        if as_json:
-            listed = [
-                {"reward": reward, "setting": weights.setting, "path": paths[weights]}
-                for weights, reward in planned.items()
-            ]
-            typer.echo(json.dumps({"fetched": listed}))
+        listed = [
+            {"reward": reward, "setting": weights.setting, "path": paths[weights]}
+            for weights, reward in planned.items()
+        ]
+        print_result(fetched_report(planned), {"fetched": listed}, as_json)
 
 
 def _require_consent(missing: Mapping["Weights", str]) -> None:
@@ -271,14 +249,11 @@ def analyse(
     """Analyse the rewards of a run: range, saturation, spread, agreement, noise and cost."""
     with handle_errors(as_json):
         from flows.rewards import analyse_rewards
-        from flows.terminal.output import show_report
 
         summary = analyse_rewards(
             source, root=root, iterations=iterations, rescored=rescored, repeats=repeats, html=html
         )
-        show_report(summary.report())
-        if as_json:
-            typer.echo(summary.model_dump_json())
+        print_result(summary.report(), summary, as_json)
 
 
 @reward_commands.command("serve")

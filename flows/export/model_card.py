@@ -173,7 +173,7 @@ def _metadata(plan: ExportPlan) -> str:
     library = of_models if plan.base is not None or "denoising" in plan.config.policy.streams else "peft"
     model = plan.config.policy.model
     data = ModelCardData(
-        # The hub refuses a name that is none of its own.
+        # The hub refuses names that it does not know.
         base_model=None if Path(model).expanduser().is_dir() else model,
         library_name=library,
         pipeline_tag="text-to-image" if _is_image(plan) else "text-generation",
@@ -213,7 +213,7 @@ def _named(what: str, stream: Stream, config: RunConfig) -> str:
 
 
 def _heldout(plan: ExportPlan) -> Table:
-    """Return a table of the mean held-out rewards of the base and of the version, as far as they were evaluated."""
+    """Return a table of the mean held-out rewards of the base and of the version, where they were evaluated."""
     initial, _ = choose_policy(plan.store, 0, plan.base_digest)
     policies = (initial.averaged, plan.policy)
     found = [find_evaluation(plan.store, evaluation_folder(each.version), plan.config, each) for each in policies]

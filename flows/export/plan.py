@@ -88,7 +88,7 @@ def _require_base(store: ArtifactStore, config: RunConfig, recorded: str) -> Pat
 
 
 def _require_hub(repository: str) -> None:
-    """Refuse a repository that cannot be written, as far as the hub tells: no network, no token, no such name."""
+    """Refuse a repository that cannot be written as the hub reports it: no network, no token, no such name."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
     from huggingface_hub.utils._validators import validate_repo_id

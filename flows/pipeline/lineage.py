@@ -65,7 +65,7 @@ def lineage_digest(identity: Mapping[str, Any]) -> str:
 
 
 def stage_code(config: RunConfig, model: ModelSpec) -> dict[str, tuple[str, ...]]:
-    """Return where the code of each stage begins, by the stage's name; each reward counts as a stage of its own."""
+    """Return where the code of each stage begins, by the stage's name; each reward counts as a separate stage."""
     code = {}
     for name in STAGES:
         if name == "score reward":
@@ -117,10 +117,10 @@ class ChangedRunError(InputError):
     """
 
     def __init__(self, config: RunConfig, difference: str, iterations: int) -> None:
-        """Say what is different, and how one can go on."""
+        """Say what is different, and what can be done."""
         self.config, self.difference, self.iterations, name = config, difference, iterations, config.run.name
         if isinstance(config, ReplayConfig):
-            choices = "--run NAME replays in a new run; --set run.on_change=restart begins anew"
+            choices = "--run NAME replays in a new run; --set run.on_change=restart starts over"
         else:
             choices = (
                 "--run NAME trains in a new run and reuses the stages that are unchanged; --continue-from "
@@ -150,7 +150,7 @@ def make_earlier_run(
 ) -> Mapping[str, Any] | None:
     """Make what another identity made an earlier run, if there are results; `end_earlier_run` has to follow.
 
-    run.json and config.yaml are copied and stay until they are written anew, so a start after a kill knows the same.
+    run.json and config.yaml are copied and stay until they are written again, so a start after a kill knows the same.
 
     Returns:
         The description; None if it is not that of the folder any more.
@@ -214,7 +214,7 @@ _PLACE = "run.continue_from"
 def resolve_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunConfig, PolicyRef | None]:
     """Find the policy that a run starts from; None if that is the model as given.
 
-    A run that exists goes on from where it started, even if the setting names no version or is left out since.
+    A run that exists continues from where it started, even if the setting names no version or is left out since.
 
     Args:
         described: the content of run.json; empty for a new run.
@@ -248,7 +248,7 @@ def resolve_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunC
     if not found.version:
         raise InputError(_PLACE, wanted, f"{name} has no valid policy yet; leave this out, or name another run.")
     raise_all(model_problems(store, stored_config(store), config, found.version, "name another policy"))
-    # A moving average and an old policy begin anew, like the optimizer.
+    # A moving average and an old policy start over, like the optimizer.
     start = found.with_copies("reference").model_copy(update={"version": 0})
     return _continuing(config, f"{store.run}@{found.version}"), start
 

@@ -130,7 +130,7 @@ def shown_in_ui(name: str) -> Iterator[None]:
     Args:
         name: of the run, which the keys of the artifacts begin with.
     """
-    # Without a terminal of its own, a run prints to that of the worker that started its process.
+    # Without its own terminal, a run prints to that of the worker that started its process.
     terminal = listener() if has_listener() else Lines()
     with ThreadPoolExecutor(1, thread_name_prefix="progress artifacts") as sender:
         listen(_FlowRunPage(name, terminal, sender))

@@ -3,8 +3,7 @@
 train        the loop and its four stages; start reading here
 prefetch     rollouts that are sampled ahead of the updates
 history      the record that a training appends its iterations and evaluations to
-callbacks    what follows each iteration: its report, trackers, policies that are deleted, an early end
+callbacks    what follows each iteration: its report, trackers, policies that are deleted, guardrails, an early end
 hooks        the function that is called after every iteration, and may end the run
-guardrails   what a run does when a guardrail has fallen: report it, end, or wait for a person
 summary      the summary at the end, also of a run that had nothing left to do
 """

@@ -1,5 +1,7 @@
 """What follows each iteration: its report, the trackers, policies that nothing needs any more, an early end.
 
+A sign of reward hacking is reported; by `guardrails.on_fall` the run then ends, or waits for a person in Prefect's UI.
+
 A thread publishes one iteration after the other. The end of an iteration waits for the publication of the one before,
 the end of the run for the last, and raises what failed in it. The table of metrics is written last, so a run that was
 killed before publishes the iteration when it resumes.
@@ -16,38 +18,29 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext
+from prefect.exceptions import FlowPauseTimeout
+from prefect.flow_runs import apause_flow_run
 
 from flows.pipeline.prefect_ui import artifact_key, folder_link
 from flows.pipeline.run import Run
 from flows.pruning.prune import PolicyKeeper
 from flows.tracking.log import RunTrackers, tracking
-from flows.training.guardrails import ends_at_sign
 from flows.training.history import TrainingHistory, evaluate
 from flows.training.hooks import call_hook
 from tasks.metrics import HELDOUT
 from tasks.progress import advance_run, log
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
 from tasks.reports.text import duration
-from tasks.runs.layout import STAGES, SamplingRound
+from tasks.runs.layout import SIGNS_FILE, STAGES, SamplingRound
 from tasks.runs.read_run import write_metrics
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import ArtifactStore
 
-
-@contextmanager
-def publishing(run: Run) -> Iterator["Publisher"]:
-    """Open the thread that publishes the iterations of a run; at the end, wait for what it has begun.
-
-    Raises:
-        Exception: whatever failed while the last iteration was published.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="publication") as thread:
-        publisher = Publisher(run, thread)
-        yield publisher
-        publisher.finish()
+_SECONDS_BETWEEN_POLLS = 5
 
 
 class Publisher:
-    """Publishes the iterations of one start of a run."""
+    """Publishes the iterations of one start of a run, on a thread."""
 
     def __init__(self, run: Run, thread: ThreadPoolExecutor) -> None:
         self._run, self._thread = run, thread
@@ -112,9 +105,15 @@ LOGGED_METRICS = (("reward", "reward"), ("held-out", HELDOUT), ("KL", "kl"), ("e
 
 @contextmanager
 def open_callbacks(run: Run) -> Iterator["Callbacks"]:
-    """Open what follows the iterations of a run; at the end, close its trackers and finish its reports."""
-    with tracking(run.config, run.store) as trackers, publishing(run) as publisher:
+    """Open what follows the iterations of a run; at the end, close its trackers and finish its reports.
+
+    Raises:
+        Exception: whatever failed while the last iteration was published.
+    """
+    with tracking(run.config, run.store) as trackers, ThreadPoolExecutor(1, thread_name_prefix="publication") as thread:
+        publisher = Publisher(run, thread)
         yield Callbacks(run, publisher, trackers, PolicyKeeper(run))
+        publisher.finish()
 
 
 @dataclass(frozen=True)
@@ -192,3 +191,72 @@ def format_progress_line(record: IterationRecord, iterations: int, pace: float |
     left = iterations - record.iteration
     parts += [f"about {duration(pace * left)} left"] if pace is not None and left else []
     return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}"
+
+
+class NotResumedError(RuntimeError):
+    """Nobody resumed a paused run within its timeout."""
+
+
+async def ends_at_sign(run: Run, history: TrainingHistory, policy: PolicyRef) -> bool:
+    """Report guardrails that have fallen at this version, and do what `guardrails.on_fall` says.
+
+    A run pauses when a guardrail has newly fallen. Resuming it accepts the sign, which is stored, so that a later start
+    does not pause there again.
+
+    Returns:
+        Whether the run ends here.
+
+    Raises:
+        NotResumedError: nobody resumed it within `guardrails.pause_timeout`.
+    """
+    guardrails, version = run.config.guardrails, policy.version
+    if not guardrails.rewards or history.evaluation_of(version) is None:
+        return False
+    for sign in history.signs:
+        log(f"guardrail, policy {version}: {sign}")
+    is_last, resumed = version == run.config.run.iterations, _read_resumed(run.store)
+    stops = bool(history.signs) and guardrails.on_fall == "stop" and not is_last
+    _write_signs(run.store, history, version, resumed, stops)
+    if stops:
+        log(f"stopped after iteration {version}, because guardrails.on_fall is stop")
+    ask = guardrails.on_fall == "pause" and bool(history.new_signs) and not is_last
+    if ask and policy.digest not in resumed:
+        await _wait_for_a_person(policy, guardrails.pause_timeout)
+        _write_signs(run.store, history, version, [*resumed, policy.digest], stops)
+    return stops
+
+
+async def _wait_for_a_person(policy: PolicyRef, timeout: int) -> None:
+    log(f"paused after iteration {policy.version}, for {timeout:,} s at most: resume it on its page in the UI")
+    try:
+        # With the key of a pause that was resumed before, a flow run that is retried continues at once.
+        await apause_flow_run(timeout=timeout, poll_interval=_SECONDS_BETWEEN_POLLS, key=policy.digest[:16])
+    except FlowPauseTimeout as error:
+        raise NotResumedError(
+            f"nobody resumed the run within {timeout:,} s (guardrails.pause_timeout); the same command asks again, and "
+            "with --set guardrails.on_fall=report it continues"
+        ) from error
+    log(f"resumed after iteration {policy.version}")
+
+
+def _read_resumed(store: ArtifactStore) -> list[str]:
+    """Return the digests of the policies after which a person resumed the run."""
+    try:
+        content = json.loads(store.read_file(SIGNS_FILE) or b"{}")
+        return [str(digest) for digest in content.get("resumed", [])]
+    except (ValueError, AttributeError, TypeError):
+        # It is damaged, and the person is asked again.
+        return []
+
+
+def _write_signs(
+    store: ArtifactStore, history: TrainingHistory, version: int, resumed: Sequence[str], stops: bool
+) -> None:
+    """Store the guardrails that have fallen at a version, or that there are none, for reports and later starts."""
+    content = {
+        "version": version,
+        "signs": [str(sign) for sign in history.signs],
+        "stopped": stops,
+        "resumed": list(resumed),
+    }
+    store.write_file(SIGNS_FILE, json.dumps(content, indent=1).encode())

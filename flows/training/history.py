@@ -82,10 +82,6 @@ class TrainingHistory(RunHistory):
         """Return the evaluation of a policy version; None without one."""
         return next((each for each in reversed(self.evaluations) if each.version == version), None)
 
-    def stopped_by(self, config: RunConfig, version: int) -> bool:
-        """Whether a guardrail ends the run at this policy version, before its last iteration."""
-        return bool(self.signs) and config.guardrails.on_fall == "stop" and version < config.run.iterations
-
     def statistics(self, run: Run) -> PromptStatistics | None:
         """Rewards of the prompts within the curriculum's window; None when the curriculum is uniform."""
         curriculum = run.config.data.curriculum

@@ -212,7 +212,7 @@ def read_history(run: Run) -> TrainingHistory | None:
 
 
 def _find_baselines(run: Run) -> dict[Baseline, ArtifactRef]:
-    """Return the advantages of the images that no policy made, as far as all of their stages are valid."""
+    """Return the advantages of the images that no policy made, where all stages are valid."""
     unguarded: Any = run.config.guardrails.model_copy(update={"rewards": ()})
     config = run.config.model_copy(update={"guardrails": unguarded})
     found = {name: find_evaluation(run.store, baseline_folder(name), config) for name in BASELINES}

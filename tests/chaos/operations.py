@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,8 +41,9 @@ class Operation:
 
     Attributes:
         name: kind and the project's functions that called it, innermost first, such as
-            `rename: files.py:write_file_atomically < commit.py:write_manifest < commit.py:commit`; or a part of that.
-        number: which of the operations whose name contains this, from 1.
+            `rename: files.py:write_file_atomically < commit.py:write_manifest < commit.py:commit`; or a part of that;
+            or kind and a pattern of the file's path, such as `rename */rollouts.manifest.json`.
+        number: which of the operations that are meant, from 1.
     """
 
     name: str
@@ -69,7 +71,8 @@ def count_operations(root: str, fatal: Operation | None) -> Mapping[str, int]:
             return
         name = f"{kind}: {' < '.join(function.rpartition('/')[2] for function in stack[:_NAMED])}"
         counts[name] += 1
-        if fatal is not None and fatal.name in name:
+        target = arguments[1] if kind == "rename" else arguments[0]
+        if fatal is not None and (fatal.name in name or fnmatchcase(f"{kind} {target}", fatal.name)):
             nonlocal fatal_seen
             fatal_seen += 1
             if fatal_seen == fatal.number:

@@ -51,6 +51,15 @@ SMALL = {
     "evaluate.targets": None,
     "evaluate.target_column": None,
 }
+EVALUATED: dict[str, object] = {
+    "evaluate__prompts": "data/prompts/shapes_heldout.jsonl",
+    "evaluate__targets": "data/targets",
+    "evaluate__target_column": "target",
+    "evaluate__limit": 1,
+    "evaluate__samples_per_prompt": 1,
+    "evaluate__every": 2,
+}
+"""Changes for a run that is evaluated on one sample."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +172,15 @@ class Runs:
 
     root: Path
 
-    def overrides(self, **changes: object) -> list[str]:
+    def copied_to(self, root: Path) -> "Runs":
+        """A copy of all of them, to be damaged or continued."""
+        shutil.copytree(self.root, root)
+        return Runs(root)
+
+    def overrides(self, small: Mapping[str, object] = SMALL, /, **changes: object) -> list[str]:
         """The small configuration as `--set` arguments; `__` in a name stands for a dot."""
-        settings = {
-            **SMALL,
-            "storage.root": str(self.root),
-            **{key.replace("__", "."): v for key, v in changes.items()},
-        }
+        changed = {key.replace("__", "."): value for key, value in changes.items()}
+        settings = {**small, "storage.root": str(self.root), **changed}
         return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
     def sets(self, run: str = "run", **changes: object) -> list[str]:
@@ -182,9 +193,7 @@ class Runs:
 
     def start_text(self, run: str = "text", **changes: object) -> Start:
         """The same with the shipped text configuration."""
-        given = {"run.name": run, "run.on_change": "restart", "storage.root": str(self.root)}
-        settings = {**given, **{key.replace("__", "."): value for key, value in changes.items()}}
-        return self._train(TINY_TEXT, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+        return self._train(TINY_TEXT, self.overrides({"run.on_change": "restart"}, run__name=run, **changes))
 
     def _train(self, file: Path, overrides: list[str]) -> Start:
         from flows.training.train import train
@@ -202,11 +211,29 @@ class Runs:
         notes = sorted(self.path("quarantine", run=run).glob("*/reason.json"))
         return [json.loads(note.read_text())["reason"] for note in notes]
 
+    def metrics(self, iteration: int, run: str = "run") -> dict[str, float]:
+        """The metrics of an iteration by name."""
+        table = pl.read_parquet(self.path(f"iteration_{iteration:06d}", "metrics.parquet", run=run))
+        return dict(zip(table["metric"], table["value"], strict=True))
+
+    def steps(self, version: int, run: str = "run") -> pl.DataFrame:
+        """The optimizer steps of the tokens' policy of a version."""
+        return pl.read_parquet(self.path("policies", f"{version:06d}", "tokens", "update_steps.parquet", run=run))
+
+    def policy_digest(self, version: int, run: str = "run") -> str:
+        """The digest of a policy version, as its training state says it."""
+        state = json.loads(self.path("policies", f"{version:06d}", "training_state.json", run=run).read_text())
+        return str(state["policy_digest"])
+
     def tables(self, run: str = "run") -> dict[str, list[dict[str, Any]]]:
         """Every value of every table of a run, measured times left out."""
         top = self.path(run=run)
         found = [path for path in sorted(top.rglob("*.parquet")) if "quarantine" not in path.parts]
         return {path.relative_to(top).as_posix(): _unmeasured(pl.read_parquet(path)) for path in found}
+
+
+Compare = Callable[[Runs, Start], None]
+"""Compares a run that ended with the undisturbed one."""
 
 
 @functools.cache
@@ -248,9 +275,7 @@ def undisturbed(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple
 @pytest.fixture
 def finished(undisturbed: tuple[Runs, Start], tmp_path: Path) -> Runs:
     """A copy of the finished run, to be damaged or continued."""
-    runs = Runs(tmp_path / "runs")
-    shutil.copytree(undisturbed[0].root, runs.root)
-    return runs
+    return undisturbed[0].copied_to(tmp_path / "runs")
 
 
 @pytest.fixture
@@ -260,7 +285,7 @@ def empty(server: None, tmp_path: Path) -> Runs:
 
 
 @pytest.fixture
-def final(undisturbed: tuple[Runs, Start]) -> Callable[[Runs, Start], None]:
+def final(undisturbed: tuple[Runs, Start]) -> Compare:
     """Compare a run that ended with the undisturbed one: the policy to the bit, and every value of every table."""
     golden, first = undisturbed
 

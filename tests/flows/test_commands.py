@@ -16,8 +16,7 @@ from flows import commands as functions
 from flows.pipeline.lineage import ChangedRunError
 from flows.training.summary import TrainSummary
 from tasks.reports.iteration import IterationRecord
-from tests.flows.conftest import REPOSITORY, TINY, Runs, Start, refused
-from tests.flows.training.test_train import Compare
+from tests.flows.conftest import REPOSITORY, TINY, Compare, Runs, Start, refused
 
 
 def test_a_hook_ends_a_run_and_sees_every_iteration_again_when_it_resumes(
@@ -85,7 +84,6 @@ def test_rewards_may_be_a_list_and_options_are_checked(finished: Runs) -> None:
     assert done.summary.computed == {"ssim": 0, "jpeg": 8}
     (error,) = refused(lambda: replay("run", root=root, max_stalness=2))
     assert (error.place, error.value) == ("max_stalness", 2)
-    assert "max_staleness" in error.hint
 
 
 def test_an_interrupt_of_a_cell_cancels_its_run() -> None:

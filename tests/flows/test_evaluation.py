@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -52,9 +51,7 @@ def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run
 @pytest.fixture
 def runs(trained: tuple[Runs, Start], tmp_path: Path) -> Runs:
     """A copy of it."""
-    copy = Runs(tmp_path / "runs")
-    shutil.copytree(trained[0].root, copy.root)
-    return copy
+    return trained[0].copied_to(tmp_path / "runs")
 
 
 def evaluated(runs: Runs, run: str = "text", **requested: object) -> tuple[EvaluateSummary, Heard]:
@@ -163,21 +160,16 @@ class TestWhileItIsLocked:
         assert (error.place, error.value) == ("--policy", "1")
 
 
-WRONG: list[tuple[dict[str, Any], str, object, str]] = [
-    ({"policy": 7}, "--policy", 7, "1 to 2"),
-    ({"run": "txet"}, "RUN", "txet", "text"),
-    ({"overrides": ["update.learning_rate=1"]}, "--set", "update.learning_rate=1", "evaluate"),
-    ({"overrides": ["policy.model=elsewhere"]}, "--set", "policy.model=elsewhere", "evaluate"),
-    (
-        {"overrides": ["evaluate.samples_per_prompts=1"]},
-        "evaluate.samples_per_prompts",
-        1,
-        "samples_per_prompt",
-    ),
-    ({"overrides": ["evaluate.prompts=null"]}, "--prompts", None, "held-out"),
-    ({"prompts": "nowhere.jsonl"}, "evaluate.prompts", "nowhere.jsonl", "no such file"),
-    ({"policy": "last"}, "policy", "last", "integer"),
-    ({"polcy": 2}, "polcy", 2, "policy"),
+WRONG: list[tuple[dict[str, Any], str, object]] = [
+    ({"policy": 7}, "--policy", 7),
+    ({"run": "txet"}, "RUN", "txet"),
+    ({"overrides": ["update.learning_rate=1"]}, "--set", "update.learning_rate=1"),
+    ({"overrides": ["policy.model=elsewhere"]}, "--set", "policy.model=elsewhere"),
+    ({"overrides": ["evaluate.samples_per_prompts=1"]}, "evaluate.samples_per_prompts", 1),
+    ({"overrides": ["evaluate.prompts=null"]}, "--prompts", None),
+    ({"prompts": "nowhere.jsonl"}, "evaluate.prompts", "nowhere.jsonl"),
+    ({"policy": "last"}, "policy", "last"),
+    ({"polcy": 2}, "polcy", 2),
 ]
 
 
@@ -187,7 +179,6 @@ class TestRefused:
         flip(weights)
         error = problem(runs, policy=2)
         assert (error.place, error.value) == ("--policy", 2)
-        assert weights.name in error.hint
         before = content(runs)
         summary, heard = evaluated(runs)
         assert summary.policy == 1
@@ -202,11 +193,10 @@ class TestRefused:
         description.write_bytes(dump_checked({**load_checked(description.read_bytes()), key: value}))
         assert problem(runs, policy=0).place == place
 
-    def test_each_mistake_has_its_place_and_hint(self, trained: tuple[Runs, Start]) -> None:
-        for requested, place, value, word in WRONG:
+    def test_each_mistake_has_its_place_and_value(self, trained: tuple[Runs, Start]) -> None:
+        for requested, place, value in WRONG:
             error = problem(trained[0], **requested)
             assert (error.place, error.value) == (place, value)
-            assert word in error.hint
 
 
 def test_the_command_prints_the_rewards_and_one_json_object(runs: Runs, trained: tuple[Runs, Start]) -> None:

@@ -1,19 +1,31 @@
-"""The program itself: what it answers before anything heavy is imported."""
+"""The program itself: what it answers before anything heavy is imported, and how options are checked."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import typer
 from prefect.logging.configuration import load_logging_config
 from prefect.settings import Settings, get_current_settings
 from prefect.settings.legacy import _get_settings_fields
+from typer.testing import CliRunner
 
+from configs.validation import validated
 from flows import prefect_settings
-from tests.flows.conftest import REPOSITORY, Runs
+from flows.command_line.main import application
+from flows.command_line.options import handle_errors
+from flows.pipeline.requests import RescoreRequest
+from flows.replaying import plan_replay
+from flows.rescoring.plan import plan_rescore
+from grpo_core.errors import InputError
+from tasks.storage.roots import StorageError
+from tests.flows.conftest import REPOSITORY, Runs, refused
+from tests.flows.replaying.replays import request_replay
+from tests.flows.rescoring.test_rescore import SSIM, rewards_file
 
 Command = tuple[list[str], int, str]
 """Arguments, exit code, and a word of what is printed."""
@@ -86,6 +98,70 @@ def test_a_typo_is_refused_at_once_where_the_run_is_finished(finished: Runs, tmp
         (["rescore", "run", "--rewards", "configs/rewards/mx.yaml", "--name", "y"], "configs/rewards/mix.yaml"),
     ]
     answer([(arguments, 2, said) for arguments, said in typos], tmp_path)
+
+
+OUTSIDE = ("../up", "a/b", "..", ".", "/tmp/up", "../../up", "a\nb", "")
+
+
+def test_names_of_replays_and_rescorings_stay_below_the_root(finished: Runs) -> None:
+    values = {"sources": ["run"], "rewards": str(rewards_file(finished, SSIM)), "root": str(finished.root)}
+    before = sorted(finished.root.parent.rglob("*"))
+
+    def plans(name: str) -> Iterator[Callable[[], object]]:
+        yield lambda: plan_replay(request_replay(finished, name=name))
+        yield lambda: plan_rescore(validated(RescoreRequest, {**values, "name": name}))
+        if name:
+            yield lambda: plan_replay(request_replay(finished, advantages=name))
+
+    for name in OUTSIDE:
+        for plan in plans(name):
+            refused(plan)
+    assert sorted(finished.root.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place", "value"),
+    [
+        (["evaluate", "run", "--policy", "-1"], "--policy", -1),
+        (["evaluate", "run", "--prompts", ""], "--prompts", ""),
+        (["replay", "run", "--max-staleness", "-1"], "--max-staleness", -1),
+        (["replay", "run", "--run", "../up"], "--run", "../up"),
+        (["rescore", "run", "--rewards", "x.yaml", "--name", "../up"], "--name", "../up"),
+        (["prune", "absent", "--policies-last", "0"], "--policies-last", 0),
+        (["prune", "absent", "--policies-last", "1"], "RUN", "absent"),
+    ],
+)
+def test_commands_name_the_option_and_end_with_2(
+    tmp_path: Path, arguments: list[str], place: str, value: object
+) -> None:
+    ended = CliRunner().invoke(application, [*arguments, "--root", str(tmp_path), "--json"])
+    assert ended.exit_code == 2
+    (error,) = json.loads(ended.stdout)["errors"]
+    assert (error["place"], error["value"]) == (place, value)
+    assert error["hint"]
+    assert ended.stderr.startswith(f"error: {place}: got {value!r}.")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (InputError("a", 1, "Give 2."), 2, "error: a: got 1"),
+        (
+            StorageError("storage.root", "/full", "the disk is full"),
+            1,
+            "failed: StorageError: storage.root: got '/full'",
+        ),
+        (KeyboardInterrupt(), 1, "stopped"),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, handle_errors():
+        raise error
+    assert ended.value.exit_code == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said)
 
 
 GROUPS: Mapping[str, Mapping[str, str]] = {

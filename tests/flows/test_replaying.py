@@ -8,13 +8,11 @@ import pytest
 from flows.inspect_run import inspect_run
 from grpo_core.parity import ParityError
 from grpo_core.update.optimizer import PolicyOptimizer
-from tests.flows.conftest import Runs, Start, refused, sha256_of
+from tests.flows.conftest import EVALUATED, Runs, Start, refused, sha256_of
 from tests.flows.replaying.replays import (
     UPDATES,
     advantages,
-    metrics,
     of_first_group,
-    policy_digest,
     rewrite,
     run_replay,
 )
@@ -27,7 +25,7 @@ class TestSameSettings:
         before = sha256_of(finished.path())
         summary, heard = run_replay(finished)
         assert summary.policy_digest == undisturbed[1].summary.policy_digest
-        assert policy_digest(finished, 1, "run-replay") == policy_digest(finished, 1)
+        assert finished.policy_digest(1, "run-replay") == finished.policy_digest(1)
         assert tuple(heard.stages) == UPDATES
         assert sha256_of(finished.path()) == before
         for iteration in (1, 2):
@@ -37,21 +35,14 @@ class TestSameSettings:
         shown = inspect_run("run-replay", root=str(finished.root)).summary(None)
         assert (shown.policy_digest, shown.iterations, shown.warnings) == (summary.policy_digest, 2, [])
         assert (shown.reward_first, shown.reward_last) == (summary.reward_first, summary.reward_last)
+        again, heard = run_replay(finished)
+        assert (again.policy_digest, heard.stages) == (summary.policy_digest, [])
 
     def test_from_a_later_version_with_its_optimizer(self, finished: Runs) -> None:
         summary, heard = run_replay(finished, policy=1, iterations="2")
         assert tuple(heard.stages) == UPDATES[1:]
-        assert summary.policy_digest == policy_digest(finished, 2)
+        assert summary.policy_digest == finished.policy_digest(2)
         assert not finished.path("policies/000001", run="run-replay").exists()
-
-    @pytest.mark.slow
-    def test_nothing_is_done_again(self, finished: Runs) -> None:
-        first, _ = run_replay(finished, iterations="1")
-        longer, heard = run_replay(finished)
-        assert tuple(heard.stages) == UPDATES[1:]
-        again, heard = run_replay(finished)
-        assert heard.stages == []
-        assert again.policy_digest == longer.policy_digest != first.policy_digest
 
     @pytest.mark.slow
     def test_a_replay_that_was_stopped_or_damaged_goes_on_to_the_same_policy(
@@ -85,7 +76,7 @@ class TestAdvantages:
         summary, heard = run_replay(finished, "rewards.1.weight=-3.0", iterations="1")
         assert tuple(heard.stages) == ("iteration 1: compute advantages", UPDATES[0])
         assert summary.advantages == "recomputed"
-        assert summary.policy_digest != policy_digest(finished, 1)
+        assert summary.policy_digest != finished.policy_digest(1)
         place = "iteration_000001"
         made = {path.name for path in finished.path(place, run="run-replay").iterdir()}
         assert made == {"advantages", "advantages.manifest.json", "metrics.parquet"}
@@ -107,7 +98,7 @@ class TestAdvantages:
             rewrite(finished, place, turned, to=f"rescored/turned/{place}")
         same, _ = run_replay(finished, advantages="same", name="same")
         turned_round, _ = run_replay(finished, advantages="turned", name="turned")
-        assert same.policy_digest == policy_digest(finished, 2) != turned_round.policy_digest
+        assert same.policy_digest == finished.policy_digest(2) != turned_round.policy_digest
         assert advantages(finished, 1, "turned")["advantage"].to_list() == [
             -value for value in advantages(finished, 1, "run")["advantage"]
         ]
@@ -128,7 +119,7 @@ class TestCorrection:
         summary, heard = run_replay(finished, iterations="2")
         assert (summary.staleness, summary.rows_left_out) == (1, 0)
         assert "truncated at 3" in heard.lines[0]
-        told = metrics(finished, 1)
+        told = finished.metrics(1, "run-replay")
         assert (told["staleness/mean"], told["staleness/max"]) == (1.0, 1.0)
         assert told["mismatch/mean_weight"] != 1.0
         assert told["sampling/sampling_logp_difference/max"] > 1e-2
@@ -147,15 +138,14 @@ class TestCorrection:
         for cap in (2.0, 6.0):
             sets = ("update.kl_coef=0.0", f"update.mismatch={{mode: truncate, level: token, cap: {cap}}}")
             run_replay(finished, *sets, iterations="2", name=f"cap{cap}")
-            steps = pl.read_parquet(finished.path("policies/000001/tokens/update_steps.parquet", run=f"cap{cap}"))
-            assert metrics(finished, 1, f"cap{cap}")["mismatch/mean_weight"] == pytest.approx(cap)
-            norms.append(steps["grad_norm"][0])
+            assert finished.metrics(1, f"cap{cap}")["mismatch/mean_weight"] == pytest.approx(cap)
+            norms.append(finished.steps(1, f"cap{cap}")["grad_norm"][0])
         assert norms[1] / norms[0] == pytest.approx(3.0, rel=1e-4)
 
     @pytest.mark.slow
     def test_own_rows_need_none_and_pass_the_gate(self, finished: Runs) -> None:
         run_replay(finished, iterations="1")
-        told = metrics(finished, 1)
+        told = finished.metrics(1, "run-replay")
         assert told["mismatch/mean_weight"] == 1.0
         assert "staleness/max" not in told
         tight = 'update.parity={"max_difference": 1e-12, "mean_difference": 1e-12}'
@@ -166,8 +156,7 @@ class TestCorrection:
 
 class TestStaleness:
     def test_rows_beyond_the_bound_are_left_out_and_counted(self, finished: Runs) -> None:
-        alone = Runs(finished.root.parent / "alone")
-        shutil.copytree(finished.root, alone.root)
+        alone = finished.copied_to(finished.root.parent / "alone")
 
         def from_afar(table: pl.DataFrame) -> pl.DataFrame:
             far = of_first_group(table)
@@ -185,7 +174,7 @@ class TestStaleness:
         rewrite(alone, "iteration_000001/advantages", without)
         summary, _ = run_replay(finished, "update.mismatch.mode=mask", iterations="1", max_staleness=6)
         assert (summary.staleness, summary.rows_left_out) == (0, 2)
-        assert metrics(finished, 1)["rows_left_out"] == 2.0
+        assert finished.metrics(1, "run-replay")["rows_left_out"] == 2.0
         # The rows that are left are those that have an advantage in the other run, and so is the policy.
         expected, _ = run_replay(alone, "update.mismatch.mode=mask", iterations="1")
         assert expected.rows_left_out == 0
@@ -197,7 +186,7 @@ class TestStaleness:
     @pytest.mark.slow
     def test_none_at_all_allows_own_rows_alone(self, finished: Runs) -> None:
         summary, _ = run_replay(finished, max_staleness=0)
-        assert summary.policy_digest == policy_digest(finished, 2)
+        assert summary.policy_digest == finished.policy_digest(2)
         # With another learning rate, version 1 is another policy than the one that sampled the second iteration.
         (error,) = refused(lambda: run_replay(finished, "update.learning_rate=1e-4", max_staleness=0, name="other"))
         assert (error.place, error.value) == ("--max-staleness", 0)
@@ -208,16 +197,10 @@ class TestStaleness:
 
 class TestEvaluation:
     def test_held_out_prompts_are_sampled_as_in_training(self, finished: Runs) -> None:
-        held_out = (
-            "evaluate.prompts=data/prompts/shapes_heldout.jsonl",
-            "evaluate.targets=data/targets",
-            "evaluate.target_column=target",
-            "evaluate.limit=1",
-            "evaluate.samples_per_prompt=1",
-        )
+        held_out = [f"{key.replace('__', '.')}={value}" for key, value in EVALUATED.items()]
         summary, heard = run_replay(finished, *held_out, iterations="1")
         sampled = [stage for stage in heard.stages if "collect rollouts" in stage]
         assert sampled == [f"evaluation of policy {version}: collect rollouts" for version in (0, 1)]
         assert summary.heldout_before is not None
         assert summary.heldout_after is not None
-        assert summary.policy_digest == policy_digest(finished, 1)
+        assert summary.policy_digest == finished.policy_digest(1)

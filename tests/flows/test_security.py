@@ -37,10 +37,9 @@ from tasks.prompts.files import read_input_file
 from tasks.reports.images import TargetReader, read_images
 from tasks.storage.parquet import read_table
 from tasks.storage.schemas import METRICS
-from tests.flows.conftest import Runs
+from tests.flows.conftest import REPOSITORY, Runs, refused
 from tests.flows.test_serve_rewards import serving_app
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = REPOSITORY / "data" / "models"
 CPU = torch.device("cpu")
 
@@ -70,9 +69,8 @@ def hostile_module(exploded: Path) -> str:
 
 
 def refusal(action: Callable[[], object]) -> InputError:
-    with pytest.raises(InputError) as caught:
-        action()
-    return caught.value
+    (error,) = refused(action)
+    return error
 
 
 class TestModels:
@@ -175,7 +173,7 @@ class TestInputFiles:
         os.mkfifo(tmp_path / "pipe")
         (tmp_path / "a.png").symlink_to(tmp_path / target)
         error = refusal(lambda: read_input_file(str(tmp_path / "a.png"), place="x"))
-        assert "pipe, a socket or a device" in error.hint
+        assert (error.place, error.value) == ("x", str(tmp_path / "a.png"))
 
     def test_a_link_to_a_plain_file_is_read(self, tmp_path: Path) -> None:
         """The Hub's cache is made of links."""

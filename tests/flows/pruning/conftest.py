@@ -1,7 +1,6 @@
 """A run of four updates, to be pruned."""
 
 import hashlib
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,9 @@ import pytest
 
 from flows.pruning.prune import PruneSummary, prune
 from flows.pruning.request import PruneRequest
-from tests.flows.conftest import Runs, Start
+from tests.flows.conftest import EVALUATED, Runs, Start
 
 RUN = "pruned"
-EVALUATED = {
-    "evaluate__prompts": "data/prompts/shapes_heldout.jsonl",
-    "evaluate__targets": "data/targets",
-    "evaluate__target_column": "target",
-    "evaluate__limit": 1,
-    "evaluate__samples_per_prompt": 1,
-    "evaluate__every": 2,
-}
 ITERATIONS = 4
 # Deletes every kind of artifact that a prune can.
 EVERYTHING: dict[str, Any] = {"policies_last": 1, "images_older_than": "0i"}
@@ -36,9 +27,7 @@ def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run
 @pytest.fixture
 def runs(trained: tuple[Runs, Start], tmp_path: Path) -> Runs:
     """A copy of it."""
-    copy = Runs(tmp_path / "runs")
-    shutil.copytree(trained[0].root, copy.root)
-    return copy
+    return trained[0].copied_to(tmp_path / "runs")
 
 
 def pruned(runs: Runs, *sources: str, **requested: Any) -> PruneSummary:

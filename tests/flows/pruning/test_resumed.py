@@ -26,7 +26,6 @@ from tests.flows.pruning.conftest import (
     iteration,
     pruned,
 )
-from tests.flows.replaying.replays import policy_digest
 from tests.servers import forget_clients, s3_server
 
 pytestmark = pytest.mark.slow
@@ -51,7 +50,7 @@ class TestSameAsUnpruned:
         runs.start("other", run__iterations=2, **EVALUATED)
         assert stored_versions(ArtifactStore(str(runs.root), "other")) == [1, 2]
         assert [images(runs, iteration(number), "other") for number in (1, 2)] == [4, 4]
-        assert policy_digest(runs, 2, "other") == policy_digest(trained[0], 2, RUN)
+        assert runs.policy_digest(2, "other") == trained[0].policy_digest(2, RUN)
 
 
 KILLED = """

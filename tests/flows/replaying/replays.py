@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import json
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -30,16 +29,6 @@ def request_replay(runs: Runs, *overrides: str, **options: Any) -> ReplayRequest
 def run_replay(runs: Runs, *overrides: str, **options: Any) -> tuple[ReplaySummary, Heard]:
     """Replay the run in this process: its summary, and what was heard of it."""
     return heard_of(lambda: asyncio.run(replay(request_replay(runs, *overrides, **options))))
-
-
-def metrics(runs: Runs, iteration: int, run: str = "run-replay") -> dict[str, float]:
-    table = pl.read_parquet(runs.path(f"iteration_{iteration:06d}/metrics.parquet", run=run))
-    return dict(zip(table["metric"], table["value"], strict=True))
-
-
-def policy_digest(runs: Runs, version: int, run: str = "run") -> str:
-    state = json.loads(runs.path(f"policies/{version:06d}/training_state.json", run=run).read_text())
-    return str(state["policy_digest"])
 
 
 def advantages(runs: Runs, iteration: int, run: str = "run-replay") -> pl.DataFrame:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import fsspec
 import pytest
@@ -20,7 +21,7 @@ from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import dump_checked, load_checked
 from tests.flows.conftest import REPOSITORY, Runs, Start, refused, sha256_of
-from tests.flows.replaying.replays import policy_digest, request_replay, run_replay
+from tests.flows.replaying.replays import request_replay, run_replay
 
 
 def problem(runs: Runs, *overrides: str, **options: Any) -> InputError:
@@ -40,38 +41,39 @@ def truncated(runs: Runs) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def of_another_model(runs: Runs) -> None:
-    path = runs.path("run.json")
-    path.write_bytes(dump_checked({**load_checked(path.read_bytes()), "model_digest": "0" * 64}))
+def described(**changes: object) -> Callable[[Runs], object]:
+    """Change what run.json says."""
+
+    def change(runs: Runs) -> None:
+        path = runs.path("run.json")
+        path.write_bytes(dump_checked({**load_checked(path.read_bytes()), **changes}))
+
+    return change
 
 
-def of_another_schema(runs: Runs) -> None:
-    path = runs.path("run.json")
-    path.write_bytes(dump_checked({**load_checked(path.read_bytes()), "schema_version": 1}))
-
-
-WRONG: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
-    ((), {"source": "rum"}, "RUN", "run"),
-    ((), {"advantages": "storde"}, "--advantages", "stored"),
-    ((), {"policy": 9}, "--policy", "1 to 2"),
-    ((), {"policy": -1}, "policy", "0"),
-    ((), {"max_staleness": -1}, "max_staleness", "0"),
-    ((), {"max_staleness": 0, "iterations": "2"}, "--max-staleness", "Allow 1"),
-    ((), {"max_staleness": 1, "iterations": "1", "policy": 2}, "--max-staleness", "Allow 2"),
-    ((), {"iterations": "2-3"}, "--iterations", "iteration 3"),
-    ((), {"name": "run"}, "--run", "source"),
-    ((), {"name": "../up"}, "name", "Letters"),
-    (("data.limit=3",), {}, "--set", "stored rollouts"),
-    (("storage.root=elsewhere",), {}, "--set", "--root"),
-    (("run.iterations=3",), {}, "--set", "--iterations"),
-    (("policy.model=other",), {}, "--set", "source's model"),
-    (("update.algorithm=nft",), {}, "--set", "source's algorithm"),
-    (("update.mismatch.mode=none",), {}, "update.mismatch.mode", "truncate"),
-    (("update.learning_rat=1",), {}, "update.learning_rat", "learning_rate"),
-    (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "`grpo replay run --advantages NAME`"),
-    (("advantages.kl_coef=0.1",), {}, "advantages.kl_coef", "reference"),
-    (("rewards.0.weight=3.0",), {"advantages": "stored"}, "--advantages", "recomputed"),
-    (("policy.lora.rank=8",), {"policy": 1, "iterations": "2"}, "policy.lora", "--policy 0"),
+WRONG: list[tuple[tuple[str, ...], dict[str, Any], str, object]] = [
+    ((), {"source": "rum"}, "RUN", "rum"),
+    ((), {"advantages": "storde"}, "--advantages", "storde"),
+    ((), {"policy": 9}, "--policy", 9),
+    ((), {"policy": -1}, "policy", -1),
+    ((), {"max_staleness": -1}, "max_staleness", -1),
+    ((), {"max_staleness": 0, "iterations": "2"}, "--max-staleness", 0),
+    ((), {"max_staleness": 1, "iterations": "1", "policy": 2}, "--max-staleness", 1),
+    *(((), {"iterations": text}, "--iterations", text) for text in ("2-3", "0", "2-1", "a", "1-", "1,2", "")),
+    ((), {"name": "run"}, "--run", "run"),
+    *(
+        ((override,), {}, "--set", override)
+        for override in (
+            *("data.limit=3", "storage.root=elsewhere", "run.iterations=3", "policy.model=other"),
+            *("update.algorithm=nft", "update.tokens.algorithm=nft"),
+        )
+    ),
+    (("update.mismatch.mode=none",), {}, "update.mismatch.mode", "none"),
+    (("update.learning_rat=1",), {}, "update.learning_rat", 1),
+    (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "p"),
+    (("advantages.kl_coef=0.1",), {}, "advantages.kl_coef", 0.1),
+    (("rewards.0.weight=3.0",), {"advantages": "stored"}, "--advantages", "stored"),
+    (("policy.lora.rank=8",), {"policy": 1, "iterations": "2"}, "policy.lora", ANY),
 ]
 
 
@@ -81,8 +83,8 @@ class TestBadInput:
         [
             (without_rollouts, "RUN"),
             (truncated, "run/iteration_000002/rollouts"),
-            (of_another_model, "policy.model"),
-            (of_another_schema, "run/run.json"),
+            (described(model_digest="0" * 64), "policy.model"),
+            (described(schema_version=1), "run/run.json"),
             (lambda runs: runs.path("run.json").write_text("{"), "run/run.json"),
         ],
     )
@@ -104,16 +106,10 @@ class TestBadInput:
         assert problem(finished, iterations="1-2").place == "--iterations"
         assert [each.number for each in plan_replay(request_replay(finished)).iterations] == [1]
 
-    def test_each_mistake_has_its_place_and_hint(self, undisturbed: tuple[Runs, Start]) -> None:
-        for overrides, options, place, word in WRONG:
+    def test_each_mistake_has_its_place_and_value(self, undisturbed: tuple[Runs, Start]) -> None:
+        for overrides, options, place, value in WRONG:
             error = problem(undisturbed[0], *overrides, **options)
-            assert error.place == place, (overrides, options)
-            assert word in error.hint
-
-    def test_iterations_that_are_no_range(self, undisturbed: tuple[Runs, Start]) -> None:
-        for text in ("0", "2-1", "a", "1-", "1,2", ""):
-            error = problem(undisturbed[0], iterations=text)
-            assert (error.place, error.value) == ("--iterations", text)
+            assert (error.place, error.value) == (place, value), (overrides, options)
 
     @pytest.mark.parametrize(
         ("overrides", "refused_at"),
@@ -143,7 +139,7 @@ def test_the_command_prints_one_object_on_the_last_line(finished: Runs) -> None:
     result = CliRunner().invoke(application, arguments)
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout.splitlines()[-1])
-    assert summary["policy_digest"] == policy_digest(finished, 1)
+    assert summary["policy_digest"] == finished.policy_digest(1)
     assert (summary["run"], summary["source"], summary["iterations"]) == ("again", "run", 1)
     assert math.isfinite(summary["reward_last"])
     assert summary["seconds"]["rollouts"] == 0.0
@@ -169,7 +165,7 @@ def test_a_root_may_be_any_url(undisturbed: tuple[Runs, Start]) -> None:
         settings = {"storage__root": "memory://bucket/runs", "run__iterations": 1}
         runs = Runs(Path("unused"))
         first = runs.start(**settings)
-        assert first.summary.policy_digest == policy_digest(undisturbed[0], 1)
+        assert first.summary.policy_digest == undisturbed[0].policy_digest(1)
         assert runs.start(**settings).stages == ()
         request = ReplayRequest(source="memory://bucket/runs/run")
         assert plan_replay(request).config.storage.root == "memory://bucket/runs"

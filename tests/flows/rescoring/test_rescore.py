@@ -20,7 +20,7 @@ from flows.rescoring.rescore import RescoreSummary, rescore
 from flows.rewards import analyse_rewards
 from tasks.rewards import score_rewards
 from tests.flows.conftest import Heard, Runs, Start, flip, heard_of, refused, sha256_of
-from tests.flows.replaying.replays import policy_digest, request_replay, run_replay
+from tests.flows.replaying.replays import request_replay, run_replay
 
 SSIM, PSNR = {"reward": "ssim", "weight": 0.5}, {"reward": "psnr", "weight": 0.5}
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}
@@ -86,7 +86,7 @@ def test_the_same_rewards_give_the_same_advantages_and_the_replay_of_them_the_sa
     assert advantages(finished, "rescored", "same").equals(advantages(finished))
     assert summary.comparison["advantages"]["turned"] == 0.0
     replayed, _ = run_replay(finished, advantages="same", iterations="1")
-    assert replayed.policy_digest == policy_digest(finished, 1)
+    assert replayed.policy_digest == finished.policy_digest(1)
 
 
 def test_one_reward_more_computes_that_one_and_later_rescorings_take_it_from_there(finished: Runs) -> None:

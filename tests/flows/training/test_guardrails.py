@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from flows.training import guardrails as signs
+from flows.training import callbacks
 from tests.flows.conftest import Runs, Start, refused
 
 PLANNED = 4
@@ -129,9 +129,9 @@ def person() -> Iterator[list[str]]:
 def test_a_paused_run_that_is_resumed_ends_as_one_that_never_paused(
     empty: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signs, "_SECONDS_BETWEEN_POLLS", 0.2)
+    monkeypatch.setattr(callbacks, "_SECONDS_BETWEEN_POLLS", 0.2)
     watched, own = {"on_fall": "pause", "pause_timeout": 60}, hacked_rewards(tmp_path / "paused")
-    with pytest.raises(signs.NotResumedError, match="nobody resumed the run within 1 s"):
+    with pytest.raises(callbacks.NotResumedError):
         start(empty, own, run="watched", iterations=2, guardrails={**watched, "pause_timeout": 1})
     with person() as seen:
         resumed = start(empty, own, run="watched", iterations=2, guardrails=watched)
@@ -167,10 +167,7 @@ def test_a_pause_needs_a_ui(empty: Runs, rewards: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "place"),
     [
-        ({"guardrails__rewards": []}, "guardrails.on_fall"),
         ({"evaluate__every": 0}, "guardrails.on_fall"),
-        ({"evaluate__prompts": None}, "guardrails.rewards"),
-        ({"guardrails__rewards": [{"reward": "answer", "weight": 2.0}]}, "guardrails.rewards.0.weight"),
         ({"guardrails__rewards": [{"reward": "ssim"}]}, "guardrails.rewards.0.reward"),
         ({"guardrails__rewards": [{"reward": "answer"}] * 2}, "guardrails.rewards"),
         ({"guardrails__fall": 1.5}, "guardrails.fall"),

@@ -51,10 +51,7 @@ def test_the_second_epoch_is_better_than_the_first(empty: Runs) -> None:
     tokens = rollouts.group_by("iteration").agg(pl.col("length").sum() + pl.col("prompt_length").sum()).collect()
     assert metrics_of(empty, "num_tokens") == tokens.sort("iteration")["length"].cum_sum().to_list()
     for iteration in (1, 2):
-        steps = pl.read_parquet(
-            empty.path("policies", f"{iteration:06d}", "tokens", "update_steps.parquet", run="text")
-        )
-        first, second = steps.iter_rows(named=True)
+        first, second = empty.steps(iteration, "text").iter_rows(named=True)
         # On the rows it was just trained on, the policy is better than before.
         assert second["loss"] < first["loss"]
         assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-5)

@@ -14,9 +14,8 @@ from flows.evaluation import plan_evaluate
 from flows.pipeline.requests import EvaluateRequest
 from tasks.runs.stored import choose_policy, read_policy
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.flows.conftest import Runs, refused, training_process
-from tests.flows.pruning.conftest import EVALUATED
-from tests.flows.replaying.replays import metrics, run_replay
+from tests.flows.conftest import EVALUATED, Runs, refused, training_process
+from tests.flows.replaying.replays import run_replay
 from tests.flows.rescoring.test_rescore import scored_again
 from tests.flows.training.test_train import FIRST
 
@@ -28,16 +27,14 @@ def test_a_run_starts_from_a_version_of_another(empty: Runs) -> None:
     adapted = {"policy__lora": None, "update__kl_coef": 0.1, "run__iterations": 1, **EVALUATED}
     second = empty.start("second", policy__adapter="first@2", **adapted)
     assert second.summary.heldout_before == first.summary.heldout_after
-    steps = pl.read_parquet(empty.path("policies", "000001", "tokens", "update_steps.parquet", run="second"))
+    kl = empty.steps(1, "second")["kl"]
     # The KL is that to the adapter, and not to the model under it.
-    assert steps["kl"][0] == pytest.approx(0.0, abs=1e-9)
-    assert steps["kl"][1] > 0
+    assert kl[0] == pytest.approx(0.0, abs=1e-9)
+    assert kl[1] > 0
     assert empty.start("second", policy__adapter="first@2", **adapted).stages == ()
-    hints = {"first@9": "policy versions 1 to 2", "first@0": "leave policy.adapter out", "frist@2": "grpo list"}
-    for adapter, hint in hints.items():
+    for adapter in ("first@9", "first@0", "frist@2"):
         (error,) = refused(lambda adapter=adapter: empty.start("third", policy__adapter=adapter, **adapted))
         assert (error.place, error.value) == ("policy.adapter", adapter)
-        assert hint in error.hint
     (error,) = refused(lambda: empty.start("third", policy__adapter="first@2", policy__lora__rank=8))
     assert (error.place, error.value) == ("policy.lora.rank", 8)
 
@@ -65,20 +62,16 @@ def test_evaluations_sample_with_the_moving_average_and_rollouts_do_not(empty: R
 ADAPTER = {"rank": 8, "alpha": 8.0}
 
 
-def steps(runs: Runs, run: str) -> pl.DataFrame:
-    return pl.read_parquet(runs.path("policies/000001/tokens/update_steps.parquet", run=run))
-
-
 def test_weights_go_on_and_the_optimizer_begins_anew(finished: Runs) -> None:
     source = read_policy(ArtifactStore(str(finished.root), "run"), 1)
     begun = finished.start("next", run__continue_from="run@1", run__iterations=1, update__learning_rate=1e-3)
     assert begun.stages == FIRST
     (row, *_) = finished.tables("next")["iteration_000001/rollouts/part-00000.parquet"]
     assert (row["policy_version"], row["policy_digest"]) == (0, source.digest)
-    assert steps(finished, "next")["optimizer_step"].to_list() == [1, 2]
+    assert finished.steps(1, "next")["optimizer_step"].to_list() == [1, 2]
     # The reference is still the model: the policy differs from it before the first step.
-    assert steps(finished, "run")["kl"][0] == pytest.approx(0.0, abs=1e-12)
-    assert steps(finished, "next")["kl"][0] > 1e-9
+    assert finished.steps(1, "run")["kl"][0] == pytest.approx(0.0, abs=1e-12)
+    assert finished.steps(1, "next")["kl"][0] > 1e-9
     initial, _ = choose_policy(ArtifactStore(str(finished.root), "next"), 0, "the model's digest")
     assert (initial.version, initial.digest) == (0, source.digest)
 
@@ -101,8 +94,7 @@ def test_without_a_version_it_is_the_last_one_when_the_run_began(finished: Runs)
 
 def test_another_adapter_is_refused_with_what_the_source_has(finished: Runs) -> None:
     (error,) = refused(lambda: finished.start("next", run__continue_from="run", policy__lora=ADAPTER))
-    assert error.place == "policy.lora"
-    assert "'rank': 4" in error.hint
+    assert (error.place, error.value["rank"]) == ("policy.lora", 8)
     assert not finished.path("config.yaml", run="next").exists()
 
 
@@ -110,7 +102,7 @@ def test_a_source_that_has_trained_nothing_yet_is_refused(finished: Runs) -> Non
     shutil.copytree(finished.path(), finished.path(run="next"))
     shutil.rmtree(finished.path("policies", run="next"))
     (error,) = refused(lambda: finished.start("third", run__continue_from="next", run__iterations=1))
-    assert (error.place, "no valid policy" in error.hint) == ("run.continue_from", True)
+    assert (error.place, error.value) == ("run.continue_from", "next")
 
 
 REWARDS = (
@@ -164,7 +156,7 @@ def test_a_run_of_several_sizes_comes_through(server: None, tmp_path: Path) -> N
         size = (row["width"], row["height"])
         assert Image.open(io.BytesIO(row["image"]["bytes"])).size == size
         assert (row["length"], row["max_length"]) == (lengths[size], 80)
-    assert max(metrics(whole, iteration, "run")["sampling/sampling_logp_difference/max"] for iteration in (1, 2)) < 1e-4
+    assert max(whole.metrics(iteration)["sampling/sampling_logp_difference/max"] for iteration in (1, 2)) < 1e-4
     assert sizes_of(pl.read_parquet(whole.path("evaluations/000002/rollouts/part-*.parquet"))) == expected
 
     with training_process(killed, tmp_path / "process", **given) as process:

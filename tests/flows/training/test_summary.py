@@ -1,4 +1,4 @@
-""""""
+"""The end of a training as it is printed: facts, lines of the log, the pace of the last iterations."""
 
 from dataclasses import replace
 from pathlib import Path
