@@ -25,7 +25,7 @@ from grpo_core.policies.denoising.scheduler import (
     step_logprob,
 )
 from grpo_core.policies.denoising.settings import DenoisingSettings
-from grpo_core.policies.trained.component import TrainedComponent, autocast
+from grpo_core.policies.trained.component import TrainedComponent
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.records import (
     ActionLogprobs,
@@ -125,7 +125,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         generators = [make_generator(seed) for seed in rows.noise_seeds]
         arguments = {**self._arguments(rows.prompts, rows.drafts, size), "generator": generators}
         slice_decoding(self.pipeline, len(rows.prompts), size)
-        with autocast(self._device, self.autocast):
+        with self._precision():
             if rows.window_start is None:
                 return self.pipeline(**arguments, output_type="np").images, None
             scheduler = NoisyScheduler.like(self.pipeline.scheduler, self.settings)
@@ -232,7 +232,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         latents = before.float() if before.dtype == torch.float16 else before
         # Pipelines are called under no_grad; this is the function below the decorator.
         run: Any = vars(type(self.pipeline))["__call__"].__wrapped__
-        with exchanged_scheduler(self.pipeline, scheduler), autocast(self._device, self.autocast):
+        with exchanged_scheduler(self.pipeline, scheduler), self._precision():
             run(self.pipeline, **call.arguments, latents=latents, output_type="latent")
 
     def velocities(self, actions: DenoisingBatch) -> Float[Tensor, "batch ..."]:
@@ -267,10 +267,6 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
     def _arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> dict[str, Any]:
         steps = {"num_inference_steps": self.settings.num_inference_steps}
         return {**self.call_arguments(prompts, drafts, size), **steps}
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.trained.model.parameters()).device
 
 
 @dataclass(frozen=True)
