@@ -51,22 +51,19 @@ def test_a_step_leaves_frozen_bits_alone_and_moves_the_others() -> None:
     assert len(still) == 2 + 2 * 3
 
 
-@pytest.mark.parametrize("pattern", ["embed_tokens", r"model\.visual\..*"], ids=["a part of a name", "no name"])
-def test_a_pattern_that_matches_nothing_is_refused_with_names(pattern: str) -> None:
-    with pytest.raises(InputError, match=r"policy\.frozen: .*called model\.embed_tokens\.weight, .*self_attn"):
+@pytest.mark.parametrize("pattern", ["embed_tokens", r"model\.visual\..*", ".*"], ids=["part", "none", "everything"])
+def test_a_pattern_of_no_parameter_or_of_all_is_refused(pattern: str) -> None:
+    with pytest.raises(InputError) as refused:
         train_model(tiny_llama(), TrainingChoice(None, frozen=pattern), base_name="tiny")
+    assert (refused.value.place, refused.value.value) == ("policy.frozen", pattern)
+    assert pattern == ".*" or "model.embed_tokens.weight" in refused.value.hint
 
 
-def test_freezing_everything_is_refused() -> None:
-    with pytest.raises(InputError, match=r"policy\.frozen: .*nothing to train"):
-        train_model(tiny_llama(), TrainingChoice(None, frozen=".*"), base_name="tiny")
-
-
-def test_what_is_no_pattern_is_refused_before_a_model_is_loaded() -> None:
-    with pytest.raises(InputError, match=r"policy\.frozen: got '\*\.mlp'\. .*regular expression"):
-        TrainingChoice(None, frozen="*.mlp")
-    with pytest.raises(InputError, match=r"policy\.frozen: .*Adapters"):
-        TrainingChoice(LORA, frozen=".*mlp.*")
+@pytest.mark.parametrize(("lora", "pattern"), [(None, "*.mlp"), (LORA, ".*mlp.*")], ids=["no pattern", "adapters"])
+def test_what_is_no_pattern_is_refused_before_a_model_is_loaded(lora: LoraSettings | None, pattern: str) -> None:
+    with pytest.raises(InputError) as refused:
+        TrainingChoice(lora, frozen=pattern)
+    assert (refused.value.place, refused.value.value) == ("policy.frozen", pattern)
 
 
 # --- adapters
@@ -90,8 +87,9 @@ def test_adapters_come_from_their_seed() -> None:
 
 
 def test_targets_that_match_nothing_are_refused() -> None:
-    with pytest.raises(InputError, match=r"policy\.lora\.targets: got 'no_such_layer'"):
+    with pytest.raises(InputError) as refused:
         train_model(tiny_llama(), TrainingChoice(LoraSettings(2, 4.0, "no_such_layer")), base_name="tiny")
+    assert (refused.value.place, refused.value.value) == ("policy.lora.targets", "no_such_layer")
 
 
 # --- full weights, tied and not
@@ -129,7 +127,7 @@ def test_a_tied_reference_is_the_model_before_training() -> None:
 
 
 def test_a_tied_head_is_frozen_by_its_embedding_s_name() -> None:
-    with pytest.raises(InputError, match=r"policy\.frozen: .*embed_tokens"):
+    with pytest.raises(InputError, match="embed_tokens"):
         train_model(tiny_llama(tied=True), TrainingChoice(None, frozen=r"lm_head\.weight"), base_name="tiny")
     choice = TrainingChoice(None, frozen=r"model\.embed_tokens\.weight")
     model = train_model(tiny_llama(tied=True), choice, base_name="tiny")
@@ -198,8 +196,9 @@ def test_autocast_rounds_the_arithmetic_and_not_the_weights() -> None:
     [(torch.float16, None, "policy.dtype"), (torch.float32, torch.float16, "policy.autocast")],
 )
 def test_float16_is_refused(dtype: torch.dtype, inner: torch.dtype | None, place: str) -> None:
-    with pytest.raises(InputError, match=f"{place}: got 'float16'.*bfloat16 or float32"):
+    with pytest.raises(InputError) as refused:
         refuse_unscaled_float16(dtype, inner)
+    assert (refused.value.place, refused.value.value) == (place, "float16")
     refuse_unscaled_float16(torch.float32, torch.bfloat16)
 
 
