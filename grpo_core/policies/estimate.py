@@ -209,7 +209,6 @@ class TrainingEstimate:
     """What training adds to a model: adapters, copies, gradients, moments, a backward pass, and a policy version."""
 
     def __init__(self, sizes: ComponentSizes, choice: TrainingChoice, workload: Workload) -> None:
-        """Count parameters."""
         self.sizes, self.choice, self.workload, self.b = sizes, choice, workload, BYTES[workload.dtype]
         self.trained = sum(parameter.numel() for parameter in sizes.trained.trainable_parameters().values())
         # peft keeps adapters in fp32 for a model of any dtype.

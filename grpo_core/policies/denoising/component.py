@@ -60,7 +60,6 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         *,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Combine the parts."""
         self.pipeline = pipeline
         self.settings = settings
         self.trained = trained
