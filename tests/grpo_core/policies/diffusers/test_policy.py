@@ -217,10 +217,12 @@ def test_the_size_of_a_request_counts(shared_policy: SharedPolicy) -> None:
 
 def test_a_size_that_the_pipeline_rounds_is_refused(shared_policy: SharedPolicy) -> None:
     policy = shared_policy("flux")
-    with pytest.raises(InputError, match="This model makes it 32x32"):
+    with pytest.raises(InputError, match="32x32") as sampling:
         sampled(policy, request(size=ImageSize(34, 34)))
-    with pytest.raises(InputError, match="the nearest size is 32x32"):
+    with pytest.raises(InputError, match="32x32") as choosing:
         policy.sample_with(settings("flux", height=34, width=34))
+    for refused in (sampling.value, choosing.value):
+        assert (refused.place, refused.value) == ("rollout.width and height", "34x34")
 
 
 def test_the_shipped_model_learns_to_draw_brighter() -> None:
