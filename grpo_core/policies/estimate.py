@@ -50,7 +50,7 @@ class MemoryPart:
         phase: when it is in memory: always, in one phase of the rollout stage (sampling, decoding), during all of
             the update stage, or in one phase of it (backward, optimizer step).
         bytes: its size.
-        formula: how the size is computed, in words.
+        formula: how the size is computed, as text.
         exact: whether it is counted; otherwise it is estimated by a formula.
     """
 

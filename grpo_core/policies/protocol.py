@@ -140,7 +140,7 @@ class PolicyFamily(Protocol):
         """Raise InputError if a given folder is missing or contains no model; imports no library of models."""
 
     def refuse_unusable(self, model: str, settings: Any) -> None:
-        """Raise InputError if the model or these settings cannot be used, as far as its local files show."""
+        """Raise InputError if the model or these settings cannot be used; only local files are read."""
 
     def refuse_prompts(self, model: str, settings: Any, prompts: Sequence[str]) -> None:
         """Raise InputError if the model cannot read one of the prompts; only its tokenizer is loaded."""

@@ -49,7 +49,7 @@ class CausalLMFamily:
         refuse_missing_folder(model)
 
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
-        """Raise InputError if the model or these settings cannot be used, as far as its local files show."""
+        """Raise InputError if the model or these settings cannot be used; only local files are read."""
         from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
         from grpo_core.policies.causal_lm.loading import context_length, load_tokenizer, read_config
         from grpo_core.policies.causal_lm.prompts import uses_template

@@ -139,7 +139,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         """Return the latents that the pipeline would start from, as they are stored before the first noisy step."""
         with exchanged_scheduler(self.pipeline, StartScheduler.like(self.pipeline.scheduler, self.settings)):
             latents: Tensor = self.pipeline(**arguments, output_type="latent").images
-        # Some pipelines start in 16 bits and go on in 32, whose latents are stored as fp16.
+        # Some pipelines start in 16 bits and continue in 32, whose latents are stored as fp16.
         return latents if latents.dtype == torch.float64 else latents.to(torch.float16).to(latents.dtype)
 
     def _sampled(self, rows: SampleRows, size: ImageSize, scheduler: NoisyScheduler) -> SampledActions:
@@ -226,7 +226,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
 
     def _run(self, call: "_Call", scheduler: WindowScheduler) -> None:
         """Run the pipeline from the first states on; with gradients where they are enabled."""
-        # Pipelines that go on in fp32 have states in fp16, and do not all cast what they are given.
+        # Pipelines that continue in fp32 have states in fp16, and do not all cast what they are given.
         before = call.states[0]
         latents = before.float() if before.dtype == torch.float16 else before
         # Pipelines are called under no_grad; this is the function below the decorator.

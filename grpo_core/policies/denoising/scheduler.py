@@ -129,7 +129,7 @@ def _reduced(values: Float[Tensor, "rows ..."], reduction: LogprobReduction) -> 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that states of a pipeline are stored in: fp32 as fp16, any other unchanged.
 
-    fp16 rounds latents, which are below 10, eight times finer than bf16. Sampling goes on from the rounded value, so
+    fp16 rounds latents, which are below 10, eight times finer than bf16. Sampling continues from the rounded value, so
     that what is scored is what was stored.
     """
     return torch.float16 if dtype == torch.float32 else dtype
@@ -226,7 +226,7 @@ class NoisyScheduler(WindowScheduler):
             raise RuntimeError("the latents before the window were not rounded to the dtype they are stored in")
         moved = self._transition(index, latents, velocity)
         drawn = [torch.randn(moved.mean.shape[1:], generator=generator) for generator in self.generators]
-        # The pipeline goes on from the rounded latents, and it is these that are scored.
+        # The pipeline continues from the rounded latents, and it is these that are scored.
         following = (moved.mean + moved.std * torch.stack(drawn).to(moved.mean)).to(stored)
         self._require_finite(following, index)
         self.states.append(following)

@@ -200,7 +200,7 @@ def test_a_stored_reference_comes_back_to_the_bit(choice: TrainingChoice, tmp_pa
     other.load_reference(tmp_path)
     assert torch.equal(reference_logprobs(other), reference_logprobs(model))
     assert torch.equal(logprobs(other.model), logprobs(tiny_llama()))
-    # Both go on alike.
+    # Both continue alike.
     disturb(other.trainable_parameters())
     model.reference_copy().mix(0.5)
     other.reference_copy().mix(0.5)
