@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -45,14 +46,13 @@ def test_a_text_is_cut_before_its_first_stop(text: str, kept: str) -> None:
 
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
-    [([7, 3], 3, (3, 7, 268)), (None, 5, (5, 268)), (9, None, (9, 268)), (None, None, (268,))],
+    [([7, 3], 3, (3, 7, 268)), (None, 5, (5, 268)), (9, None, (9, 268)), (None, None, (268,)), ("no", "no", (268,))],
 )
-def test_every_end_token_counts(
-    generation: list[int] | int | None, config: int | None, expected: tuple[int, ...]
-) -> None:
-    model = SimpleNamespace(
-        generation_config=SimpleNamespace(eos_token_id=generation), config=SimpleNamespace(eos_token_id=config)
-    )
+def test_every_end_token_counts(generation: Any, config: Any, expected: tuple[int, ...]) -> None:
+    """A model may have no generation configuration, and its own no such field ("no")."""
+    model = SimpleNamespace(config=SimpleNamespace(**({} if config == "no" else {"eos_token_id": config})))
+    if generation != "no":
+        model.generation_config = SimpleNamespace(eos_token_id=generation)
     assert end_tokens(model, TOKENIZER) == expected
 
 

@@ -176,13 +176,19 @@ def test_a_refreshed_reference_is_the_average_of_weights(choice: TrainingChoice)
 
 
 @pytest.mark.parametrize("choice", KINDS)
-def test_a_whole_share_makes_the_reference_the_policy(choice: TrainingChoice) -> None:
+def test_a_whole_share_makes_the_reference_the_policy_and_loading_nothing_the_initial_one(
+    choice: TrainingChoice,
+) -> None:
     model = moved(choice)
     model.reference_copy().mix(1.0)
     then = logprobs(model.model)
     assert torch.equal(reference_logprobs(model), then)
     disturb(model.trainable_parameters(), seed=6)
     assert torch.equal(reference_logprobs(model), then)
+    before = values_of(model.trainable_parameters())
+    model.load_reference(None)
+    assert torch.equal(reference_logprobs(model), logprobs(tiny_llama()))
+    assert same(values_of(model.trainable_parameters()), before)
 
 
 # --- on disk
@@ -205,16 +211,6 @@ def test_a_stored_reference_comes_back_to_the_bit(choice: TrainingChoice, tmp_pa
     model.reference_copy().mix(0.5)
     other.reference_copy().mix(0.5)
     assert torch.equal(reference_logprobs(other), reference_logprobs(model))
-
-
-@pytest.mark.parametrize("choice", KINDS)
-def test_loading_nothing_is_the_initial_reference(choice: TrainingChoice) -> None:
-    model = moved(choice)
-    before = values_of(model.trainable_parameters())
-    model.reference_copy().mix(1.0)
-    model.load_reference(None)
-    assert torch.equal(reference_logprobs(model), logprobs(tiny_llama()))
-    assert same(values_of(model.trainable_parameters()), before)
 
 
 @pytest.mark.parametrize("choice", KINDS)
