@@ -123,7 +123,8 @@ class TrainedComponent(ABC, Generic[A]):
             yield
 
     def _precision(self) -> torch.autocast:
-        return autocast(self._device, self.autocast)
+        """Return a context that computes matrix products in `autocast`; sampling and scoring have to use the same."""
+        return torch.autocast(self._device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
     def save_weights(self, folder: Path) -> None:
         """Write what an update changed."""
@@ -132,14 +133,6 @@ class TrainedComponent(ABC, Generic[A]):
     def load_weights(self, folder: Path | None) -> None:
         """Load the weights of `folder`; None restores the initial ones."""
         self.trained.load(folder)
-
-
-def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    """Return a context that computes matrix products in `dtype`; parameters and gradients keep their dtype.
-
-    Sampling and scoring have to use the same one, or their log-probs differ by rounding.
-    """
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def refuse_unscaled_float16(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> None:
