@@ -50,7 +50,7 @@ class MemoryPart:
         phase: when it is in memory: always, in one phase of the rollout stage (sampling, decoding), during all of
             the update stage, or in one phase of it (backward, optimizer step).
         bytes: its size.
-        formula: how the size is computed, in words.
+        formula: how the size is computed, as text.
         exact: whether it is counted; otherwise it is estimated by a formula.
     """
 
@@ -209,7 +209,6 @@ class TrainingEstimate:
     """What training adds to a model: adapters, copies, gradients, moments, a backward pass, and a policy version."""
 
     def __init__(self, sizes: ComponentSizes, choice: TrainingChoice, workload: Workload) -> None:
-        """Count parameters."""
         self.sizes, self.choice, self.workload, self.b = sizes, choice, workload, BYTES[workload.dtype]
         self.trained = sum(parameter.numel() for parameter in sizes.trained.trainable_parameters().values())
         # peft keeps adapters in fp32 for a model of any dtype.

@@ -1,9 +1,10 @@
 """The interfaces of a policy and of a kind of policy. Losses and updates use only these, for any model."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from grpo_core.streams import Modality, Stream
 
@@ -139,7 +140,7 @@ class PolicyFamily(Protocol):
         """Raise InputError if a given folder is missing or contains no model; imports no library of models."""
 
     def refuse_unusable(self, model: str, settings: Any) -> None:
-        """Raise InputError if the model or these settings cannot be used, as far as its local files show."""
+        """Raise InputError if the model or these settings cannot be used; only local files are read."""
 
     def refuse_prompts(self, model: str, settings: Any, prompts: Sequence[str]) -> None:
         """Raise InputError if the model cannot read one of the prompts; only its tokenizer is loaded."""
@@ -174,6 +175,20 @@ class PolicyFamily(Protocol):
         Raises:
             InputError: its configuration is not on this machine, or a choice matches nothing in the model.
         """
+
+
+S = TypeVar("S")
+
+
+def read_settings(kind: type[S], values: Mapping[str, Any]) -> S:
+    """Return a family's settings from a configuration section or a stored row.
+
+    Args:
+        kind: class of the settings, a dataclass.
+        values: by field; may have others. A table keeps a tuple as a list.
+    """
+    known = {field.name: values[field.name] for field in fields(kind) if field.name in values}  # type: ignore[arg-type]
+    return kind(**{name: tuple(each) if isinstance(each, list) else each for name, each in known.items()})
 
 
 def family_module(kind: str) -> str:

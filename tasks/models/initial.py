@@ -256,9 +256,7 @@ def _component_adapter(folder: Path, stream: Stream, policy: PolicySection) -> P
     if own.is_dir():
         return own
     if len(policy.streams) > 1:
-        hint = (
-            f"It has no folder {stream}; policy.train names several components, and each needs an adapter of its own."
-        )
+        hint = f"It has no folder {stream}; policy.train names several components, and each needs its own adapter."
         raise InputError(PLACE, policy.adapter, hint)
     return folder
 

@@ -4,7 +4,6 @@ import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from configs.sections import PlacementSection, PolicySection
 from grpo_core.errors import InputError
-from grpo_core.policies.protocol import Policy, PolicyComponent, PolicyFamily, policy_family
+from grpo_core.policies.protocol import Policy, PolicyFamily, policy_family
 from grpo_core.policies.trained.settings import Reference
 from grpo_core.streams import Stream
 from tasks.models.initial import (
@@ -215,11 +214,8 @@ def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
             if new_weights:
                 component.load_weights(folder and weights_folder(folder, version, stream))
             if new_reference:
-                _load_reference(component, folder and copy_folder(component_folder(folder, stream), "reference"))
+                reference = folder and copy_folder(component_folder(folder, stream), "reference")
+                # Another component's reference may have changed, and this one keeps none.
+                if reference is not None or component.trained.has_reference:
+                    component.trained.load_reference(reference)
     loaded.digest, loaded.reference_digest = version.digest, version.copies.get("reference")
-
-
-def _load_reference(component: PolicyComponent, folder: Path | None) -> None:
-    # Another component's reference may have changed, and this one keeps none.
-    if folder is not None or component.trained.has_reference:
-        component.trained.load_reference(folder)

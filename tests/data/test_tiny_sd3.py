@@ -1,12 +1,9 @@
 """The tiny SD3: tokenizers, parts, the training, and the shipped model."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from diffusers import StableDiffusion3Pipeline
-from torch import nn
 
 import data
 from data.shapes import all_scenes, split_scenes
@@ -19,6 +16,7 @@ from data.tiny_sd3 import (
     evaluate_tiny_sd3,
     train_transformer,
 )
+from tests.data.test_tiny_glm_image import changed, snapshot
 
 MODEL = Path(data.__file__).parent / "models" / "tiny-sd3"
 SMALL = TinySd3Recipe(hidden_size=32, layers=1, heads=2, corpus_size=64, steps=30, batch=8)
@@ -61,14 +59,6 @@ def test_a_saved_pipeline_has_the_seeds_weights_and_loads_with_diffusers_alone(t
         assert other.scheduler.config.shift == SMALL.shift
 
 
-def snapshot(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in module.state_dict().items()}
-
-
-def changed(before: dict[str, torch.Tensor], module: nn.Module) -> set[str]:
-    return {name for name, value in module.state_dict().items() if not torch.equal(before[name], value)}
-
-
 def test_the_training_learns_repeats_to_the_bit_and_changes_the_transformer_alone() -> None:
     first, second = build_pipeline(SMALL), build_pipeline(SMALL)
     encoders, losses = [snapshot(getattr(first, name)) for name in ENCODERS], list[float]()
@@ -83,12 +73,6 @@ def test_the_training_learns_repeats_to_the_bit_and_changes_the_transformer_alon
 
 
 # --- the shipped model
-
-
-def test_it_is_small_and_names_the_recipe_of_the_source() -> None:
-    assert sum(file.stat().st_size for file in MODEL.rglob("*") if file.is_file()) <= 6_000_000
-    recipe = json.loads((MODEL / "recipe.json").read_text(encoding="utf-8"))
-    assert recipe["recipe"] == asdict(TinySd3Recipe())
 
 
 def test_heldout_captions_are_understood_and_there_is_room_to_improve() -> None:

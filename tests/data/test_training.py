@@ -1,13 +1,20 @@
-"""The autoencoder with weights set by hand, at one level of resolution and at four."""
+"""The autoencoder with weights set by hand, what is measured of images, and the recipes of the shipped models."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+import data
 from data.shapes import BACKGROUNDS, Scene, all_scenes, draw
+from data.tiny_glm_image.components import TinyRecipe
+from data.tiny_sd3 import TinySd3Recipe
+from data.tiny_text import TinyTextRecipe
 from data.training import build_cell_autoencoder, measure_images, read_scene
 
 
@@ -32,6 +39,20 @@ def test_a_noisy_image_is_read_as_its_scene(scene: Scene) -> None:
     noise = np.random.default_rng(0).normal(scale=12, size=(64, 64, 3))
     noisy = np.clip(np.asarray(draw(scene)) + noise, 0, 255).astype(np.uint8)
     assert read_scene(Image.fromarray(noisy)) == scene
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "most_bytes"),
+    [
+        ("tiny-glm-image", TinyRecipe(), 5_000_000),
+        ("tiny-sd3", TinySd3Recipe(), 6_000_000),
+        ("tiny-text", TinyTextRecipe(), 2_000_000),
+    ],
+)
+def test_a_shipped_model_is_small_and_names_the_recipe_of_the_source(name: str, recipe: Any, most_bytes: int) -> None:
+    folder = Path(data.__file__).parent / "models" / name
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= most_bytes
+    assert json.loads((folder / "recipe.json").read_text(encoding="utf-8"))["recipe"] == asdict(recipe)
 
 
 def test_each_share_counts_its_own_mistake() -> None:

@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE, CausalLMSettings, refuse_missing_folder
 from grpo_core.policies.pipeline_files import find_model_file
-from grpo_core.policies.protocol import PolicyFamily
+from grpo_core.policies.protocol import PolicyFamily, read_settings
 from grpo_core.streams import Modality, Stream
 
 if TYPE_CHECKING:
@@ -35,11 +34,9 @@ class CausalLMFamily:
 
     def settings(self, values: Mapping[str, Any]) -> CausalLMSettings:
         """Return the sampling settings from a configuration section or a stored row."""
-        known = {field.name: values[field.name] for field in fields(CausalLMSettings) if field.name in values}
-        stop = known.get("stop", ())
+        stop = values.get("stop", ())
         # A table keeps it as a JSON list.
-        known["stop"] = tuple(json.loads(stop) if isinstance(stop, str) else stop)
-        return CausalLMSettings(**known)
+        return read_settings(CausalLMSettings, {**values, "stop": json.loads(stop) if isinstance(stop, str) else stop})
 
     def policy_class(self) -> "type[CausalLMPolicy]":
         """Import its libraries and return the class."""
@@ -52,7 +49,7 @@ class CausalLMFamily:
         refuse_missing_folder(model)
 
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
-        """Raise InputError if the model or these settings cannot be used, as far as its local files show."""
+        """Raise InputError if the model or these settings cannot be used; only local files are read."""
         from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
         from grpo_core.policies.causal_lm.loading import context_length, load_tokenizer, read_config
         from grpo_core.policies.causal_lm.prompts import uses_template

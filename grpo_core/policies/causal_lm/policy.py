@@ -28,7 +28,6 @@ from grpo_core.policies.causal_lm.sampling_scoring import (
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.trained.component import TrainedComponent, refuse_unscaled_float16, use_attention
-from grpo_core.policies.trained.component import autocast as autocast_to
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledTokens, TokenBatch
@@ -108,14 +107,6 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     def _model(self) -> Any:
         return _unwrapped(self.trained.model)
 
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = self._model.device
-        return device
-
-    def _precision(self) -> torch.autocast:
-        return autocast_to(self._device, self.autocast)
-
     def _encode(self, prompts: Sequence[str]) -> EncodedPrompts:
         return encode_prompts(self.tokenizer, self.settings, prompts, context=self.context, device=self._device)
 
@@ -151,7 +142,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
             stops=self.stops,
             max_tokens=settings.max_completion_length,
         )
-        with self._sampling(self._device):
+        with self._sampling():
             return sample_completions(self._model, encoded, requested, rows, rule, seeds)
 
     def decode(self, tokens: TokenBatch) -> list[str]:

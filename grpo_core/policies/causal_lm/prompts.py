@@ -126,15 +126,15 @@ def _printed(
     messages = messages or [{"role": "user", "content": prompt}]
     if settings.system_prompt is not None and all(message["role"] != "system" for message in messages):
         messages = [{"role": "system", "content": settings.system_prompt}, *messages]
-    goes_on = messages[-1]["role"] == "assistant"
+    continued = messages[-1]["role"] == "assistant"
     template = tokenizer.get_chat_template()
     try:
         printed: str = tokenizer.apply_chat_template(
             messages,
             chat_template=_FIRST_OF_2025 + template if _CLOCK in template else template,
             tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
         )
     except (TemplateError, ValueError) as error:
         raise InputError("prompt", prompt, f"The chat template refuses it ({error}).") from error

@@ -234,7 +234,7 @@ def score_completions(
     inputs = _inputs(encoded, token_ids[:, :-1], loss_mask[:, :-1])
     if whole_logits:
         # One more position than `time` is requested: the slice keeps the last `time` of them.
-        states, head = model(**inputs, use_cache=False, logits_to_keep=time).logits, _unchanged
+        states, head = model(**inputs, use_cache=False, logits_to_keep=time).logits, nn.Identity()
     else:
         states = model.base_model(**inputs, use_cache=False).last_hidden_state[:, encoded.length - 1 :]
         head = model.get_output_embeddings()
@@ -251,10 +251,6 @@ def score_completions(
         support=support,
         entropy=entropy,
     )
-
-
-def _unchanged(logits: Tensor) -> Tensor:
-    return logits
 
 
 def _inputs(

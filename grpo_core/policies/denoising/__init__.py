@@ -3,5 +3,5 @@
 settings    number of steps, guidance, kind of noise, the window of noisy steps, refused schedulers; imports no torch
 scheduler   one noisy step, its log-prob and KL; schedulers that a pipeline runs over to sample and to score
 component   the denoising model of any such pipeline as a component of a policy
-rows        from groups to the rows of the pipeline's calls and back, and from latents to images
+rows        pipelines as they are loaded, the rows of their calls, and images of latents
 """

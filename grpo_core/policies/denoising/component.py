@@ -25,7 +25,7 @@ from grpo_core.policies.denoising.scheduler import (
     step_logprob,
 )
 from grpo_core.policies.denoising.settings import DenoisingSettings
-from grpo_core.policies.trained.component import TrainedComponent, autocast
+from grpo_core.policies.trained.component import TrainedComponent
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.records import (
     ActionLogprobs,
@@ -60,7 +60,6 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         *,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Combine the parts."""
         self.pipeline = pipeline
         self.settings = settings
         self.trained = trained
@@ -125,7 +124,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         generators = [make_generator(seed) for seed in rows.noise_seeds]
         arguments = {**self._arguments(rows.prompts, rows.drafts, size), "generator": generators}
         slice_decoding(self.pipeline, len(rows.prompts), size)
-        with autocast(self._device, self.autocast):
+        with self._precision():
             if rows.window_start is None:
                 return self.pipeline(**arguments, output_type="np").images, None
             scheduler = NoisyScheduler.like(self.pipeline.scheduler, self.settings)
@@ -140,7 +139,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         """Return the latents that the pipeline would start from, as they are stored before the first noisy step."""
         with exchanged_scheduler(self.pipeline, StartScheduler.like(self.pipeline.scheduler, self.settings)):
             latents: Tensor = self.pipeline(**arguments, output_type="latent").images
-        # Some pipelines start in 16 bits and go on in 32, whose latents are stored as fp16.
+        # Some pipelines start in 16 bits and continue in 32, whose latents are stored as fp16.
         return latents if latents.dtype == torch.float64 else latents.to(torch.float16).to(latents.dtype)
 
     def _sampled(self, rows: SampleRows, size: ImageSize, scheduler: NoisyScheduler) -> SampledActions:
@@ -227,12 +226,12 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
 
     def _run(self, call: "_Call", scheduler: WindowScheduler) -> None:
         """Run the pipeline from the first states on; with gradients where they are enabled."""
-        # Pipelines that go on in fp32 have states in fp16, and do not all cast what they are given.
+        # Pipelines that continue in fp32 have states in fp16, and do not all cast what they are given.
         before = call.states[0]
         latents = before.float() if before.dtype == torch.float16 else before
         # Pipelines are called under no_grad; this is the function below the decorator.
         run: Any = vars(type(self.pipeline))["__call__"].__wrapped__
-        with exchanged_scheduler(self.pipeline, scheduler), autocast(self._device, self.autocast):
+        with exchanged_scheduler(self.pipeline, scheduler), self._precision():
             run(self.pipeline, **call.arguments, latents=latents, output_type="latent")
 
     def velocities(self, actions: DenoisingBatch) -> Float[Tensor, "batch ..."]:
@@ -267,10 +266,6 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
     def _arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> dict[str, Any]:
         steps = {"num_inference_steps": self.settings.num_inference_steps}
         return {**self.call_arguments(prompts, drafts, size), **steps}
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.trained.model.parameters()).device
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,52 @@
-"""From groups to the rows of the pipeline's calls and back, and from latents to images."""
+"""Pipelines as they are loaded, the rows of their calls, and images of latents."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
+import transformers
 from diffusers.image_processor import VaeImageProcessor
 from jaxtyping import Float
 from PIL import Image
+from safetensors import SafetensorError
+from torch import nn
 
+from grpo_core.errors import InputError
 from grpo_core.records import BrokenImage, DenoisingBatch, GroupRequest, SampledActions, TokenBatch
 from grpo_core.streams import ImageSize
+
+
+def load_frozen(model: str, read: Callable[[], Any], device: torch.device) -> Any:
+    """Load a pipeline of diffusers with all its networks frozen, in evaluation mode.
+
+    Args:
+        model: folder or hub name, for the error.
+        read: loads the pipeline.
+
+    Raises:
+        InputError: its files are missing, damaged or not reachable.
+    """
+    # Their progress bars would break ours.
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        pipeline = read()
+    except InputError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        hint = f"Give a folder with complete files, or a hub name whose files are cached or reachable ({first_line})."
+        raise InputError("policy.model", model, hint) from error
+    pipeline.set_progress_bar_config(disable=True)
+    for part in pipeline.components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False)
+            part.eval()
+    return pipeline.to(device)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def _reduced(values: Float[Tensor, "rows ..."], reduction: LogprobReduction) -> 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that states of a pipeline are stored in: fp32 as fp16, any other unchanged.
 
-    fp16 rounds latents, which are below 10, eight times finer than bf16. Sampling goes on from the rounded value, so
+    fp16 rounds latents, which are below 10, eight times finer than bf16. Sampling continues from the rounded value, so
     that what is scored is what was stored.
     """
     return torch.float16 if dtype == torch.float32 else dtype
@@ -151,6 +151,23 @@ class WindowScheduler(FlowMatchEulerDiscreteScheduler):
         made.set_shift(own.shift)
         made.settings = settings
         return made
+
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: Tensor,
+        sample: Tensor,
+        *args: Any,
+        return_dict: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Make one step; as FlowMatchEulerDiscreteScheduler."""
+        following = self._following(model_output, timestep, sample, *args, **kwargs)
+        return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=following) if return_dict else (following,)
+
+    def _following(self, velocity: Tensor, timestep: Tensor, latents: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the latents after a step from these."""
+        raise NotImplementedError
 
     def _transition(self, index: int, latents: Tensor, velocity: Tensor) -> Transition:
         settings, wide = self.settings, torch.promote_types(velocity.dtype, torch.float32)
@@ -185,29 +202,21 @@ class NoisyScheduler(WindowScheduler):
         self.logprobs: list[Float[Tensor, " rows"]] = []
         return self
 
-    def step(
-        self,
-        model_output: Tensor,
-        timestep: Tensor,
-        sample: Tensor,
-        *args: Any,
-        return_dict: bool = True,
-        **kwargs: Any,
-    ) -> Any:
-        """Make one step; as FlowMatchEulerDiscreteScheduler."""
+    def _following(self, velocity: Tensor, timestep: Tensor, latents: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.step_index is None:
             self._init_step_index(timestep)
         index: int = self.step_index
         if index in self.window:
-            following = self._noisy_step(index, model_output, sample)
+            following = self._noisy_step(index, velocity, latents)
             self._step_index += 1
-        else:
-            following = super().step(model_output, timestep, sample, *args, return_dict=False, **kwargs)[0]
-            self._require_finite(following, index)
-            if index == self.window.start - 1:
-                self.states.append(following.to(stored_dtype(following.dtype)))
-                following = self.states[0].to(following.dtype)
-        return _answer(following, return_dict)
+            return following
+        own_step = FlowMatchEulerDiscreteScheduler.step
+        following = own_step(self, velocity, timestep, latents, *args, return_dict=False, **kwargs)[0]
+        self._require_finite(following, index)
+        if index == self.window.start - 1:
+            self.states.append(following.to(stored_dtype(following.dtype)))
+            following = self.states[0].to(following.dtype)
+        return following
 
     def _noisy_step(self, index: int, velocity: Tensor, latents: Tensor) -> Tensor:
         stored = stored_dtype(velocity.dtype)
@@ -217,7 +226,7 @@ class NoisyScheduler(WindowScheduler):
             raise RuntimeError("the latents before the window were not rounded to the dtype they are stored in")
         moved = self._transition(index, latents, velocity)
         drawn = [torch.randn(moved.mean.shape[1:], generator=generator) for generator in self.generators]
-        # The pipeline goes on from the rounded latents, and it is these that are scored.
+        # The pipeline continues from the rounded latents, and it is these that are scored.
         following = (moved.mean + moved.std * torch.stack(drawn).to(moved.mean)).to(stored)
         self._require_finite(following, index)
         self.states.append(following)
@@ -278,19 +287,10 @@ class ReplayScheduler(PartialScheduler):
         self.transitions: list[Transition] = []
         return self
 
-    def step(
-        self,
-        model_output: Tensor,
-        timestep: Tensor,
-        sample: Tensor,
-        *args: Any,
-        return_dict: bool = True,
-        **kwargs: Any,
-    ) -> Any:
-        """Record the transition of one step and answer with the latents that were stored after it."""
+    def _following(self, velocity: Tensor, timestep: Tensor, latents: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         place = len(self.transitions)
-        self.transitions.append(self._transition(self.window[place], self.states[place], model_output))
-        return _answer(self.states[place + 1].to(model_output.dtype), return_dict)
+        self.transitions.append(self._transition(self.window[place], self.states[place], velocity))
+        return self.states[place + 1].to(velocity.dtype)
 
 
 class StartScheduler(PartialScheduler):
@@ -318,18 +318,9 @@ class VelocityScheduler(PartialScheduler):
         self.kept = slice(index, index + 1)
         return self
 
-    def step(
-        self,
-        model_output: Tensor,
-        timestep: Tensor,
-        sample: Tensor,
-        *args: Any,
-        return_dict: bool = True,
-        **kwargs: Any,
-    ) -> Any:
-        """Record the model's output and answer with the latents unchanged."""
-        self.velocity = model_output
-        return _answer(sample, return_dict)
+    def _following(self, velocity: Tensor, timestep: Tensor, latents: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.velocity = velocity
+        return latents
 
 
 @contextmanager
@@ -341,7 +332,3 @@ def exchanged_scheduler(pipeline: Any, scheduler: WindowScheduler) -> Iterator[N
         yield
     finally:
         pipeline.scheduler = own
-
-
-def _answer(latents: Tensor, return_dict: bool) -> Any:
-    return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=latents) if return_dict else (latents,)

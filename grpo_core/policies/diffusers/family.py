@@ -1,7 +1,6 @@
 """Text-to-image pipelines of diffusers as a kind of policy; prompts that no text encoder reads to their end."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from grpo_core.policies.diffusers.saved_pipeline import (
     refuse_size,
 )
 from grpo_core.policies.pipeline_files import find_model_file, refuse_missing_folder, refuse_missing_weights
-from grpo_core.policies.protocol import PolicyFamily
+from grpo_core.policies.protocol import PolicyFamily, read_settings
 from grpo_core.streams import Modality, Stream
 
 if TYPE_CHECKING:
@@ -72,12 +71,7 @@ class DiffusersFamily:
 
     def settings(self, values: Mapping[str, Any]) -> DiffusersSettings:
         """Return the sampling settings from a configuration section or a stored row."""
-        known = {field.name: values[field.name] for field in fields(DiffusersSettings) if field.name in values}
-        if "sde_window_range" in known:
-            # A table keeps it as a list.
-            begin, end = known["sde_window_range"]
-            known["sde_window_range"] = (begin, end)
-        return DiffusersSettings(**known)
+        return read_settings(DiffusersSettings, values)
 
     def policy_class(self) -> "type[DiffusersPolicy]":
         """Import its libraries and return the class."""

@@ -7,10 +7,10 @@ import diffusers
 import torch
 import transformers
 from diffusers import DiffusionPipeline
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
+from grpo_core.policies.denoising.rows import load_frozen
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, read_saved_pipeline
 from grpo_core.policies.pipeline_files import find_model_file, refuse_missing_folder
 from grpo_core.policies.trained.component import refuse_unavailable_attention
@@ -50,26 +50,14 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> An
         InputError: the folder does not exist, files are missing, or it is not a pipeline that can be trained.
     """
     refuse_missing_folder(model)
-    # Their progress bars would break ours.
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    try:
+
+    def read() -> Any:
         DiffusionPipeline.load_config(model)
         # Read before the weights: what cannot be trained is refused first.
         require_saved_pipeline(model)
-        pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True, trust_remote_code=False)
-    except InputError:
-        raise
-    except (OSError, ValueError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        hint = f"Give a folder with complete files, or a hub name whose files are cached or reachable ({first_line})."
-        raise InputError("policy.model", model, hint) from error
-    pipeline.set_progress_bar_config(disable=True)
-    for part in pipeline.components.values():
-        if isinstance(part, nn.Module):
-            part.requires_grad_(False)
-            part.eval()
-    return pipeline.to(device)
+        return DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+
+    return load_frozen(model, read, device)
 
 
 def use_attention(transformer: Any, name: str | None) -> None:

@@ -161,7 +161,7 @@ def _usable_class(model: str, name: object) -> PipelineClass:
     if described.problem is not None:
         hint = (
             f"It is a {name}. {described.problem} Give a text-to-image pipeline such as StableDiffusion3Pipeline, or "
-            "set policy.kind if it is a kind of its own."
+            "set policy.kind if it is another kind."
         )
         raise InputError(_PLACE, model, hint)
     return described

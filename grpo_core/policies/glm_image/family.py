@@ -1,7 +1,6 @@
 """GLM-Image as a kind of policy."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from grpo_core.policies.pipeline_files import (
     refuse_missing_parts,
     refuse_missing_weights,
 )
-from grpo_core.policies.protocol import PolicyFamily
+from grpo_core.policies.protocol import PolicyFamily, read_settings
 from grpo_core.streams import ImageSize, Modality, Stream
 
 if TYPE_CHECKING:
@@ -41,8 +40,7 @@ class GlmImageFamily:
 
     def settings(self, values: Mapping[str, Any]) -> GlmImageSettings:
         """Return the sampling settings from a configuration section or a stored row."""
-        names = {field.name for field in fields(GlmImageSettings)}
-        return GlmImageSettings(**{name: value for name, value in values.items() if name in names})
+        return read_settings(GlmImageSettings, values)
 
     def policy_class(self) -> "type[GlmImagePolicy]":
         """Import its libraries and return the class."""

@@ -11,15 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 import transformers
 from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration, GlmImageProcessor, T5Config, T5EncoderModel
 
 from grpo_core.errors import InputError
+from grpo_core.policies.denoising.rows import load_frozen
 from grpo_core.policies.glm_image.autoregressive import refuse_reserved_tokens
 from grpo_core.policies.glm_image.processor import UnitProcessor
 from grpo_core.policies.pipeline_files import refuse_missing_folder
@@ -216,27 +215,20 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
         InputError: the folder does not exist or is no pipeline, or the hub's files are not available.
     """
     refuse_missing_folder(model)
-    # Their progress bars would break ours.
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    try:
+
+    def read() -> GlmImagePipeline:
         # A processor for another unit than 32 is code in the folder; ours reads its settings, and that code never runs.
         pipeline = GlmImagePipeline.from_pretrained(
             model, processor=None, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
         pipeline.register_modules(processor=UnitProcessor.from_pretrained(model, subfolder="processor"))
-    except (OSError, ValueError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        hint = f"Give a folder with complete files, or a hub name whose files are cached or reachable ({first_line})."
-        raise InputError("policy.model", model, hint) from error
-    if pipeline.processor.unit != (unit := pixel_unit(pipeline)):
-        hint = f'Its tokens have {unit} pixels; write "unit": {unit} into processor/processor_config.json.'
-        raise InputError("policy.model", model, hint)
-    pipeline.set_progress_bar_config(disable=True)
-    for part in (pipeline.vision_language_encoder, pipeline.text_encoder, pipeline.transformer, pipeline.vae):
-        part.requires_grad_(False)
-        part.eval()
-    return pipeline.to(device)
+        if pipeline.processor.unit != (unit := pixel_unit(pipeline)):
+            hint = f'Its tokens have {unit} pixels; write "unit": {unit} into processor/processor_config.json.'
+            raise InputError("policy.model", model, hint)
+        return pipeline
+
+    pipeline: GlmImagePipeline = load_frozen(model, read, device)
+    return pipeline
 
 
 def _load_network(model: str, stream: Stream, dtype: torch.dtype) -> Any:

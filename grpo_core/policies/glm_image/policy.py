@@ -16,7 +16,7 @@ from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_p
 from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, read_initial_state
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.protocol import PolicyComponent
-from grpo_core.policies.trained.component import TrainedComponent, autocast, use_attention
+from grpo_core.policies.trained.component import TrainedComponent, use_attention
 from grpo_core.policies.trained.lora_and_full import FrozenModel, train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import TrainingChoice
@@ -86,11 +86,6 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
     def _base(self) -> Any:
         return self.pipeline.vision_language_encoder
 
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = self._base.device
-        return device
-
     def grids_of(self, size: ImageSize) -> TokenGrids:
         """Return the grids of an image of this size; InputError if it cannot be generated."""
         return token_grids(size, pixel_unit(self.pipeline))
@@ -126,7 +121,7 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         """
         size = size or self.settings.size
         encoded = self._encode(list(prompts), size)
-        with self._sampling(self._device):
+        with self._sampling():
             ids, logprobs, support = sample_tokens(
                 self.trained.model,
                 encoded,
@@ -153,7 +148,7 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
                 actions.select([row for row, own in enumerate(sizes) if own == size]), self.grids_of(size), size
             )
         device = self._device
-        with autocast(self._device, self.autocast):
+        with self._precision():
             return score_tokens(
                 model,
                 self._encode_rows(actions),

@@ -85,6 +85,10 @@ class TrainedComponent(ABC, Generic[A]):
     def _score(self, model: nn.Module, actions: A, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
         """Compute the log-probs of the actions under this model, the policy's or the reference."""
 
+    @property
+    def _device(self) -> torch.device:
+        return next(self.trained.model.parameters()).device
+
     def logprobs(self, actions: A, *, entropy: Entropies = "constant", kl: bool = False) -> ActionLogprobs:
         """Compute the log-probs of the actions under the current weights."""
         return self._score(self.trained.model, actions, entropy=entropy, kl=kl)
@@ -111,13 +115,16 @@ class TrainedComponent(ABC, Generic[A]):
         self.trained.prepare_for_sampling()
 
     @contextmanager
-    def _sampling(self, device: torch.device) -> Iterator[None]:
-        """Enter the mode and the precision for sampling."""
+    def _sampling(self) -> Iterator[None]:
         # A layer that is being checkpointed drops its cache.
         self.prepare_for_sampling()
         # Weights that are rounded to 16 bits for each product lose most of what is added to them.
-        with self.trained.merged() if self.autocast is None else nullcontext(), autocast(device, self.autocast):
+        with self.trained.merged() if self.autocast is None else nullcontext(), self._precision():
             yield
+
+    def _precision(self) -> torch.autocast:
+        """Return a context that computes matrix products in `autocast`; sampling and scoring have to use the same."""
+        return torch.autocast(self._device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
     def save_weights(self, folder: Path) -> None:
         """Write what an update changed."""
@@ -126,14 +133,6 @@ class TrainedComponent(ABC, Generic[A]):
     def load_weights(self, folder: Path | None) -> None:
         """Load the weights of `folder`; None restores the initial ones."""
         self.trained.load(folder)
-
-
-def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    """Return a context that computes matrix products in `dtype`; parameters and gradients keep their dtype.
-
-    Sampling and scoring have to use the same one, or their log-probs differ by rounding.
-    """
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def refuse_unscaled_float16(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> None:

@@ -55,10 +55,7 @@ def train_model(
 class FrozenModel(TrainedModel):
     """A model of which nothing is trained: a part of the environment that another component is trained in."""
 
-    has_reference = False
-
     def __init__(self, model: nn.Module) -> None:
-        """Freeze the model."""
         super().__init__(model.requires_grad_(False), TrainingChoice(lora=None))
 
     def save(self, folder: Path) -> None:
@@ -91,11 +88,11 @@ class FullModel(TrainedModel):
         super().__init__(model, choice)
         if not self.trainable_parameters():
             raise InputError("policy.frozen", choice.frozen, "It leaves nothing to train; narrow it.")
-        self._initial_state: Callable[[], dict[str, Tensor]] = initial_state or _kept(model)
-        self._placement = choice.reference
-        if self._placement == "cpu":
+        start = copied(model.state_dict(), CPU) if initial_state is None else {}
+        self._initial_state = initial_state or (lambda: start)
+        if choice.reference == "cpu":
             self._reference_device = CPU
-        if self.has_reference:
+        if choice.reference != "none":
             self.copies["reference"] = self._current(self._reference_device)
 
     def save(self, folder: Path) -> None:
@@ -116,16 +113,6 @@ class FullModel(TrainedModel):
         if differing:
             raise InputError("policy", differing[:3], "The stored weights are for another model.")
         self.model.load_state_dict(state, strict=False)
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether the reference's values are kept."""
-        return self._placement != "none"
-
-
-def _kept(model: nn.Module) -> Callable[[], dict[str, Tensor]]:
-    start = copied(model.state_dict(), CPU)
-    return lambda: start
 
 
 def _matching(model: nn.Module, pattern: str) -> set[str]:
@@ -234,13 +221,6 @@ def _is_linear(layer: nn.Linear) -> bool:
     return isinstance(returned, Tensor) and returned.shape == (1, layer.out_features)
 
 
-def _refuse_matches(targets: str, names: list[str]) -> None:
-    matched = [name for name in names if re.fullmatch(targets, name)]
-    if matched:
-        hint = f"{matched[0]} returns more than a product and takes no adapter; narrow the regular expression."
-        raise InputError("policy.lora.targets", targets, hint)
-
-
 def _new_config(base: nn.Module, settings: LoraSettings, default_targets: str | None) -> "LoraConfig":
     # Importing peft takes seconds, and most of what imports this package builds no adapters.
     from peft import LoraConfig
@@ -249,8 +229,9 @@ def _new_config(base: nn.Module, settings: LoraSettings, default_targets: str | 
     if targets is None:
         raise ValueError("neither the settings nor default_targets say which layers get an adapter")
     left_out = _other_linear_layers(base)
-    if settings.targets is not None:
-        _refuse_matches(settings.targets, left_out)
+    if settings.targets is not None and (matched := [each for each in left_out if re.fullmatch(targets, each)]):
+        hint = f"{matched[0]} returns more than a product and takes no adapter; narrow the regular expression."
+        raise InputError("policy.lora.targets", targets, hint)
     whole = settings.modules_to_save
     if unknown := set(whole or ()) - {name.rpartition(".")[2] for name, _ in base.named_modules()}:
         hint = "The model has no module of this name; give the last part of a module's name, such as lm_head."

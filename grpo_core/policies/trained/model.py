@@ -32,7 +32,7 @@ class WeightCopy:
         self._trained, self.values = trained, values
 
     def mix(self, share: float) -> None:
-        """Make the values share * policy + (1 - share) * values, parameter by parameter, in fp32.
+        """Make the values share * policy + (1 - share) * values, parameter by parameter, in fp32, rounded once.
 
         With adapters the matrices are mixed, not their products that are added to the weights; the initial reference of
         adapters has their initial matrices, which add nothing.
@@ -43,7 +43,14 @@ class WeightCopy:
         Raises:
             ValueError: the share is outside its range.
         """
-        mix_into(self.values, self._trained.trainable_parameters(), share)
+        if not 0 < share <= 1:
+            raise ValueError(f"the share is {share}; it has to be above 0 and at most 1")
+        with torch.no_grad():
+            for name, parameter in self._trained.trainable_parameters().items():
+                value = self.values[name]
+                current = parameter.detach().to(value.device, torch.float32)
+                # 0 times infinity is NaN.
+                value.copy_(current if share == 1 else share * current + (1 - share) * value.float())
 
     def save(self, folder: Path) -> None:
         """Write the values as `TrainedModel.save` writes the policy."""
@@ -119,9 +126,9 @@ class TrainedModel(ABC):
         """
 
     @property
-    @abstractmethod
     def has_reference(self) -> bool:
         """Whether `reference` can be entered."""
+        return "reference" in self.copies
 
     def reference(self) -> AbstractContextManager[nn.Module]:
         """Return a context manager that gives the reference model, for forward passes without gradients.
@@ -213,26 +220,6 @@ def _exchange(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tenso
         values[name].copy_(previous)
     # A surrounding autocast has cached the previous values in 16 bits.
     torch.clear_autocast_cache()
-
-
-@torch.no_grad()
-def mix_into(values: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], mix: float) -> None:
-    """Make the values mix * parameters + (1 - mix) * values, in fp32, rounded once to the values' dtype.
-
-    Args:
-        values: changed in place, where they are.
-        mix: share of the parameters, 0 < mix <= 1.
-
-    Raises:
-        ValueError: mix is outside its range.
-    """
-    if not 0 < mix <= 1:
-        raise ValueError(f"mix is {mix}; it has to be above 0 and at most 1")
-    for name, parameter in parameters.items():
-        current = parameter.detach().to(values[name].device, torch.float32)
-        # 0 times infinity is NaN.
-        mixed = current if mix == 1 else mix * current + (1 - mix) * values[name].float()
-        values[name].copy_(mixed)
 
 
 def _diffusion_model(model: nn.Module) -> Any:

@@ -119,7 +119,7 @@ def read_adapter_config(folder: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(PLACE, name, f"Its {ADAPTER_CONFIG_FILE} is damaged ({error!r}); save it again.") from error
     if kind != "LORA" or bias != "none" or config.get("lora_bias"):
-        hint = f"It is {kind} with bias {bias}; training goes on from LoRA adapters without biases."
+        hint = f"It is {kind} with bias {bias}; training continues from LoRA adapters without biases."
         raise InputError(PLACE, name, hint)
     made = config.get("init_lora_weights", True)
     if made not in (*_BASE_UNCHANGED, *_REPEATED):

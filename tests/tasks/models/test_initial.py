@@ -18,7 +18,7 @@ from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.grpo_core.policies.trained.tiny_models import disturb
-from tests.tasks.update.update_jobs import JOINT, TEXTS
+from tests.tasks.update.update_jobs import JOINT, TEXTS, Modality
 from tests.tiny_policies import MODEL as IMAGE_MODEL
 from tests.tiny_policies import TEXT_MODEL
 
@@ -40,26 +40,30 @@ def test_files_that_may_be_loaded_count_and_others_do_not(tmp_path: Path, name: 
 CONFIG_FILE = "adapter_config.json"
 
 
+def trained_adapters(job: Modality, choice: TrainingChoice, folder: Path) -> None:
+    """Write the disturbed adapter of each component that the job trains, in a folder of its stream."""
+    choices = dict.fromkeys(job.policy.streams, choice)
+    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "autocast": None}
+    policy = job.spec().family.policy_class().load(job.policy.model, job.rollout, choices, **options)
+    for stream, component in policy.components.items():
+        disturb(component.trainable_parameters(), 0.05)
+        (folder / stream).mkdir()
+        component.save_weights(folder / stream)
+
+
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained adapter of the tiny text model, as peft stores it."""
     folder = tmp_path_factory.mktemp("adapter")
-    choice = TrainingChoice(LoraSettings(4, 6.0, use_rslora=True, modules_to_save=("norm",)))
-    policy = (
-        TEXTS.spec()
-        .family.policy_class()
-        .load(
-            str(TEXT_MODEL),
-            TEXTS.rollout,
-            {"tokens": choice},
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            autocast=None,
-        )
-    )
-    component = policy.components["tokens"]
-    disturb(component.trainable_parameters(), 0.05)
-    component.save_weights(folder)
+    trained_adapters(TEXTS, TrainingChoice(LoraSettings(4, 6.0, use_rslora=True, modules_to_save=("norm",))), folder)
+    return folder / "tokens"
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of each half of the tiny image model, in a subfolder each."""
+    folder = tmp_path_factory.mktemp("both")
+    trained_adapters(JOINT, TrainingChoice(LoraSettings(4, 8.0)), folder)
     return folder
 
 
@@ -175,30 +179,6 @@ def test_what_does_not_fit_is_refused(case: str, stored: Path, store: ArtifactSt
     assert (caught.value.place, said in caught.value.hint) == (place, True)
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of each half of the tiny image model, in a subfolder each."""
-    folder = tmp_path_factory.mktemp("both")
-    choice = TrainingChoice(LoraSettings(4, 8.0))
-    policy = (
-        JOINT.spec()
-        .family.policy_class()
-        .load(
-            str(IMAGE_MODEL),
-            JOINT.rollout,
-            {"tokens": choice, "denoising": choice},
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            autocast=None,
-        )
-    )
-    for stream, component in policy.components.items():
-        disturb(component.trainable_parameters(), 0.05)
-        (folder / stream).mkdir()
-        component.save_weights(folder / stream)
-    return folder
-
-
 def image_section(adapter: Path, *train: str) -> PolicySection:
     values = {"model": str(IMAGE_MODEL), "dtype": "float32", "adapter": str(adapter), "train": train}
     return PolicySection.model_validate(values)
@@ -223,12 +203,12 @@ def test_an_adapter_of_one_component_does_not_start_two(both: Path, store: Artif
     shutil.copytree(both / "tokens", tmp_path / "flat")
     shutil.copytree(both / "tokens", tmp_path / "half" / "tokens")
     for folder, missing in (("flat", "tokens"), ("half", "denoising")):
-        with pytest.raises(InputError, match=f"no folder {missing}") as caught:
+        with pytest.raises(InputError, match=missing) as caught:
             choice_of(image_section(tmp_path / folder, "tokens", "denoising"), store)
         assert caught.value.place == "policy.adapter"
     assert choice_of(image_section(tmp_path / "flat", "tokens"), store).adapter == tmp_path / "flat"
     other = image_section(tmp_path / "flat", "denoising")
-    with training_choices(other, store, None) as choices, pytest.raises(InputError, match=r"policy\.train") as caught:
+    with training_choices(other, store, None) as choices, pytest.raises(InputError) as caught:
         JOINT.spec().family.check_choices(str(IMAGE_MODEL), choices)
     assert (caught.value.place, caught.value.value) == ("policy.adapter", str(tmp_path / "flat"))
 
@@ -252,5 +232,6 @@ def test_weights_of_another_shape_are_refused_before_the_model_is_loaded(
     state = load_file(folder / ADAPTER_FILE)
     name = next(iter(state))
     save_file({**state, name: state[name][:-1].clone()}, folder / ADAPTER_FILE)
-    with pytest.raises(InputError, match="do not fit the model"):
+    with pytest.raises(InputError) as caught:
         TEXTS.spec().family.check_choices(str(TEXT_MODEL), {"tokens": choice_of(section(folder), store)})
+    assert (caught.value.place, caught.value.value) == ("policy.adapter", str(folder))

@@ -1,6 +1,6 @@
 """Small language models of several architectures, made in code, with logits that depend on what is read.
 
-`python -m tests.grpo_core.policies.causal_lm.model_types` writes the table anew, and docs/models.md from it.
+`python -m tests.grpo_core.policies.causal_lm.model_types` writes the table and docs/models.md from it.
 """
 
 import json
@@ -111,7 +111,7 @@ _LAYERS = 4
 
 
 def configurations(model_type: str) -> list[Any]:
-    """The default configuration with fewer layers, and with as many as it has; as far as they can be built."""
+    """The default configuration with fewer layers, and with as many as it has, where they can be built."""
     kind = CONFIG_MAPPING[model_type]
     settings = dict(_SETTINGS.get(model_type, {}))
     found = []

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from grpo_core.policies.causal_lm.compatibility import (
     why_incompatible,
 )
 from grpo_core.policies.causal_lm.loading import matrices_without_adapter, train_causal_lm
-from grpo_core.policies.causal_lm.sampling_scoring import end_tokens
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tests.grpo_core.policies.causal_lm.model_types import (
     PAGE,
@@ -26,7 +24,6 @@ from tests.grpo_core.policies.causal_lm.model_types import (
     change_inputs,
     configurations,
     make_model,
-    make_tokenizer,
     outcome,
     page,
 )
@@ -97,11 +94,6 @@ def test_a_small_copy_has_the_layers_of_its_model() -> None:
     assert small.config.layer_types == config.layer_types
     assert sum(parameter.numel() for parameter in small.parameters()) < 20e6
     assert small.config.vocab_size < config.vocab_size == Qwen3NextConfig().vocab_size
-
-
-def test_a_configuration_may_have_no_end_token() -> None:
-    tokenizer = make_tokenizer()
-    assert end_tokens(SimpleNamespace(config=SimpleNamespace()), tokenizer) == (tokenizer.eos_token_id,)
 
 
 # --- adapters

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,23 +34,40 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "data/models/nowhere", "a/b/c"])
 def test_a_folder_that_is_not_there(model: str) -> None:
-    assert "no such folder" in refused(model).hint
+    error = refused(model)
+    assert (error.place, error.value) == ("policy.model", model)
 
 
-def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
-    assert "config.json" in refused(tmp_path).hint
+def write_config(content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_text(content)
+
+
+# What is done to the folder of the tiny model, and what the hint names.
+UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "no JSON": (write_config("{"), "configuration"),
+    "nothing in it": (write_config("{}"), "configuration"),
+    "an unknown type": (write_config('{"model_type": "unheard of"}'), "configuration"),
+    "a value of another type": (write_config('{"model_type": "llama", "vocab_size": "a"}'), "configuration"),
+    "an encoder": (BertConfig(architectures=["BertModel"]).save_pretrained, "BertModel"),
+    "an encoder and a decoder": (T5Config().save_pretrained, "t5"),
+    "no tokenizer": (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], "tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_what_is_no_usable_model_is_refused(folder: Path, case: str) -> None:
+    change, named = UNUSABLE[case]
+    change(folder)
+    error = refused(folder)
+    assert (error.place, error.value, named in error.hint) == ("policy.model", str(folder), True)
 
 
 def test_a_hub_name_passes_until_it_is_loaded() -> None:
     FAMILY.refuse_unusable("nobody/nothing", SETTINGS)
-    with pytest.raises(InputError, match="cached or reachable"):
+    with pytest.raises(InputError) as refused:
         load_model("nobody/nothing", dtype=torch.float32, device=CPU)
-
-
-@pytest.mark.parametrize("config", [BertConfig(architectures=["BertModel"]), T5Config()])
-def test_another_kind_of_model(folder: Path, config: BertConfig | T5Config) -> None:
-    config.save_pretrained(folder)
-    assert "causal language model" in refused(folder).hint
+    assert (refused.value.place, refused.value.value) == ("policy.model", "nobody/nothing")
 
 
 def test_a_model_without_its_head(tmp_path: Path) -> None:
@@ -62,20 +80,6 @@ def test_a_model_without_its_head(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": None}))
     with pytest.raises(InputError, match="lm_head"):
         load_model(str(tmp_path), dtype=torch.float32, device=CPU)
-
-
-@pytest.mark.parametrize(
-    "content", ["{", "{}", '{"model_type": "unheard of"}', '{"model_type": "llama", "vocab_size": "a"}']
-)
-def test_a_damaged_configuration(folder: Path, content: str) -> None:
-    (folder / "config.json").write_text(content)
-    assert refused(folder).place == "policy.model"
-
-
-def test_no_tokenizer(folder: Path) -> None:
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-    assert "tokenizer cannot be read" in refused(folder).hint
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no tensors"])
@@ -202,5 +206,6 @@ def test_what_a_template_refuses_is_named() -> None:
 def test_the_longest_prompt_that_fits_passes_and_one_id_more_does_not() -> None:
     tokenizer, settings = make_tokenizer(), CausalLMSettings(chat_template=False, max_completion_length=10)
     encode_prompts(tokenizer, settings, ["b" * 54], context=64, device=CPU)
-    with pytest.raises(InputError, match=r"55 ids, and at most 54 .* 10 in the model's 64"):
+    with pytest.raises(InputError, match=r"55 .* 54 .* 10 .* 64") as refused:
         encode_prompts(tokenizer, settings, ["ok", "b" * 55], context=64, device=CPU)
+    assert (refused.value.place, refused.value.value) == ("prompt", "b" * 55)

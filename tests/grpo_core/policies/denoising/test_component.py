@@ -64,20 +64,6 @@ def call_of(made: DenoisingComponent, name: str, asked: GroupRequest) -> dict[st
 # Groups
 
 
-def test_groups_come_back_in_order_whatever_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = component("sd3")
-    requests = [request(prompt, 3, group=f"g{prompt}") for prompt in ("a", "b", "a")]
-    at_once = made.sample(requests, None, size=SIZE, rows_per_call=9)
-    cut = made.sample(requests, None, size=SIZE, rows_per_call=4)
-    alone = [made.sample([each], None, size=SIZE, rows_per_call=9)[0] for each in requests]
-    for group, other, third, asked in zip(at_once, cut, alone, requests, strict=True):
-        assert group.sampled is not None
-        assert group.sampled.actions.prompts == (asked.prompt,) * 3
-        np.testing.assert_allclose(pixels(group.images), pixels(other.images), atol=1)
-        np.testing.assert_allclose(pixels(group.images), pixels(third.images), atol=1)
-    assert not np.array_equal(pixels(at_once[0].images), pixels(at_once[1].images))
-
-
 def test_rows_of_one_start_differ_by_the_noise_of_their_steps() -> None:
     made = component("sd3")
     actions, logprobs = sampled(made, "sd3", window_start=0)

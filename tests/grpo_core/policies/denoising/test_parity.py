@@ -297,31 +297,3 @@ def test_an_update_moves_towards_an_image_with_a_good_advantage(name: str) -> No
     assert results[2].loss < results[1].loss < results[0].loss
     assert results[0].kl is not None
     assert results[0].kl > 0
-
-
-@pytest.mark.parametrize("lora", [True, False])
-def test_the_weights_before_the_update_are_the_old_policy(lora: bool) -> None:
-    """In the second minibatch the change of the velocity is that from a component which was not updated."""
-    made = component("sd3", settings("sd3", sde_window_size=0, num_inference_steps=STEPS), lora=lora)
-    untouched = component("sd3", made.settings, lora=lora)
-    rows = rows_of(finished(made, "sd3", request(samples=2, window_start=STEPS)), [1.0, -1.0])
-    optimizer = PolicyOptimizer(made.trainable_parameters(), OptimizerSettings(1e-3))
-    seen: list[Tensor] = []
-
-    def watching(component: DenoisingComponent) -> Any:
-        original = component.velocities
-
-        def velocities(actions: DenoisingBatch) -> Tensor:
-            found = original(actions)
-            with torch.no_grad():
-                seen.append((found - untouched.velocities(actions)).square().flatten(1).mean(1).mean())
-            return found
-
-        return velocities
-
-    made.velocities = watching(made)  # type: ignore[method-assign]
-    result = update_by_nft(made, optimizer, rows, NftSettings(epochs=2, micro_batch_size=12), seed=0)
-    first, old, new = (float(change) for change in seen)
-    assert first == old == 0.0
-    assert new > 0
-    assert result.metrics()["nft/velocity_change"] == pytest.approx(new, rel=1e-4)

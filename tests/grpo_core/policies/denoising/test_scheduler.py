@@ -1,4 +1,4 @@
-""""""
+"""A noisy step against its papers, diffusers and torch.distributions."""
 
 import math
 from typing import NamedTuple
@@ -123,17 +123,13 @@ def test_log_probs_are_those_of_torch(kind: SdeType) -> None:
     torch.testing.assert_close(step_logprob(following, step, "mean"), density / values, rtol=1e-12, atol=0)
 
 
-def test_the_exact_kl_is_that_of_torch_and_has_its_gradient() -> None:
-    policy = drawn(1).requires_grad_()
-    step = transition("flow_grpo", 0.7, noise(0.9, 0.75), drawn(0), policy)
+def test_the_exact_kl_is_that_of_torch() -> None:
+    step = transition("flow_grpo", 0.7, noise(0.9, 0.75), drawn(0), drawn(1))
     reference = transition("flow_grpo", 0.7, noise(0.9, 0.75), drawn(0), drawn(2))
     kl = kl_divergence(*(Independent(Normal(each.mean, each.std), 3) for each in (step, reference)))
     found = step_kl(step.mean, reference, "sum")
     torch.testing.assert_close(found, kl, rtol=1e-12, atol=0)
-    torch.testing.assert_close(step_kl(step.mean, reference, "mean"), kl / policy[0].numel(), rtol=1e-12, atol=0)
-    (expected,) = torch.autograd.grad(kl.sum(), policy, retain_graph=True)
-    (gradient,) = torch.autograd.grad(found.sum(), policy)
-    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(step_kl(step.mean, reference, "mean"), kl / step.mean[0].numel(), rtol=1e-12, atol=0)
 
 
 def test_the_gradient_of_a_log_prob_takes_the_latents_as_given() -> None:

@@ -1,15 +1,11 @@
 """Tiny pipelines, saved once."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
-from tests.grpo_core.policies.diffusers.tiny_pipelines import load, save, settings
-
-SavedFolder = Callable[[str], Path]
-SharedPolicy = Callable[[str], DiffusersPolicy]
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, SharedPolicy, load, save, settings
 
 
 @pytest.fixture(scope="session")

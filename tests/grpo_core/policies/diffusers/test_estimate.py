@@ -1,6 +1,6 @@
 """The estimate of memory against tensors that exist."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,8 @@ from grpo_core.policies.sizes import count_blocks
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import DenoisingBatch
 from grpo_core.streams import ImageSize
-from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, request, settings
+from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, SavedFolder, SharedPolicy, request, settings
 
-SavedFolder = Callable[[str], Path]
-SharedPolicy = Callable[[str], DiffusersPolicy]
 LORA = TrainingChoice(LoraSettings(rank=4, alpha=8))
 
 

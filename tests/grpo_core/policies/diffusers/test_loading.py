@@ -1,43 +1,38 @@
 """What of a pipeline is trained by default, and how a trained pipeline is written and loaded again."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import diffusers
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from grpo_core.errors import InputError
 from grpo_core.policies.diffusers.family import FAMILY
 from grpo_core.policies.diffusers.loading import build_on_meta, default_targets, load_pipeline, require_saved_pipeline
-from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tests.grpo_core.policies.diffusers.test_policy import pixels
-from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, load, request, settings
+from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, SavedFolder, SharedPolicy, load, request, settings
 
-SavedFolder = Callable[[str], Path]
-SharedPolicy = Callable[[str], DiffusersPolicy]
+
+def joint_blocks(image: str, text: str) -> set[str]:
+    """Layers of blocks that attend over image and text together."""
+    attention = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    return {
+        *(f"transformer_blocks.attn.{each}" for each in attention),
+        *(f"transformer_blocks.{each}.net.{layer}" for each in (image, text) for layer in ("0.proj", "2")),
+    }
+
+
 BLOCKS = {
-    "sd3": {
-        *(f"transformer_blocks.attn.{each}" for each in ("to_q", "to_k", "to_v", "to_out.0")),
-        *(f"transformer_blocks.attn.{each}" for each in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-        *(f"transformer_blocks.{each}.net.{layer}" for each in ("ff", "ff_context") for layer in ("0.proj", "2")),
-    },
+    "sd3": joint_blocks("ff", "ff_context"),
     "flux": {
-        *(f"transformer_blocks.attn.{each}" for each in ("to_q", "to_k", "to_v", "to_out.0")),
-        *(f"transformer_blocks.attn.{each}" for each in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-        *(f"transformer_blocks.{each}.net.{layer}" for each in ("ff", "ff_context") for layer in ("0.proj", "2")),
+        *joint_blocks("ff", "ff_context"),
         *(f"single_transformer_blocks.attn.{each}" for each in ("to_q", "to_k", "to_v")),
         *(f"single_transformer_blocks.{each}" for each in ("proj_mlp", "proj_out")),
     },
-    "qwen_image": {
-        *(f"transformer_blocks.attn.{each}" for each in ("to_q", "to_k", "to_v", "to_out.0")),
-        *(f"transformer_blocks.attn.{each}" for each in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-        *(f"transformer_blocks.{each}.net.{layer}" for each in ("img_mlp", "txt_mlp") for layer in ("0.proj", "2")),
-    },
+    "qwen_image": joint_blocks("img_mlp", "txt_mlp"),
     "z_image": {
         f"{blocks}.{each}"
         for blocks in ("layers", "noise_refiner", "context_refiner")
@@ -71,27 +66,31 @@ def test_adapters_are_on_attention_and_feed_forward_layers_and_trained(shared_po
 
 def test_unknown_targets_are_refused_before_weights_are_read(saved_folder: SavedFolder) -> None:
     choice = TrainingChoice(LoraSettings(targets="no_such_layer"))
-    with pytest.raises(InputError, match=r"policy\.lora\.targets"):
+    with pytest.raises(InputError) as refused:
         FAMILY.check_choices(str(saved_folder("sd3")), {"denoising": choice})
+    assert refused.value.place == "policy.lora.targets"
     assert FAMILY.check_choices(str(saved_folder("sd3")), {"denoising": TrainingChoice(LoraSettings())}) == ()
 
 
 def test_a_transformer_with_names_of_its_own_asks_for_targets() -> None:
-    with pytest.raises(InputError, match="Sequential names the layers of its blocks in its own way"):
+    with pytest.raises(InputError) as refused:
         default_targets(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert refused.value.place == "policy.lora.targets"
 
 
 def test_attention_that_diffusers_lacks_is_refused(saved_folder: SavedFolder) -> None:
-    with pytest.raises(InputError, match="use one of sdpa"):
+    with pytest.raises(InputError) as refused:
         load(saved_folder("sd3"), settings(), attn_implementation="eager")
+    assert (refused.value.place, refused.value.value) == ("policy.attn_implementation", "eager")
     load(saved_folder("sd3"), settings(), attn_implementation="sdpa")
 
 
 def test_a_pipeline_without_weights_is_an_input_error(saved_folder: SavedFolder, tmp_path: Path) -> None:
     folder = tmp_path / "pipeline"
     shutil.copytree(saved_folder("sd3"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    with pytest.raises(InputError, match=r"policy\.model.*complete files"):
+    with pytest.raises(InputError) as refused:
         load_pipeline(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    assert (refused.value.place, refused.value.value) == ("policy.model", str(folder))
 
 
 @pytest.mark.parametrize("lora", [True, False])
@@ -122,17 +121,6 @@ def test_a_trained_pipeline_makes_the_policy_s_images(saved_folder: SavedFolder,
     for image, expected in zip(group.outputs, images, strict=True):
         # Merged weights round differently.
         assert abs(pixels(image) - pixels(expected)).max() <= 1
-
-
-def test_full_weights_of_another_model_are_refused(saved_folder: SavedFolder, tmp_path: Path) -> None:
-    policy = load(saved_folder("sd3"), settings(), lora=False)
-    policy.denoising.save_weights(tmp_path)
-    (file,) = tmp_path.glob("*.safetensors")
-    state = load_file(file)
-    state.pop(next(iter(state)))
-    save_file(state, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match="another model"):
-        policy.denoising.load_weights(tmp_path)
 
 
 def test_the_meta_device_has_every_parameter(saved_folder: SavedFolder) -> None:

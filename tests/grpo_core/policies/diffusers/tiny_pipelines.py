@@ -18,6 +18,8 @@ from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import GroupRequest
 from tests.grpo_core.policies.denoising import tiny_pipelines as without_text
 
+SavedFolder = Callable[[str], Path]
+SharedPolicy = Callable[[str], DiffusersPolicy]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # A letter is an id, and Qwen-Image's own template has about 280 of them before the prompt.
 LENGTHS = {"sd3": 32, "flux": 32, "qwen_image": 400, "z_image": 64}

@@ -1,5 +1,6 @@
 """Images from stored tokens: the same seeds give the same image, in any company."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,13 @@ from diffusers import GlmImagePipeline
 from PIL import Image
 from torch import Tensor, nn
 
+from grpo_core.collect import collect_rollouts
 from grpo_core.policies.glm_image.policy import GlmImageDecoder, large_grid_ids
 from grpo_core.policies.glm_image.settings import GlmImageSettings, Grid, TokenGrids, token_grids
 from grpo_core.policies.trained.lora_and_full import FrozenModel
-from grpo_core.records import BrokenImage, GroupRequest, TokenBatch
+from grpo_core.records import BrokenImage, GroupRequest, TokenBatch, pad_to_longest
+from grpo_core.settings import Truncation
+from grpo_core.streams import ImageSize
 from tests.tiny_policies import PROMPTS, build_policy, render
 
 GRIDS = TokenGrids(preview=Grid(1, 2), large=Grid(2, 2))
@@ -64,12 +68,15 @@ def test_a_short_grid_goes_on_with_its_last_token(written: int, expected: list[i
 # --- images
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(shipped_pipeline: GlmImagePipeline) -> None:
-    first, again = (decode(shipped_pipeline, TOKENS[:2], [7, 8]) for _ in range(2))
+def test_an_image_is_of_its_seed_and_not_of_the_global_random_state(shipped_pipeline: GlmImagePipeline) -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = decode(shipped_pipeline, TOKENS[:2], [7, 8])
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    again, other = (decode(shipped_pipeline, TOKENS[:2], seeds) for seeds in ([7, 8], [7, 9]))
     assert [image.tobytes() for image in first] == [image.tobytes() for image in again]
-    other = decode(shipped_pipeline, TOKENS[:2], [7, 9])
-    assert first[0].tobytes() == other[0].tobytes()
-    assert first[1].tobytes() != other[1].tobytes()
+    assert [one.tobytes() == two.tobytes() for one, two in zip(first, other, strict=True)] == [True, False]
 
 
 @pytest.mark.parametrize(("prompt", "guidance_scale"), [(PROMPTS[0], 1.0), (PROMPTS[2], 1.5)])
@@ -106,40 +113,11 @@ def test_pixels_that_are_no_numbers_are_black_and_counted(
     assert [image.tobytes() for image in (first, last)] == [image.tobytes() for image in (whole[0], whole[2])]
 
 
-def test_the_global_random_state_is_neither_read_nor_moved(shipped_pipeline: GlmImagePipeline) -> None:
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    (first,) = decode(shipped_pipeline, TOKENS[:1], [3])
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(1)
-    assert decode(shipped_pipeline, TOKENS[:1], [3])[0].tobytes() == first.tobytes()
-
-
 # --- through the policy
 
 
 def batch_of(prompts: list[str], ids: Tensor) -> TokenBatch:
     return TokenBatch(tuple(prompts), ids, torch.ones_like(ids).bool(), 1.0)
-
-
-def test_rows_of_mixed_prompts_come_back_in_order(shipped_pipeline: GlmImagePipeline) -> None:
-    """Glyph rows of other prompts and duplicates of a prompt, interleaved: each as if it were alone."""
-    policy = build_policy(shipped_pipeline)
-    prompts = [PROMPTS[2], PROMPTS[0], PROMPTS[2], PROMPTS[0]]
-    ids = TOKENS[:4, : policy.tokens.grids.tokens]
-    together = render(policy, batch_of(prompts, ids), [1, 2, 3, 4])
-    for row, prompt in enumerate(prompts):
-        (alone,) = render(policy, batch_of([prompt], ids[row : row + 1]), [row + 1])
-        assert farthest(alone, together[row]) <= 1
-    assert farthest(together[0], together[2]) > 20
-
-
-def test_decode_batch_size_does_not_change_the_images(shipped_pipeline: GlmImagePipeline) -> None:
-    batch = batch_of([PROMPTS[0]] * 5, TOKENS[:5, :32])
-    expected = render(build_policy(shipped_pipeline), batch, [1, 1, 1, 2, 2])
-    policy = build_policy(shipped_pipeline, decode_batch_size=2)
-    for image, other in zip(render(policy, batch, [1, 1, 1, 2, 2]), expected, strict=True):
-        assert farthest(image, other) <= 1
 
 
 def test_only_the_large_grid_reaches_the_image(shipped_pipeline: GlmImagePipeline) -> None:
@@ -169,3 +147,58 @@ def test_a_image_that_is_not_square_has_its_cells_in_place(
     change = (levels(first) - levels(second)).abs().sum(-1).float()
     cells = change.view(height // 8, 8, width // 8, 8).mean((1, 3))
     assert divmod(int(cells.argmax()), grids.large.columns) == (row, column)
+
+
+# --- images of several sizes
+
+WIDE, TALL, SMALL = ImageSize(64, 32), ImageSize(40, 64), ImageSize(32, 32)
+
+
+@pytest.mark.parametrize("truncation", [Truncation(), Truncation(top_p=0.75)], ids=["none", "top_p"])
+def test_rows_of_several_sizes_are_scored_trained_and_drawn_as_each_alone(
+    shipped_pipeline: GlmImagePipeline, truncation: Truncation
+) -> None:
+    """Whatever the size in the policy's settings is, and with prompts of different lengths, in any order."""
+    policy = build_policy(shipped_pipeline, truncation=truncation, temperature=0.9, disturbed=0.05)
+    # Batches of other shapes round differently; in fp64 that is far below what a mistake would change.
+    policy.tokens.trained.model.double()
+    parts = [
+        policy.tokens.sample(PROMPTS[first : first + 2], group_size=2, seeds=range(4), size=size)
+        for first, size in enumerate((SMALL, TALL, WIDE))
+    ]
+    order = [5, 0, 11, 3, 8, 7, 2, 10, 1, 4, 9, 6]
+    tokens = TokenBatch.join([part.actions for part in parts]).select(order)
+    stored = pad_to_longest([part.rollout_logprobs for part in parts])[order]
+    policy.sample_with(replace(policy.settings, width=96))
+    policy.tokens.prepare_for_update()
+    parameters = list(policy.tokens.trainable_parameters().values())
+    together = policy.tokens.logprobs(tokens)
+    gradient = torch.autograd.grad(together.logprobs.sum(), parameters)
+    torch.testing.assert_close(together.logprobs.detach(), stored, rtol=0, atol=1e-5)
+    scored = [policy.tokens.logprobs(part.actions) for part in parts]
+    expected = torch.autograd.grad(sum(part.logprobs.sum() for part in scored), parameters)
+    for found, wanted in zip(gradient, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    entropies = pad_to_longest([part.entropy for part in scored])[order]
+    torch.testing.assert_close(together.entropy, entropies, rtol=0, atol=1e-5)
+    images = render(policy, tokens, [1] * 12)
+    assert [image.size for image in images] == list(tokens.sizes or ())
+    for index, row in enumerate(order):
+        (alone,) = render(policy, tokens.select([index]).trimmed(), [1])
+        assert farthest(alone, images[index]) <= 1, row
+
+
+def test_a_group_is_sampled_alike_whatever_sizes_the_others_have(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = build_policy(shipped_pipeline, disturbed=0.05)
+    sizes = [WIDE, WIDE, TALL, WIDE, None]
+    requests = [
+        GroupRequest(PROMPTS[place % 4], (f"{place}a", f"{place}b"), (2 * place, 2 * place + 1), (7, 7), size=size)
+        for place, size in enumerate(sizes)
+    ]
+    for request, group in zip(requests, collect_rollouts(policy, requests, prompts_per_batch=4), strict=True):
+        (alone,) = collect_rollouts(policy, [request], prompts_per_batch=1)
+        assert group.request == request
+        assert torch.equal(group.streams["tokens"].actions.token_ids, alone.streams["tokens"].actions.token_ids)
+        assert group.streams["tokens"].actions.sizes == (request.size or SMALL,) * 2
+        assert [image.size for image in group.outputs] == list(group.streams["tokens"].actions.sizes)
+        assert group.streams["tokens"].max_length == policy.tokens.grids.tokens

@@ -9,16 +9,13 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor, nn
 
-from grpo_core.collect import collect_rollouts
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.glm_image.autoregressive import sample_tokens, score_tokens
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.trained.settings import LoraSettings
-from grpo_core.records import GroupRequest, SampledTokens, TokenBatch, pad_to_longest
+from grpo_core.records import SampledTokens, TokenBatch
 from grpo_core.settings import Truncation
-from grpo_core.streams import ImageSize
-from tests.grpo_core.policies.glm_image.test_decoding import farthest
-from tests.tiny_policies import LORA, PROMPTS, build_policy, render
+from tests.tiny_policies import LORA, PROMPTS, build_policy
 
 CODES = 73
 
@@ -288,61 +285,6 @@ def test_log_probs_are_those_of_the_models_own_prefill_and_decode(shipped_pipeli
     torch.testing.assert_close(
         torch.stack(expected), policy.tokens.logprobs(sampled.actions).logprobs[0], rtol=0, atol=1e-4
     )
-
-
-# --- images of several sizes
-
-WIDE, TALL, SMALL = ImageSize(64, 32), ImageSize(40, 64), ImageSize(32, 32)
-
-
-@pytest.mark.parametrize("truncation", [Truncation(), Truncation(top_p=0.75)], ids=["none", "top_p"])
-def test_rows_of_several_sizes_are_scored_trained_and_drawn_as_each_alone(
-    shipped_pipeline: GlmImagePipeline, truncation: Truncation
-) -> None:
-    """Whatever the size in the policy's settings is, and with prompts of different lengths, in any order."""
-    policy = build_policy(shipped_pipeline, truncation=truncation, temperature=0.9, disturbed=0.05)
-    # Batches of other shapes round differently; in fp64 that is far below what a mistake would change.
-    policy.tokens.trained.model.double()
-    parts = [
-        policy.tokens.sample(PROMPTS[first : first + 2], group_size=2, seeds=range(4), size=size)
-        for first, size in enumerate((SMALL, TALL, WIDE))
-    ]
-    order = [5, 0, 11, 3, 8, 7, 2, 10, 1, 4, 9, 6]
-    tokens = TokenBatch.join([part.actions for part in parts]).select(order)
-    stored = pad_to_longest([part.rollout_logprobs for part in parts])[order]
-    policy.sample_with(replace(policy.settings, width=96))
-    policy.tokens.prepare_for_update()
-    parameters = list(policy.tokens.trainable_parameters().values())
-    together = policy.tokens.logprobs(tokens)
-    gradient = torch.autograd.grad(together.logprobs.sum(), parameters)
-    torch.testing.assert_close(together.logprobs.detach(), stored, rtol=0, atol=1e-5)
-    scored = [policy.tokens.logprobs(part.actions) for part in parts]
-    expected = torch.autograd.grad(sum(part.logprobs.sum() for part in scored), parameters)
-    for found, wanted in zip(gradient, expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
-    entropies = pad_to_longest([part.entropy for part in scored])[order]
-    torch.testing.assert_close(together.entropy, entropies, rtol=0, atol=1e-5)
-    images = render(policy, tokens, [1] * 12)
-    assert [image.size for image in images] == list(tokens.sizes or ())
-    for index, row in enumerate(order):
-        (alone,) = render(policy, tokens.select([index]).trimmed(), [1])
-        assert farthest(alone, images[index]) <= 1, row
-
-
-def test_a_group_is_sampled_alike_whatever_sizes_the_others_have(shipped_pipeline: GlmImagePipeline) -> None:
-    policy = build_policy(shipped_pipeline, disturbed=0.05)
-    sizes = [WIDE, WIDE, TALL, WIDE, None]
-    requests = [
-        GroupRequest(PROMPTS[place % 4], (f"{place}a", f"{place}b"), (2 * place, 2 * place + 1), (7, 7), size=size)
-        for place, size in enumerate(sizes)
-    ]
-    for request, group in zip(requests, collect_rollouts(policy, requests, prompts_per_batch=4), strict=True):
-        (alone,) = collect_rollouts(policy, [request], prompts_per_batch=1)
-        assert group.request == request
-        assert torch.equal(group.streams["tokens"].actions.token_ids, alone.streams["tokens"].actions.token_ids)
-        assert group.streams["tokens"].actions.sizes == (request.size or SMALL,) * 2
-        assert [image.size for image in group.outputs] == list(group.streams["tokens"].actions.sizes)
-        assert group.streams["tokens"].max_length == policy.tokens.grids.tokens
 
 
 # --- groups, seeds, ids

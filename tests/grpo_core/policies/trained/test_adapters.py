@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +31,8 @@ def weights_of(model: TrainedModel) -> dict[str, torch.Tensor]:
     return values_of(model.trainable_parameters())
 
 
-@pytest.mark.parametrize("lora", CHOICES)
-def test_saved_weights_come_back_to_the_bit(lora: LoraSettings | None, tmp_path: Path) -> None:
-    first, second = trained(lora, disturbed=True), trained(lora)
+def test_saved_adapters_come_back_to_the_bit(tmp_path: Path) -> None:
+    first, second = trained(LORA, disturbed=True), trained(LORA)
     first.save(tmp_path)
     start = weights_of(second)
     assert not same(weights_of(first), start)
@@ -90,22 +90,19 @@ def test_an_adapter_names_the_revision_of_its_model_and_not_the_copy_here(tmp_pa
 # --- weights that are for something else
 
 
-def refused(model: TrainedModel, folder: Path, message: str) -> None:
+def refused(model: TrainedModel, folder: Path, place: str) -> None:
     """The load is refused, and nothing of it was taken."""
     before = weights_of(model)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError) as caught:
         model.load(folder)
+    assert caught.value.place == place
     assert same(weights_of(model), before)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [replace(LORA, rank=8), replace(LORA, targets=r".*q_proj"), replace(LORA, rank=2)],
-    ids=["larger rank", "fewer targets", "smaller rank"],
-)
-def test_an_adapter_of_another_shape_is_refused_whole(other: LoraSettings, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [{"rank": 8}, {"rank": 2}, {"targets": r".*q_proj"}], ids=str)
+def test_an_adapter_of_another_shape_is_refused_whole(other: dict[str, Any], tmp_path: Path) -> None:
     trained(LORA, disturbed=True).save(tmp_path)
-    refused(trained(other), tmp_path, "another model, rank or targets")
+    refused(trained(replace(LORA, **other)), tmp_path, "policy.lora")
 
 
 @pytest.mark.parametrize("lora", CHOICES)
@@ -122,8 +119,8 @@ def test_weights_of_another_model_are_refused_whole(lora: LoraSettings | None, d
     else:
         state[name] = state[name][:-1].clone()
     save_file(state, file)
-    refused(trained(lora), tmp_path, "for another model")
+    refused(trained(lora), tmp_path, "policy" if lora is None else "policy.lora")
 
 
 def test_a_folder_without_full_weights_is_refused(tmp_path: Path) -> None:
-    refused(trained(None), tmp_path, "for another model")
+    refused(trained(None), tmp_path, "policy")

@@ -1,5 +1,6 @@
 """What is trained and what is left alone; saved weights of tied models; recomputation; refusals."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from grpo_core.errors import InputError
-from grpo_core.policies.trained.component import autocast, refuse_unscaled_float16
+from grpo_core.policies.trained.component import refuse_unscaled_float16
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
@@ -22,6 +23,7 @@ from tests.grpo_core.policies.denoising.tiny_pipelines import DECODER_LINEARS, M
 from tests.grpo_core.policies.trained.tiny_models import disturb, logprobs, same, tiny_llama, tiny_opt, values_of
 
 LORA = LoraSettings(2, 4.0, r".*\.(q_proj|v_proj)")
+FULL, ADAPTERS = TrainingChoice(None, reference="device"), TrainingChoice(LoraSettings(rank=4, alpha=8.0))
 
 
 def one_step(model: TrainedModel) -> None:
@@ -49,22 +51,19 @@ def test_a_step_leaves_frozen_bits_alone_and_moves_the_others() -> None:
     assert len(still) == 2 + 2 * 3
 
 
-@pytest.mark.parametrize("pattern", ["embed_tokens", r"model\.visual\..*"], ids=["a part of a name", "no name"])
-def test_a_pattern_that_matches_nothing_is_refused_with_names(pattern: str) -> None:
-    with pytest.raises(InputError, match=r"policy\.frozen: .*called model\.embed_tokens\.weight, .*self_attn"):
+@pytest.mark.parametrize("pattern", ["embed_tokens", r"model\.visual\..*", ".*"], ids=["part", "none", "everything"])
+def test_a_pattern_of_no_parameter_or_of_all_is_refused(pattern: str) -> None:
+    with pytest.raises(InputError) as refused:
         train_model(tiny_llama(), TrainingChoice(None, frozen=pattern), base_name="tiny")
+    assert (refused.value.place, refused.value.value) == ("policy.frozen", pattern)
+    assert pattern == ".*" or "model.embed_tokens.weight" in refused.value.hint
 
 
-def test_freezing_everything_is_refused() -> None:
-    with pytest.raises(InputError, match=r"policy\.frozen: .*nothing to train"):
-        train_model(tiny_llama(), TrainingChoice(None, frozen=".*"), base_name="tiny")
-
-
-def test_what_is_no_pattern_is_refused_before_a_model_is_loaded() -> None:
-    with pytest.raises(InputError, match=r"policy\.frozen: got '\*\.mlp'\. .*regular expression"):
-        TrainingChoice(None, frozen="*.mlp")
-    with pytest.raises(InputError, match=r"policy\.frozen: .*Adapters"):
-        TrainingChoice(LORA, frozen=".*mlp.*")
+@pytest.mark.parametrize(("lora", "pattern"), [(None, "*.mlp"), (LORA, ".*mlp.*")], ids=["no pattern", "adapters"])
+def test_what_is_no_pattern_is_refused_before_a_model_is_loaded(lora: LoraSettings | None, pattern: str) -> None:
+    with pytest.raises(InputError) as refused:
+        TrainingChoice(lora, frozen=pattern)
+    assert (refused.value.place, refused.value.value) == ("policy.frozen", pattern)
 
 
 # --- adapters
@@ -88,28 +87,34 @@ def test_adapters_come_from_their_seed() -> None:
 
 
 def test_targets_that_match_nothing_are_refused() -> None:
-    with pytest.raises(InputError, match=r"policy\.lora\.targets: got 'no_such_layer'"):
+    with pytest.raises(InputError) as refused:
         train_model(tiny_llama(), TrainingChoice(LoraSettings(2, 4.0, "no_such_layer")), base_name="tiny")
+    assert (refused.value.place, refused.value.value) == ("policy.lora.targets", "no_such_layer")
 
 
-# --- tied weights
+# --- full weights, tied and not
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
-def test_full_weights_of_a_tied_model_come_back_to_the_bit(tied: bool, tmp_path: Path) -> None:
-    choice = TrainingChoice(None, reference="cpu")
-    first = train_model(tiny_llama(tied=tied), choice, base_name="tiny")
+FULL_MODELS: dict[str, tuple[Callable[[int], Any], Any, str]] = {
+    "tied": (lambda seed: tiny_llama(tied=True, seed=seed), LlamaForCausalLM, "model.safetensors"),
+    "separate": (lambda seed: tiny_llama(seed=seed), LlamaForCausalLM, "model.safetensors"),
+    "SD3": (lambda seed: MAKE["sd3"]()[0].transformer, SD3Transformer2DModel, "diffusion_pytorch_model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("kind", FULL_MODELS)
+def test_full_weights_come_back_to_the_bit_here_and_in_their_library(kind: str, tmp_path: Path) -> None:
+    build, library, file = FULL_MODELS[kind]
+    first, second = (train_model(build(seed), FULL, base_name="tiny") for seed in (0, 1))
     disturb(first.trainable_parameters())
     first.save(tmp_path)
-    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (not tied)
-    second = train_model(tiny_llama(tied=tied, seed=1), choice, base_name="tiny")
-    start = all_weights(second.model)
+    start, stored = all_weights(second.model), load_file(tmp_path / file)
+    assert stored.keys() == start.keys() - ({"lm_head.weight"} if kind == "tied" else set())
     second.load(tmp_path)
     assert same(all_weights(second.model), all_weights(first.model))
-    shared = second.model.lm_head.weight is second.model.model.embed_tokens.weight  # type: ignore[union-attr]
-    assert shared == tied
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
-    assert torch.equal(logprobs(loaded), logprobs(second.model))
+    assert same(all_weights(library.from_pretrained(tmp_path)), all_weights(first.model))
+    if kind == "tied":
+        assert second.model.lm_head.weight is second.model.model.embed_tokens.weight  # type: ignore[union-attr]
     second.load(None)
     assert same(all_weights(second.model), start)
 
@@ -122,7 +127,7 @@ def test_a_tied_reference_is_the_model_before_training() -> None:
 
 
 def test_a_tied_head_is_frozen_by_its_embedding_s_name() -> None:
-    with pytest.raises(InputError, match=r"policy\.frozen: .*embed_tokens"):
+    with pytest.raises(InputError, match="embed_tokens"):
         train_model(tiny_llama(tied=True), TrainingChoice(None, frozen=r"lm_head\.weight"), base_name="tiny")
     choice = TrainingChoice(None, frozen=r"model\.embed_tokens\.weight")
     model = train_model(tiny_llama(tied=True), choice, base_name="tiny")
@@ -169,27 +174,7 @@ def test_recomputation_changes_memory_and_no_gradient(lora: LoraSettings | None,
     assert not any(module.training for module in checkpointed.model.modules())
 
 
-def test_a_model_without_such_layers_is_refused() -> None:
-    choice = TrainingChoice(None, gradient_checkpointing=True)
-    with pytest.raises(InputError, match=r"policy\.gradient_checkpointing: .*Linear has no layers"):
-        train_model(torch.nn.Linear(2, 2), choice, base_name="tiny")
-
-
 # --- 16 bits
-
-
-def test_autocast_rounds_the_arithmetic_and_not_the_weights() -> None:
-    model = train_model(tiny_llama(), TrainingChoice(None), base_name="tiny")
-    plain = logprobs(model.model)
-    with autocast(torch.device("cpu"), None):
-        assert torch.equal(logprobs(model.model), plain)
-    with autocast(torch.device("cpu"), torch.bfloat16):
-        rounded = logprobs(model.model).float()
-    rounded[..., 3].mean().backward()
-    assert 1e-4 < (rounded - plain).abs().max() < 0.1
-    weight = model.trainable_parameters()["model.layers.0.mlp.up_proj.weight"]
-    assert weight.grad is not None
-    assert {weight.dtype, weight.grad.dtype} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -197,34 +182,15 @@ def test_autocast_rounds_the_arithmetic_and_not_the_weights() -> None:
     [(torch.float16, None, "policy.dtype"), (torch.float32, torch.float16, "policy.autocast")],
 )
 def test_float16_is_refused(dtype: torch.dtype, inner: torch.dtype | None, place: str) -> None:
-    with pytest.raises(InputError, match=f"{place}: got 'float16'.*bfloat16 or float32"):
+    with pytest.raises(InputError) as refused:
         refuse_unscaled_float16(dtype, inner)
+    assert (refused.value.place, refused.value.value) == (place, "float16")
     refuse_unscaled_float16(torch.float32, torch.bfloat16)
-
-
-FULL, ADAPTERS = TrainingChoice(None, reference="device"), TrainingChoice(LoraSettings(rank=4, alpha=8.0))
 
 
 def trained(choice: TrainingChoice = FULL, name: str = "sd3") -> TrainedModel:
     pipeline, _ = MAKE[name]()
     return train_model(pipeline.transformer, choice, base_name=name, default_targets=DECODER_LINEARS)
-
-
-def state(model: Any) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def test_full_weights_come_back_to_the_bit_here_and_in_diffusers(tmp_path: Path) -> None:
-    first, second = trained(), trained()
-    start = values_of(second.trainable_parameters())
-    disturb(first.trainable_parameters())
-    first.save(tmp_path)
-    assert (tmp_path / "diffusion_pytorch_model.safetensors").is_file()
-    second.load(tmp_path)
-    assert same(values_of(first.trainable_parameters()), values_of(second.trainable_parameters()))
-    assert same(state(SD3Transformer2DModel.from_pretrained(tmp_path)), state(first.model))
-    second.load(None)
-    assert same(values_of(second.trainable_parameters()), start)
 
 
 def test_weights_in_shards_are_read_and_counted(tmp_path: Path) -> None:
@@ -251,9 +217,9 @@ def test_the_whole_model_is_loaded_by_diffusers(choice: TrainingChoice, tmp_path
     save_whole(tmp_path / "stored", tmp_path / "whole", lambda: MAKE["flux"]()[0].transformer)
     loaded = FluxTransformer2DModel.from_pretrained(tmp_path / "whole")
     if choice is FULL:
-        assert same(state(loaded), state(model.model))
+        assert same(all_weights(loaded), all_weights(model.model))
         return
-    merged = state(model.model.merge_and_unload(safe_merge=True))  # type: ignore[operator]
-    assert merged.keys() == state(loaded).keys()
-    assert all(torch.equal(value, merged[name]) for name, value in state(loaded).items())
-    assert not same(merged, state(MAKE["flux"]()[0].transformer))
+    merged = all_weights(model.model.merge_and_unload(safe_merge=True))  # type: ignore[operator]
+    assert merged.keys() == all_weights(loaded).keys()
+    assert all(torch.equal(value, merged[name]) for name, value in all_weights(loaded).items())
+    assert not same(merged, all_weights(MAKE["flux"]()[0].transformer))
