@@ -52,7 +52,7 @@ def pausing_progress():
     listen(Pausing())
     yield
 
-flows.terminal.output.training_progress = pausing_progress
+flows.terminal.progress.training_progress = pausing_progress
 from flows.command_line.main import main
 main()
 """
