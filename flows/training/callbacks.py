@@ -20,7 +20,7 @@ from prefect.context import FlowRunContext
 from flows.pipeline.prefect_ui import artifact_key, folder_link
 from flows.pipeline.run import Run
 from flows.pruning.prune import PolicyKeeper
-from flows.tracking.log import RunTrackers, tracking
+from flows.tracking import RunTrackers, tracking
 from flows.training.guardrails import ends_at_sign
 from flows.training.history import TrainingHistory, evaluate
 from flows.training.hooks import call_hook

@@ -20,7 +20,7 @@ from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.preflight.model import check_trackers
 from flows.preflight.prompts import PromptFiles
-from flows.tracking.log import tracking
+from flows.tracking import tracking
 from tasks.reports.iteration import IterationRecord
 from tasks.runs.layout import TRACKERS_FILE
 from tasks.runs.run_view import EvaluationView
