@@ -1,5 +1,3 @@
-""""""
-
 import re
 from html import unescape
 from pathlib import Path
