@@ -188,12 +188,10 @@ def _compared_prompts(found: "Comparison") -> RichTable:
 
 
 def _blocks(console: Console) -> str:
-    """Return the characters of sparklines that the console can show."""
     return UNICODE_BLOCKS if console.encoding.lower().startswith("utf") else ASCII_BLOCKS
 
 
 def _prompt(group: Group) -> Text:
-    """Return a prompt, shortened where its samples are texts."""
     first = group.samples[0]
     return plain(one_line(first["prompt"], LETTERS) if isinstance(first["output"], str) else first["prompt"])
 

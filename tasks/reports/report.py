@@ -182,13 +182,9 @@ def _environment() -> "Environment":
 
 
 def _image(context: "Context", image: "Image.Image", side: int | None = None, lossless: bool = True) -> str | None:
-    """Encode an image as a link while the page has room for it.
+    """Encode an image, reduced to at most `side` pixels per side, as a link while the page has room for it.
 
-    Args:
-        context: of the page.
-        image: of any size.
-        side: longest side to which it is reduced; None keeps its size.
-        lossless: whether each of its pixels matters if it is small, which is not so for a reduced image.
+    Without `lossless` not even each pixel of a small image matters, which is so for a reduced one.
     """
     # The list of runs shows no image.
     from tasks.reports.images import LOSSLESS_SIDE, image_uri, shrunk
