@@ -31,7 +31,7 @@ import os, signal, sys
 from contextlib import contextmanager
 from flows.prefect_settings import apply_settings
 apply_settings()
-import flows.terminal.output
+import flows.terminal.progress
 from tasks.progress import listen
 
 wanted = sys.argv.pop(1)
