@@ -68,7 +68,7 @@ tiny-sd3: $(STAMP)  ## train the shipped tiny Stable Diffusion 3 again from its 
 	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models sd3
 
 curves: $(STAMP)  ## train the tiny text model here and in TRL: docs/learning_curves.png
-	$(ENVIRONMENT) $(RUN)/python -m tests.bench.learning_curves
+	$(ENVIRONMENT) $(RUN)/python -m tests.bench.text_iteration
 
 ui: $(STAMP)  ## start Prefect's server and UI on this machine
 	$(RUN)/grpo ui

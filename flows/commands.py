@@ -209,7 +209,7 @@ def _run(body: Callable[[], Coroutine[Any, Any, R]], hook: "IterationHook | None
         use_hook(hook)
         with collection_paused():
             work = body()
-        from flows.terminal.output import training_progress
+        from flows.terminal.progress import training_progress
 
         with closing(work), training_progress() if progress else nullcontext():
             return _run_to_the_end(work)

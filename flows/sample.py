@@ -12,10 +12,7 @@ from pydantic import BaseModel
 
 from configs.loader import apply_overrides
 from configs.schema import AnyRollout, ByPolicy
-from configs.sections import (
-    PlacementSection,
-    PolicySection,
-)
+from configs.sections import PlacementSection, PolicySection
 from configs.validation import validated
 from flows.pipeline.requests import SampleRequest, refuse_overrides
 from flows.preflight.model import source_of

@@ -1,9 +1,11 @@
 """What a policy generates, images or texts, and the streams of actions that train it."""
 
+import functools
 import math
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import regex
+if TYPE_CHECKING:
+    import regex
 
 Modality = Literal["image", "text"]
 """What a row of tokens is rendered to."""
@@ -37,14 +39,19 @@ def nearest_multiple(size: ImageSize, unit: int) -> ImageSize:
     return ImageSize(*sides)
 
 
-_VISIBLE = regex.compile(
-    r"[^\p{White_Space}\p{Default_Ignorable_Code_Point}\p{Cc}\p{Cf}\p{Mn}\N{BRAILLE PATTERN BLANK}]"
-)
+@functools.cache
+def _visible() -> "regex.Pattern[str]":
+    # It takes as long to import as everything else here, and most commands need none of it.
+    import regex
+
+    return regex.compile(
+        r"[^\p{White_Space}\p{Default_Ignorable_Code_Point}\p{Cc}\p{Cf}\p{Mn}\N{BRAILLE PATTERN BLANK}]"
+    )
 
 
 def has_visible_text(text: str) -> bool:
     """Return whether a text has any character but white space, control, format and filler ones, and marks on others."""
-    return _VISIBLE.search(text) is not None
+    return _visible().search(text) is not None
 
 
 Stream = Literal["tokens", "denoising"]

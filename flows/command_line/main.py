@@ -244,7 +244,7 @@ def worker(
             )
         import asyncio
 
-        from flows.terminal.output import training_progress
+        from flows.terminal.progress import training_progress
         from flows.worker import serve as serve_pool
 
         with training_progress():

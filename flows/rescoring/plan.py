@@ -117,7 +117,7 @@ def needed_scores(
 
 
 def _pools(run: RescoredRun) -> Iterator[tuple[str, str]]:
-    """Work pools that score and compute advantages."""
+    """Yield the work pools that score and compute advantages, with their settings."""
     placement = run.config.placement
     for name, pool in (("rewards", placement.rewards.pool), ("advantages", placement.advantages.pool)):
         if pool is not None:

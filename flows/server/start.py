@@ -2,11 +2,9 @@
 
 import contextlib
 import os
-import runpy
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -129,11 +127,16 @@ def serve(request: ServerRequest, report_progress: Callable[[str], None]) -> Non
     here = f"{_address(_EVERYWHERE.get(request.host, request.host), request.port)}/api"
     threading.Thread(target=_prepare_server, args=(here, settings, report_progress), daemon=True).start()
     sys.argv = ["prefect", "--no-prompt", "server", "start", "--host", request.host, "--port", str(request.port)]
+    # Only this command needs it, and urllib.request below; every command imports this module.
+    import runpy
+
     runpy.run_module("prefect", run_name="__main__")
 
 
 def _prepare_server(api_url: str, settings: Mapping[str, str], report_progress: Callable[[str], None]) -> None:
     """Wait until the server answers at this address, register the automation, and report how it is reached."""
+    import urllib.request
+
     answers = False
     while not answers:
         time.sleep(_SECONDS_BETWEEN_TRIES)

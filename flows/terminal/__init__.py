@@ -1,5 +1,6 @@
 """Terminal output of the commands.
 
-output       reports as tables, and how far each stage is: bars in a terminal, lines elsewhere
+output       reports as tables
+progress     how far each stage is: bars in a terminal, lines elsewhere
 inspection   curves and samples of runs
 """

@@ -1,5 +1,7 @@
 """Curves and samples of one run or several in the terminal: sparklines, texts, and images if it has enough colours."""
 
+from typing import TYPE_CHECKING
+
 from PIL import Image
 from rich.color import Color
 from rich.console import Console, RenderableType
@@ -10,7 +12,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from flows.terminal.output import plain, show_report, table_of
-from tasks.reports.comparison import Comparison
 from tasks.reports.images import PRUNED
 from tasks.reports.report import Report, Table
 from tasks.reports.run_page import Heldout, plotted_metrics
@@ -29,6 +30,9 @@ from tasks.reports.text import (
     sparkline,
 )
 from tasks.runs.run_view import RunView
+
+if TYPE_CHECKING:
+    from tasks.reports.comparison import Comparison
 
 WIDE = 100
 MAX_ROWS = 24
@@ -145,7 +149,7 @@ def _groups(run: RunView, groups: Groups, console: Console, limit: int) -> RichT
     return table
 
 
-def show_comparison(found: Comparison, settings: Table, console: Console) -> None:
+def show_comparison(found: "Comparison", settings: Table, console: Console) -> None:
     """Print the curves of runs, the settings that differ, and the held-out prompts that differ most."""
     if found.curves:
         console.print(_compared_curves(found, console))
@@ -154,7 +158,7 @@ def show_comparison(found: Comparison, settings: Table, console: Console) -> Non
         console.print(_compared_prompts(found))
 
 
-def _compared_curves(found: Comparison, console: Console) -> RichTable:
+def _compared_curves(found: "Comparison", console: Console) -> RichTable:
     labels = [run.label for run in found.runs]
     table = table_of("Curves, with their last values", ("over iterations", *labels), ())
     for curve in found.curves:
@@ -167,7 +171,7 @@ def _compared_curves(found: Comparison, console: Console) -> RichTable:
     return table
 
 
-def _compared_prompts(found: Comparison) -> RichTable:
+def _compared_prompts(found: "Comparison") -> RichTable:
     labels = list(found.prompts[0])
     table = table_of(f"Held-out prompts that differ most, {found.measure}", ("prompt", *labels), ())
     table.show_lines = True
@@ -184,12 +188,10 @@ def _compared_prompts(found: Comparison) -> RichTable:
 
 
 def _blocks(console: Console) -> str:
-    """Return the characters of sparklines that the console can show."""
     return UNICODE_BLOCKS if console.encoding.lower().startswith("utf") else ASCII_BLOCKS
 
 
 def _prompt(group: Group) -> Text:
-    """Return a prompt, shortened where its samples are texts."""
     first = group.samples[0]
     return plain(one_line(first["prompt"], LETTERS) if isinstance(first["output"], str) else first["prompt"])
 

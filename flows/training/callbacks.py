@@ -24,7 +24,7 @@ from prefect.flow_runs import apause_flow_run
 from flows.pipeline.prefect_ui import artifact_key, folder_link
 from flows.pipeline.run import Run
 from flows.pruning.prune import PolicyKeeper
-from flows.tracking.log import RunTrackers, tracking
+from flows.tracking import RunTrackers, tracking
 from flows.training.history import TrainingHistory, evaluate
 from flows.training.hooks import call_hook
 from tasks.metrics import HELDOUT

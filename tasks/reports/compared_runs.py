@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -21,12 +22,7 @@ from grpo_core.errors import InputError
 from tasks.metrics import split_stream
 from tasks.reports.run_page import Curve
 from tasks.reports.text import PLOTTED, REPORTED_OF_TEXTS, metric_title, with_streams
-from tasks.runs.layout import (
-    RECOMPUTED,
-    REWARDS,
-    SCORES_FILE,
-    STORED,
-)
+from tasks.runs.layout import RECOMPUTED, REWARDS, SCORES_FILE, STORED
 from tasks.runs.lookup import read_description
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView
@@ -95,7 +91,7 @@ def paired_difference(
         seeds = [seed for seed in sides[0] if seed in sides[1]]
         chosen = [[side[seed] for seed in seeds] if seeds else list(side.values()) for side in sides]
         if all(chosen):
-            means[prompt] = _mean(chosen[0]), _mean(chosen[1])
+            means[prompt] = fmean(chosen[0]), fmean(chosen[1])
             samples += len(seeds) or sum(map(len, chosen))
     if not means:
         return None
@@ -108,9 +104,9 @@ def paired_difference(
         prompts=len(by_prompt),
         samples=samples,
         same_seeds=same_seeds,
-        first=_mean([before for before, _ in means.values()]),
-        second=_mean([after for _, after in means.values()]),
-        difference=_mean(differences),
+        first=fmean([before for before, _ in means.values()]),
+        second=fmean([after for _, after in means.values()]),
+        difference=fmean(differences),
         low=low,
         high=high,
         higher=sum(each > 0 for each in differences),
@@ -127,14 +123,10 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     # SciPy takes half a second to import.
     from scipy.special import stdtrit
 
-    mean = _mean(values)
+    mean = fmean(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     half = float(stdtrit(count - 1, 0.5 + CONFIDENCE / 2)) * math.sqrt(variance / count)
     return mean - half, mean + half
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 Points = list[tuple[float, float]]

@@ -107,24 +107,17 @@ def compare_runs(
     Raises:
         InputError: a version was not evaluated, or no run has an evaluation of this name.
     """
-    with tempfile.TemporaryDirectory() as fetched:
-        return _compare(readers, Path(fetched), versions, evaluation)
-
-
-def _compare(
-    readers: Mapping[str, RunReader], fetched: Path, versions: Mapping[str, int], evaluation: str | None
-) -> Comparison:
-    """Compare as :func:`compare_runs`; remote files are copied below the folder `fetched`."""
     targets = TargetReader(MEDIUM)
-    places = {label: fetched / str(number) for number, label in enumerate(readers)}
-    runs = [describe_run(label, reader, read_run(reader), places[label]) for label, reader in readers.items()]
-    if evaluation is not None:
-        _require_evaluation(evaluation, readers.values())
-    chosen = {run.label: _evaluation(run, versions.get(run.label), evaluation, places[run.label]) for run in runs}
-    compared = {label: each for label, each in chosen.items() if each is not None}
-    curves, omissions = compared_curves(runs)
-    paired, reasons = _pair(runs, compared)
-    measure, prompts, total = _side_by_side(compared, paired, targets)
+    with tempfile.TemporaryDirectory() as fetched:
+        places = {label: Path(fetched, str(number)) for number, label in enumerate(readers)}
+        runs = [describe_run(label, reader, read_run(reader), places[label]) for label, reader in readers.items()]
+        if evaluation is not None:
+            _require_evaluation(evaluation, readers.values())
+        chosen = {run.label: _evaluation(run, versions.get(run.label), evaluation, places[run.label]) for run in runs}
+        compared = {label: each for label, each in chosen.items() if each is not None}
+        curves, omissions = compared_curves(runs)
+        paired, reasons = _pair(runs, compared)
+        measure, prompts, total = _side_by_side(compared, paired, targets)
     scores = dict.fromkeys(each.score for differences in paired.values() for each in differences)
     damages = [f"{label}: {each.place}: {each.reason}" for label, reader in readers.items() for each in reader.damages]
     missing = [f"the target image {uri} cannot be shown: {reason}" for uri, reason in targets.missing.items()]

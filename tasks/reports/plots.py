@@ -1,6 +1,6 @@
 """The look of all plots: those of pages as SVG that follows a page's theme, those of guardrails as PNG.
 
-Matplotlib takes a second to import, so this module and reward_plots are imported only where something is plotted.
+Matplotlib takes a second to import, so this module is imported only where something is plotted.
 """
 
 import functools

@@ -14,18 +14,20 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fsspec
-import jinja2
-from jinja2.runtime import Context
-from markupsafe import Markup
-from PIL import Image
 
 from grpo_core.errors import InputError
-from tasks.reports.images import LOSSLESS_SIDE, image_uri, shrunk
 from tasks.reports.text import change, excerpt, in_cell, markdown_table, number, signed
-from tasks.runs.run_view import RunSummary
 from tasks.storage.files import write_file_atomically
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from jinja2.runtime import Context
+    from PIL import Image
+
+    from tasks.runs.run_view import RunSummary
 
 Cells = dict[str, str]
 """A row of a table: its cells by heading, in the order of the columns."""
@@ -107,7 +109,7 @@ def markdown_of(report: Report) -> str:
     return "\n".join(lines)
 
 
-def reward_facts(run: RunSummary) -> list[Fact]:
+def reward_facts(run: "RunSummary") -> list[Fact]:
     """List a run's reward, its held-out reward, and that of images that no policy made."""
     titles = {"blank": "held-out reward, blank images", "target": "held-out reward, the targets"}
     baselines = run.heldout_baselines
@@ -149,6 +151,9 @@ class _Room:
 
 def render(template: str, **values: object) -> str:
     """Fill a file of the folder `templates`; nothing in `values` is markup, and a missing value is an error."""
+    # Most commands write no page, so neither this nor jinja2 is imported above.
+    from markupsafe import Markup
+
     script = (_TEMPLATES / "page.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     own = {"script": Markup(script), "script_sha256": digest, "room": _Room()}
@@ -156,7 +161,9 @@ def render(template: str, **values: object) -> str:
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def _environment() -> "Environment":
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -166,30 +173,27 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters |= {
         "excerpt": excerpt,
-        "image": _image,
+        "image": jinja2.pass_context(_image),
         "number": number,
         "signed": signed,
-        "whole": _whole,
+        "whole": jinja2.pass_context(_whole),
     }
     return environment
 
 
-@jinja2.pass_context
-def _image(context: Context, image: Image.Image, side: int | None = None, lossless: bool = True) -> str | None:
-    """Encode an image as a link while the page has room for it.
+def _image(context: "Context", image: "Image.Image", side: int | None = None, lossless: bool = True) -> str | None:
+    """Encode an image, reduced to at most `side` pixels per side, as a link while the page has room for it.
 
-    Args:
-        context: of the page.
-        image: of any size.
-        side: longest side to which it is reduced; None keeps its size.
-        lossless: whether each of its pixels matters if it is small, which is not so for a reduced image.
+    Without `lossless` not even each pixel of a small image matters, which is so for a reduced one.
     """
+    # The list of runs shows no image.
+    from tasks.reports.images import LOSSLESS_SIDE, image_uri, shrunk
+
     small = image.convert("RGB") if side is None else shrunk(image.convert("RGB"), side)
     return _whole(context, image_uri(small, lossless_side=LOSSLESS_SIDE if lossless else 0))
 
 
-@jinja2.pass_context
-def _whole(context: Context, content: str) -> str | None:
+def _whole(context: "Context", content: str) -> str | None:
     room: _Room = context["room"]
     return room.take(content)
 

@@ -31,7 +31,7 @@ BEFORE, AFTER = "before:", "after:"
 """Prefixes of the columns of single rewards, followed by their labels."""
 
 COLUMNS = ("sample_id", "group_id", "prompt", "dataset")
-DRAFT = "token_sample"
+TOKEN_SAMPLE = "token_sample"
 REWARDS = ("reward_before", "reward_after")
 ADVANTAGES = ("advantage_before", "advantage_after")
 MAX_MOVED = 20
@@ -46,8 +46,8 @@ def read_rescored(
 ) -> pl.DataFrame:
     """Read one row per sample, as :func:`compare` needs them, from the same iterations with both scorings.
 
-    Reward and advantage are those of the sample's first stream. Renderings that are compared within their draft alone
-    are a group of their own.
+    Reward and advantage are those of the sample's first stream. Images that are compared within their token sample
+    alone are a group of their own.
 
     Raises:
         StaleReferenceError: a table is missing or changed.
@@ -56,9 +56,9 @@ def read_rescored(
     with store.reading(without=(STATES,)) as read:
         for each in previous:
             pairs, rollouts = _scores(each), [part.rollouts for part in each.rounds]
-            samples = read_samples(read, rollouts, pairs, [each.advantages], (*COLUMNS, DRAFT))
+            samples = read_samples(read, rollouts, pairs, [each.advantages], (*COLUMNS, TOKEN_SAMPLE))
             sides.append(samples.with_columns(iteration=each.number))
-        samples = _with_drafts_apart(pl.concat(sides, how="diagonal"))
+        samples = _with_token_samples_apart(pl.concat(sides, how="diagonal"))
         samples = _renamed(samples, "before", BEFORE)
         samples = with_advantages(samples, [path for each in later for path in tables_of(read(each.advantages))])
         scores: dict[str, list[Path]] = {}
@@ -80,14 +80,14 @@ def _renamed(samples: pl.DataFrame, side: str, prefix: str) -> pl.DataFrame:
     return samples.rename({**names, **{name: prefix + name.removeprefix(REWARD_COLUMN) for name in rewards}})
 
 
-def _with_drafts_apart(samples: pl.DataFrame) -> pl.DataFrame:
-    """Give samples that have no reward of the first stream a group by their draft."""
+def _with_token_samples_apart(samples: pl.DataFrame) -> pl.DataFrame:
+    """Give samples that have no reward of the first stream a group by their token sample."""
     streams = [stream for stream in STREAMS if ADVANTAGE_COLUMN + stream in samples.columns]
     if len(streams) < 2:
-        return samples.drop(DRAFT, strict=False)
+        return samples.drop(TOKEN_SAMPLE, strict=False)
     leading = pl.col("streams").list.contains(streams[0])
-    own = pl.when(leading).then("group_id").otherwise(pl.format("{}, token sample {}", "group_id", DRAFT))
-    return samples.with_columns(group_id=own).drop(DRAFT)
+    own = pl.when(leading).then("group_id").otherwise(pl.format("{}, token sample {}", "group_id", TOKEN_SAMPLE))
+    return samples.with_columns(group_id=own).drop(TOKEN_SAMPLE)
 
 
 def read_outputs(store: ArtifactStore, iterations: Sequence[StoredIteration], samples: pl.DataFrame) -> Outputs:
@@ -143,7 +143,7 @@ def compare(samples: pl.DataFrame) -> Statistics:
 
 
 def _prepare(samples: pl.DataFrame) -> pl.DataFrame:
-    """Settle the numbers of the samples, and number their groups."""
+    """Round the numbers of the samples, and number their groups."""
     assert samples.select(SAMPLE).is_unique().all(), "a sample is compared once"
     rewards = [column for column in samples.columns if column.startswith((BEFORE, AFTER))]
     frame = with_groups(rounded(samples, [*REWARDS, *ADVANTAGES, *rewards]))

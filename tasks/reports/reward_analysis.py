@@ -117,7 +117,7 @@ def analyse(scores: pl.DataFrame, repeats: pl.DataFrame | None = None) -> Statis
 
 
 def _prepare(scores: pl.DataFrame) -> pl.DataFrame:
-    """Settle the numbers of each reward, and keep each value to the last bit in the column `exact`."""
+    """Round the numbers of each reward, and keep each value to the last bit in the column `exact`."""
     assert scores.select(*SAMPLE, "label").is_unique().all(), "a sample has one score by each reward"
     frame = finite(scores.select(*COLUMNS, exact="value").with_columns(pl.col("failure").cast(pl.String)), ["exact"])
     parts = [rounded(part, NUMBERS) for part in frame.partition_by("label", maintain_order=True)]

@@ -147,7 +147,9 @@ def render_reward_page(report: Report, analysis: Statistics, scores: pl.DataFram
         meaning = "mean over the held-out samples, never trained on; one that falls while the reward rises is a warning"
         curves["Held-out reward"] = ("of the run", {"held-out reward": run.heldout_series()})
         curves["Guardrails"] = (meaning, run.guardrail_series)
-    plots = [line_plot(title, *curve, legend=title == "Guardrails") for title, curve in curves.items()]
+    plots = [
+        line_plot(name, *curve, legend=name == "Guardrails", width=460, height=200) for name, curve in curves.items()
+    ]
     histograms = {
         label: histogram_of(rounded(scores.filter(pl.col("label") == label), ["value"])["value"]) for label in means
     }

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -133,13 +134,16 @@ _SHOWN = (
 )
 
 
-def _with_renderings(group: Sequence[Row]) -> list[Row]:
-    """Sort a group best first, each sample before the other renderings of its draft; those without a reward last."""
-    renderings: dict[int | None, list[Row]] = defaultdict(list)
+def _with_further_images(group: Sequence[Row]) -> list[Row]:
+    """Sort a group best first, each sample before the other images of its token sample.
+
+    Those without a reward come last.
+    """
+    further: dict[int | None, list[Row]] = defaultdict(list)
     for row in group:
         if not row["leads"]:
-            renderings[row.get("token_sample")].append(row)
-    ordered = [each for row in best_first(group) for each in (row, *renderings.get(row.get("token_sample"), ()))]
+            further[row.get("token_sample")].append(row)
+    ordered = [each for row in best_first(group) for each in (row, *further.get(row.get("token_sample"), ()))]
     shown = {row["sample_id"] for row in ordered}
     return [*ordered, *(row for row in group if row["sample_id"] not in shown)]
 
@@ -149,10 +153,10 @@ class Group:
     """The siblings of one prompt occurrence.
 
     Attributes:
-        samples: highest reward first, each before the other renderings of its draft, those without a reward last; in
-            the stored order where rewards are equal. Besides the columns of :class:`Samples`, `actions` summarizes the
-            recorded log-probs of each stream, `length` is the number of trained tokens, and `output` is an RGB image,
-            reduced where it was large, or the complete text; None for an image that was pruned.
+        samples: highest reward first, each before the other images of its token sample, those without a reward last;
+            in the stored order where rewards are equal. Besides the columns of :class:`Samples`, `actions` summarizes
+            the recorded log-probs of each stream, `length` is the number of trained tokens, and `output` is an RGB
+            image, reduced where it was large, or the complete text; None for an image that was pruned.
         target: target image; None where there is none, or it cannot be read.
     """
 
@@ -181,7 +185,7 @@ class Group:
     @property
     def reward(self) -> float | None:
         """Mean over the samples that have one."""
-        return math.fsum(self._rewards) / len(self._rewards) if self._rewards else None
+        return fmean(self._rewards) if self._rewards else None
 
     @property
     def spread(self) -> float | None:
@@ -208,8 +212,8 @@ class Groups:
     varying: Sequence[str] = ()
 
     @property
-    def rendered(self) -> bool:
-        """Whether a draft has more than one rendering among them."""
+    def has_further_images(self) -> bool:
+        """Whether a token sample has more than one image among them."""
         return any(not row["leads"] for group in self.shown for row in group.samples)
 
     def describe(self) -> str:
@@ -244,7 +248,7 @@ def read_groups(
         return Groups()
     table = read_stages(reader, stages, fetched)
     groups = table.groups
-    shown = [_with_renderings(group) for group in groups[:limit]]
+    shown = [_with_further_images(group) for group in groups[:limit]]
     return Groups(
         shown=show_groups(table, shown, targets, side),
         total=len(groups),

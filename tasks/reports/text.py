@@ -15,10 +15,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from grpo_core.streams import STREAMS, Stream
 from tasks.metrics import split_stream
-from tasks.runs.run_view import Noun
+
+if TYPE_CHECKING:
+    from tasks.runs.run_view import Noun
 
 MAX_LINES = 12
 SPARK_WIDTH = 32
@@ -152,7 +155,7 @@ ACTIONS: Mapping[Stream, str] = MappingProxyType({"tokens": "token", "denoising"
 """What people call an action of a stream."""
 
 
-def metric_title(name: str, noun: Noun = "image", stream: Stream = "tokens") -> tuple[str, str]:
+def metric_title(name: str, noun: "Noun" = "image", stream: Stream = "tokens") -> tuple[str, str]:
     """Look up a metric's title and meaning; an unknown name is its own title, without a meaning.
 
     Args:
@@ -181,7 +184,7 @@ def with_streams(names: Iterable[str], known: Collection[str]) -> list[str]:
 
 
 def metric_rows(
-    metrics: Mapping[str, float], noun: Noun, stream: Stream = "tokens"
+    metrics: Mapping[str, float], noun: "Noun", stream: Stream = "tokens"
 ) -> list[tuple[str, str, str, float]]:
     """List title, meaning, name and value of each metric: the reward and the plotted ones first, then by name."""
     names = with_streams(("reward", "heldout_reward", *PLOTTED), metrics)

@@ -1,6 +1,6 @@
-"""`make bench`: measure everything, or the modules that are named; the tables go to docs/performance.md.
+"""`make bench`: measure everything, or the parts that are named; the tables go to docs/performance.md.
 
-Each module is measured in a process of its own, and its figures are stored as soon as it is done: nothing that one
+Each part is measured in a process of its own, and its figures are stored as soon as it is done: nothing that one
 loads weighs on another, and one that fails costs no other.
 """
 
@@ -17,24 +17,33 @@ from flows.terminal.output import table_of
 from tasks.process import code_version
 from tests.bench.page import HEADINGS, Measured, cells, store, this_machine
 
-MODULES = ("text_iteration", "denoising", "sampling", "update", "orchestration", "storage", "start")
+PARTS = {
+    "text_iteration": ("text_iteration", "measure"),
+    "denoising": ("denoising", "measure"),
+    "sampling": ("policy", "measure_sampling"),
+    "update": ("policy", "measure_update"),
+    "orchestration": ("commands", "measure_orchestration"),
+    "storage": ("storage", "measure"),
+    "start": ("commands", "measure_start"),
+}
+"""Module and function of each part; the function's docstring begins with the title of its table."""
 
 _WIDTH = None if sys.stdout.isatty() else 180
 
 
 def main() -> None:
-    """Measure one module here, or several one after the other."""
+    """Measure one part here, or several one after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help=", ".join(MODULES))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--commit", default=code_version(), help="what is measured; by default what is checked out")
     options = parser.parse_args()
-    names = options.modules or MODULES
-    if unknown := sorted({*names} - {*MODULES}):
-        parser.error(f"{', '.join(unknown)}: not one of {', '.join(MODULES)}")
+    names = options.parts or list(PARTS)
+    if unknown := sorted({*names} - {*PARTS}):
+        parser.error(f"{', '.join(unknown)}: not one of {', '.join(PARTS)}")
     if len(names) == 1:
         measure(names[0], options.commit)
         return
-    # Taken once: the figures of the first module are a change of the checkout.
+    # Taken once: the figures of the first part are a change of the checkout.
     same = ["--commit", options.commit] if options.commit else []
     commands = {name: [sys.executable, "-m", "tests.bench", name, *same] for name in names}
     failed = [name for name, command in commands.items() if subprocess.run(command).returncode]
@@ -43,12 +52,13 @@ def main() -> None:
 
 
 def measure(name: str, commit: str | None) -> None:
-    """Measure what a module does, store it and print its table."""
+    """Measure a part, store it and print its table."""
     console, begun = Console(width=_WIDTH), time.perf_counter()
-    module = import_module(f"tests.bench.{name}")
-    title = str(module.__doc__).splitlines()[0].rstrip(".")
+    module, function = PARTS[name]
+    measured = getattr(import_module(f"tests.bench.{module}"), function)
+    title = str(measured.__doc__).splitlines()[0].rstrip(".")
     rows = []
-    for row in module.measure():
+    for row in measured():
         rows.append(row)
         console.log(f"{name}: {row.what}", markup=False, highlight=False)
     minutes = round((time.perf_counter() - begun) / 60, 1)

@@ -1,8 +1,4 @@
-"""An iteration of a tiny Stable Diffusion 3 through the real flow, beside a plain Flow-GRPO loop over its pipeline.
-
-The plain loop samples, scores and updates like scripts that people write: the transformer is called by hand, nothing is
-stored, checked or compared before the update. It runs in a process of its own while the flow waits.
-"""
+"""A plain Flow-GRPO loop, and the flow beside it."""
 
 import math
 import tempfile
@@ -54,7 +50,11 @@ def configured(root: str) -> "RunConfig":
 
 
 def measure() -> Iterator[Row]:
-    """Alternate between iterations of the flow and of the plain loop."""
+    """An iteration of a tiny Stable Diffusion 3 through the real flow, beside a plain Flow-GRPO loop over its pipeline.
+
+    The plain loop samples, scores and updates like scripts that people write: the transformer is called by hand,
+    nothing is stored, checked or compared before the update. It runs in a process of its own while the flow waits.
+    """
     from flows.commands import train
 
     with tempfile.TemporaryDirectory() as root, ProcessPoolExecutor(1, get_context("spawn")) as peers:

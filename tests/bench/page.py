@@ -1,6 +1,6 @@
 """Time the iterations of a flow, alternating with what it is compared with.
 
-Each module of this package measures one thing: its `measure()` yields a Row as soon as it is known.
+A function that measures something yields a Row as soon as it is known.
 """
 
 import platform
@@ -126,7 +126,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one module of this package measured.
+    """What one part measured.
 
     Attributes:
         title: what that is.
@@ -160,7 +160,7 @@ def this_machine() -> Machine:
 
 
 def store(name: str, measured: Measured) -> None:
-    """Replace a module's figures, and write the page's tables again."""
+    """Replace a part's figures, and write the page's tables again."""
     figures = _FILE.validate_json(FIGURES.read_bytes()) if FIGURES.exists() else {}
     figures[name] = measured
     FIGURES.write_bytes(_FILE.dump_json(figures, indent=1) + b"\n")

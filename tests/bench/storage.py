@@ -1,4 +1,4 @@
-"""What storage costs: bytes, writing and reading, a filter, and scoring 100,000 stored rollouts again.
+"""Files of rollouts and a stored run that are drawn, and what it costs to write, read and score them again.
 
 The rollouts are drawn, not sampled: ids of a large vocabulary by Zipf's law, log-probs with random last digits, texts
 of one random word a token, and images of noise, which nothing can pack.
@@ -40,7 +40,7 @@ Columns = Mapping[str, Sequence[Any]]
 
 
 def measure() -> Iterator[Row]:
-    """Measure files of rollouts first, then the re-scoring of 100 iterations of 1,000 texts."""
+    """What storage costs: bytes, writing and reading, a filter, and scoring 100,000 stored rollouts again."""
     for tokens, groups in ((64, 128), (1_024, 16)):
         yield from measure_file(f"{SIBLINGS * groups:,} texts of {tokens} tokens", TEXT_ROLLOUTS, groups, tokens)
     yield from measure_file("64 images of 512 x 512, 256 tokens", IMAGE_ROLLOUTS, 8, 256, side=512)

@@ -1,13 +1,16 @@
-"""TRL's GRPOTrainer at the settings of a configuration for text, as the benchmarks run it.
+"""The tiny text model beside TRL's GRPOTrainer at the same settings: seconds of an iteration, and learning curves.
 
-The least is one generate() of transformers, and one forward and backward pass of the same model over the same
-microbatches, without a reward, an optimizer, or anything that is kept. The peers run in a process of their own while
-the flow waits in its `on_iteration` hook.
+`python -m tests.bench.text_iteration` trains it here and in TRL with the same model, prompts, reward and three seeds,
+writes docs/learning_curves.png and prints a table. The two draw their samples from other random streams, so their
+curves agree in distribution, not point by point.
 """
 
+import asyncio
+import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -15,18 +18,23 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
+from configs.loader import read_config
 from configs.schema import RunConfig
 from configs.sections import TextRolloutSection
 from configs.training import UpdateSection
 from grpo_core.rewards.reward import ScoringBatch
 from grpo_core.rewards.text import AnswerReward
+from tasks.process import CHECKOUT
 from tasks.prompts.read import read_prompts
 from tests.bench.page import ROUNDS, STEPS, Row, Timings
+
+CONFIG = CHECKOUT / "configs" / "tiny_text.yaml"
 
 
 def answer_reward(
@@ -133,11 +141,8 @@ def build_model(folder: Path) -> None:
 @cache
 def configured(
     model: str, root: str, *, prompts: int = PROMPTS, group_size: int = GROUP_SIZE, microbatch: int = MICROBATCH
-) -> "RunConfig":
+) -> RunConfig:
     """The configuration of all sides: one optimizer step an iteration, no held-out prompts, hardly any learning."""
-    from configs.loader import read_config
-    from tasks.process import CHECKOUT
-
     settings = {
         "run.name": "bench",
         "run.iterations": ROUNDS * (STEPS + 1),
@@ -152,11 +157,16 @@ def configured(
         "update.micro_batch_size": microbatch,
         "evaluate.prompts": "null",
     }
-    return read_config(CHECKOUT / "configs" / "tiny_text.yaml", [f"{key}={value}" for key, value in settings.items()])
+    return read_config(CONFIG, [f"{key}={value}" for key, value in settings.items()])
 
 
 def measure() -> Iterator[Row]:
-    """Alternate between iterations of the flow and steps of both peers."""
+    """An iteration of a text model through the real flow, beside TRL's trainer and the least that has to be done.
+
+    The least is one generate() of transformers, and one forward and backward pass of the same model over the same
+    microbatches, without a reward, an optimizer, or anything that is kept. The peers run in a process of their own
+    while the flow waits in its `on_iteration` hook.
+    """
     from flows.commands import train
 
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, get_context("spawn")) as peers:
@@ -180,24 +190,17 @@ def measure() -> Iterator[Row]:
 
 
 def _trl_steps(model: str, root: str) -> list[float]:
-
     return step_seconds(configured(model, root), STEPS)
 
 
 @cache
 def _loaded(model: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
-
     logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
 
 
 def _least(folder: str, root: str) -> dict[str, list[float]]:
     """Seconds of generate() and of the passes over its rows, as many as the flow has counted iterations."""
-    import torch
-
-    from tasks.prompts.read import read_prompts
-
     torch.set_num_threads(1)
     (model, tokenizer), config = _loaded(folder), configured(folder, root)
     assert config.data.prompts is not None
@@ -223,3 +226,75 @@ def _least(folder: str, root: str) -> dict[str, list[float]]:
         generating.append(between - begun)
         passing.append(time.perf_counter() - between)
     return {"transformers generate": generating[1:], "forward and backward": passing[1:]}
+
+
+FIGURE = CHECKOUT / "docs" / "learning_curves.png"
+SEEDS = (0, 1, 2)
+
+
+def shipped(seed: int, root: str) -> RunConfig:
+    """The shipped configuration without its evaluation."""
+    overrides = [f"run.seed={seed}", f"run.name=seed{seed}", f"storage.root={root}", "evaluate.prompts=null"]
+    return read_config(CONFIG, overrides)
+
+
+def train_here(seed: int) -> list[float]:
+    """The mean training reward of each iteration of a run, from its own tables."""
+    from flows.training.train import train
+
+    with tempfile.TemporaryDirectory() as root:
+        asyncio.run(train(shipped(seed, root)))
+        table = pl.read_parquet(f"{root}/seed{seed}/iteration_*/metrics.parquet").sort("iteration")
+        return table.filter(pl.col("metric") == "reward")["value"].to_list()
+
+
+def train_with_trl(seed: int) -> list[float]:
+    """The mean training reward of each step of TRL's trainer at the settings of the configuration."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = shipped(seed, folder)
+        trainer = build_trainer(config, folder, config.run.iterations)
+        trainer.train()
+        return [float(entry["reward"]) for entry in trainer.state.log_history if "reward" in entry]
+
+
+def draw(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> None:
+    """Plot the rewards of each seed as a thin line, their mean as a thick one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.2, 4.0), dpi=150)
+    for curves, name, colour in ((ours, "this project", "#0b6e4f"), (theirs, "TRL 1.16 GRPOTrainer", "#c8553d")):
+        places = range(1, len(curves[0]) + 1)
+        for curve in curves:
+            axes.plot(places, curve, color=colour, linewidth=0.8, alpha=0.35)
+        means = [statistics.fmean(values) for values in zip(*curves, strict=True)]
+        axes.plot(places, means, color=colour, linewidth=2.2, label=name)
+    axes.set(xlabel="iteration", ylabel="mean training reward", title=f"tiny text model, {len(ours)} seeds each")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(FIGURE)
+
+
+def main() -> None:
+    """Train in turn, write the figure and print the table."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    ours, theirs = [], []
+    for seed in SEEDS:
+        ours.append(train_here(seed))
+        theirs.append(train_with_trl(seed))
+        print(f"seed {seed}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    draw(ours, theirs)
+    print("| | first 3 iterations | last 5 iterations, by seed |")
+    print("|---|---|---|")
+    for name, curves in (("this project", ours), ("TRL 1.16", theirs)):
+        first = statistics.fmean(reward for curve in curves for reward in curve[:3])
+        last = ", ".join(f"{statistics.fmean(curve[-5:]):.3f}" for curve in curves)
+        print(f"| {name} | {first:.3f} | {last} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,3 @@
-""""""
-
 import io
 import json
 import subprocess
@@ -245,7 +243,7 @@ def test_it_starts_without_the_training_libraries(tmp_path: Path) -> None:
         "from flows.command_line.main import main\n"
         "try:\n    main()\n"
         "except SystemExit as ended:\n    assert not ended.code, ended.code\n"
-        "heavy = {'torch', 'prefect', 'diffusers', 'transformers', 'matplotlib', 'pandas'}\n"
+        "heavy = {'torch', 'prefect', 'diffusers', 'transformers', 'matplotlib', 'pandas', 'jinja2'}\n"
         "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -43,8 +43,8 @@ for arguments in json.loads(sys.argv[1]):
             code = main()
         except SystemExit as ended:
             code = ended.code
-    heavy = [name for name in ("torch", "prefect", "transformers", "polars") if name in sys.modules]
-    answers.append([code or 0, said.getvalue(), heavy])
+    heavy = {"torch", "prefect", "transformers", "polars", "jinja2", "rich.progress"} & sys.modules.keys()
+    answers.append([code or 0, said.getvalue(), sorted(heavy)])
 print(json.dumps(answers))
 """
 REQUESTS = [
@@ -85,7 +85,9 @@ def test_answers_at_once(tmp_path: Path) -> None:
     answer(COMMANDS, tmp_path)
 
 
-def test_a_typo_is_refused_at_once_where_the_run_is_finished(finished: Runs, tmp_path: Path) -> None:
+def test_a_typo_and_the_list_of_runs_are_answered_at_once_where_the_run_is_finished(
+    finished: Runs, tmp_path: Path
+) -> None:
     train = ["train", "runs/run/config.yaml", "--set", "storage.root=runs", "--set"]
     typos = [
         ([*train, "update.lerning_rate=1"], "update.learning_rate"),
@@ -97,7 +99,7 @@ def test_a_typo_is_refused_at_once_where_the_run_is_finished(finished: Runs, tmp
         (["replay", "run", "--set", "data.prompts=other.txt"], "--set"),
         (["rescore", "run", "--rewards", "configs/rewards/mx.yaml", "--name", "y"], "configs/rewards/mix.yaml"),
     ]
-    answer([(arguments, 2, said) for arguments, said in typos], tmp_path)
+    answer([*((arguments, 2, said) for arguments, said in typos), (["list", "runs"], 0, "finished")], tmp_path)
 
 
 OUTSIDE = ("../up", "a/b", "..", ".", "/tmp/up", "../../up", "a\nb", "")

@@ -6,7 +6,8 @@ from contextvars import copy_context
 import pytest
 from rich.console import Console
 
-from flows.terminal.output import show_report, training_progress
+from flows.terminal.output import show_report
+from flows.terminal.progress import training_progress
 from tasks.progress import advance_run, log, progress_of
 from tasks.reports.report import Notice, Report, Table
 

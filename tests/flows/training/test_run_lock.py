@@ -28,7 +28,7 @@ import os, signal, sys
 from contextlib import contextmanager
 from flows.prefect_settings import apply_settings
 apply_settings()
-import flows.terminal.output
+import flows.terminal.progress
 from tasks.progress import listen
 
 wanted = sys.argv.pop(1)
@@ -49,7 +49,7 @@ def pausing_progress():
     listen(Pausing())
     yield
 
-flows.terminal.output.training_progress = pausing_progress
+flows.terminal.progress.training_progress = pausing_progress
 from flows.command_line.main import main
 main()
 """

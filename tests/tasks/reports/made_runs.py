@@ -20,8 +20,8 @@ PROMPTS = ("a red square", "a blue square")
 GROUP_SIZE = 4
 LOGPROBS, MASK = [-0.5, -0.25, -8.0], [True, True, False]
 STEP_LOGPROBS, WINDOW_START = [1.25, -0.5], 1
-RENDERINGS = {0: 0.2, 3: 0.8}
-"""With both streams sample 3 is the second rendering of draft 0: the denoising's rewards of both."""
+IMAGES_OF_ONE = {0: 0.2, 3: 0.8}
+"""With both streams sample 3 is the second image of token sample 0: the denoising's rewards of both."""
 SECONDS = {"rollouts": 4.0, "rewards": 2.0, "advantages": 1.0, "update": 3.0}
 
 
@@ -134,7 +134,7 @@ class RunMaker:
             return self.commit(staged, f"{place}/rollouts", SECONDS["rollouts"], {"tokens": 16.0})
 
     def place(self, sibling: int, prefix: str) -> tuple[int, int]:
-        """Draft and rendering of a sample."""
+        """Token sample and image number of a sample."""
         if iteration_of(prefix) is not None and "tokens" not in self.streams:
             return 0, sibling
         return (0, 1) if self.is_uneven(prefix) and sibling == 3 else (sibling, 0)
@@ -219,7 +219,7 @@ class RunMaker:
             return [reward_of(group, sibling, shift)]
         if stream == "tokens":
             return [] if sibling == 3 else [reward_of(group, sibling, shift)]
-        return [RENDERINGS[sibling]] if sibling in RENDERINGS else []
+        return [IMAGES_OF_ONE[sibling]] if sibling in IMAGES_OF_ONE else []
 
     def _rated(
         self, stream: Stream, group: int, sibling: int, name: str, value: float | None, *, dropped: bool

@@ -87,8 +87,8 @@ def test_the_groups_of_all_rounds_and_which_were_dropped(tmp_path: Path) -> None
     assert (len(limited.shown), limited.total, limited.dropped) == (1, 4, 2)
 
 
-def test_renderings_stand_beside_their_draft_and_are_not_ranked(tmp_path: Path) -> None:
-    """With both streams the reward of a second rendering can be of other rewards than those of the drafts."""
+def test_further_images_stand_beside_their_token_sample_and_are_not_ranked(tmp_path: Path) -> None:
+    """With both streams the reward of a second image can be of other rewards than those of the token samples."""
     maker = RunMaker(tmp_path, streams=("tokens", "denoising"))
     maker.iteration(1)
     groups = read(maker)
@@ -99,7 +99,7 @@ def test_renderings_stand_beside_their_draft_and_are_not_ranked(tmp_path: Path) 
     assert group.worst is not None
     assert (group.best["sample_id"][-3:], group.worst["sample_id"][-3:]) == ("s02", "s01")
     assert group.reward == pytest.approx((0.4 + 0.1 + 0.9) / 3)
-    assert groups.rendered
+    assert groups.has_further_images
     assert [dict(sample["advantages"]) for sample in group.samples] == [
         {"advantage, tokens": pytest.approx(0.8)},
         {"advantage, tokens": pytest.approx(-0.2), "advantage, denoising": pytest.approx(-0.6)},
@@ -120,4 +120,4 @@ def test_images_without_tokens(tmp_path: Path) -> None:
     assert best is not None
     assert (best["sample_id"][-3:], best["advantages"]) == ("s02", {"advantage": pytest.approx(0.8)})
     assert [each.title for each in best["actions"]] == ["log-prob, steps 2 to 3"]
-    assert not groups.rendered
+    assert not groups.has_further_images

@@ -1,5 +1,3 @@
-""""""
-
 import re
 from html import unescape
 from pathlib import Path
@@ -70,7 +68,7 @@ def test_images_of_all_rounds_are_ranked_with_a_column_for_each_reward(tmp_path:
         assert f"iteration_000001/rewards/{label}`" in markdown
 
 
-def test_drafts_are_ranked_and_both_streams_are_in_the_table(tmp_path: Path) -> None:
+def test_token_samples_are_ranked_and_both_streams_are_in_the_table(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, streams=("tokens", "denoising"))
     markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
     best = rows(markdown, "| image | reward")

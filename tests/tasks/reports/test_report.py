@@ -1,9 +1,157 @@
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from tasks.reports.report import Notice, Report, Table, markdown_of, render
+from tasks.reports.text import METRICS, excerpt, fenced, in_cell, metric_rows, metric_title, one_line, sparkline
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
+from tests.tasks.reports.made_runs import whole_run
 from tests.tasks.reports.test_run_page import EVIL, check_offline
-from tests.tasks.reports.test_text import MARKUP
+
+anything = st.text(st.characters(codec="utf-8"))
+PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+
+
+def test_a_text_that_fits_is_left_alone_and_a_long_one_keeps_both_ends() -> None:
+    assert excerpt("two\nlines", 9) == "two\nlines"
+    assert excerpt("0123456789", 6) == "0123 … 89"
+    assert excerpt("a\nb\nc\nd\ne", 90, lines=3) == "a\nb … e"
+    assert one_line("  think\r\nanswer\n", 40) == "think ⏎ answer"
+
+
+@given(anything, st.integers(3, 40), st.integers(3, 9))
+def test_the_ends_of_a_text_are_no_longer_than_requested(text: str, letters: int, lines: int) -> None:
+    shown = excerpt(text, letters, lines)
+    assert len(shown) <= letters + len(" … ")
+    assert shown.count("\n") <= lines - 1
+    assert (shown == text) == (len(text) <= letters and text.count("\n") < lines)
+
+
+def inline_of(cell: str) -> list[tuple[str, str]]:
+    """Type and content of what a Markdown parser finds in a cell of a table."""
+    last = [token for token in PARSER.parse(f"| a |\n|---|\n| {cell} |") if token.type == "inline"][-1]
+    return [(child.type, child.content) for child in last.children or []]
+
+
+MARKUP = [
+    "a|b",
+    "**b**",
+    "<img src=x>",
+    "[a](http://x)",
+    "www.x.org",
+    "`c`",
+    "a\\|b",
+    "~~s~~",
+    "me@x.org",
+    "&lt;",
+    "_a_",
+]
+
+
+@pytest.mark.parametrize("text", [*MARKUP, 'a red, "old" door: no. 5 (left-most)!'])
+def test_a_cell_shows_its_text_and_no_markup(text: str) -> None:
+    shown = in_cell(text)
+    assert {kind for kind, _ in inline_of(shown)} <= {"text", "text_special"}
+    assert "".join(content for _, content in inline_of(shown)) == text
+    # GitHub's Markdown makes links of these.
+    assert not re.search(r"://|www\.|@", shown)
+    assert (shown == text) == (text not in MARKUP)
+
+
+@given(anything)
+def test_a_cell_is_one_line_without_columns(text: str) -> None:
+    shown = in_cell(one_line(text, 50))
+    assert "|" not in shown
+    assert len(shown.splitlines()) <= 1
+    assert re.sub(r"&#\d+;", "", shown).isprintable()
+
+
+@given(anything)
+def test_a_fence_is_closed_by_its_own_end_alone(text: str) -> None:
+    """As CommonMark reads it: a line of at least as many backticks as the opening one ends the block."""
+    first, *lines = fenced(text).split("\n")
+    fence = re.match("`+", first)
+    assert fence is not None
+    ends = [index for index, line in enumerate(lines) if re.fullmatch(rf" {{0,3}}`{{{len(fence[0])},}}\s*", line)]
+    assert ends == [len(lines) - 1]
+
+
+def test_a_fence_shows_the_text_unchanged() -> None:
+    assert fenced("a\n```\nb | *c*\t<d>\x1b") == "````text\na\n```\nb | *c*\t<d>\N{REPLACEMENT CHARACTER}\n````"
+
+
+def test_sparklines() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([2.0, 2.0]) == "▅▅"
+    assert sparkline([]) == ""
+    assert sparkline([0, 0, 10, 10, 0, 0], width=3) == "▁█▁"
+    assert len(sparkline(list(range(1000)), width=30)) == 30
+
+
+OF_THE_CONFIGURATION = (
+    "rewards/answer/mean",
+    "rewards/answer/std",
+    "rewards/answer/null",
+    "rewards/answer/failed",
+    "datasets/sums/reward",
+    "guardrails/jpeg",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("rewards/ssim/mean", "ssim: mean"),
+        ("rewards/a/b/null", "a/b: images without a score"),
+        ("rewards/{label}/std", "{label}: standard deviation"),
+        ("guardrails/a/b", "a/b (guardrail)"),
+        ("guardrails/{noun}", "{noun} (guardrail)"),
+        ("datasets/a/b/reward", "a/b: reward"),
+        ("datasets/{noun}/reward", "{noun}: reward"),
+        ("rewards/ssim/median", "rewards/ssim/median"),
+        ("rewards/mean", "rewards/mean"),
+        ("new_metric", "new_metric"),
+        ("denoising/kl", "KL to the reference, denoising"),
+        ("denoising/clip_ratio/region_mean", "clipped noisy steps, denoising"),
+        ("clip_ratio/region_mean", "clipped tokens"),
+        ("denoising/datasets/signs/reward", "signs: reward, denoising"),
+        ("denoising/", "denoising/"),
+    ],
+)
+def test_labels_may_be_any_words_and_an_unknown_name_is_its_own_title(name: str, title: str) -> None:
+    assert metric_title(name)[0] == title
+
+
+def test_every_metric_of_a_run_has_a_title_in_words(tmp_path: Path) -> None:
+    shown = read_run(RunReader(whole_run(tmp_path).store)).shown
+    assert shown is not None
+    for name in {*shown.metrics, *OF_THE_CONFIGURATION, *(name for name in METRICS if "{" not in name)}:
+        text, image = metric_title(name, "completion"), metric_title(name, "image")
+        for title, meaning in (text, image, metric_title(name, "image", "denoising")):
+            assert meaning
+            assert not set("/_{}") & set(title)
+            assert not set("{}") & set(meaning)
+        assert "image" not in "".join(text)
+        assert "completion" not in "".join(image)
+    titles = [row["title"] for row in METRICS.values()]
+    assert len(set(titles)) == len(titles)
+
+
+def test_the_reward_and_plotted_metrics_come_first() -> None:
+    rows = metric_rows({"a": 1.0, "kl": 2.0, "reward": 3.0}, "image")
+    assert [(name, value) for _, _, name, value in rows] == [("reward", 3.0), ("kl", 2.0), ("a", 1.0)]
+
+
+def test_a_second_stream_s_metrics_follow_those_of_the_first() -> None:
+    rows = metric_rows({"denoising/kl": 1.0, "kl": 2.0, "denoising/reward": 3.0, "reward": 4.0}, "image")
+    assert [name for _, _, name, _ in rows] == ["reward", "denoising/reward", "kl", "denoising/kl"]
+
 
 ROWS = [{"name": text, "number": "1"} for text in MARKUP]
 
@@ -17,8 +165,9 @@ def report_of(text: str) -> Report:
 
 def test_markdown_has_all_of_it_as_text() -> None:
     for text in MARKUP:
-        tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(markdown_of(report_of(text)))
-        inline = [token for token in tokens if token.type == "inline" and token.content]
+        inline = [
+            token for token in PARSER.parse(markdown_of(report_of(text))) if token.type == "inline" and token.content
+        ]
         # Two of the notice, two of the fact; of the table its title, heading, two cells and note; title and last note.
         said = ["".join(child.content for child in token.children or []) for token in inline]
         assert said.count(text) == 2 + 2 + 5 + 2, said

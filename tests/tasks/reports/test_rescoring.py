@@ -216,8 +216,8 @@ def test_ranks_rewards_and_what_is_not_there() -> None:
     assert "reward 0.100 0.300 advantage +0.00 +0.00 a sign 0.500 0.500" in text
 
 
-def test_renderings_are_ranked_within_their_draft(tmp_path: Path) -> None:
-    """Samples 0 and 3 are renderings of one draft; by the first stream sample 0 stands among the drafts."""
+def test_images_are_ranked_within_their_token_sample(tmp_path: Path) -> None:
+    """Samples 0 and 3 are images of one token sample; by the first stream sample 0 stands among the token samples."""
     maker = RunMaker(tmp_path, prompts=("one",), streams=("tokens", "denoising"))
     maker.iteration(1)
     stored = read_iterations(maker.store, None, "stored")

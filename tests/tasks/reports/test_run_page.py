@@ -1,5 +1,3 @@
-""""""
-
 import base64
 import hashlib
 import io
@@ -165,8 +163,8 @@ def test_both_streams_have_curves_advantages_and_logprobs(tmp_path: Path) -> Non
     ):
         assert said in text
     titles = [image.get("title") or "" for image in page.named("img")]
-    rendering = next(title for title in titles if title.startswith("i000002.p0000.s03: reward 0.800"))
-    assert "advantage, denoising +0.60; log-prob -0.8 over 2 tokens; log-prob, steps 2 to 3 1.2500" in rendering
+    further = next(title for title in titles if title.startswith("i000002.p0000.s03: reward 0.800"))
+    assert "advantage, denoising +0.60; log-prob -0.8 over 2 tokens; log-prob, steps 2 to 3 1.2500" in further
 
 
 def test_a_run_without_tokens_has_a_page(tmp_path: Path) -> None:

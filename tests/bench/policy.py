@@ -1,20 +1,131 @@
-"""One update of a random model, parity gate and optimizer step included, beside TRL's loss and the same step.
-
-Each side has a process of its own. Its memory is what an update takes at its peak on top of libraries and weights:
-activations, gradients and optimizer states. A group is one microbatch.
-"""
+"""What a policy computes: sampling of GLM-Image, and one update of a random text model, each beside its peer."""
 
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from tests.bench.page import Row
+import torch
+
+import data
+from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.glm_image.loading import load_pipeline
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.records import GroupRequest, TokenBatch, TrainingRows
+from grpo_core.seeds import make_generator
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.policy_update import update_policy
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings
+from tests.bench.page import Row, alternate
+
+MODELS = Path(data.__file__).parent / "models"
+GLM_IMAGE = str(MODELS / "tiny-glm-image")
+SHAPES = ("circle", "square", "cross", "triangle")
+SHAPE_PROMPTS = tuple(f"a {colour} {shape}" for colour in ("red", "blue") for shape in SHAPES)
+# Rows, side of the image in pixels, rounds, and how many times generate()'s tokens per second are the goal.
+CASES = (
+    (1, 64, 15, None),
+    (8, 64, 15, 1.5),
+    (64, 64, 7, 2.0),
+    (1, 256, 3, None),
+    (8, 256, 3, 1.5),
+    (64, 256, 2, 2.0),
+)
+IMAGES = 8
+
+
+def measure_sampling() -> Iterator[Row]:
+    """Token sampling beside transformers' generate(), and decoding beside a bare call of diffusers' pipeline.
+
+    The shipped tiny models, so what is compared is what a token costs beside its matrix products; with adapters of the
+    shipped configurations here, and without any on the other side.
+    """
+    for rows, side, rounds, goal in CASES:
+        yield _tokens(rows, side, rounds, goal)
+    yield _images()
+
+
+def _policy(side: int) -> GlmImagePolicy:
+    settings = GlmImageSettings(side, side, num_inference_steps=4, guidance_scale=1.0)
+    return GlmImagePolicy.load(GLM_IMAGE, settings, {"tokens": TrainingChoice(lora=LoraSettings(16, 32.0))})
+
+
+def _bare_pipeline() -> Any:
+    pipeline = load_pipeline(GLM_IMAGE, dtype=torch.float32, device=torch.device("cpu"))
+    pipeline.set_progress_bar_config(disable=True)
+    # All ids and the full length on both sides; generate() keeps the 50 likeliest unless it is told otherwise.
+    generation = pipeline.vision_language_encoder.generation_config
+    generation.top_k, generation.top_p, generation.temperature, generation.eos_token_id = 0, 1.0, 1.0, None
+    return pipeline
+
+
+def _tokens(rows: int, side: int, rounds: int, goal: float | None) -> Row:
+    policy, pipeline = _policy(side), _bare_pipeline()
+    prompts = SHAPE_PROMPTS[: max(1, rows // 8)]
+    repeated = [prompt for prompt in prompts for _ in range(rows // len(prompts))]
+    tokens = policy.tokens.grids.tokens
+    ours, theirs = alternate(
+        rounds,
+        lambda: policy.tokens.sample(prompts, rows // len(prompts), range(rows)),
+        lambda: pipeline.generate_prior_tokens(repeated, side, side),
+    )
+    # Theirs samples the end slot too.
+    return Row(
+        what=f"GLM-Image token sampling, {rows} row{'s' * (rows > 1)} of {tokens:,} tokens",
+        unit="tokens/s",
+        ours=_rates(rows * tokens, ours),
+        peer="the pipeline's generate()",
+        theirs=_rates(rows * (tokens + 1), theirs),
+        at_least=goal,
+    )
+
+
+def _images() -> Row:
+    policy, pipeline = _policy(64), _bare_pipeline()
+    sampled = policy.tokens.sample(SHAPE_PROMPTS[:1], IMAGES, range(IMAGES)).actions
+    grids = policy.tokens.grids
+    large = sampled.token_ids[:, grids.preview.tokens :].reshape(IMAGES, grids.large.rows, grids.large.columns)
+    prior = large.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
+
+    def bare() -> None:
+        pipeline(
+            [SHAPE_PROMPTS[0]] * IMAGES,
+            height=64,
+            width=64,
+            prior_token_ids=prior,
+            generator=[make_generator(seed) for seed in range(IMAGES)],
+            num_inference_steps=4,
+            guidance_scale=1.0,
+        )
+
+    names = tuple(map(str, range(IMAGES)))
+    request = GroupRequest(SHAPE_PROMPTS[0], names, tuple(range(IMAGES)), tuple(range(IMAGES)))
+
+    def ours_alone() -> None:
+        policy.decoder.sample([request], sampled, size=policy.settings.size, rows_per_call=IMAGES)
+
+    ours, theirs = alternate(9, ours_alone, bare)
+    return Row(
+        what=f"GLM-Image decoding, {IMAGES} images of 64 x 64 in 4 steps",
+        unit="images/s",
+        ours=_rates(IMAGES, ours),
+        peer="a call of the pipeline",
+        theirs=_rates(IMAGES, theirs),
+        at_least=0.95,
+    )
+
+
+def _rates(count: int, seconds: Sequence[float]) -> tuple[float, ...]:
+    return tuple(count / each for each in seconds)
+
 
 VOCABULARIES = (16_512, 151_936)
 # By group.
@@ -26,8 +137,12 @@ PROMPT = "sort the letters of benchmark"
 Build = Callable[[str, int], Callable[[], None]]
 
 
-def measure() -> Iterator[Row]:
-    """Alternate between the two processes of each vocabulary and group."""
+def measure_update() -> Iterator[Row]:
+    """One update of a random model, parity gate and optimizer step included, beside TRL's loss and the same step.
+
+    Each side has a process of its own. Its memory is what an update takes at its peak on top of libraries and weights:
+    activations, gradients and optimizer states. A group is one microbatch.
+    """
     for vocabulary in VOCABULARIES:
         with tempfile.TemporaryDirectory() as folder:
             build_model(vocabulary, folder)
@@ -116,16 +231,6 @@ def _resident_mb(name: str) -> float:
 
 @cache
 def _our_update(folder: str, group: int) -> Callable[[], None]:
-    import torch
-
-    from grpo_core.policies.causal_lm.policy import CausalLMPolicy
-    from grpo_core.policies.causal_lm.settings import CausalLMSettings
-    from grpo_core.policies.trained.settings import TrainingChoice
-    from grpo_core.records import TokenBatch, TrainingRows
-    from grpo_core.update.optimizer import PolicyOptimizer
-    from grpo_core.update.policy_update import update_policy
-    from grpo_core.update.settings import OptimizerSettings, UpdateSettings
-
     torch.set_num_threads(1)
     settings, cpu = CausalLMSettings(max_completion_length=LENGTH), torch.device("cpu")
     policy = CausalLMPolicy.load(
@@ -157,8 +262,6 @@ def _our_update(folder: str, group: int) -> Callable[[], None]:
 
 @cache
 def _trl_update(folder: str, group: int) -> Callable[[], None]:
-    import torch
-
     from tests.bench.text_iteration import build_trainer, configured
 
     torch.set_num_threads(1)
@@ -191,6 +294,4 @@ def _trl_update(folder: str, group: int) -> Callable[[], None]:
 
 
 def _completions(vocabulary: int, group: int) -> Any:
-    import torch
-
     return torch.randint(vocabulary, (group, LENGTH), generator=torch.Generator().manual_seed(0))

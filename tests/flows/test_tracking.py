@@ -20,7 +20,7 @@ from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.preflight.model import check_trackers
 from flows.preflight.prompts import PromptFiles
-from flows.tracking.log import tracking
+from flows.tracking import tracking
 from tasks.reports.iteration import IterationRecord
 from tasks.runs.layout import TRACKERS_FILE
 from tasks.runs.run_view import EvaluationView
@@ -270,7 +270,7 @@ def test_a_finished_training_is_logged_as_it_was_stored_and_ends_well_when_a_tra
         assert scalars(read, str(name[0])) == expected
 
 
-def test_unknown_and_missing_trackers_name_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_and_missing_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.tracking._available_trackers", ["tensorboard"])
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, Leaving.name, Leaving)
     config = read_config(TINY, ["run.trackers=[tensorboard, swanlab, tensorbord, leaving]"])
@@ -279,5 +279,3 @@ def test_unknown_and_missing_trackers_name_what_is_installed(monkeypatch: pytest
         ("run.trackers.1", "swanlab"),
         ("run.trackers.2", "tensorbord"),
     ]
-    assert "uv pip install swanlab" in problems[0].hint
-    assert all("Installed here: leaving, tensorboard." in each.hint for each in problems)
