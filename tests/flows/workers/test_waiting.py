@@ -55,7 +55,7 @@ def heard(server: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
     def wait() -> None:
         listen(heard)
         with pytest.raises(StageCancelledError):
-            follow(flow_run, POOL, None, has_outcome=lambda: False)
+            follow(flow_run, POOL, None, lambda: False)
 
     with run_resources():
         thread = threading.Thread(target=contextvars.copy_context().run, args=(wait,), daemon=True)
