@@ -174,12 +174,11 @@ class StageCall(BaseModel):
 
 
 class StageOutcome(BaseModel):
-    """The outcome of a call: an artifact, a policy version, or an error; and why files were quarantined meanwhile."""
+    """The outcome of a call: what the stage made, or its error; and why files were quarantined meanwhile."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    artifact: ArtifactRef | None = None
-    policy: PolicyRef | None = None
+    made: Reference | None = None
     error: ErrorRecord | None = None
     reasons: tuple[str, ...] = ()
 
@@ -191,9 +190,8 @@ class StageOutcome(BaseModel):
         """
         if self.error is not None:
             raise self.error.error()
-        reference = self.artifact or self.policy
-        assert reference is not None, "an outcome has an artifact, a policy or an error"
-        return reference
+        assert self.made is not None, "an outcome has a reference or an error"
+        return self.made
 
 
 def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore, key: str | None = None) -> StageCall:
@@ -254,9 +252,7 @@ def carry_out(call: StageCall) -> StageOutcome:
             remove_call(store, call.digest)
     except Exception as error:
         return StageOutcome(error=record_of(error), reasons=tuple(store.reasons))
-    if isinstance(reference, PolicyRef):
-        return StageOutcome(policy=reference, reasons=tuple(store.reasons))
-    return StageOutcome(artifact=reference, reasons=tuple(store.reasons))
+    return StageOutcome(made=reference, reasons=tuple(store.reasons))
 
 
 def stage_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
