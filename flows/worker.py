@@ -18,17 +18,17 @@ import httpx
 from prefect import Flow, flow
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.objects import FlowRun, WorkPool
+from prefect.client.schemas.objects import FlowRun, State, WorkPool
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectHTTPStatusError
 from prefect.flow_engine import run_flow_async
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Failed
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
 from flows.pipeline.prefect_ui import shown_in_ui
 from flows.server.heartbeat_automation import ensure_automation
 from flows.server.reachable import KIND
 from grpo_core.errors import InputError
-from tasks.execution.call import STAGES, StageOutcome, carry_out_in, leave_outcome, read_call
+from tasks.execution.call import STAGES, carry_out_in, read_call
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import LostStageError, StageCancelledError, StageTimeoutError, record_of
@@ -38,11 +38,15 @@ from tasks.progress import log
 from tasks.storage.artifacts.store import ArtifactStore
 
 
-async def carry_out_call(root: str, run: str, call: str, timeout: float | None = None) -> None:
-    """Run the stage of a call, given by its digest, in a run's folder, and write the outcome next to the call.
+async def carry_out_call(root: str, run: str, call: str, timeout: float | None = None) -> State | None:
+    """Run the stage of a call, given by its digest, in a run's folder.
+
+    Returns:
+        A failed state with the error of the stage; None if the stage is recorded.
 
     Raises:
-        Exception: whatever the stage raised, which is in the outcome as well.
+        ValueError: the call is missing or damaged.
+        StageCancelledError: the stage was cancelled.
     """
     store = ArtifactStore(root, run)
     requested = read_call(store, call)
@@ -59,17 +63,18 @@ async def carry_out_call(root: str, run: str, call: str, timeout: float | None =
                 child.end()
                 raise
     except StageCancelledError:
-        # No run waits for the outcome.
+        # No run waits for it.
         store.clear_abandoned()
         raise
     except (LostStageError, StageTimeoutError) as error:
         store.clear_abandoned()
-        outcome = StageOutcome(error=record_of(error))
-    leave_outcome(store, call, outcome)
-    outcome.reference()
+        return Failed(message=record_of(error).state_message())
+    for reason in outcome.reasons:
+        log(f"quarantined: {reason}")
+    return None if outcome.error is None else Failed(message=outcome.error.state_message())
 
 
-STAGE_FLOWS: Mapping[str, Flow[..., Coroutine[Any, Any, None]]] = {
+STAGE_FLOWS: Mapping[str, Flow[..., Coroutine[Any, Any, State | None]]] = {
     name: flow(name=name, description=f"The stage `{name}` of a run, for the workers of a pool.")(carry_out_call)
     for name in STAGES
 }

@@ -118,7 +118,7 @@ def delete_part(store: ArtifactStore, prunable: Prunable, part: str, by: str, on
 
 
 def old_calls(store: ArtifactStore, now: datetime) -> list[str]:
-    """Return paths of calls and outcomes that no run waits for."""
+    """Return paths of calls that no run waits for."""
     paths = store.filesystem.find(store.path(CALLS)) if store.filesystem.exists(store.path(CALLS)) else []
     return sorted(path for path in paths if now - _modified(store, path) > CALLS_ARE_KEPT)
 

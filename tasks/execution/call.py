@@ -1,14 +1,14 @@
 """The stages by name, and a stage with its arguments as JSON, for another process or machine, and its outcome.
 
-A call for another machine is a file in the run's folder, as is its outcome; a call that is withdrawn has no file.
+A call for another machine is a file in the run's folder until the stage is recorded there, or the call is withdrawn.
 """
 
+import contextlib
 import hashlib
 import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
@@ -141,7 +141,7 @@ def unsharded(arguments: Arguments) -> PlacementSection:
 
 
 CALLS = ".calls"
-"""Folder of a run for the calls of its stages to other machines, and for their outcomes."""
+"""Folder of a run for the calls of its stages to other machines."""
 
 
 class StageCall(BaseModel):
@@ -152,7 +152,8 @@ class StageCall(BaseModel):
         roots: where the stage's code begins.
         code: digest of that code and of the libraries' versions, which the worker must have too.
         arguments: arguments of the stage's function, as JSON values.
-        withdrawable: whether the run may withdraw it, by removing the call's file; the stage then commits nothing.
+        key: of the stage's record, if another machine runs it and writes the record; the run may then withdraw the
+            call by removing its file, and the stage commits nothing. None for a child of the run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -163,7 +164,7 @@ class StageCall(BaseModel):
     roots: tuple[str, ...]
     code: str
     arguments: dict[str, Any]
-    withdrawable: bool = False
+    key: str | None = None
 
     @property
     def digest(self) -> str:
@@ -173,12 +174,11 @@ class StageCall(BaseModel):
 
 
 class StageOutcome(BaseModel):
-    """The outcome of a call: an artifact, a policy version, or an error; and why files were quarantined meanwhile."""
+    """The outcome of a call: what the stage made, or its error; and why files were quarantined meanwhile."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    artifact: ArtifactRef | None = None
-    policy: PolicyRef | None = None
+    made: Reference | None = None
     error: ErrorRecord | None = None
     reasons: tuple[str, ...] = ()
 
@@ -190,13 +190,12 @@ class StageOutcome(BaseModel):
         """
         if self.error is not None:
             raise self.error.error()
-        reference = self.artifact or self.policy
-        assert reference is not None, "an outcome has an artifact, a policy or an error"
-        return reference
+        assert self.made is not None, "an outcome has a reference or an error"
+        return self.made
 
 
-def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore, *, withdrawable: bool = False) -> StageCall:
-    """Describe the stage with these arguments for another process; on another machine it may be withdrawn."""
+def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore, key: str | None = None) -> StageCall:
+    """Describe the stage with these arguments for a child of this process, or under its key for another machine."""
     hints, roots = _hints(stage.function), stage.roots(arguments)
     return StageCall(
         stage=stage.name,
@@ -204,7 +203,7 @@ def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore, *, withdra
         run=store.run,
         roots=roots,
         code=code_of(roots),
-        withdrawable=withdrawable,
+        key=key,
         arguments={name: TypeAdapter(hints[name]).dump_python(value, mode="json") for name, value in arguments.items()},
     )
 
@@ -231,7 +230,10 @@ def code_of(roots: tuple[str, ...]) -> str:
 
 
 def carry_out(call: StageCall) -> StageOutcome:
-    """Run the stage in this process; an error is an outcome too."""
+    """Run the stage in this process, and record it under the call's key; an error is an outcome too."""
+    # Prefect takes seconds to import, and some commands need only the names of this module.
+    from tasks.storage.prefect_results import record_stage
+
     store = open_store_elsewhere(call.storage, call.run)
     use_store(store)
     try:
@@ -243,13 +245,14 @@ def carry_out(call: StageCall) -> StageOutcome:
             )
             raise InputError("worker", code[:12], hint)
         stage = stage_named(call.stage)
-        store.requested = call_file(call.digest) if call.withdrawable else None
+        store.requested = call_file(call.digest) if call.key else None
         reference = stage.function(**arguments_of(call, stage))
+        if call.key is not None:
+            record_stage(store, call.key, reference)
+            remove_call(store, call.digest)
     except Exception as error:
         return StageOutcome(error=record_of(error), reasons=tuple(store.reasons))
-    if isinstance(reference, PolicyRef):
-        return StageOutcome(policy=reference, reasons=tuple(store.reasons))
-    return StageOutcome(artifact=reference, reasons=tuple(store.reasons))
+    return StageOutcome(made=reference, reasons=tuple(store.reasons))
 
 
 def stage_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -269,7 +272,7 @@ def carry_out_in(process: ChildProcess, call: StageCall, timeout: float | None) 
     return outcome
 
 
-@contextmanager
+@contextlib.contextmanager
 def naming_timeout(call: StageCall) -> Iterator[None]:
     """Add to a StageTimeoutError which stage ran into its timeout, which reward it computes, and the setting."""
     try:
@@ -284,11 +287,6 @@ def naming_timeout(call: StageCall) -> Iterator[None]:
 def call_file(name: str) -> str:
     """Return where the call of this digest is kept in its run."""
     return f"{CALLS}/{name}.json"
-
-
-def outcome_file(name: str) -> str:
-    """Return where the call's outcome is kept."""
-    return f"{CALLS}/{name}.outcome.json"
 
 
 def read_call(store: ArtifactStore, name: str) -> StageCall:
@@ -309,21 +307,15 @@ def read_call(store: ArtifactStore, name: str) -> StageCall:
     return call
 
 
-def leave_outcome(store: ArtifactStore, name: str, outcome: StageOutcome) -> None:
-    """Write a call's outcome to the run's folder, unless the call was withdrawn."""
-    if store.read_file(call_file(name)) is not None:
-        store.write_file(outcome_file(name), dump_checked(outcome.model_dump(mode="json")))
+def write_call(store: ArtifactStore, call: StageCall) -> None:
+    """Write a call to the run's folder."""
+    store.write_file(call_file(call.digest), dump_checked(call.model_dump(mode="json")))
 
 
-def read_outcome(store: ArtifactStore, name: str) -> StageOutcome | None:
-    """Read a call's outcome; None if it is missing or damaged."""
-    content = store.read_file(outcome_file(name))
-    if content is None:
-        return None
-    try:
-        return StageOutcome.model_validate_json(json.dumps(load_checked(content)))
-    except ValueError:
-        return None
+def remove_call(store: ArtifactStore, name: str) -> None:
+    """Remove a call whose stage is recorded or has failed."""
+    with contextlib.suppress(FileNotFoundError):
+        store.filesystem.rm_file(store.path(call_file(name)))
 
 
 def clear_calls(store: ArtifactStore) -> None:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from prefect.futures import PrefectFuture
-from prefect.transactions import CommitMode, transaction
+from prefect.transactions import CommitMode, get_transaction, transaction
 
 from tasks.execution.call import Arguments, Part, Reference, Stage, StageCall, StageOutcome, call_of, carry_out_in
 from tasks.execution.child_main import child_command
@@ -48,8 +48,9 @@ def dispatch(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
     if stage.shards(arguments) > 1:
         return run_in_shards(stage, arguments, submit)
     if where.pool is not None:
-        call = call_of(stage, arguments, store, withdrawable=True)
-        return carry_out_on_pool(call, where.pool, where.timeout, store)
+        task = get_transaction()
+        assert task is not None, "a stage is a Prefect task, whose transaction has the stage's key"
+        return carry_out_on_pool(call_of(stage, arguments, store, task.key), where.pool, where.timeout, store)
     if where.timeout is not None:
         outcome = _run_in_child(stage, call_of(stage, arguments, store), where.timeout, store)
         store.reasons.extend(outcome.reasons)

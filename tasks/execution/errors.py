@@ -4,6 +4,7 @@ Errors that people read are rebuilt as the same class with the same arguments. N
 """
 
 import errno
+import json
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import to_jsonable_python
 
 from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError
@@ -121,6 +122,18 @@ class ErrorRecord(BaseModel):
         if self.kind in _BUILDERS and self.retryable is None:
             return _BUILDERS[self.kind](*self.arguments)
         return RemoteStageError(f"{self.kind}: {self.message}", self.trace, self.retryable)
+
+    def state_message(self) -> str:
+        """Return the message of a Prefect state: the error for people, and the record as JSON on the last line."""
+        return f"{self.kind}: {self.message}\n{json.dumps(self.model_dump(mode='json'))}"
+
+    @classmethod
+    def from_state_message(cls, message: str | None) -> "ErrorRecord | None":
+        """Read what `state_message` returned; None for any other message."""
+        try:
+            return cls.model_validate_json((message or "").rpartition("\n")[2])
+        except ValidationError:
+            return None
 
 
 def record_of(error: Exception) -> ErrorRecord:

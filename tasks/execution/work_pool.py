@@ -1,10 +1,10 @@
-"""Send a stage to a work pool: a call in the run's folder, a flow run that points at it, an outcome in the folder.
+"""Send a stage to a work pool: a call in the run's folder, and a flow run that points at it.
 
-Only the name of the call goes through the server, which refuses parameters over 512 KiB. The flow run is watched until
-it ends or its worker has died.
+Only the name of the call goes through the server, which refuses parameters over 512 KiB. The worker records the stage
+in the run's folder, and then removes the call; the state of the flow run has the error of a stage that failed. The flow
+run is watched until it ends or its worker has died.
 """
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable
@@ -14,23 +14,16 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun, TaskRun, TaskRunResult, Worker, WorkerStatus
+from prefect.client.schemas.objects import FlowRun, State, TaskRun, TaskRunResult, Worker, WorkerStatus
 from prefect.context import TaskRunContext
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Cancelled, Cancelling, Crashed, Scheduled
 
 from grpo_core.errors import InputError
-from tasks.execution.call import (
-    Reference,
-    StageCall,
-    StageOutcome,
-    call_file,
-    naming_timeout,
-    outcome_file,
-    read_outcome,
-)
+from tasks.execution.call import Reference, StageCall, call_file, naming_timeout, remove_call, write_call
 from tasks.execution.child_process import SECONDS_TO_START
 from tasks.execution.errors import (
+    ErrorRecord,
     LostStageError,
     Retryable,
     StageCancelledError,
@@ -39,9 +32,8 @@ from tasks.execution.errors import (
 )
 from tasks.execution.resources import StopSignals, resource
 from tasks.progress import log
-from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.files import dump_checked
+from tasks.storage.prefect_results import recorded_stage
 
 SECONDS_BETWEEN_POLLS = 0.1
 MAX_SECONDS_BETWEEN_POLLS = 1.0
@@ -62,7 +54,7 @@ WORKER_LABEL = "prefect.worker.name"
 def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: ArtifactStore) -> Reference:
     """Have a worker of the pool run the stage, and wait for it.
 
-    A run that was killed while it waited finds the result of the worker at its next start, or waits for it again. The
+    A run that was killed while it waited finds the worker's record at its next start, or waits for it again. The
     timeout counts once a worker has begun the stage.
 
     Raises:
@@ -71,40 +63,30 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
         LostStageError: its worker has died.
     """
     name = call.digest
-    done = _finished_before(store, name)
-    if done is None:
-        store.write_file(call_file(name), dump_checked(call.model_dump(mode="json")))
-        with get_client(sync_client=True) as client:
-            flow_run = _flow_run(client, call, pool, timeout)
-        with naming_timeout(call):
-            follow(flow_run, pool, timeout, has_outcome=lambda: store.read_file(outcome_file(name)) is not None)
-        done = read_outcome(store, name)
-    if done is None:
-        raise LostStageError(
-            f"{call.stage}: a worker of pool {pool} left no outcome; its log says why, and whether it can reach "
-            f"{call.storage.root} at all"
-        )
-    _forget(store, name)
-    store.reasons.extend(done.reasons)
-    return done.reference()
+    assert call.key is not None, "a worker records what it has made"
 
+    def is_answered() -> bool:
+        return store.read_file(call_file(name)) is None
 
-def _finished_before(store: ArtifactStore, name: str) -> StageOutcome | None:
-    """Return the outcome of a call of an earlier start of this run; errors are dropped."""
-    outcome = read_outcome(store, name)
-    if outcome is None or outcome.error is not None:
-        # The call stays: a worker may be running it, and commits nothing for one that was withdrawn.
-        _remove(store, outcome_file(name))
-        return None
-    reference = outcome.reference()
-    artifact = reference if isinstance(reference, ArtifactRef) else reference.checkpoint
-    assert artifact is not None, "a stage makes an artifact"
-    try:
-        store.restore_artifact(artifact)
-    except StaleReferenceError:
-        _forget(store, name)
-        return None
-    return outcome
+    write_call(store, call)
+    with get_client(sync_client=True) as client:
+        flow_run = _flow_run(client, call, pool, timeout)
+    with naming_timeout(call):
+        state = follow(flow_run, pool, timeout, is_answered)
+    # Another worker, which had seemed dead, may have answered instead of the one that was followed.
+    if state is not None and not state.is_completed() and not is_answered():
+        error = ErrorRecord.from_state_message(state.message)
+        if error is not None:
+            remove_call(store, name)
+            raise error.error()
+    elif (reference := recorded_stage(store, call.key)) is not None:
+        # Written again if another start of the run had it answered meanwhile.
+        remove_call(store, name)
+        return reference
+    raise LostStageError(
+        f"{call.stage}: a worker of pool {pool} recorded neither a result nor an error; its log says why, and whether "
+        f"it can reach {call.storage.root} at all"
+    )
 
 
 def _flow_run(client: SyncPrefectClient, call: StageCall, pool: str, timeout: float | None) -> FlowRun:
@@ -157,16 +139,6 @@ def _link(client: SyncPrefectClient, stage: TaskRunContext, title: str, call: St
     )
 
 
-def _forget(store: ArtifactStore, name: str) -> None:
-    for file in (call_file(name), outcome_file(name)):
-        _remove(store, file)
-
-
-def _remove(store: ArtifactStore, file: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        store.filesystem.rm_file(store.path(file))
-
-
 class _Watch:
     """The state of one flow run, and the times of its changes."""
 
@@ -176,21 +148,21 @@ class _Watch:
         self.begun = self.last_answer = self.checked = time.monotonic()
         self.taken: float | None = None
         self.running: float | None = None
-        self.ended = False
+        self.end: State | None = None
         self.logged: set[str] = set()
         self.last_heartbeat: datetime | None = None
         self.heartbeat_seen = self.begun
 
-    def has_ended(self) -> bool:
+    def look(self) -> None:
         """Read the run's state once; raises the errors of `follow`."""
         flow_run = self.client.read_flow_run(self.id)
         self.last_answer = now = time.monotonic()
         state = flow_run.state
         if state is not None and state.is_final():
-            self.ended = True
+            self.end = state
             if state.is_cancelled():
                 raise StageCancelledError(f"flow run {flow_run.name} was cancelled")
-            return True
+            return
         if state is not None and not state.is_scheduled():
             self.taken = self.taken or now
         if state is not None and state.is_running():
@@ -198,7 +170,6 @@ class _Watch:
         if now - self.checked >= SECONDS_BETWEEN_CHECKS:
             self.checked = now
             self._require_worker(flow_run)
-        return False
 
     def _require_worker(self, flow_run: FlowRun) -> None:
         now = time.monotonic()
@@ -214,8 +185,8 @@ class _Watch:
             reason = f"worker {name} of pool {self.pool} has died"
             if flow_run.state is not None and flow_run.state.is_cancelling():
                 # Only a worker ends a cancelled run, and another worker must not run it.
-                self.client.set_flow_run_state(self.id, Cancelled(message=reason), force=True)
-                self.ended = True
+                self.end = Cancelled(message=reason)
+                self.client.set_flow_run_state(self.id, self.end, force=True)
                 raise StageCancelledError(f"flow run {flow_run.name} was cancelled; {reason}")
             self._give_up(reason)
         if self.running is None and now - self.taken > SECONDS_PENDING:
@@ -252,10 +223,19 @@ class _Watch:
         raise LostStageError(reason)
 
 
-def follow(flow_run: FlowRun, pool: str, timeout: float | None, *, has_outcome: Callable[[], bool]) -> None:
-    """Wait until the server reports the end of the flow run, or the run's folder has its outcome.
+def follow(flow_run: FlowRun, pool: str, timeout: float | None, is_answered: Callable[[], bool]) -> State | None:
+    """Wait until the flow run has ended.
 
     While the server does not answer, the run waits. When the run that requested the stage stops, it cancels the stage.
+
+    Args:
+        flow_run: the stage, as it was sent to the pool.
+        pool: name of the pool.
+        timeout: seconds after which its worker should have killed it; None for no limit.
+        is_answered: returns whether the stage is recorded; called while the server does not answer.
+
+    Returns:
+        Its last state; None if it is answered and the server does not say so.
 
     Raises:
         LostStageError: its worker has died, or the server does not come back.
@@ -266,7 +246,7 @@ def follow(flow_run: FlowRun, pool: str, timeout: float | None, *, has_outcome: 
     with get_client(sync_client=True) as client:
         watch = _Watch(client, flow_run, pool, timeout)
         try:
-            while not _has_ended(watch, has_outcome):
+            while not _is_over(watch, is_answered):
                 pause = POLL_SHARE * (time.monotonic() - watch.begun)
                 if stop.cancelled.wait(min(MAX_SECONDS_BETWEEN_POLLS, max(SECONDS_BETWEEN_POLLS, pause))):
                     raise StageCancelledError("the run that requested it was stopped")
@@ -275,23 +255,24 @@ def follow(flow_run: FlowRun, pool: str, timeout: float | None, *, has_outcome: 
         except (LostStageError, StageTimeoutError):
             raise
         except BaseException:
-            if not watch.ended:
+            if watch.end is None:
                 # Not forced: the server itself ends a run that no worker has taken yet.
                 client.set_flow_run_state(watch.id, Cancelling())
             raise
+    return watch.end
 
 
-def _has_ended(watch: _Watch, has_outcome: Callable[[], bool]) -> bool:
+def _is_over(watch: _Watch, is_answered: Callable[[], bool]) -> bool:
     try:
-        return watch.has_ended()
+        watch.look()
     except ObjectNotFound as error:
         raise LostStageError("its flow run was deleted") from error
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
         if retryable_kind(error) is not Retryable.SERVICE:
             raise
-        if has_outcome():
+        if is_answered():
             return True
         waited = time.monotonic() - watch.last_answer
         if waited > SECONDS_WITHOUT_SERVER:
             raise LostStageError(f"the Prefect server has not answered for {waited:.0f} s ({error})") from error
-        return False
+    return watch.end is not None

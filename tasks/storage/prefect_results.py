@@ -30,19 +30,16 @@ class StageRecords(WritableFileSystem):
 
     # Prefect calls the plain methods with _sync=True, and those with an "a" from coroutines.
     def read_path(self, path: str, *, _sync: bool = True) -> bytes:  # type: ignore[override]
-        """Read the record of a key in Prefect's format.
+        """Read the reference of a key, as a record of Prefect's that `reference_serializer` decodes.
 
         Raises:
             StaleReferenceError: there is none, or it was changed.
             StorageError: a bucket did not answer; the stage then refuses to run.
         """
         with current_store().noting_unread(path):
-            content = _find(path)
-        metadata = ResultRecordMetadata(
-            serializer=reference_serializer(), storage_key=path, storage_block_id=self._block_document_id
-        )
-        record: ResultRecord[str] = ResultRecord(metadata=metadata, result=json.dumps(content))
-        return record.model_dump_json(serialize_as_any=True).encode()
+            reference = _find(path)
+        metadata = ResultRecordMetadata(serializer=reference_serializer(), storage_key=path)
+        return ResultRecord(metadata=metadata, result=reference).serialize()
 
     async def aread_path(self, path: str) -> bytes:
         """Read the record of a key asynchronously."""
@@ -50,16 +47,30 @@ class StageRecords(WritableFileSystem):
 
     def write_path(self, path: str, content: bytes, *, _sync: bool = True) -> None:  # type: ignore[override]
         """Keep the reference that a Prefect record contains."""
-        result = json.loads(json.loads(content)["result"])
-        _keep(current_store(), f"{FOLDER}/{path}.json", dump_checked({"key": path, "result": result}))
+        record: ResultRecord[str] = ResultRecord.model_validate_json(content)
+        _keep(current_store(), path, json.loads(record.result))
 
     async def awrite_path(self, path: str, content: bytes) -> None:
         """Write the record of a key asynchronously."""
         self.write_path(path, content)
 
 
-def _keep(store: ArtifactStore, name: str, content: bytes) -> None:
+def record_stage(store: ArtifactStore, key: str, reference: ArtifactRef | PolicyRef) -> None:
+    """Record what a stage made, for the Prefect task of the stage in another process."""
+    _keep(store, key, encode_reference(reference))
+
+
+def recorded_stage(store: ArtifactStore, key: str) -> ArtifactRef | PolicyRef | None:
+    """Return what the run's record of a stage names, whose files are not read; None if it is missing or damaged."""
+    try:
+        return _checked(key, store.read_file(f"{FOLDER}/{key}.json") or b"")
+    except StaleReferenceError:
+        return None
+
+
+def _keep(store: ArtifactStore, key: str, result: Any) -> None:
     """Write a record in the run and next to the runs; a record lost there is only a cache miss of another run."""
+    name, content = f"{FOLDER}/{key}.json", dump_checked({"key": key, "result": result})
     if not is_local(store.filesystem):
         store.write_file(name, content)
         store.write_file(name, content, shared=True)
@@ -72,8 +83,8 @@ def _keep(store: ArtifactStore, name: str, content: bytes) -> None:
         temporary.replace(shared)
 
 
-def _find(key: str) -> Any:
-    """Return the result under this key: of this run, or of another run of the same root."""
+def _find(key: str) -> ArtifactRef | PolicyRef:
+    """Return the reference under this key: of this run, or of another run of the same root."""
     store, name = current_store(), f"{FOLDER}/{key}.json"
     own = store.read_file(name)
     if own is not None:
@@ -84,9 +95,9 @@ def _find(key: str) -> Any:
     shared = store.read_shared(name)
     if shared is None:
         raise StaleReferenceError(f"{key}: no stage has been recorded")
-    result = _checked(key, shared)
+    reference = _checked(key, shared)
     store.write_file(name, shared)
-    return result
+    return reference
 
 
 def note_copied(store: ArtifactStore) -> bool:
@@ -99,23 +110,22 @@ def note_copied(store: ArtifactStore) -> bool:
     for path in names:
         key = path.rsplit("/", 1)[-1].removesuffix(".json")
         try:
-            result = _checked(key, store.read_file(f"{FOLDER}/{key}.json") or b"")
+            reference = _checked(key, store.read_file(f"{FOLDER}/{key}.json") or b"")
         except StaleReferenceError:
             return False
-        content = json.loads(result) if isinstance(result, str) else result
-        described = content.get(_ARTIFACT) or (content.get(_POLICY) or {}).get("checkpoint")
-        if described is not None and (reference := ArtifactRef.model_validate(described)).run != store.run:
-            store.copied[reference.folder] = reference.run
+        artifact = reference.checkpoint if isinstance(reference, PolicyRef) else reference
+        if artifact is not None and artifact.run != store.run:
+            store.copied[artifact.folder] = artifact.run
     return bool(names)
 
 
-def _checked(key: str, content: bytes) -> Any:
+def _checked(key: str, content: bytes) -> ArtifactRef | PolicyRef:
     try:
         kept = load_checked(content)
         if kept["key"] != key:
             raise ValueError(f"it has the key {kept['key']}")
-        return kept["result"]
-    except (ValueError, KeyError) as error:
+        return _reference(kept["result"])
+    except (ValueError, KeyError, TypeError) as error:
         raise StaleReferenceError(f"{key}.json is not the record that was written ({error})") from error
 
 
@@ -141,20 +151,21 @@ def decode_reference(value: dict[str, Any]) -> Any:
         StaleReferenceError: there is no valid copy of the files.
         StorageError: a bucket did not answer; the stage then refuses to run.
     """
-    if _ARTIFACT in value:
-        return _restored(ArtifactRef.model_validate(value[_ARTIFACT]))
+    if not {_ARTIFACT, _POLICY} & value.keys():
+        return value
+    reference, store = _reference(value), current_store()
+    artifact = reference.checkpoint if isinstance(reference, PolicyRef) else reference
+    if artifact is None:
+        return reference
+    with store.noting_unread(artifact.uri):
+        restored = store.restore_artifact(artifact)
+    return reference.model_copy(update={"checkpoint": restored}) if isinstance(reference, PolicyRef) else restored
+
+
+def _reference(value: dict[str, Any]) -> ArtifactRef | PolicyRef:
     if _POLICY in value:
-        policy = PolicyRef.model_validate(value[_POLICY])
-        if policy.checkpoint is None:
-            return policy
-        return policy.model_copy(update={"checkpoint": _restored(policy.checkpoint)})
-    return value
-
-
-def _restored(reference: ArtifactRef) -> ArtifactRef:
-    store = current_store()
-    with store.noting_unread(reference.uri):
-        return store.restore_artifact(reference)
+        return PolicyRef.model_validate(value[_POLICY])
+    return ArtifactRef.model_validate(value[_ARTIFACT])
 
 
 def reference_serializer() -> JSONSerializer:

@@ -11,12 +11,11 @@ import polars as pl
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.execution.call import CALLS, StageCall, StageOutcome, code_of, leave_outcome, read_call, read_outcome
+from tasks.execution.call import StageCall, call_file, code_of, read_call, write_call
 from tasks.storage.artifacts.commit import delete_files
 from tasks.storage.artifacts.files import ReadCache
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, described, use_store
-from tasks.storage.files import dump_checked
 from tasks.storage.prefect_results import FOLDER, StageRecords
 from tasks.storage.run_lock import LOCK, locked
 from tests.flows.conftest import Runs, flip
@@ -122,8 +121,8 @@ def test_stage_records(evaluated: Evaluated, tmp_path: Path, chance: random.Rand
     assert same <= 0.05 * 3 * len(sources)
 
 
-def test_calls_of_pools_and_their_outcomes(store: ArtifactStore, chance: random.Random) -> None:
-    """Both are as if they were not there, so that the stage is requested once more."""
+def test_calls_of_pools(store: ArtifactStore, chance: random.Random) -> None:
+    """As if there were none, so that the stage is requested once more."""
     request = StageCall(
         stage="update policy",
         storage=described(store),
@@ -132,17 +131,12 @@ def test_calls_of_pools_and_their_outcomes(store: ArtifactStore, chance: random.
         code=code_of(ROOTS),
         arguments={"seed": 3},
     )
-    outcome = StageOutcome(reasons=("a file was damaged",))
     for _ in range(FLIPS):
-        store.write_file(f"{CALLS}/{request.digest}.json", dump_checked(request.model_dump(mode="json")))
+        write_call(store, request)
         assert read_call(store, request.digest) == request
-        flip(Path(store.path(f"{CALLS}/{request.digest}.json")), chance)
+        flip(Path(store.path(call_file(request.digest))), chance)
         with pytest.raises(ValueError):  # noqa: PT011 - of many kinds
             read_call(store, request.digest)
-        leave_outcome(store, request.digest, outcome)
-        assert read_outcome(store, request.digest) == outcome
-        flip(Path(store.path(f"{CALLS}/{request.digest}.outcome.json")), chance)
-        assert read_outcome(store, request.digest) is None
 
 
 def test_lock(store: ArtifactStore, chance: random.Random) -> None:

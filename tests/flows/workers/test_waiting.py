@@ -5,22 +5,31 @@ import contextvars
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun
+from prefect.states import Failed
 
 from flows.server.reachable import KIND
 from flows.worker import STAGES_QUEUE, WorkerState, register_stages, uses_the_gpu
+from grpo_core.errors import NonFiniteError
 from grpo_core.parity import ParityError
 from tasks.execution import work_pool
-from tasks.execution.errors import StageCancelledError
+from tasks.execution.call import StageCall, read_call, remove_call
+from tasks.execution.errors import StageCancelledError, record_of
 from tasks.execution.resources import StopSignals, resource, run_resources
-from tasks.execution.work_pool import follow
+from tasks.execution.work_pool import carry_out_on_pool, follow
 from tasks.progress import listen
+from tasks.storage.artifacts.reference import PolicyRef
+from tasks.storage.artifacts.store import ArtifactStore, described
+from tasks.storage.prefect_results import record_stage
 from tests.flows.conftest import Heard, Runs
 
 POOL = "waited-for"
@@ -29,10 +38,15 @@ DESERTED = "nobody-works-here"
 SECONDS_TO_FAIL = 60.0
 
 
-async def _asked_of_the_pool() -> FlowRun:
+async def _make_pool(name: str) -> None:
     async with get_client() as client:
-        await client.create_work_pool(WorkPoolCreate(name=POOL, type=KIND))
-        await register_stages(client, POOL)
+        await client.create_work_pool(WorkPoolCreate(name=name, type=KIND))
+        await register_stages(client, name)
+
+
+async def _asked_of_the_pool() -> FlowRun:
+    await _make_pool(POOL)
+    async with get_client() as client:
         deployment = await client.read_deployment_by_name(f"score reward/{POOL}")
         return await client.create_flow_run_from_deployment(
             deployment.id, parameters={"root": "r", "run": "r", "call": "c"}
@@ -55,7 +69,7 @@ def heard(server: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
     def wait() -> None:
         listen(heard)
         with pytest.raises(StageCancelledError):
-            follow(flow_run, POOL, None, has_outcome=lambda: False)
+            follow(flow_run, POOL, None, lambda: False)
 
     with run_resources():
         thread = threading.Thread(target=contextvars.copy_context().run, args=(wait,), daemon=True)
@@ -99,16 +113,42 @@ def test_what_keeps_workers_from_it_is_told_once_each(heard: Heard) -> None:
         assert heard.lines[number - 1 :] == [f"waiting for a worker of pool {POOL}: {told}"]
 
 
-async def _make_deserted_pool() -> None:
-    async with get_client() as client:
-        await client.create_work_pool(WorkPoolCreate(name=DESERTED, type=KIND))
-        await register_stages(client, DESERTED)
+@pytest.mark.parametrize("answered", [False, True], ids=["its error", "the record of another worker"])
+def test_a_stage_that_failed_on_its_worker_gives(server: None, tmp_path: Path, answered: bool) -> None:
+    pool, store = f"failed-{answered}", ArtifactStore(str(tmp_path), "run")
+    asyncio.run(_make_pool(pool))
+    call = StageCall(
+        stage="score reward", storage=described(store), run="run", roots=(), code="", arguments={}, key="key"
+    )
+    error, made = NonFiniteError("loss", ["s1"], "\x00 Lower it."), PolicyRef(version=0, digest="0" * 64)
+
+    def fail() -> None:
+        with get_client(sync_client=True) as client:
+            wanted = FlowRunFilter(tags=FlowRunFilterTags(all_=[pool]))
+            while not (found := client.read_flow_runs(flow_run_filter=wanted)):
+                time.sleep(0.1)
+            if answered:
+                record_stage(store, "key", made)
+                remove_call(store, call.digest)
+            client.set_flow_run_state(found[0].id, Failed(message=record_of(error).state_message()), force=True)
+
+    with run_resources(), ThreadPoolExecutor(1) as thread:
+        failing = thread.submit(contextvars.copy_context().run, fail)
+        if answered:
+            assert carry_out_on_pool(call, pool, None, store) == made
+        else:
+            with pytest.raises(NonFiniteError) as caught:
+                carry_out_on_pool(call, pool, None, store)
+            assert caught.value.__reduce__()[1] == error.__reduce__()[1]
+        failing.result()
+    with pytest.raises(ValueError):  # noqa: PT011 - the call is removed
+        read_call(store, call.digest)
 
 
 @pytest.mark.slow
 def test_a_failed_update_is_told_while_rollouts_wait_for_a_worker(empty: Runs) -> None:
     empty.start(run__staleness=1, run__iterations=1)
-    asyncio.run(_make_deserted_pool())
+    asyncio.run(_make_pool(DESERTED))
     # Both iterations begin with version 0; the rollouts of the first are there, those of the second are nobody's.
     strict = {"update__parity__max_difference": 1e-30, "update__parity__mean_difference": 1e-30}
     ended: list[BaseException | None] = []

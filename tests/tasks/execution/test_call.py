@@ -11,18 +11,18 @@ from grpo_core.errors import InputError
 from tasks.execution.call import (
     StageCall,
     arguments_of,
-    call_file,
     call_of,
     carry_out,
-    leave_outcome,
     naming_timeout,
-    read_outcome,
+    read_call,
     stage_named,
+    write_call,
 )
 from tasks.execution.errors import StageTimeoutError
 from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.prefect_results import recorded_stage
 from tests.tasks.execution.test_dispatch import reward_arguments, rollout_arguments
 from tests.tasks.update.update_jobs import TEXTS, UPDATE
 
@@ -123,21 +123,14 @@ def test_another_model_under_the_same_name_is_refused(store: ArtifactStore) -> N
     assert store.find("iteration_000001/rollouts") is None
 
 
-def test_a_withdrawn_call_makes_nothing(store: ArtifactStore) -> None:
+def test_a_call_is_recorded_and_removed_and_a_withdrawn_one_makes_nothing(store: ArtifactStore) -> None:
     arguments = rollout_arguments("iteration_000001", LOCAL_PLACEMENT)
-    call = call_of(stage_named("collect rollouts"), arguments, store, withdrawable=True)
+    call = call_of(stage_named("collect rollouts"), arguments, store, "key")
     with pytest.raises(StaleReferenceError, match="run/iteration_000001/rollouts"):
         carry_out(call).reference()
     assert store.find("iteration_000001/rollouts") is None
-    store.write_file(call_file(call.digest), b"requested")
-    assert carry_out(call).reference() == store.find("iteration_000001/rollouts")
-
-
-def test_a_withdrawn_call_gets_no_outcome(store: ArtifactStore) -> None:
-    call = call_of(stage_named("score reward"), CALLS[2][1], store, withdrawable=True)
-    outcome = carry_out(call)
-    leave_outcome(store, call.digest, outcome)
-    assert read_outcome(store, call.digest) is None
-    store.write_file(call_file(call.digest), b"requested")
-    leave_outcome(store, call.digest, outcome)
-    assert read_outcome(store, call.digest) == outcome
+    assert recorded_stage(store, "key") is None
+    write_call(store, call)
+    assert carry_out(call).reference() == store.find("iteration_000001/rollouts") == recorded_stage(store, "key")
+    with pytest.raises(ValueError, match="answered or withdrawn"):
+        read_call(store, call.digest)

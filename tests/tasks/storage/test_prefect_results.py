@@ -12,6 +12,7 @@ from prefect.serializers import PickleSerializer
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.run_folder import QUARANTINE
 from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tasks.storage.files import dump_checked
 from tasks.storage.prefect_results import FOLDER, StageRecords, encode_reference, reference_serializer
 from tests.tasks.storage.made_artifacts import commit
 
@@ -95,11 +96,16 @@ def test_no_record_can_choose_its_decoder(
     ResultRecord.deserialize(bomb)
     assert (tmp_path / "exploded").exists()  # Prefect's own reader runs it
     (tmp_path / "exploded").rmdir()
-    for place in (own(store), tmp_path / FOLDER / f"{KEY}.json"):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(bomb)
-    with pytest.raises(StaleReferenceError, match="not the record that was written"):
-        StageRecords().read_path(KEY)
+    # The second has its checksum.
+    for record in (bomb, dump_checked({"key": KEY, "result": json.loads(bomb)})):
+        for place in (own(store), tmp_path / FOLDER / f"{KEY}.json"):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(record)
+        with pytest.raises(StaleReferenceError, match="not the record that was written"):
+            read(KEY)
+    reference = {**encode_reference(commit(store)), **json.loads(bomb)}
+    own(store).write_bytes(dump_checked({"key": KEY, "result": reference}))
+    assert isinstance(read(KEY), ArtifactRef)
     assert not (tmp_path / "exploded").exists()
 
 
