@@ -206,11 +206,11 @@ class StoredRun:
         with tempfile.TemporaryDirectory() as fetched:
 
             def read(reference: ArtifactRef) -> Path:
-                artifact = reader.find(reference.folder)
-                local = None if artifact is None else reader.verified_folder(artifact, Path(fetched))
+                if (artifact := reader.find(reference.folder)) is not None:
+                    reader.verify(artifact)
+                folder = reader.local_folder(reference, Path(fetched))
                 require_undamaged()
-                assert local is not None, "what cannot be read is reported"
-                return local
+                return folder
 
             yield found, read
 

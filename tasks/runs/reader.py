@@ -193,26 +193,16 @@ class RunReader:
         self._budget -= size
         return self.verify(artifact)
 
-    def verified_folder(self, artifact: StoredArtifact, fetched: Path) -> Path | None:
-        """Return the artifact's folder on this machine if its files verify; a remote one is copied below `fetched`."""
-        if is_local(self.store.filesystem):
-            return Path(self.store.path(artifact.reference.folder)) if self.verify(artifact) else None
-        target = fetched / artifact.reference.folder
-        place, names = self.store.path(artifact.reference.folder), _shown(artifact.manifest.files)
-        reason = self.store.files.fetch(place, artifact.manifest, target, names)
-        if reason is not None:
-            self.report_damage(artifact.reference.folder, reason)
-        return None if reason is not None else target
-
     def local_folder(self, reference: ArtifactRef, fetched: Path) -> Path:
-        """Return the artifact's folder on this machine; a remote one is copied, without states."""
+        """Return the folder of a verified artifact on this machine; a remote one is copied there, without states."""
+        place, target = self.store.path(reference.folder), fetched / reference.folder
         if is_local(self.store.filesystem):
-            return Path(self.store.path(reference.folder))
-        target = fetched / reference.folder
-        place = self.store.path(reference.folder)
-        for name in _shown(str(path).removeprefix(f"{place}/") for path in self.store.filesystem.find(place)):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            self.store.filesystem.get_file(f"{place}/{name}", str(target / name))
+            return Path(place)
+        reason: str | None = "its manifest is missing or damaged"
+        if (manifest := self.store.manifest_at(place)) is not None:
+            reason = self.store.files.fetch(place, manifest, target, _shown(manifest.files))
+        if reason is not None:
+            self.report_damage(reference.folder, reason)
         return target
 
 
