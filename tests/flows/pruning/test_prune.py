@@ -1,4 +1,4 @@
-"""`grpo prune`: what is deleted, what is kept and why."""
+"""`grpo prune`: what is deleted, what is kept and why, and what is refused."""
 
 import json
 import os
@@ -167,6 +167,47 @@ def test_the_program_deletes_when_someone_says_so(runs: Runs, monkeypatch: pytes
     assert tree(runs.root) == before
     assert CliRunner().invoke(application, [*given, "--yes"]).exit_code == 0
     assert tree(runs.root) != before
+
+
+def problems(**requested: Any) -> list[tuple[str, object]]:
+    errors = refused(lambda: prune(PruneRequest(**{"sources": (RUN,), **requested})))
+    return [(error.place, error.value) for error in errors]
+
+
+WRONG: list[tuple[dict[str, Any], str, object]] = [
+    ({}, "grpo prune", "no rule"),
+    ({"policies_every": 0}, "--policies-every", 0),
+    ({"policies_last": 0}, "--policies-last", 0),
+    ({"images_older_than": "a month"}, "--images-older-than", "a month"),
+    ({"images_older_than": "-3d"}, "--images-older-than", "-3d"),
+    ({"states_older_than": "3w"}, "--states-older-than", "3w"),
+    ({"sources": (RUN, RUN), "policies_last": 1}, "RUN", [RUN, RUN]),
+    ({"sources": ("prune",), "policies_last": 1}, "RUN", "prune"),
+]
+
+
+class TestRefused:
+    def test_with_place_and_value(self, trained: tuple[Runs, Start]) -> None:
+        root = trained[0].root
+        before = tree(root)
+        for requested, place, value in WRONG:
+            assert problems(root=str(root), **requested) == [(place, value)]
+        assert tree(root) == before
+
+    @pytest.mark.parametrize("place", ["", "rescored/mix"])
+    def test_while_another_process_writes(self, runs: Runs, place: str) -> None:
+        before = contents(runs.root)
+        with locked(ArtifactStore(str(runs.root), RUN), place, setting="run.name", value=RUN):
+            assert problems(root=str(runs.root), policies_last=1) == [("RUN", f"{RUN}/{place}".rstrip("/"))]
+            assert deleted(pruned(runs, policies_last=1, dry_run=True))
+        assert contents(runs.root) == before
+
+
+def test_rules_have_defaults() -> None:
+    assert PruneRequest(sources=("a",), policies_every=5).retention.last == 2
+    assert PruneRequest(sources=("a",), policies_last=7).retention.last == 7
+    retention = PruneRequest(sources=("a",), images_older_than="3d").retention
+    assert (retention.last, retention.by) == (None, "grpo prune --images-older-than 3d")
 
 
 def test_texts_have_no_images(empty: Runs) -> None:

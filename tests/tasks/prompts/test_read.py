@@ -1,4 +1,4 @@
-"""Repositories of `datasets` in local folders: splits, subsets, streams, messages, and what is refused."""
+"""Prompts of files, folders and `datasets` repositories: columns, messages, names, and what is refused."""
 
 import codecs
 import gzip
