@@ -36,7 +36,7 @@ _SHOWN = (
     *("iteration", "sample_id", "group_id", "dataset", "prompt_id", "prompt", "columns", "policy_version", "seed"),
     *("finished", "width", "height", "completion", IMAGE),
 )
-"""Columns of a sample that people look at, as far as its modality has them."""
+"""Columns of a sample that people look at; those that its modality lacks are left out."""
 
 
 def open_run(name: str | Path, *, root: str = "runs") -> "StoredRun":

@@ -42,7 +42,7 @@ from tests.flows.pruning.conftest import (
 
 
 class TestPruned:
-    def test_dry_run_then_for_real_then_again_and_the_run_goes_on(
+    def test_dry_run_then_for_real_then_again_and_the_run_continues(
         self, runs: Runs, trained: tuple[Runs, Start]
     ) -> None:
         requested = {"policies_last": 1, "images_older_than": "1i"}
@@ -229,7 +229,7 @@ def stored(runs: Runs, run: str = RUN) -> list[int]:
     return stored_versions(ArtifactStore(str(runs.root), run))
 
 
-def test_the_last_and_the_best_stay_and_the_run_goes_on(runs: Runs, trained: tuple[Runs, Start]) -> None:
+def test_the_last_and_the_best_stay_and_the_run_continues(runs: Runs, trained: tuple[Runs, Start]) -> None:
     first = start(runs, {"last": 1})
     assert stored(runs) == sorted({best(runs), ITERATIONS})
     assert not list(runs.path("policies", "000001", run=RUN).rglob("*.safetensors"))

@@ -1,7 +1,6 @@
 """One writer at a time: refused while the holder lives, taken over when it died, reported when the lock was lost."""
 
 import contextlib
-import contextvars
 import errno
 import fcntl
 import json
@@ -15,11 +14,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.progress import listen
+from tasks.progress import listen, listener
 from tasks.storage import lease
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.lease import Lease, read_holder, take_lease, this_process
@@ -60,8 +60,9 @@ with locked(ArtifactStore(sys.argv[1], "run"), setting="run.name", value="run") 
 @contextlib.contextmanager
 def held_elsewhere(store: ArtifactStore) -> Iterator["subprocess.Popen[str]"]:
     """A process that has the lock; it is killed at the end, with all that it started."""
-    pipe, command = subprocess.PIPE, [sys.executable, "-c", HOLDER, root_url(store)]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", HOLDER, root_url(store)]
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
         try:
             assert answer(process) == "held"
             yield process
@@ -81,11 +82,10 @@ def answer(process: "subprocess.Popen[str]", word: str = "") -> str:
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
     """The lines that are logged."""
-    listener, context = ProgressLog(), contextvars.copy_context()
-    listen(listener)
-    yield listener.lines
-    for variable, value in context.items():
-        variable.set(value)
+    log, before = ProgressLog(), listener()
+    listen(log)
+    yield log.lines
+    listen(before)
 
 
 def held(store: ArtifactStore, place: str = "") -> contextlib.AbstractContextManager[RunLock]:
@@ -179,10 +179,7 @@ class TestFile:
                     lock.require_held()
 
     def test_a_disk_without_locks_is_refused(self, local: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        def flock(descriptor: int, operation: int) -> None:
-            raise OSError(errno.ENOLCK, "No locks available")
-
-        monkeypatch.setattr(fcntl, "flock", flock)
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
         with pytest.raises(InputError) as caught, held(local):
             pass
         assert (caught.value.place, caught.value.value) == ("storage.root", local.path())
