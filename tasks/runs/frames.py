@@ -208,9 +208,8 @@ class StoredRun:
             def read(reference: ArtifactRef) -> Path:
                 if (artifact := reader.find(reference.folder)) is not None:
                     reader.verify(artifact)
-                folder = reader.local_folder(reference, Path(fetched))
                 require_undamaged()
-                return folder
+                return reader.local_folder(reference, Path(fetched))
 
             yield found, read
 

@@ -10,7 +10,13 @@ from typing import Any
 from grpo_core.errors import InputError
 from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, STATES, is_later_round, parse_iteration
 from tasks.storage.artifacts.commit import removed_by
-from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, read_manifest
+from tasks.storage.artifacts.reference import (
+    MANIFEST_ENDING,
+    ArtifactRef,
+    Manifest,
+    StaleReferenceError,
+    read_manifest,
+)
 from tasks.storage.artifacts.run_folder import QUARANTINE, REASON_FILE
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import is_local
@@ -194,15 +200,22 @@ class RunReader:
         return self.verify(artifact)
 
     def local_folder(self, reference: ArtifactRef, fetched: Path) -> Path:
-        """Return the folder of a verified artifact on this machine; a remote one is copied there, without states."""
+        """Return the folder of a verified artifact on this machine; a remote one is copied there, without states.
+
+        Raises:
+            StaleReferenceError: a remote one has changed since.
+        """
         place, target = self.store.path(reference.folder), fetched / reference.folder
         if is_local(self.store.filesystem):
             return Path(place)
-        reason: str | None = "its manifest is missing or damaged"
-        if (manifest := self.store.manifest_at(place)) is not None:
-            reason = self.store.files.fetch(place, manifest, target, _shown(manifest.files))
+        manifest = self.store.matching_manifest(place, reference)
+        reason = (
+            manifest
+            if isinstance(manifest, str)
+            else self.store.files.fetch(place, manifest, target, _shown(manifest.files))
+        )
         if reason is not None:
-            self.report_damage(reference.folder, reason)
+            raise StaleReferenceError(f"{reference.uri}: {reason}")
         return target
 
 
