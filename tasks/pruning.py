@@ -60,6 +60,11 @@ class Prunable:
         return self.manifest.pruned is None
 
     @property
+    def has_files(self) -> bool:
+        """Whether any of its files may be there that pruning deletes."""
+        return self.is_complete or self.half_pruned
+
+    @property
     def removed(self) -> tuple[str, ...]:
         """What was deleted from it, or is being deleted, in the words of its tombstone."""
         return removed_by(self.manifest.pruned)

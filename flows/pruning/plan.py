@@ -137,7 +137,7 @@ def plan_versions(plan: RunPlan, config: RunConfig, versions: Mapping[int, Pruna
         on_the_way = retention.every is not None and version % retention.every == 0
         if prunable.is_complete and (retention.last is None or version in last[: retention.last] or on_the_way):
             continue
-        if not prunable.is_complete and not prunable.half_pruned:
+        if not prunable.has_files:
             continue
         reasons = ["the next iterations are sampled with it"] if version in last[:sampling] else []
         reasons += ["it is damaged, and the next start makes it again"] if version in damaged else []

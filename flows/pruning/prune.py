@@ -161,7 +161,7 @@ class PolicyKeeper:
         """Find the versions that are stored, if the run deletes any."""
         self._run, self._written = run, set[int]()
         found = RunReader(run.store).policies() if run.config.run.keep_policies else []
-        self._stored = {version for version, prunable in self._find(found).items() if _has_files(prunable)}
+        self._stored = {version for version, prunable in self._find(found).items() if prunable.has_files}
         # An earlier start may have evaluated versions that are not due in this one.
         self._rewards = heldout_rewards(run.store) if self._stored else {}
 
@@ -206,7 +206,3 @@ class PolicyKeeper:
     def _find(self, versions: list[int]) -> dict[int, Prunable]:
         found = {version: find_prunable(self._run.store, policy_folder(version)) for version in versions}
         return {version: prunable for version, prunable in found.items() if prunable is not None}
-
-
-def _has_files(prunable: Prunable) -> bool:
-    return prunable.is_complete or prunable.half_pruned

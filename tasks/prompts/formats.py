@@ -142,7 +142,7 @@ class PromptTable:
         place: for errors.
         columns: names of its columns, in their order; none if it has no rows.
         binary: names of those that have no JSON values, such as images, and are never read.
-        read: yields the rows with the given columns, as far as a row has them.
+        read: yields the rows with those of the given columns that a row has.
     """
 
     place: str

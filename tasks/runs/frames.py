@@ -36,7 +36,7 @@ _SHOWN = (
     *("iteration", "sample_id", "group_id", "dataset", "prompt_id", "prompt", "columns", "policy_version", "seed"),
     *("finished", "width", "height", "completion", IMAGE),
 )
-"""Columns of a sample that people look at, as far as its modality has them."""
+"""Columns of a sample that people look at; those that its modality lacks are left out."""
 
 
 def open_run(name: str | Path, *, root: str = "runs") -> "StoredRun":
@@ -105,11 +105,8 @@ class StoredRun:
         `stream` says whose actions the advantage is for. Of tokens there is a row per token sample, that of its
         first image; of denoising steps one per image that is compared with others.
         """
-        return _joined(
-            [
-                pl.DataFrame(read_advantages(tables_of(part)))
-                for part in self._artifacts(self._iterations(iterations), ADVANTAGES)
-            ]
+        return self._joined_tables(
+            self._iterations(iterations), ADVANTAGES, lambda part: pl.DataFrame(read_advantages(tables_of(part)))
         )
 
     def samples(
@@ -158,16 +155,15 @@ class StoredRun:
     def _table(self, folders: Sequence[str], stage: str, columns: Sequence[str] | None) -> pl.DataFrame:
         """Read a stage of these folders; None reads all columns but images."""
 
-        def select(table: pl.LazyFrame) -> pl.LazyFrame:
+        def load(part: Path) -> pl.DataFrame:
+            table = scan_table(part, images=columns is not None and IMAGE in columns)
             known = table.collect_schema().names()
             for name in columns or ():
                 if name not in known:
                     raise InputError("columns", name, f"The {stage} have no such column: {nearest_names(name, known)}.")
-            return table.select(list(columns) if columns else pl.exclude(IMAGE))
+            return table.select(list(columns) if columns else pl.exclude(IMAGE)).collect()
 
-        images = columns is not None and IMAGE in columns
-        parts = self._artifacts(folders, stage)
-        return _joined([select(scan_table(part, images=images)).collect() for part in parts])
+        return self._joined_tables(folders, stage, load)
 
     def _samples(self, folders: Sequence[str], prompt: str | None, *, images: bool) -> pl.DataFrame:
         lowered = pl.col("prompt").str.to_lowercase()
@@ -183,11 +179,13 @@ class StoredRun:
         streams = [name for name in samples.columns if name.startswith(ADVANTAGE_COLUMN)]
         return samples if len(streams) > 1 else samples.drop(streams)
 
-    def _artifacts(self, folders: Sequence[str], stage: str) -> Iterator[Path]:
-        """Yield the folders of a stage's artifacts, each to be read before the next; remote ones are copied first."""
+    def _joined_tables(self, folders: Sequence[str], stage: str, load: Callable[[Path], pl.DataFrame]) -> pl.DataFrame:
+        """Load a stage's artifacts of these folders one after another; remote ones are copied first."""
+        tables = []
         for folder in folders:
             with self._reading(folder) as (found, read):
-                yield from map(read, found(stage))
+                tables += [load(read(reference)) for reference in found(stage)]
+        return _joined(tables)
 
     @contextlib.contextmanager
     def _reading(self, folder: str) -> Iterator[tuple[Callable[[str], list[ArtifactRef]], Read]]:
@@ -206,11 +204,10 @@ class StoredRun:
         with tempfile.TemporaryDirectory() as fetched:
 
             def read(reference: ArtifactRef) -> Path:
-                artifact = reader.find(reference.folder)
-                local = None if artifact is None else reader.verified_folder(artifact, Path(fetched))
+                if (artifact := reader.find(reference.folder)) is not None:
+                    reader.verify(artifact)
                 require_undamaged()
-                assert local is not None, "what cannot be read is reported"
-                return local
+                return reader.local_folder(reference, Path(fetched))
 
             yield found, read
 

@@ -13,7 +13,7 @@ rescored/<name>/iteration_000001/...                       other rewards over st
 trackers.json, tensorboard                                 what trackers call the run; TensorBoard's logs
 
 Beside them the storage keeps `quarantine/` (damaged and replaced files) and `.incoming/` (unfinished files):
-tasks/storage/artifacts/run_folder.py. What an earlier configuration made is a run of its own: `NAME~1`, `NAME~2`.
+tasks/storage/artifacts/run_folder.py. What an earlier configuration made is another run: `NAME~1`, `NAME~2`.
 """
 
 import re

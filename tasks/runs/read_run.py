@@ -1,13 +1,12 @@
 """Read a run folder into frozen records, whether the run is finished, stopped half-way, or still running."""
 
+import contextlib
 import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
 from tasks.metrics import GUARDRAIL_PREFIX, HELDOUT, SECONDS, WALL_TIME, is_measured, stage_metrics
@@ -33,7 +32,7 @@ from tasks.runs.run_view import EvaluationView, IterationView, RunView, Stages, 
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.files import load_checked
-from tasks.storage.parquet import joint_digest, part_digests, read_table, write_table
+from tasks.storage.parquet import read_checked, write_table
 from tasks.storage.schemas import METRICS
 
 _KEPT = (HELDOUT, WALL_TIME)
@@ -72,7 +71,9 @@ def evaluation_metrics(evaluation: EvaluationView) -> dict[str, float]:
 def read_metrics(store: ArtifactStore, iteration: int) -> dict[str, float]:
     """Read the table that an earlier start wrote; empty where there is none, or a damaged one."""
     content = store.read_file(metrics_file(iteration))
-    return {} if content is None else _read_table(content)
+    with contextlib.suppress(ValueError):
+        return {} if content is None else _read_table(content)
+    return {}
 
 
 def with_earlier(metrics: Mapping[str, float], earlier: Mapping[str, float], wall_time: float) -> dict[str, float]:
@@ -105,18 +106,9 @@ def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, fl
 
 
 def _read_table(content: bytes) -> dict[str, float]:
-    """Read the values of a table; empty where it is damaged, since the verified stages have them all."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "metrics.parquet"
-        path.write_bytes(content)
-        try:
-            stated = joint_digest(part_digests(path))
-            columns = read_table(path.parent, METRICS).to_pydict()
-            # It has no manifest: written again, its values must have the digest that the file states.
-            valid = write_table(path, METRICS, columns) == stated
-        except (pa.ArrowException, OSError, ValueError):
-            return {}
-    return dict(zip(columns["metric"], columns["value"], strict=True)) if valid else {}
+    """Read the values of a table by their metrics; ValueError for a damaged one."""
+    columns = read_checked(content, METRICS)
+    return dict(zip(columns["metric"], columns["value"], strict=True))
 
 
 Found = dict[str, dict[tuple[int, str], StoredArtifact]]
@@ -278,11 +270,10 @@ def _compare_with_table(reader: RunReader, number: int, metrics: Mapping[str, fl
     if content is None:
         return
     try:
-        rows = pq.ParquetFile(pa.BufferReader(content)).read(columns=["metric", "value"]).to_pydict()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        reader.report_damage(name, f"it is not a valid Parquet file ({type(error).__name__}); the stages' are shown")
+        written = _read_table(content)
+    except ValueError as error:
+        reader.report_damage(name, f"{error}; the stages' metrics are shown")
         return
-    written = dict(zip(rows["metric"], rows["value"], strict=True))
     compared = {metric for metric in metrics if not is_measured(metric)}
     differing = sorted(metric for metric in compared if written.get(metric) != metrics[metric])
     if differing:

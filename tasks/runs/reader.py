@@ -10,7 +10,13 @@ from typing import Any
 from grpo_core.errors import InputError
 from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, STATES, is_later_round, parse_iteration
 from tasks.storage.artifacts.commit import removed_by
-from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, read_manifest
+from tasks.storage.artifacts.reference import (
+    MANIFEST_ENDING,
+    ArtifactRef,
+    Manifest,
+    StaleReferenceError,
+    read_manifest,
+)
 from tasks.storage.artifacts.run_folder import QUARANTINE, REASON_FILE
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import is_local
@@ -193,26 +199,23 @@ class RunReader:
         self._budget -= size
         return self.verify(artifact)
 
-    def verified_folder(self, artifact: StoredArtifact, fetched: Path) -> Path | None:
-        """Return the artifact's folder on this machine if its files verify; a remote one is copied below `fetched`."""
-        if is_local(self.store.filesystem):
-            return Path(self.store.path(artifact.reference.folder)) if self.verify(artifact) else None
-        target = fetched / artifact.reference.folder
-        place, names = self.store.path(artifact.reference.folder), _shown(artifact.manifest.files)
-        reason = self.store.files.fetch(place, artifact.manifest, target, names)
-        if reason is not None:
-            self.report_damage(artifact.reference.folder, reason)
-        return None if reason is not None else target
-
     def local_folder(self, reference: ArtifactRef, fetched: Path) -> Path:
-        """Return the artifact's folder on this machine; a remote one is copied, without states."""
+        """Return the folder of a verified artifact on this machine; a remote one is copied there, without states.
+
+        Raises:
+            StaleReferenceError: a remote one has changed since.
+        """
+        place, target = self.store.path(reference.folder), fetched / reference.folder
         if is_local(self.store.filesystem):
-            return Path(self.store.path(reference.folder))
-        target = fetched / reference.folder
-        place = self.store.path(reference.folder)
-        for name in _shown(str(path).removeprefix(f"{place}/") for path in self.store.filesystem.find(place)):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            self.store.filesystem.get_file(f"{place}/{name}", str(target / name))
+            return Path(place)
+        manifest = self.store.matching_manifest(place, reference)
+        reason = (
+            manifest
+            if isinstance(manifest, str)
+            else self.store.files.fetch(place, manifest, target, _shown(manifest.files))
+        )
+        if reason is not None:
+            raise StaleReferenceError(f"{reference.uri}: {reason}")
         return target
 
 

@@ -22,7 +22,7 @@ Stages = Mapping[str, tuple[ArtifactRef, ...]]
 
 @dataclass(frozen=True)
 class IterationView:
-    """One training iteration, as far as it is stored.
+    """The stored part of one training iteration.
 
     Attributes:
         iteration: number, from 1.
@@ -99,16 +99,16 @@ class MeasuredIteration(Protocol):
 
     @property
     def iteration(self) -> int:
-        """Its number, from 1."""
+        """Return its number, from 1."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Its metrics by name."""
+        """Return its metrics by name."""
 
 
 @dataclass(kw_only=True)
 class RunHistory:
-    """The iterations and evaluations of a run, as far as they are done.
+    """The finished iterations and evaluations of a run.
 
     Attributes:
         name: name of the run.

@@ -50,7 +50,7 @@ def read_samples(
 
 
 def read_rollouts(folders: Iterable[Path], columns: Sequence[str], where: pl.Expr | None = None) -> pl.DataFrame:
-    """Read these columns of rollouts, as far as they have them, in the stored order; `where` chooses rows."""
+    """Read those of these columns that the rollouts have, in the stored order; `where` chooses rows."""
     return pl.concat((_chosen(folder, columns, where) for folder in folders), how="diagonal")
 
 

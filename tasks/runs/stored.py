@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.loader import read_config
+from configs.loader import as_config
 from configs.schema import RunConfig
-from configs.yaml_files import read_mapping
+from configs.yaml_files import parse_yaml
 from grpo_core.errors import InputError, raise_all
 from tasks.models.initial import copy_digests, model_digest
 from tasks.prompts.files import nearest_names
@@ -31,7 +31,7 @@ from tasks.runs.layout import (
     policy_folder,
     rescoring_folder,
 )
-from tasks.runs.lookup import find_run, read_config_file, read_description, spans
+from tasks.runs.lookup import CONFIG_FILE, find_run, read_config_file, read_description, spans
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -49,17 +49,15 @@ def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunCon
     Raises:
         InputError: config.yaml is missing, damaged, or not a configuration.
     """
-    content = read_config_file(store)
-    with tempfile.TemporaryDirectory() as fetched:
-        path = Path(fetched) / f"{store.run}.yaml"
-        path.write_bytes(content)
-        values = read_mapping(path, "RUN", example="configs/tiny.yaml", keys="run, policy")
-        values.pop("replay", None)
-        # An earlier run has another name than when it was made.
-        if "~" in store.run and isinstance(values.get("run"), dict):
-            values["run"]["name"] = store.run
-        path.write_text(json.dumps(values))
-        return read_config(path, overrides)
+    place = f"{store.run}/{CONFIG_FILE}"
+    values = parse_yaml(read_config_file(store).decode(errors="replace"), place)
+    if not isinstance(values, dict):
+        raise InputError(place, values, "It has to be a mapping with the sections run, policy, ...")
+    values.pop("replay", None)
+    # An earlier run has another name than when it was made.
+    if "~" in store.run and isinstance(values.get("run"), dict):
+        values["run"]["name"] = store.run
+    return as_config(values, overrides)
 
 
 def read_range(text: str) -> tuple[int, int]:

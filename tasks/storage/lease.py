@@ -105,7 +105,7 @@ def read_holder(content: bytes) -> Holder | None:
 
 
 def holder_name(holder: Holder | None) -> str:
-    """Name the holder of a lock for people."""
+    """Return the holder of a lock as messages show it."""
     return str(holder or "another process, which has not written its name")
 
 

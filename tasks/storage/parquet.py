@@ -40,7 +40,6 @@ class TableWriter:
         self.schema = schema
         self.rows = 0
         self._writer = encoding_writer(path, schema)
-        self._kept = [name for name in schema.names if name not in MEASURED]
         self._digests: list[str] = []
         self._waiting: list[pa.Table] = []
         self._waiting_bytes = 0
@@ -53,10 +52,7 @@ class TableWriter:
         if self._waiting_bytes >= ROW_GROUP_BYTES:
             self._write_row_group()
         self.rows += table.num_rows
-        kept = table.select(self._kept)
-        with pa.ipc.new_stream(sink := pa.BufferOutputStream(), kept.schema) as stream:
-            stream.write_table(kept)
-        self._digests.append(hashlib.sha256(sink.getvalue()).hexdigest())
+        self._digests.append(values_digest(table))
 
     def close(self) -> str:
         """Finish the file and return the digest of all values except measured times."""
@@ -67,7 +63,8 @@ class TableWriter:
 
     def _write_row_group(self) -> None:
         if self._waiting:
-            write_row_group(self._writer, pa.concat_tables(self._waiting))
+            table = pa.concat_tables(self._waiting)
+            self._writer.write_table(table, row_group_size=max(1, table.num_rows))
         self._waiting, self._waiting_bytes = [], 0
 
 
@@ -103,11 +100,6 @@ def _leaves(schema: pa.Schema) -> Iterator[tuple[str, pa.DataType]]:
             yield field.name, field.type
 
 
-def write_row_group(writer: pq.ParquetWriter, table: pa.Table) -> None:
-    """Append a table as one row group."""
-    writer.write_table(table, row_group_size=max(1, table.num_rows))
-
-
 def _array(values: Sequence[Any] | pa.Array, kind: pa.DataType) -> pa.Array:
     return values.cast(kind) if isinstance(values, pa.Array) else pa.array(values, kind)
 
@@ -117,6 +109,14 @@ def write_table(path: Path, schema: pa.Schema, columns: Mapping[str, Sequence[An
     writer = TableWriter(path, schema)
     writer.write(columns)
     return writer.close()
+
+
+def values_digest(table: pa.Table) -> str:
+    """Return the digest of one write: of all values except measured times."""
+    kept = table.select([name for name in table.schema.names if name not in MEASURED])
+    with pa.ipc.new_stream(sink := pa.BufferOutputStream(), kept.schema) as stream:
+        stream.write_table(kept)
+    return hashlib.sha256(sink.getvalue()).hexdigest()
 
 
 def joint_digest(digests: Sequence[str]) -> str:
@@ -134,6 +134,24 @@ def part_digests(path: Path) -> list[str]:
     if DIGESTS.encode() not in metadata:
         raise ValueError(f"{path.name} has no digests of its batches; use the version that wrote it")
     return [str(digest) for digest in json.loads(metadata[DIGESTS.encode()])]
+
+
+def read_checked(content: bytes, schema: pa.Schema) -> dict[str, list[Any]]:
+    """Read the columns of a table that was written at once and has no manifest.
+
+    Raises:
+        ValueError: it is no such table, or its values do not have the digest that it states.
+    """
+    try:
+        file = pq.ParquetFile(pa.BufferReader(content))
+        columns: dict[str, list[Any]] = file.read().to_pydict()
+        stated = json.loads(file.metadata.metadata[DIGESTS.encode()])
+        digest = values_digest(pa.table(columns, schema=schema))
+    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+        raise ValueError(f"it is not a valid table ({type(error).__name__})") from error
+    if stated != [digest]:
+        raise ValueError("its values were changed")
+    return columns
 
 
 def read_columns(filesystem: AbstractFileSystem, pattern: str, columns: Sequence[str]) -> pa.Table:

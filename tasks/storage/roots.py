@@ -173,8 +173,7 @@ def _of_bucket(error: Exception) -> tuple[type[StorageError], str] | None:
     if _code(error) == "NoSuchBucket":
         return StorageError, "there is no such bucket; create it, or set storage.root to an existing one"
     # An error of this machine's disks names the file; it is no failure of the bucket.
-    own = isinstance(error, OSError) and error.filename is not None
-    if own:
+    if isinstance(error, OSError) and error.filename is not None:
         return None
     if isinstance(error, PermissionError):
         return StorageError, (

@@ -1,4 +1,4 @@
-"""What the tests of prompt files share."""
+"""Prompt files that are read or refused, and the stages as plain functions over one store."""
 
 import io
 from collections.abc import Callable, Sequence

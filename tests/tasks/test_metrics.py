@@ -1,4 +1,4 @@
-""""""
+"""Metrics of sampling rounds, pooled."""
 
 import statistics
 
@@ -34,7 +34,7 @@ def test_a_round_without_a_metric_has_no_weight_in_it() -> None:
 def test_means_and_deviations_are_those_of_all_scored_samples_together() -> None:
     """Each round also has samples that the reward does not apply to, one in the first and three in the second."""
     first, second = [0.1, 0.5, 0.9], [0.2, 0.3]
-    figures = [
+    rounds = [
         stage(
             len(values) + nulls,
             rewards__a__mean=statistics.fmean(values),
@@ -43,7 +43,7 @@ def test_means_and_deviations_are_those_of_all_scored_samples_together() -> None
         )
         for values, nulls in ((first, 1), (second, 3))
     ]
-    assert pool_rounds(figures) == pytest.approx(
+    assert pool_rounds(rounds) == pytest.approx(
         {
             "rewards/a/mean": statistics.fmean([*first, *second]),
             "rewards/a/std": statistics.stdev([*first, *second]),

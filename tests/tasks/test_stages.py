@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +79,10 @@ def test_rows_name_their_seeds_and_settings(store: ArtifactStore) -> None:
         assert json.loads(row["columns"]) in ({"note": 0}, {"note": 1})
 
 
-@pytest.mark.parametrize("damage", [flip_last_byte, Path.unlink])
-def test_damaged_input_is_refused_by_name_and_quarantined(store: ArtifactStore, damage: Callable[[Path], None]) -> None:
+def test_damaged_input_is_refused_by_name_and_quarantined(store: ArtifactStore) -> None:
     rollouts = collect(base(), plan())
-    damage(Path(store.path(f"{rollouts.folder}/part-00000.parquet")))
-    with pytest.raises(
-        StaleReferenceError, match=r"iteration_000001/rollouts: part-00000\.parquet .*start the run again"
-    ):
+    flip_last_byte(Path(store.path(f"{rollouts.folder}/part-00000.parquet")))
+    with pytest.raises(StaleReferenceError, match=r"iteration_000001/rollouts: part-00000\.parquet"):
         score(rollouts)
     assert store.find(rollouts.folder) is None
     assert store.find("iteration_000001/rewards/jpeg") is None
@@ -102,20 +98,18 @@ def test_rollouts_of_another_policy_are_refused(store: ArtifactStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "largest", "mean"),
+    ("policy", "tolerance"),
     [
-        ({"dtype": "float32"}, 1e-3, 1e-4),
-        ({"dtype": "bfloat16"}, 1.0, 0.05),
-        ({"dtype": "float32", "autocast": "bfloat16"}, 1.0, 0.05),
+        ({"dtype": "float32"}, ParityTolerance(1e-3, 1e-4)),
+        ({"dtype": "bfloat16"}, ParityTolerance(1.0, 0.05)),
+        ({"dtype": "float32", "autocast": "bfloat16"}, ParityTolerance(1.0, 0.05)),
     ],
 )
-def test_the_parity_tolerance_follows_the_precision_unless_configured(
-    policy: dict[str, Any], largest: float, mean: float
-) -> None:
-    section = PolicySection(model="m", **policy)
-    assert ParitySection().tolerance("tokens", in_fp32=section.in_fp32) == ParityTolerance(largest, mean)
-    configured = ParitySection(max_difference=0.5)
-    assert configured.tolerance("tokens", in_fp32=section.in_fp32) == ParityTolerance(0.5, mean)
+def test_the_parity_tolerance_follows_the_precision(policy: dict[str, Any], tolerance: ParityTolerance) -> None:
+    in_fp32 = PolicySection(model="m", **policy).in_fp32
+    assert ParitySection().tolerance("tokens", in_fp32=in_fp32) == tolerance
+    configured = ParitySection(max_difference=0.5).tolerance("tokens", in_fp32=in_fp32)
+    assert configured == ParityTolerance(0.5, tolerance.mean_difference)
 
 
 def test_an_image_with_broken_pixels_gets_the_lowest_score(
@@ -158,9 +152,7 @@ def test_an_image_with_broken_pixels_gets_the_lowest_score(
     assert min(advantages[::2]) > 0 > max(advantages[1::2])
 
 
-def test_samples_without_a_reward_are_left_out_and_none_at_all_is_refused(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_without_a_reward_are_left_out(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts = collect(base(), plan())
     by_name = {"i000001.p0000.s00": 1.0, "i000001.p0000.s01": 0.0}
     monkeypatch.setattr(JpegReward, "score", scoring(by_name.get))
@@ -175,9 +167,6 @@ def test_samples_without_a_reward_are_left_out_and_none_at_all_is_refused(
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: None))
     nothing = compare(score(rollouts))
     assert not [name for name in nothing.metrics if name.startswith("advantage/")]
-    with pytest.raises(ValueError, match="every reward of every sample is null"):
-        update(base(), rollouts, nothing)
-    assert store.find("policies/000001") == policy.checkpoint
 
 
 def test_a_cut_distribution_is_stored_and_scored_over_the_same_ids(store: ArtifactStore) -> None:

@@ -1,6 +1,5 @@
 """One flipped bit, or a cut, in every kind of file of a run: found by name, or without effect."""
 
-import hashlib
 import io
 import random
 import re
@@ -10,14 +9,10 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from grpo_core.errors import InputError
 from tasks.execution.call import StageCall, call_file, code_of, read_call, write_call
-from tasks.storage.artifacts.commit import delete_files
-from tasks.storage.artifacts.files import ReadCache
-from tasks.storage.artifacts.reference import MANIFEST_ENDING, StaleReferenceError
+from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, described, use_store
 from tasks.storage.prefect_results import FOLDER, StageRecords
-from tasks.storage.run_lock import LOCK, locked
 from tests.flows.conftest import Runs, flip
 from tests.flows.flips.conftest import SETTINGS, Evaluated
 
@@ -75,19 +70,6 @@ def test_every_file_of_every_artifact(evaluated: Evaluated, store: ArtifactStore
             assert not Path(store.path(artifact)).exists()
 
 
-def test_manifest_of_a_pruned_artifact(evaluated: Evaluated, store: ArtifactStore, chance: random.Random) -> None:
-    artifact = next(folder for folder in evaluated.references if folder.startswith("policies/"))
-    reference, manifest = evaluated.references[artifact], Path(store.path(f"{artifact}{MANIFEST_ENDING}"))
-    for _ in range(FLIPS):
-        evaluated.copy_alone(artifact, store)
-        files = [name.removeprefix(f"{artifact}/") for folder, name in evaluated.files() if folder == artifact]
-        delete_files(store, reference, files, pruned={"by": "grpo prune run --policies-last 1", "on": "2026-01-01"})
-        assert store.pruned_reason(reference) is not None
-        flip(manifest, chance)
-        with pytest.raises(StaleReferenceError, match=names_damage(manifest)):
-            store.pruned_reason(reference)
-
-
 @pytest.mark.parametrize("place", [f"run/{FOLDER}", FOLDER], ids=["of the run", "of the root"])
 def test_stage_records(evaluated: Evaluated, tmp_path: Path, chance: random.Random, place: str) -> None:
     same = 0
@@ -137,38 +119,6 @@ def test_calls_of_pools(store: ArtifactStore, chance: random.Random) -> None:
         flip(Path(store.path(call_file(request.digest))), chance)
         with pytest.raises(ValueError):  # noqa: PT011 - of many kinds
             read_call(store, request.digest)
-
-
-def test_lock(store: ArtifactStore, chance: random.Random) -> None:
-    """The kernel keeps the lock; the file's content is for people, so a flip neither opens nor closes it."""
-    file = Path(store.path(LOCK))
-    for _ in range(FLIPS):
-        with locked(store, setting="run.name", value="run") as lock:
-            flip(file, chance)
-            with pytest.raises(InputError), locked(store, setting="run.name", value="run"):
-                pass
-            lock.require_held()
-            content = file.read_bytes()
-        file.write_bytes(content)  # as left by a killed process
-        with locked(store, setting="run.name", value="run") as lock:
-            lock.require_held()
-
-
-def test_cached_copies_of_a_bucket(evaluated: Evaluated, tmp_path: Path, chance: random.Random) -> None:
-    """A damaged copy is removed, and read from the bucket again."""
-    cache, source = (
-        ReadCache(tmp_path / "cache", 2**30),
-        evaluated.runs.path("policies/000001/tokens/adapter_model.safetensors"),
-    )
-    sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
-    for _ in range(FLIPS):
-        shutil.copy(source, tmp_path / "read")  # the cache keeps a link to it
-        cache.keep(tmp_path / "read", sha256)
-        (kept,) = [path for path in (cache.folder / "contents").rglob("*") if path.is_file()]
-        flip(kept, chance)
-        assert not cache.take(sha256, tmp_path / "taken")
-        assert not kept.exists()
-        assert not (tmp_path / "taken").exists()
 
 
 def test_descriptions_are_written_again(evaluated: Evaluated, copied: Runs, chance: random.Random) -> None:

@@ -94,7 +94,7 @@ def files_of(runs: Runs) -> list[Path]:
     return sorted(path for path in runs.root.rglob("*") if path.is_file() and path.stat().st_size > 0)
 
 
-def is_set_aside(path: Path) -> bool:
+def is_moved_away(path: Path) -> bool:
     """Whether it is in quarantine, or in an earlier run."""
     return any(part == "quarantine" or "~" in part for part in path.parts)
 
@@ -114,7 +114,7 @@ def test_two_hundred_bits_by_rounds(copied: Runs, evaluated: Evaluated) -> None:
             chosen = one_per_artifact(evaluated, copied, chance)
         else:
             # A file of an artifact whose record is damaged as well is not read, so it is not named.
-            chosen = [path for path in files_of(copied) if path not in artifacts and not is_set_aside(path)]
+            chosen = [path for path in files_of(copied) if path not in artifacts and not is_moved_away(path)]
         for path in chosen:
             flip(path, chance)
         before = len(copied.reasons())
@@ -142,7 +142,7 @@ def test_a_bit_in_any_file_and_a_start_time_and_again(copied: Runs, evaluated: E
     chance = random.Random(24)
     for _ in range(24):
         present = files_of(copied)
-        kept = [path for path in present if not is_set_aside(path)]
+        kept = [path for path in present if not is_moved_away(path)]
         # Half of them among the moved files as well: nothing is restored damaged.
         flip(chance.choice(chance.choice((kept, present))), chance)
         evaluated.require_same_end(copied, copied.start(**SETTINGS))

@@ -1,4 +1,4 @@
-"""Damage in a pruned run: it continues where the deleted content is still described, and names what is lost."""
+"""Readers of a pruned run, and damage in it: it continues where what was deleted is described, and names the rest."""
 
 import contextlib
 import random
@@ -7,13 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from flows.command_line.main import application
 from flows.evaluation import plan_evaluate
+from flows.inspect_run import inspect_run
 from flows.pipeline.requests import EvaluateRequest
 from flows.pruning.plan import IMAGES, VERSIONS
+from flows.rewards import analyse_rewards
 from grpo_core.errors import InputError
-from tests.flows.conftest import Runs, Start, flip
+from tests.flows.conftest import Runs, Start, flip, refused
 from tests.flows.pruning.conftest import RUN, again, deleted, images, iteration, kept, pruned
+from tests.flows.rescoring.test_rescore import PSNR, SSIM, scored_again
 
 PRUNES = {"policies_last": 1, "images_older_than": "1i"}
 
@@ -103,3 +108,31 @@ def test_an_evaluation_of_another_version_of_that_number_is_not_taken(runs: Runs
     shutil.copytree(place / "000002", place / "000004")
     assert plan_evaluate(EvaluateRequest(**ask, policy=2)).stored is not None
     assert plan_evaluate(EvaluateRequest(**ask, policy=4)).stored is None
+
+
+class TestReaders:
+    @pytest.fixture
+    def gone(self, runs: Runs) -> Runs:
+        pruned(runs, policies_every=2, images_older_than="0i")
+        return runs
+
+    def test_an_iteration_without_images_is_shown(self, gone: Runs, tmp_path: Path) -> None:
+        page = tmp_path / "page.html"
+        inspection = inspect_run(RUN, root=str(gone.root), iteration=2, html=page)
+        (warning,) = inspection.warnings
+        assert warning.startswith("iteration 2: ")
+        assert page.read_text().count("image removed") >= 2
+        assert inspection.run.finished
+        shown = CliRunner().invoke(application, ["inspect", RUN, "--iteration", "2", "--root", str(gone.root)])
+        assert shown.exit_code == 0
+
+    def test_the_analysis_scores_nothing_again(self, gone: Runs) -> None:
+        summary = analyse_rewards(RUN, root=str(gone.root))
+        assert set(summary.not_repeated) == {"ssim", "psnr"}
+        assert [reward["noise"] for reward in summary.analysis["rewards"]] == [None, None]
+
+    def test_rescoring_needs_images_for_scores_that_are_not_stored(self, gone: Runs) -> None:
+        (error,) = refused(lambda: scored_again(gone, SSIM, {"reward": "jpeg"}, sources=(RUN,)))
+        assert (error.place, error.value) == ("rewards.1.jpeg", "jpeg")
+        summary, _ = scored_again(gone, {**SSIM, "weight": 0.1}, PSNR, sources=(RUN,))
+        assert summary.computed == {"ssim": 0, "psnr": 0}

@@ -1,4 +1,4 @@
-"""`grpo prune`: what is deleted, what is kept and why."""
+"""`grpo prune`: what is deleted, what is kept and why, and what is refused."""
 
 import json
 import os
@@ -42,7 +42,7 @@ from tests.flows.pruning.conftest import (
 
 
 class TestPruned:
-    def test_dry_run_then_for_real_then_again_and_the_run_goes_on(
+    def test_dry_run_then_for_real_then_again_and_the_run_continues(
         self, runs: Runs, trained: tuple[Runs, Start]
     ) -> None:
         requested = {"policies_last": 1, "images_older_than": "1i"}
@@ -169,6 +169,47 @@ def test_the_program_deletes_when_someone_says_so(runs: Runs, monkeypatch: pytes
     assert tree(runs.root) != before
 
 
+def problems(**requested: Any) -> list[tuple[str, object]]:
+    errors = refused(lambda: prune(PruneRequest(**{"sources": (RUN,), **requested})))
+    return [(error.place, error.value) for error in errors]
+
+
+WRONG: list[tuple[dict[str, Any], str, object]] = [
+    ({}, "grpo prune", "no rule"),
+    ({"policies_every": 0}, "--policies-every", 0),
+    ({"policies_last": 0}, "--policies-last", 0),
+    ({"images_older_than": "a month"}, "--images-older-than", "a month"),
+    ({"images_older_than": "-3d"}, "--images-older-than", "-3d"),
+    ({"states_older_than": "3w"}, "--states-older-than", "3w"),
+    ({"sources": (RUN, RUN), "policies_last": 1}, "RUN", [RUN, RUN]),
+    ({"sources": ("prune",), "policies_last": 1}, "RUN", "prune"),
+]
+
+
+class TestRefused:
+    def test_with_place_and_value(self, trained: tuple[Runs, Start]) -> None:
+        root = trained[0].root
+        before = tree(root)
+        for requested, place, value in WRONG:
+            assert problems(root=str(root), **requested) == [(place, value)]
+        assert tree(root) == before
+
+    @pytest.mark.parametrize("place", ["", "rescored/mix"])
+    def test_while_another_process_writes(self, runs: Runs, place: str) -> None:
+        before = contents(runs.root)
+        with locked(ArtifactStore(str(runs.root), RUN), place, setting="run.name", value=RUN):
+            assert problems(root=str(runs.root), policies_last=1) == [("RUN", f"{RUN}/{place}".rstrip("/"))]
+            assert deleted(pruned(runs, policies_last=1, dry_run=True))
+        assert contents(runs.root) == before
+
+
+def test_rules_have_defaults() -> None:
+    assert PruneRequest(sources=("a",), policies_every=5).retention.last == 2
+    assert PruneRequest(sources=("a",), policies_last=7).retention.last == 7
+    retention = PruneRequest(sources=("a",), images_older_than="3d").retention
+    assert (retention.last, retention.by) == (None, "grpo prune --images-older-than 3d")
+
+
 def test_texts_have_no_images(empty: Runs) -> None:
     store = ArtifactStore(str(empty.root), "text")
     config = yaml.safe_load((REPOSITORY / "configs" / "tiny_text.yaml").read_text())
@@ -188,7 +229,7 @@ def stored(runs: Runs, run: str = RUN) -> list[int]:
     return stored_versions(ArtifactStore(str(runs.root), run))
 
 
-def test_the_last_and_the_best_stay_and_the_run_goes_on(runs: Runs, trained: tuple[Runs, Start]) -> None:
+def test_the_last_and_the_best_stay_and_the_run_continues(runs: Runs, trained: tuple[Runs, Start]) -> None:
     first = start(runs, {"last": 1})
     assert stored(runs) == sorted({best(runs), ITERATIONS})
     assert not list(runs.path("policies", "000001", run=RUN).rglob("*.safetensors"))

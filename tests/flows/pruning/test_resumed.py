@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 
 class TestSameAsUnpruned:
-    def test_the_run_goes_on(self, runs: Runs, empty: Runs) -> None:
+    def test_the_run_continues(self, runs: Runs, empty: Runs) -> None:
         pruned(runs, **EVERYTHING)
         longer = runs.start(RUN, run__iterations=ITERATIONS + 1, **EVALUATED)
         unpruned = Runs(empty.root.parent / "unpruned").start(RUN, run__iterations=ITERATIONS + 1, **EVALUATED)

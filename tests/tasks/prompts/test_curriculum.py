@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from configs.sections import CurriculumSection
 from tasks.prompts.curriculum import (
     DrawnPrompt,
-    PromptKey,
     PromptSet,
     choose_sets,
     difficulty_weight,
@@ -65,27 +65,9 @@ def prompt_set(size: int, name: str = "default", weight: float = 1.0) -> PromptS
     return PromptSet(name, weight, prompts, targets)
 
 
-def drawn(
-    sets: Sequence[PromptSet],
-    iteration: int = 1,
-    count: int = 5,
-    *,
-    seed: int = 0,
-    sampling_round: int = 1,
-    curriculum: CurriculumSection = UNIFORM,
-    means: Mapping[PromptKey, float] | None = None,
-    avoided: frozenset[PromptKey] = frozenset(),
-) -> tuple[DrawnPrompt, ...]:
-    return draw_prompts(
-        sets,
-        seed=seed,
-        iteration=iteration,
-        sampling_round=sampling_round,
-        count=count,
-        curriculum=curriculum,
-        statistics=means,
-        avoided=avoided,
-    )
+def drawn(sets: Sequence[PromptSet], iteration: int = 1, count: int = 5, **options: Any) -> tuple[DrawnPrompt, ...]:
+    usual = {"seed": 0, "sampling_round": 1, "curriculum": UNIFORM, "statistics": None}
+    return draw_prompts(sets, iteration=iteration, count=count, **{**usual, **options})
 
 
 def stream(sets: Sequence[PromptSet], seed: int, count: int, iterations: int) -> list[DrawnPrompt]:
@@ -96,15 +78,22 @@ def names(prompts: Sequence[DrawnPrompt]) -> list[str]:
     return [each.prompt.text for each in prompts]
 
 
+def require_passes(texts: Sequence[str], size: int) -> None:
+    """Assert that no prompt of a set of this size comes again before all have come."""
+    for start in range(0, len(texts), size):
+        part = texts[start : start + size]
+        assert len(set(part)) == len(part)
+
+
 class TestUniform:
-    @given(st.integers(1, 12), SEEDS, st.integers(1, 30), st.integers(1, 6))
-    def test_each_pass_draws_every_prompt_once(self, size: int, seed: int, count: int, iterations: int) -> None:
-        texts = names(stream([prompt_set(size)], seed, count, iterations))
-        for start in range(0, len(texts), size):
-            part = texts[start : start + size]
-            assert len(set(part)) == len(part)
-        seen = Counter(texts)
-        assert max(seen.values()) - min(seen[f"default {index}"] for index in range(size)) <= 1
+    @given(st.lists(st.integers(1, 12), min_size=1, max_size=3), SEEDS, st.integers(1, 30), st.integers(1, 6))
+    def test_each_set_goes_through_its_own_passes(
+        self, sizes: list[int], seed: int, count: int, iterations: int
+    ) -> None:
+        sets = [prompt_set(size, f"set{place}", 0.5**place) for place, size in enumerate(sizes)]
+        prompts = stream(sets, seed, count, iterations)
+        for each in sets:
+            require_passes(names([one for one in prompts if one.dataset == each.name]), len(each.prompts))
 
     @given(st.lists(st.integers(1, 7), min_size=1, max_size=3), SEEDS, st.integers(1, 9), st.integers(1, 9))
     def test_another_count_cuts_the_same_stream(self, sizes: list[int], seed: int, one: int, other: int) -> None:
@@ -127,20 +116,6 @@ class TestUniform:
             name, index = each.prompt.text.split()
             assert each.dataset == name
             assert each.target == (prompt_set(6, name).targets[int(index)])
-
-
-class TestSeveralSets:
-    @given(SEEDS, st.integers(1, 9), st.integers(1, 8))
-    def test_each_set_goes_through_its_own_passes(self, seed: int, count: int, iterations: int) -> None:
-        sets = [prompt_set(3, "a", 0.6), prompt_set(7, "b", 0.3), prompt_set(1, "c", 0.1)]
-        prompts = stream(sets, seed, count, iterations)
-        for each in sets:
-            own = [one.prompt.prompt_id for one in prompts if one.dataset == each.name]
-            size = len(each.prompts)
-            assert all(
-                len(set(own[start : start + size])) == len(own[start : start + size])
-                for start in range(0, len(own), size)
-            )
 
     def test_a_set_keeps_its_order_when_another_gets_more_weight(self) -> None:
         few, many = (
@@ -166,25 +141,14 @@ class TestDifficulty:
     @given(st.integers(1, 9), SEEDS, st.integers(1, 25), st.integers(1, 3))
     def test_no_prompt_again_before_all_are_drawn(self, size: int, seed: int, count: int, number: int) -> None:
         means = {("default", f"{index:016x}"): 0.1 * index for index in range(size)}
-        texts = names(
-            drawn(
-                [prompt_set(size)],
-                count=count,
-                seed=seed,
-                sampling_round=number,
-                curriculum=DIFFICULTY,
-                means=means,
-            )
-        )
-        for start in range(0, count, size):
-            part = texts[start : start + size]
-            assert len(set(part)) == len(part)
+        options = {"seed": seed, "sampling_round": number, "curriculum": DIFFICULTY, "statistics": means}
+        require_passes(names(drawn([prompt_set(size)], count=count, **options)), size)
 
     def test_chances_are_the_weights(self) -> None:
         # Two prompts of weight 1 (on target, and never seen) and one of weight 0.221801755, two widths off.
         means = {("default", f"{0:016x}"): 0.5, ("default", f"{2:016x}"): 1.0}
         sets, total = [prompt_set(3)], 2.221801755
-        rounds = [names(drawn(sets, n, 2, curriculum=DIFFICULTY, means=means)) for n in range(1, 3001)]
+        rounds = [names(drawn(sets, n, 2, curriculum=DIFFICULTY, statistics=means)) for n in range(1, 3001)]
         first = Counter(texts[0] for texts in rounds)
         # Expected 1350.3 and 299.5, standard deviations 27.3 and 16.4; 4.5 of them either side.
         assert abs(first["default 0"] - 3000 / total) < 123
@@ -256,19 +220,14 @@ def keep(
 
 class TestReadStatistics:
     def test_means_of_groups_over_iterations(self, store: ArtifactStore) -> None:
-        first = keep(
-            store,
-            "iteration_000001/advantages",
-            [("a", "p", "i1.p0", 0.25), ("a", "p", "i1.p1", 0.25), ("a", "q", "i1.p2", 0.5)],
-        )
+        groups: list[Group] = [("a", "p", "i1.p0", 0.25), ("a", "p", "i1.p1", 0.25), ("a", "q", "i1.p2", 0.5)]
+        # A group without a reward says nothing.
+        groups += [("a", "q", "i1.p3", None), ("a", "r", "i1.p4", None)]
+        first = keep(store, "iteration_000001/advantages", groups)
         second = keep(store, "iteration_000002/advantages", [("a", "p", "i2.p0", 1.0), ("b", "p", "i2.p1", 3.0)])
         found = read_statistics(store, [first, second])
         # Two groups of one prompt and one mean are two groups: (0.25 + 0.25 + 1) / 3.
-        assert found == {
-            ("a", "p"): 0.5,
-            ("a", "q"): 0.5,
-            ("b", "p"): 3.0,
-        }
+        assert found == {("a", "p"): 0.5, ("a", "q"): 0.5, ("b", "p"): 3.0}
         assert read_statistics(store, [second])[("a", "p")] == 1.0
         assert read_statistics(store, []) == {}
 
@@ -277,14 +236,6 @@ class TestReadStatistics:
         assert read_statistics(store, [both]) == {("a", "p"): 0.5}
         alone = keep(store, "iteration_000002/advantages", [("a", "p", "g1", 0.25)], ("denoising",))
         assert read_statistics(store, [alone]) == {("a", "p"): 0.25}
-
-    def test_groups_without_a_reward_say_nothing(self, store: ArtifactStore) -> None:
-        table = keep(
-            store,
-            "iteration_000001/advantages",
-            [("a", "p", "g0", None), ("a", "q", "g1", None), ("a", "q", "g2", 1.0)],
-        )
-        assert read_statistics(store, [table]) == {("a", "q"): 1.0}
 
     def test_order_of_the_tables_does_not_show_in_the_last_bit(self, store: ArtifactStore) -> None:
         means = [0.1, 0.7, 1e-9, -0.3, 1e3, 0.2]

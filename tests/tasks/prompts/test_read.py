@@ -1,4 +1,4 @@
-"""Repositories of `datasets` in local folders: splits, subsets, streams, messages, and what is refused."""
+"""Prompts of files, folders and `datasets` repositories: columns, messages, names, and what is refused."""
 
 import codecs
 import gzip
@@ -121,7 +121,7 @@ def test_names_of_the_hub_offline_are_one_message() -> None:
     assert (error.place, error.value) == ("data.revision", "v2")
 
 
-def test_paths_are_told_from_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_names_of_the_hub_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     plain = DatasetChoice()

@@ -1,4 +1,4 @@
-"""The size of a prompt's images: from the columns of its row, or the default."""
+"""The size of a prompt's images, and its target: paired by index or by column, complete, and of the same aspect."""
 
 import hashlib
 import io

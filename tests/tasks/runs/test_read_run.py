@@ -1,4 +1,4 @@
-"""An iteration's metrics in one table."""
+"""Metrics of an iteration, their table, and the view of a run's folder with whatever is damaged in it."""
 
 import io
 import json
@@ -41,12 +41,9 @@ def evaluation(guardrails: dict[str, ArtifactRef] | None = None) -> EvaluationVi
 
 
 def test_metrics_of_all_stages_with_their_seconds() -> None:
-    # The rewards are computed side by side, so the slowest is what the stage took.
-    rewards = {
-        "a": artifact("iteration_000001/rewards/a", 1.0, a=1.0),
-        "b": artifact("iteration_000001/rewards/b", 0.75, b=2.0),
-    }
-    rounds = [SamplingRound(artifact("iteration_000001/rollouts", 2.0, tokens=80.0), rewards)]
+    # The rewards of a round are computed side by side, so the slowest is what the stage took.
+    rewards = {"a": artifact("r/rewards/a", 1.0, a=1.0), "b": artifact("r/rewards/b", 0.75, b=2.0)}
+    rounds = [SamplingRound(artifact("r/rollouts", 2.0, tokens=80.0), rewards)]
     heldout = evaluation()
     previous = {"num_tokens": 20.0, "kl": 0.3}
     assert "num_tokens" not in gather_metrics(rounds, ADVANTAGES, UPDATE, heldout, previous={"kl": 0.3})
@@ -66,26 +63,16 @@ def test_metrics_of_all_stages_with_their_seconds() -> None:
     }
 
 
-def test_seconds_of_several_rounds_are_summed() -> None:
+def test_seconds_and_speeds_count_all_rounds_and_memory_the_highest_of_them() -> None:
+    sampled = (
+        artifact("a", 2.0, 8, **{"completions/mean_length": 5.0}).model_copy(update={"peak_memory": 3 * 2**30}),
+        artifact("b", 3.0, 2, **{"completions/mean_length": 10.0}).model_copy(update={"peak_memory": 4 * 2**30}),
+    )
+    scored = ({"x": artifact("c", 1.0), "y": artifact("d", 0.75)}, {"x": artifact("e", 0.5), "y": artifact("f", 0.75)})
+    rounds = [SamplingRound(*each) for each in zip(sampled, scored, strict=True)]
+    metrics = gather_metrics(rounds, ADVANTAGES, UPDATE, None)
     # Each round's slowest reward counts.
-    rounds = [
-        SamplingRound(artifact("a", 2.0), {"x": artifact("b", 1.0), "y": artifact("c", 0.75)}),
-        SamplingRound(artifact("d", 3.0), {"x": artifact("e", 0.5), "y": artifact("f", 0.75)}),
-    ]
-    metrics = gather_metrics(rounds, ADVANTAGES, UPDATE, None)
     assert (metrics["seconds/rollouts"], metrics["seconds/rewards"]) == (5.0, 1.0 + 0.75)
-
-
-def test_speeds_count_all_rounds_and_memory_the_highest_of_them() -> None:
-    rounds = [
-        SamplingRound(artifact("a", 2.0, 8, **{"completions/mean_length": 5.0}), {}),
-        SamplingRound(artifact("b", 3.0, 2, **{"completions/mean_length": 10.0}), {}),
-    ]
-    peaks = [
-        each.rollouts.model_copy(update={"peak_memory": gib * 2**30}) for each, gib in zip(rounds, (3, 4), strict=True)
-    ]
-    rounds = [SamplingRound(each, {}) for each in peaks]
-    metrics = gather_metrics(rounds, ADVANTAGES, UPDATE, None)
     assert (metrics["samples_per_second"], metrics["tokens_per_second"]) == (10 / 5, (40 + 20) / 5)
     assert {name: value for name, value in metrics.items() if "gpu" in name} == {"gpu_memory/rollouts": 4.0}
 

@@ -1,4 +1,4 @@
-"""Rows of rollouts and advantages."""
+"""Rows of rollouts and advantages; a small artifact, its run on both kinds of root, and what is done to it."""
 
 import contextlib
 import io

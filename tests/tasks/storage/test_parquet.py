@@ -16,7 +16,16 @@ from PIL import Image
 
 from tasks.storage import parquet, schemas
 from tasks.storage.lists import padded, unpadded
-from tasks.storage.parquet import TableWriter, joint_digest, part_digests, read_table, write_table
+from tasks.storage.parquet import (
+    STREAM,
+    TableWriter,
+    joint_digest,
+    leading_stream,
+    part_digests,
+    read_advantages,
+    read_table,
+    write_table,
+)
 from tests.tasks.storage.made_artifacts import BREAKDOWNS, Entry, advantages, entry, image, rollouts
 
 
@@ -116,6 +125,32 @@ class TestReadTable:
         write_table(tmp_path / "scores.parquet", schemas.METRICS, {"iteration": [1], "metric": ["x"], "value": [1.0]})
         with pytest.raises(ValueError, match=r"scores\.parquet has another schema"):
             read_table(tmp_path, schemas.IMAGE_ROLLOUTS)
+
+
+# Stored advantages have a row per sample and stream.
+UNEVEN = pa.table(
+    {
+        "sample_id": ["a", "b", "a", "c"],
+        "stream": ["denoising", "tokens", "tokens", "denoising"],
+        "reward": [1.0, 2.0, 3.0, 4.0],
+    }
+)
+
+
+def test_tables_are_read_with_their_streams(tmp_path: Path) -> None:
+    paths = [tmp_path / "1.parquet", tmp_path / "2.parquet"]
+    for path in paths:
+        pq.write_table(UNEVEN, path)
+    assert read_advantages(paths[:1]).equals(UNEVEN)
+    table = read_advantages(paths, ("sample_id",))
+    assert (table.column_names, table.num_rows) == (["sample_id", STREAM], 2 * UNEVEN.num_rows)
+
+
+def test_statistics_are_of_the_first_stream() -> None:
+    assert leading_stream(UNEVEN)["sample_id"].to_pylist() == ["b", "a"]
+    denoising = UNEVEN.filter(pa.array([True, False, False, True]))
+    assert leading_stream(denoising)["sample_id"].to_pylist() == ["a", "c"]
+    assert leading_stream(UNEVEN.slice(0, 0)).num_rows == 0
 
 
 # The first digits of the sha256 of names and types: after a change of columns, raise SCHEMA_VERSION and write new ones.

@@ -193,18 +193,18 @@ class TestRestore:
         assert ["part-00000.parquet has sha256" in reason for reason in moved(other)] == [True]
 
     @pytest.mark.parametrize("place", ["quarantine", "earlier run"])
-    def test_what_was_set_aside_comes_back_unless_it_is_damaged(
+    def test_what_was_moved_away_comes_back_unless_it_is_damaged(
         self, store: ArtifactStore, tmp_path: Path, place: str
     ) -> None:
         reference = commit(store)
 
-        def set_aside() -> None:
+        def move_away() -> None:
             if place == "quarantine":
                 store.quarantine([MANIFEST, FOLDER], reason="a test")
             else:
                 store.give_to("run~2", [MANIFEST, FOLDER])
 
-        set_aside()
+        move_away()
         assert store.find(FOLDER) is None
         assert store.restore_artifact(reference) == reference == store.find(FOLDER)
         if place == "earlier run":
@@ -216,7 +216,7 @@ class TestRestore:
         aside = store.path("quarantine") if place == "quarantine" else f"{store.root}/run~2"
         store.filesystem.rm(aside, recursive=True)
         flip(store, PART)
-        set_aside()
+        move_away()
         with pytest.raises(StaleReferenceError):
             store.restore_artifact(reference)
 

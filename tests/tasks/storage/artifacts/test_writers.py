@@ -47,7 +47,7 @@ for turn in range(6):
 
 
 @ON_EACH_KIND_OF_ROOT
-def test_writers_at_once_get_the_first_result_or_move_it_to_previous(store: ArtifactStore, tmp_path: Path) -> None:
+def test_writers_at_once_get_the_first_result_or_quarantine_it(store: ArtifactStore, tmp_path: Path) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     commands = [[sys.executable, "-c", AT_ONCE, root_url(store), str(number)] for number in range(2)]
     with contextlib.ExitStack() as stack:
