@@ -1,6 +1,7 @@
 """Read and write Parquet, with a digest of a table's values; and stored advantages."""
 
 import hashlib
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,9 +35,10 @@ class TableWriter:
     Small batches share a row group, since one alone takes several kilobytes and a millisecond for its columns.
     """
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        """Open the file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path | io.BytesIO, schema: pa.Schema) -> None:
+        """Open the file, or write to memory."""
+        if isinstance(path, Path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         self.schema = schema
         self.rows = 0
         self._writer = encoding_writer(path, schema)
@@ -68,7 +70,7 @@ class TableWriter:
         self._waiting, self._waiting_bytes = [], 0
 
 
-def encoding_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+def encoding_writer(path: Path | io.BytesIO, schema: pa.Schema) -> pq.ParquetWriter:
     """Open a Parquet file whose lists of numbers, most of them different, are stored without a dictionary.
 
     Each of their bytes is compressed apart from the others (BYTE_STREAM_SPLIT): 3.3 bytes for a log-prob instead of
@@ -104,7 +106,7 @@ def _array(values: Sequence[Any] | pa.Array, kind: pa.DataType) -> pa.Array:
     return values.cast(kind) if isinstance(values, pa.Array) else pa.array(values, kind)
 
 
-def write_table(path: Path, schema: pa.Schema, columns: Mapping[str, Sequence[Any]]) -> str:
+def write_table(path: Path | io.BytesIO, schema: pa.Schema, columns: Mapping[str, Sequence[Any]]) -> str:
     """Write one Parquet file at once and return the digest of its values."""
     writer = TableWriter(path, schema)
     writer.write(columns)
@@ -140,7 +142,8 @@ def read_checked(content: bytes, schema: pa.Schema) -> dict[str, list[Any]]:
     """Read the columns of a table that was written at once and has no manifest.
 
     Raises:
-        ValueError: it is no such table, or its values do not have the digest that it states.
+        ValueError: it is no such table, its values do not have the digest that it states, or other bytes were changed,
+            such as those of the footer, which readers trust to different degrees.
     """
     try:
         file = pq.ParquetFile(pa.BufferReader(content))
@@ -151,6 +154,10 @@ def read_checked(content: bytes, schema: pa.Schema) -> dict[str, list[Any]]:
         raise ValueError(f"it is not a valid table ({type(error).__name__})") from error
     if stated != [digest]:
         raise ValueError("its values were changed")
+    write_table(again := io.BytesIO(), schema, columns)
+    # Another version of pyarrow writes the same values as other bytes.
+    if pq.read_metadata(again).created_by == file.metadata.created_by and again.getvalue() != content:
+        raise ValueError("its bytes were changed")
     return columns
 
 
