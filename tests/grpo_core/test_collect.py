@@ -18,13 +18,14 @@ from grpo_core.records import (
     DenoisingBatch,
     GroupRequest,
     RolloutGroup,
+    SampledActions,
     SampledTokens,
     TokenBatch,
     TokenSupport,
     TrainingRows,
 )
 from grpo_core.streams import ImageSize
-from tests.grpo_core.toy_policy import TablePolicy
+from tests.grpo_core.toy_policy import TablePolicy, training_rows
 
 
 def request_for(prompt: str, first: int, siblings: int = 3) -> GroupRequest:
@@ -156,15 +157,8 @@ SUPPORT = TokenSupport(torch.tensor([5, 6, 7, 8, 9, 10]), torch.tensor([[2, 1], 
 
 def rows() -> TrainingRows:
     batch = TokenBatch(("a", "b", "c"), IDS, MASK, 0.9)
-    return TrainingRows(
-        sample_ids=("s0", "s1", "s2"),
-        actions=batch,
-        rollout_logprobs=-IDS.float(),
-        advantages=torch.tensor([1.0, 2.0, 3.0]),
-        finished=torch.tensor([True, False, True]),
-        on_policy=torch.tensor([False, True, True]),
-        max_length=2,
-    )
+    sampled = SampledActions(batch, -IDS.float(), torch.tensor([True, False, True]), max_length=2)
+    return replace(training_rows(sampled, [1.0, 2.0, 3.0]), on_policy=torch.tensor([False, True, True]))
 
 
 def test_selected_rows_stay_together_in_the_order_asked_for() -> None:

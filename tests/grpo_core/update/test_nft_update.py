@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import DenoisingBatch, TrainingRows
+from grpo_core.records import DenoisingBatch, SampledActions, TrainingRows
 from grpo_core.streams import ImageSize
 from grpo_core.update.nft_update import ForwardProcess, NftStepMetrics, update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
 from grpo_core.update.step import UpdateResult
+from tests.grpo_core.toy_policy import training_rows
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.2], dtype=torch.float64)
 DIM = 3
@@ -95,20 +96,14 @@ class LinearComponent:
 def rows_of(advantages: list[float], dtype: torch.dtype = torch.float64) -> TrainingRows:
     count, generator = len(advantages), torch.Generator().manual_seed(4)
     images = torch.randn(count, 1, DIM, generator=generator, dtype=torch.float64).to(dtype)
-    return TrainingRows(
-        sample_ids=tuple(f"s{row}" for row in range(count)),
-        actions=DenoisingBatch(
-            prompts=tuple(map(str, range(count))),
-            states=tuple(images),
-            first_steps=(len(SIGMAS),) * count,
-            sizes=(SIZE,) * count,
-        ),
-        rollout_logprobs=torch.zeros(count, 0),
-        advantages=torch.tensor(advantages),
-        finished=torch.ones(count, dtype=torch.bool),
-        on_policy=torch.ones(count, dtype=torch.bool),
-        max_length=0,
+    actions = DenoisingBatch(
+        prompts=tuple(map(str, range(count))),
+        states=tuple(images),
+        first_steps=(len(SIGMAS),) * count,
+        sizes=(SIZE,) * count,
     )
+    finished = torch.ones(count, dtype=torch.bool)
+    return training_rows(SampledActions(actions, torch.zeros(count, 0), finished, max_length=0), advantages)
 
 
 def images_of(rows: TrainingRows) -> DenoisingBatch:

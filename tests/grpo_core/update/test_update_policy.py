@@ -23,7 +23,7 @@ from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings, microbatches, minibatches
 from grpo_core.update.step import UpdateResult
 from tests.grpo_core.policies.trained.tiny_models import same
-from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
+from tests.grpo_core.toy_policy import TablePolicy, sampled_rows, training_rows
 from tests.tiny_policies import PROMPTS, build_policy, weights_of
 
 
@@ -294,15 +294,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_the_step() -> None:
 
 def glm_rows(policy: GlmImagePolicy) -> TrainingRows:
     sampled = policy.tokens.sample(PROMPTS[:2], group_size=2, seeds=range(4))
-    return TrainingRows(
-        sample_ids=("s0", "s1", "s2", "s3"),
-        actions=sampled.actions,
-        rollout_logprobs=sampled.rollout_logprobs,
-        advantages=torch.tensor([1.0, -1.0, 0.7, -0.7]),
-        finished=sampled.finished,
-        on_policy=torch.ones(4, dtype=torch.bool),
-        max_length=sampled.max_length,
-    )
+    return training_rows(sampled, [1.0, -1.0, 0.7, -0.7])
 
 
 def glm_weights_after(

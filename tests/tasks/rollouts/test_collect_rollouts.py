@@ -24,8 +24,9 @@ from tasks.storage.schemas import ADVANTAGES, STATES
 from tasks.update.rows import StoredRows, read_training_rows
 from tests.tasks.advantages.test_compute_advantages import commit_rows
 from tests.tasks.reports.made_runs import flip_last_byte
-from tests.tasks.rollouts.both_streams import PLACEMENT, ROLLOUT, WINDOW, collect, plan, policy, sampled, spec
+from tests.tasks.rollouts.both_streams import PLACEMENT, ROLLOUT, WINDOW, collect, plan, policy, sampled
 from tests.tasks.stage_calls import table_of
+from tests.tasks.update.update_jobs import JOINT
 
 
 def advantages_of(store: ArtifactStore, values: dict[tuple[str, Stream], float | None]) -> ArtifactRef:
@@ -156,7 +157,7 @@ def test_shards_have_the_digest_and_the_rows_of_one(store: ArtifactStore) -> Non
     arguments = {
         "policy": policy(),
         "plan": planned.model_copy(update={"folder": "iteration_000002"}),
-        "model": spec(),
+        "model": JOINT.spec(),
         "rollout": ROLLOUT,
         "with_reference": False,
         "placement": PLACEMENT,
