@@ -102,9 +102,9 @@ def test_samples_that_are_not_finite_are_named_before_any_of_their_batch_is_give
     policy = TablePolicy(3)
     with torch.no_grad():
         policy.table[0, 3] = math.nan
-    with pytest.raises(NonFiniteError, match="rollout log-prob is not finite for 3 sample") as caught:
+    with pytest.raises(NonFiniteError) as caught:
         next(collect_rollouts(policy, REQUESTS, prompts_per_batch=5))
-    assert caught.value.sample_ids == ("s10", "s11", "s12")
+    assert (caught.value.quantity, caught.value.sample_ids) == ("rollout log-prob", ("s10", "s11", "s12"))
 
 
 class BrokenRenderer(TablePolicy):
@@ -122,8 +122,9 @@ class BrokenRenderer(TablePolicy):
 
 def test_broken_images_are_an_error_where_no_image_is_whole() -> None:
     assert len(list(collect_rollouts(BrokenRenderer({0, 10, 20}), REQUESTS, prompts_per_batch=2))) == len(REQUESTS)
-    with pytest.raises(NonFiniteError, match="pixel") as caught:
+    with pytest.raises(NonFiniteError) as caught:
         list(collect_rollouts(BrokenRenderer({0, 10}), [REQUESTS[0], REQUESTS[1], REQUESTS[4]], prompts_per_batch=2))
+    assert caught.value.quantity == "pixel"
     assert caught.value.sample_ids == ("s0", "s1", "s2", "s10", "s11", "s12", "s0", "s1", "s2")
 
 

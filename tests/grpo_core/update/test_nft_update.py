@@ -313,9 +313,9 @@ def test_an_image_that_is_not_finite_is_named_and_changes_nothing(minibatch_size
     states = list(images_of(rows).states)
     states[3] = torch.full_like(states[3], torch.nan)
     broken = changed(rows, states=tuple(states))
-    with pytest.raises(NonFiniteError, match="s3") as raised:
+    with pytest.raises(NonFiniteError) as caught:
         trained(component, broken, replace(SETTINGS, minibatch_size=minibatch_size))
-    assert "s1" not in str(raised.value)
+    assert caught.value.sample_ids == ("s3",)
     assert component.weight.grad is None
     assert "old" not in component.trained.copies
 
@@ -358,8 +358,9 @@ def test_the_decay_of_the_old_policy_grows_to_its_limit() -> None:
 
 @pytest.mark.parametrize("name", ["nft_beta", "advantage_clip", "timesteps_per_image"])
 def test_settings_are_positive(name: str) -> None:
-    with pytest.raises(InputError, match=f"update.{name}"):
+    with pytest.raises(InputError) as caught:
         NftSettings(**{name: 0})
+    assert (caught.value.place, caught.value.value) == (f"update.{name}", 0)
 
 
 def test_states_in_16_bits_are_trained_in_their_pipelines_arithmetic() -> None:

@@ -188,7 +188,7 @@ def test_microbatches_of_unequal_passes_are_not_sharded() -> None:
     refuse_unusable_placement(section, {"tokens": two, "denoising": one})
     refused: list[dict[Stream, UpdateSection]] = [{"denoising": two}, {"tokens": two, "denoising": two}]
     for updates, place in zip(refused, ("update", "update.denoising"), strict=True):
-        with pytest.raises(InputError, match="equally many passes") as caught:
+        with pytest.raises(InputError) as caught:
             refuse_unusable_placement(section, updates)
         assert caught.value.place == f"{place}.micro_batch_size"
         refuse_unusable_placement(section.model_copy(update={"sharding": "ddp"}), updates)

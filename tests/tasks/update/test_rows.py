@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,10 +16,10 @@ from tasks.execution.resources import resource, run_resources
 from tasks.models.resident import ResidentPolicy
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.parquet import write_table
-from tasks.storage.schemas import ADVANTAGES, IMAGE_ROLLOUTS, SCHEMA_VERSION
+from tasks.storage.schemas import ADVANTAGES, IMAGE_ROLLOUTS
 from tasks.update.job import UpdateOutcome
 from tasks.update.rows import read_training_rows
+from tests.tasks.advantages.test_compute_advantages import commit_rows
 from tests.tasks.update.update_jobs import (
     IMAGES,
     TEXTS,
@@ -34,16 +33,6 @@ from tests.tasks.update.update_jobs import (
 )
 
 POLICY = PolicyRef(version=0, digest="d" * 64)
-
-
-def commit_table(store: ArtifactStore, folder: str, schema: pa.Schema, columns: dict[str, Any]) -> ArtifactRef:
-    rows = len(columns["sample_id"])
-    table = {name: columns.get(name, [None] * rows) for name in schema.names}
-    with store.staging() as staged:
-        digest = write_table(staged / "part-00000.parquet", schema, table)
-        return store.commit(
-            staged, folder, digest=digest, schema_version=SCHEMA_VERSION, rows=rows, seconds=0.0, metrics={}
-        )
 
 
 def rollouts(store: ArtifactStore, names: list[str], iteration: int = 1) -> ArtifactRef:
@@ -69,7 +58,7 @@ def rollouts(store: ArtifactStore, names: list[str], iteration: int = 1) -> Arti
         "policy_version": [0] * rows,
         "policy_digest": [POLICY.digest] * rows,
     }
-    return commit_table(store, f"iteration_{iteration:06d}/rollouts", IMAGE_ROLLOUTS, columns)
+    return commit_rows(store, f"iteration_{iteration:06d}/rollouts", IMAGE_ROLLOUTS, columns)
 
 
 def advantages(
@@ -82,7 +71,7 @@ def advantages(
         "advantage": numbers,
         "reward": [reward] * len(values),
     }
-    return commit_table(store, "iteration_000009/advantages", ADVANTAGES, columns)
+    return commit_rows(store, "iteration_000009/advantages", ADVANTAGES, columns)
 
 
 def read(
@@ -113,13 +102,13 @@ def test_tables_of_several_rounds_are_read_as_one(store: ArtifactStore, tmp_path
 
 def test_a_stream_without_advantages_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
     drawn, scores = rollouts(store, ["a"]), advantages(store, [("a", "tokens", 1.0)])
-    with pytest.raises(ValueError, match="no sample has an advantage in its denoising"):
+    with pytest.raises(ValueError, match="denoising"):
         read(store, [drawn], scores, tmp_path, "denoising")
 
 
 def test_samples_without_any_reward_are_refused(store: ArtifactStore, tmp_path: Path) -> None:
     drawn, scores = rollouts(store, ["a"]), advantages(store, [("a", "tokens", None)], reward=None)
-    with pytest.raises(ValueError, match="every reward of every sample is null"):
+    with pytest.raises(ValueError, match="null"):
         read(store, [drawn], scores, tmp_path)
 
 
