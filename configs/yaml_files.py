@@ -67,11 +67,6 @@ OTHER_MEANING: Mapping[str, str] = MappingProxyType(
 )
 """Path with TRL's name -> what to set instead."""
 
-_BY_STREAM = "Only a run that trains both streams (policy.train) has one update each; give its keys in update itself."
-
-OF_OTHER_RUNS: Mapping[str, str] = MappingProxyType({"update.tokens": _BY_STREAM, "update.denoising": _BY_STREAM})
-"""Path of a key that the configurations of other runs have -> which they are."""
-
 NONE_CHOSEN: Mapping[str, type[BaseModel]] = MappingProxyType({})
 
 _SCALES = {True: "group", False: "none"}
@@ -142,8 +137,8 @@ def nearest_key(
         location: path of the unknown key; numbers are indices in a list.
         chosen: models by path, for fields that allow several.
     """
-    if hint := OF_OTHER_RUNS.get(".".join(location)):
-        return hint
+    if ".".join(location) in ("update.tokens", "update.denoising"):
+        return "Only a run that trains both streams (policy.train) has one update each; give its keys in update itself."
     section, name = tuple(part for part in location[:-1] if not part.isdigit()), location[-1]
     paths = list(_paths(model, chosen))
     here = [path for path in paths if path[:-1] == section]

@@ -230,9 +230,7 @@ def update_by_nft(
 
     def step(number: int, passes: _Passes) -> NftStepMetrics:
         names = [rows.sample_ids[index] for index in plan[number][0]]
-        made = optimizer_step(optimizer, names, passes.broken, settings.max_grad_norm, process_group)
-        if settings.ema is not None:
-            trained.copies["ema"].mix(1 - settings.ema)
+        made = optimizer_step(component, optimizer, names, passes.broken, settings, process_group)
         return passes.metrics(process_group, made, with_reference=settings.with_reference)
 
     with no_gradient_of_a_refused_update(optimizer):

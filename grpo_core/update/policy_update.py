@@ -84,9 +84,7 @@ def update_policy(
 
     def step(minibatch: Minibatch, passes: Passes) -> StepMetrics:
         names = minibatch.sample_ids
-        made = optimizer_step(optimizer, names, passes.broken, settings.max_grad_norm, process_group)
-        if settings.ema is not None:
-            component.trained.copies["ema"].mix(1 - settings.ema)
+        made = optimizer_step(component, optimizer, names, passes.broken, settings, process_group)
         return passes.sums.metrics(
             process_group, made, with_reference=settings.with_reference, with_entropy=not passes.of_gaussians
         )

@@ -19,6 +19,7 @@ from grpo_core.parity import ParityError
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import ProcessGroup
+from grpo_core.update.settings import StepSettings
 
 Progress = Callable[[int, int], None]
 Tick = Callable[[], None]
@@ -38,18 +39,19 @@ class OptimizerStep:
 
 
 def optimizer_step(
+    component: PolicyComponent,
     optimizer: PolicyOptimizer,
     sample_ids: Sequence[str],
     broken: Sequence[str],
-    max_grad_norm: float,
+    settings: StepSettings,
     process_group: ProcessGroup,
 ) -> OptimizerStep:
-    """Sum the gradients of all processes, clip them, and make one step.
+    """Sum the gradients of all processes, clip them, and make one step, which the component's average follows.
 
     Args:
         sample_ids: names of the minibatch's rows.
         broken: names of the samples whose loss is not finite.
-        max_grad_norm: the gradient is scaled to this norm.
+        settings: with the norm that the gradient is scaled to, and the decay of the average.
 
     Raises:
         NonFiniteError: a loss or the gradient is not finite; names the samples. No weight was changed by this step.
@@ -59,13 +61,15 @@ def optimizer_step(
         raise NonFiniteError("loss", broken, hint)
     parameters = list(optimizer.parameters.values())
     process_group.add_gradients(parameters)
-    grad_norm = process_group.gradient_norm(parameters, max_grad_norm)
+    grad_norm = process_group.gradient_norm(parameters, settings.max_grad_norm)
     if not math.isfinite(grad_norm):
         hint = "Lower the learning rate, or inspect these samples; the last policy version is intact."
         raise NonFiniteError("gradient", sample_ids, hint)
     learning_rate = optimizer.learning_rate
     optimizer.step()
     _require_finite_weights(optimizer, sample_ids, process_group)
+    if settings.ema is not None:
+        component.trained.copies["ema"].mix(1 - settings.ema)
     return OptimizerStep(grad_norm, learning_rate)
 
 
@@ -225,14 +229,9 @@ class UpdateResult:
 class StepSums:
     """Sums over the microbatches of one minibatch; means are taken once, at the end."""
 
-    FIELDS = (
-        *("loss", "policy_loss", "kl", "entropy", "low", "high", "counted"),
-        *("ratio", "clamped", "weight", "tokens"),
-    )
-
     def __init__(self, trained: Bool[Tensor, "rows time"]) -> None:
         """Start at zero."""
-        self._sums = dict.fromkeys(self.FIELDS, 0.0)
+        self._sums = torch.zeros(11, dtype=torch.float64)
         self._rows = trained.any(-1).cpu()
         # By row: the minimum over processes then comes from a sum in which each row is counted once.
         self._clipped = torch.zeros(2, len(trained), dtype=torch.float64)
@@ -258,20 +257,20 @@ class StepSums:
         clipped = count_clipped(terms, mask, settings)
         tokens = float(mask.sum())
         weights = terms.mismatch_weights
-        seen = {
-            "loss": float(loss.detach()),
-            "policy_loss": float(terms.policy_loss),
-            "kl": over_tokens(terms.kl),
-            "entropy": 0.0 if entropy is None else over_tokens(entropy),
-            "low": clipped.low,
-            "high": clipped.high,
-            "counted": clipped.counted,
-            "ratio": over_tokens(terms.importance_ratio),
-            "clamped": float(terms.log_ratio_clamped.sum()),
-            "weight": tokens if weights is None else over_tokens(weights),
-            "tokens": tokens,
-        }
-        self._sums = {name: total + seen[name] for name, total in self._sums.items()}
+        seen = (
+            float(loss.detach()),
+            float(terms.policy_loss),
+            over_tokens(terms.kl),
+            0.0 if entropy is None else over_tokens(entropy),
+            clipped.low,
+            clipped.high,
+            clipped.counted,
+            over_tokens(terms.importance_ratio),
+            float(terms.log_ratio_clamped.sum()),
+            tokens if weights is None else over_tokens(weights),
+            tokens,
+        )
+        self._sums += torch.tensor(seen, dtype=torch.float64)
         for index, flags in enumerate((terms.clipped_low, terms.clipped_high)):
             self._clipped[index, rows] = clipped_share_of_rows(flags, mask).nan_to_num().double().cpu()
 
@@ -279,23 +278,23 @@ class StepSums:
         self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool, with_entropy: bool
     ) -> RatioStepMetrics:
         """Return the means over the tokens of all processes."""
-        local = torch.tensor(list(self._sums.values()), dtype=torch.float64)
-        sums = dict(zip(self._sums, process_group.add(local).tolist(), strict=True))
+        sums = process_group.add(self._sums).tolist()
+        loss, policy_loss, kl, entropy, clip_low, clip_high, counted, ratio, clamped, weight, tokens = sums
         low, high = process_group.add(self._clipped)[:, self._rows]
-        tokens, counted = max(sums["tokens"], 1.0), max(sums["counted"], 1.0)
+        divisor, counted = max(tokens, 1.0), max(counted, 1.0)
         return RatioStepMetrics(
-            loss=sums["loss"],
-            policy_loss=sums["policy_loss"],
+            loss=loss,
+            policy_loss=policy_loss,
             grad_norm=made.grad_norm,
             learning_rate=made.learning_rate,
-            kl=sums["kl"] / tokens if with_reference else None,
-            entropy=sums["entropy"] / tokens if with_entropy else None,
-            clip_low=sums["low"] / counted,
-            clip_high=sums["high"] / counted,
+            kl=kl / divisor if with_reference else None,
+            entropy=entropy / divisor if with_entropy else None,
+            clip_low=clip_low / counted,
+            clip_high=clip_high / counted,
             clip_low_min=float(low.min()) if len(low) else 0.0,
             clip_high_max=float(high.max()) if len(high) else 0.0,
-            ratio_mean=sums["ratio"] / tokens,
-            log_ratio_clamped=sums["clamped"],
-            mismatch_weight=sums["weight"] / tokens,
-            trained_tokens=sums["tokens"],
+            ratio_mean=ratio / divisor,
+            log_ratio_clamped=clamped,
+            mismatch_weight=weight / divisor,
+            trained_tokens=tokens,
         )

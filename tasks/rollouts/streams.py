@@ -61,6 +61,11 @@ def _support_columns(tokens: TokenBatch) -> dict[str, Sequence[Any]]:
     }
 
 
+def sample_files(folders: Sequence[Path]) -> list[Path]:
+    """Return the files with the rows of the samples, in the order in which the rows are stored."""
+    return [path for folder in folders for path in sorted(folder.glob(PARTS))]
+
+
 def read_tokens(table: pl.DataFrame, folders: Sequence[Path], scratch: Path, max_length: int) -> SampledActions:
     """Return the stored tokens of a table's rows.
 
@@ -76,9 +81,9 @@ def read_tokens(table: pl.DataFrame, folders: Sequence[Path], scratch: Path, max
     Raises:
         ValueError: rows of several temperatures, or with and without a stored support.
     """
-    files = [path for folder in folders for path in sorted(folder.glob(PARTS))]
+    ids = _mapped_support_ids(sample_files(folders), table["sample_id"], scratch)
     return SampledActions(
-        actions=read_token_batch(table, _support(table, _mapped_support_ids(files, table["sample_id"], scratch))),
+        actions=read_token_batch(table, _support(table, ids)),
         rollout_logprobs=padded(table["rollout_logprobs"]),
         finished=table["finished"].to_torch(),
         max_length=max_length,

@@ -19,7 +19,7 @@ from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.step import RatioStepMetrics, StepMetrics, UpdateResult
 from tasks.rollouts.rows import STORED_STREAMS
-from tasks.runs.layout import PARTS
+from tasks.rollouts.streams import sample_files
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.parquet import STREAM, read_advantages
@@ -116,13 +116,10 @@ def read_training_rows(
     sampled = stored.read(kept, folders, fetched, first[stored.max_length])
     return StoredRows(
         rows=TrainingRows(
+            **vars(sampled),
             sample_ids=tuple(kept["sample_id"]),
-            actions=sampled.actions,
-            rollout_logprobs=sampled.rollout_logprobs,
             advantages=kept["advantage"].cast(pl.Float32).to_torch(),
-            finished=sampled.finished,
             on_policy=(kept["policy_digest"] == sampler.digest).to_torch(),
-            max_length=sampled.max_length,
         ),
         settings=family.settings(first),
         staleness=tuple((kept["policy_version"] - policy.version).abs().to_list()),
@@ -131,7 +128,7 @@ def read_training_rows(
 
 
 def _read_samples(folders: Sequence[Path]) -> pl.DataFrame:
-    files = [path for folder in folders for path in sorted(folder.glob(PARTS))]
+    files = sample_files(folders)
     return pl.read_parquet(
         files, columns=[name for name in pl.read_parquet_schema(files[0]) if name not in _LEFT_ON_DISK]
     )

@@ -1,6 +1,7 @@
 """The smallest policy there is: a table of logits, whose log-probs and gradients can be worked out by hand."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from grpo_core.records import (
     Entropies,
     GroupRequest,
     RolloutGroup,
+    SampledActions,
     SampledTokens,
     TokenBatch,
     TrainingRows,
@@ -113,14 +115,17 @@ class TablePolicy:
 
 def sampled_rows(policy: TablePolicy, advantages: Sequence[float], *, seed: int = 0) -> TrainingRows:
     """One row a prompt, sampled by the policy, with these advantages."""
-    prompts = [str(row) for row in range(len(advantages))]
-    sampled = policy.sample_tokens(prompts, group_size=1, seeds=[seed + row for row in range(len(advantages))])
+    count = len(advantages)
+    prompts, seeds = [str(row) for row in range(count)], [seed + row for row in range(count)]
+    return training_rows(policy.sample_tokens(prompts, group_size=1, seeds=seeds), advantages)
+
+
+def training_rows(sampled: SampledActions, advantages: Sequence[float] | Tensor) -> TrainingRows:
+    """What was sampled by the weights before the update, with these advantages, as samples s0, s1, ..."""
+    count = len(advantages)
     return TrainingRows(
-        sample_ids=tuple(f"s{row}" for row in range(len(advantages))),
-        actions=sampled.actions,
-        rollout_logprobs=sampled.rollout_logprobs,
-        advantages=torch.tensor(advantages),
-        finished=sampled.finished,
-        on_policy=torch.ones(len(advantages), dtype=torch.bool),
-        max_length=sampled.max_length,
+        **{field.name: getattr(sampled, field.name) for field in fields(SampledActions)},
+        sample_ids=tuple(f"s{row}" for row in range(count)),
+        advantages=torch.as_tensor(advantages),
+        on_policy=torch.ones(count, dtype=torch.bool),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_core.losses.microbatch_loss import LossInputs, clipped_share_of_rows, count_clipped
 from grpo_core.losses.ratios import mismatch_metrics, mismatch_weights
-from grpo_core.losses.settings import LOSSES, LossSettings, MismatchSettings
+from grpo_core.losses.settings import LOSSES, MismatchSettings
 from tests.grpo_core.losses.oracles import (
     TOKEN_LOSSES,
     configured,
@@ -221,14 +221,12 @@ def test_entropy_quantile_of_trl_depends_on_the_split() -> None:
 
 
 def test_cispo_of_trl_reads_its_cap_from_epsilon_high() -> None:
-    """With TRL's default of 0.2 there, every ratio above 0.2 is cut to 0.2; here such a cap is refused."""
+    """With TRL's default of 0.2 there, every ratio above 0.2 is cut to 0.2; `LossSettings` refuses such a cap."""
     inputs = replace(random_inputs(12), entropy_mask=None)
     inputs = replace(inputs, old_logprobs=inputs.logprobs)
     settings = configured("cispo")
     found = trl_loss(inputs, settings, epsilon_high=0.2).logprobs
     torch.testing.assert_close(found, 0.2 * loss_of(inputs, settings).logprobs)
-    with pytest.raises(ValueError, match=r"update\.ratio_cap"):
-        LossSettings("cispo", "token", ratio_cap=0.2)
 
 
 def test_mismatch_weights_leave_out_the_kl_in_trl() -> None:

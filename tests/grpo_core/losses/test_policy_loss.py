@@ -87,13 +87,14 @@ def test_a_log_prob_that_is_not_a_number_stays_one() -> None:
     [(0.9, 0.0, "cap"), (math.nan, 0.0, "cap"), (3.0, 1.1, "floor"), (3.0, -0.1, "floor"), (1.0, 1.0, "floor")],
 )
 def test_bounds_that_exclude_agreement_are_refused(cap: float, floor: float, place: str) -> None:
-    with pytest.raises(InputError, match=rf"update\.mismatch\.{place}"):
+    with pytest.raises(InputError) as caught:
         MismatchSettings("truncate", "token", cap, floor)
+    assert caught.value.place == f"update.mismatch.{place}"
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.1, math.nan])
 def test_a_share_out_of_range_is_refused(share: float) -> None:
-    with pytest.raises(ValueError, match="part of the tokens to keep"):
+    with pytest.raises(ValueError, match=str(share)):
         entropy_threshold(torch.ones(3), share)
 
 

@@ -85,34 +85,35 @@ def test_no_rate_is_negative_or_above_the_learning_rate(name: Schedule, warmup: 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "warmup_stable_decay", "cosine_with_min_lr"])
 def test_a_missing_length_is_refused(name: Schedule) -> None:
-    with pytest.raises(InputError, match=r"update\.lr_scheduler: .*set update\.total_steps"):
+    with pytest.raises(InputError) as caught:
         OptimizerSettings(RATE, lr_scheduler=name, warmup_steps=WARMUP)
+    assert (caught.value.place, caught.value.value) == ("update.lr_scheduler", name)
 
 
 @pytest.mark.parametrize("warmup", [12, 13])
 def test_a_warm_up_as_long_as_the_run_is_refused(warmup: int) -> None:
-    with pytest.raises(InputError, match=r"update\.warmup_steps: .*12 optimizer steps in all"):
+    with pytest.raises(InputError) as caught:
         schedule("polynomial", warmup_steps=warmup)
+    assert (caught.value.place, caught.value.value) == ("update.warmup_steps", warmup)
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "message"),
+    ("name", "kwargs"),
     [
-        ("cosine", {"cycles": 2}, "cycles"),
-        ("cosine", {"num_cycles": "many"}, "cannot be computed"),
-        ("constant", {"num_cycles": 1}, "no arguments"),
-        ("cosine_with_min_lr", {}, "min_lr"),
-        ("polynomial", {"lr_end": 0.1}, "lr_end"),
-        ("polynomial", {"lr_end": -0.1}, "below zero"),
-        ("warmup_stable_decay", {}, "Set num_decay_steps, an integer from 0 to 9"),
-        ("warmup_stable_decay", {"num_decay_steps": 10}, "Set num_decay_steps, an integer from 0 to 9"),
-        ("warmup_stable_decay", {"num_decay_steps": 2, "num_stable_steps": 3}, "Leave out num_stable_steps"),
-        ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "steep"}, "Unknown decay type"),
-        ("warmup_stable_decay", {"num_decay_steps": 2, "min_lr_ratio": -1}, "below zero|cannot be computed"),
+        ("cosine", {"cycles": 2}),
+        ("cosine", {"num_cycles": "many"}),
+        ("constant", {"num_cycles": 1}),
+        ("cosine_with_min_lr", {}),
+        ("polynomial", {"lr_end": 0.1}),
+        ("polynomial", {"lr_end": -0.1}),
+        ("warmup_stable_decay", {}),
+        ("warmup_stable_decay", {"num_decay_steps": 10}),
+        ("warmup_stable_decay", {"num_decay_steps": 2, "num_stable_steps": 3}),
+        ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "steep"}),
+        ("warmup_stable_decay", {"num_decay_steps": 2, "min_lr_ratio": -1}),
     ],
 )
-def test_values_that_give_no_schedule_are_refused(
-    name: Schedule, kwargs: dict[str, ScheduleValue], message: str
-) -> None:
-    with pytest.raises(InputError, match=rf"update\.lr_scheduler_kwargs: .*({message})"):
+def test_values_that_give_no_schedule_are_refused(name: Schedule, kwargs: dict[str, ScheduleValue]) -> None:
+    with pytest.raises(InputError) as caught:
         schedule(name, lr_scheduler_kwargs=kwargs)
+    assert (caught.value.place, caught.value.value) == ("update.lr_scheduler_kwargs", kwargs)

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import DenoisingBatch, TrainingRows
+from grpo_core.records import DenoisingBatch, SampledActions, TrainingRows
 from grpo_core.streams import ImageSize
 from grpo_core.update.nft_update import ForwardProcess, NftStepMetrics, update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
 from grpo_core.update.step import UpdateResult
+from tests.grpo_core.toy_policy import training_rows
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.2], dtype=torch.float64)
 DIM = 3
@@ -95,20 +96,14 @@ class LinearComponent:
 def rows_of(advantages: list[float], dtype: torch.dtype = torch.float64) -> TrainingRows:
     count, generator = len(advantages), torch.Generator().manual_seed(4)
     images = torch.randn(count, 1, DIM, generator=generator, dtype=torch.float64).to(dtype)
-    return TrainingRows(
-        sample_ids=tuple(f"s{row}" for row in range(count)),
-        actions=DenoisingBatch(
-            prompts=tuple(map(str, range(count))),
-            states=tuple(images),
-            first_steps=(len(SIGMAS),) * count,
-            sizes=(SIZE,) * count,
-        ),
-        rollout_logprobs=torch.zeros(count, 0),
-        advantages=torch.tensor(advantages),
-        finished=torch.ones(count, dtype=torch.bool),
-        on_policy=torch.ones(count, dtype=torch.bool),
-        max_length=0,
+    actions = DenoisingBatch(
+        prompts=tuple(map(str, range(count))),
+        states=tuple(images),
+        first_steps=(len(SIGMAS),) * count,
+        sizes=(SIZE,) * count,
     )
+    finished = torch.ones(count, dtype=torch.bool)
+    return training_rows(SampledActions(actions, torch.zeros(count, 0), finished, max_length=0), advantages)
 
 
 def images_of(rows: TrainingRows) -> DenoisingBatch:
@@ -318,9 +313,9 @@ def test_an_image_that_is_not_finite_is_named_and_changes_nothing(minibatch_size
     states = list(images_of(rows).states)
     states[3] = torch.full_like(states[3], torch.nan)
     broken = changed(rows, states=tuple(states))
-    with pytest.raises(NonFiniteError, match="s3") as raised:
+    with pytest.raises(NonFiniteError) as caught:
         trained(component, broken, replace(SETTINGS, minibatch_size=minibatch_size))
-    assert "s1" not in str(raised.value)
+    assert caught.value.sample_ids == ("s3",)
     assert component.weight.grad is None
     assert "old" not in component.trained.copies
 
@@ -363,8 +358,9 @@ def test_the_decay_of_the_old_policy_grows_to_its_limit() -> None:
 
 @pytest.mark.parametrize("name", ["nft_beta", "advantage_clip", "timesteps_per_image"])
 def test_settings_are_positive(name: str) -> None:
-    with pytest.raises(InputError, match=f"update.{name}"):
+    with pytest.raises(InputError) as caught:
         NftSettings(**{name: 0})
+    assert (caught.value.place, caught.value.value) == (f"update.{name}", 0)
 
 
 def test_states_in_16_bits_are_trained_in_their_pipelines_arithmetic() -> None:

@@ -125,7 +125,7 @@ def test_a_parameter_that_never_had_a_gradient_stays_without_moments() -> None:
 
 def test_a_state_for_other_parameters_is_refused() -> None:
     optimizer = PolicyOptimizer(parameters(), WARM)
-    with pytest.raises(ValueError, match="'lm_head', which this policy does not train"):
+    with pytest.raises(ValueError, match="lm_head"):
         optimizer.load_state({**optimizer.state(), "lm_head|exp_avg": torch.zeros(1)})
 
 
@@ -135,8 +135,10 @@ def test_a_state_of_another_optimizer_is_refused_with_both_names(
 ) -> None:
     first, second = PolicyOptimizer(parameters(), trained), PolicyOptimizer(parameters(), requested, steps=2)
     run(first, range(2))
-    with pytest.raises(InputError, match=f"got '{requested.optimizer}'.* continue with {trained.optimizer}\\."):
+    with pytest.raises(InputError) as caught:
         second.load_state(first.state())
+    assert (caught.value.place, caught.value.value) == ("update.optimizer", requested.optimizer)
+    assert trained.optimizer in caught.value.hint
 
 
 def _without(entry: str) -> Callable[[dict[str, Tensor]], None]:
@@ -160,7 +162,7 @@ def _changed(entry: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[s
         (WARM, _without("bias|exp_avg"), "bias"),
         (WARM, _without("bias|step"), "bias"),
         (WARM, _without("bias"), "bias"),
-        (WARM, _without("|optimizer"), "does not say which"),
+        (WARM, _without("|optimizer"), "optimizer"),
         (WARM, _changed("bias|exp_avg", lambda moment: moment[:2]), "bias"),
         (WARM, _changed("bias|exp_avg", Tensor.bfloat16), "bias"),
         (EIGHT_BIT, _without("embedding|qmap2"), "embedding"),
@@ -191,7 +193,7 @@ def test_a_damaged_state_is_refused_whole(
 def test_an_empty_state_after_steps_is_refused() -> None:
     fresh = PolicyOptimizer(parameters(), WARM).state()
     PolicyOptimizer(parameters(), WARM).load_state(fresh)
-    with pytest.raises(ValueError, match="empty, but 2 steps"):
+    with pytest.raises(ValueError, match="2 steps"):
         PolicyOptimizer(parameters(), WARM, steps=2).load_state(fresh)
 
 
@@ -201,13 +203,16 @@ def test_an_empty_state_after_steps_is_refused() -> None:
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     PolicyOptimizer(parameters(), WARM)
-    with pytest.raises(InputError, match=r"update\.optimizer: got 'adamw_8bit'\. .*pip install bitsandbytes"):
+    with pytest.raises(InputError) as caught:
         PolicyOptimizer(parameters(), EIGHT_BIT)
+    assert (caught.value.place, caught.value.value) == ("update.optimizer", "adamw_8bit")
+    assert "pip install bitsandbytes" in caught.value.hint
 
 
-@pytest.mark.parametrize(("kind", "instead"), [("paged_adamw", "use adamw"), ("paged_adamw_8bit", "use adamw_8bit")])
-def test_pages_are_refused_on_the_cpu(kind: OptimizerKind, instead: str) -> None:
+@pytest.mark.parametrize("kind", ["paged_adamw", "paged_adamw_8bit"])
+def test_pages_are_refused_on_the_cpu(kind: OptimizerKind) -> None:
     """bitsandbytes would go on without them."""
-    with pytest.raises(InputError, match=rf"update\.optimizer.* on cpu; {instead}\."):
+    with pytest.raises(InputError) as caught:
         PolicyOptimizer(parameters(), replace(WARM, optimizer=kind))
+    assert (caught.value.place, caught.value.value) == ("update.optimizer", kind)
     refuse_unavailable(kind, torch.device("cuda"))

@@ -14,7 +14,7 @@ from grpo_core.parity import ParityError, ParityTolerance
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.denoising.scheduler import Transition, step_kl
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.records import ActionLogprobs, DenoisingBatch, StepGaussians, TrainingRows
+from grpo_core.records import ActionLogprobs, DenoisingBatch, SampledActions, StepGaussians, TrainingRows
 from grpo_core.settings import Truncation
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
@@ -22,6 +22,7 @@ from grpo_core.update.settings import OptimizerSettings, UpdateSettings
 from grpo_core.update.step import UpdateResult
 from tests.grpo_core.policies.denoising.tiny_pipelines import component, sampled
 from tests.grpo_core.policies.glm_image.test_memory import PeakBytes
+from tests.grpo_core.toy_policy import training_rows
 from tests.tiny_policies import PROMPTS, build_policy
 
 PARITY = ParityTolerance(1e-5, 1e-6)
@@ -30,15 +31,7 @@ ADVANTAGES = torch.tensor([1.0, -1.0, 2.0, -2.0])
 
 def rows_of(made: DenoisingComponent, window_start: int = 1) -> TrainingRows:
     actions, logprobs = sampled(made, "sd3", window_start=window_start)
-    return TrainingRows(
-        sample_ids=tuple(f"s{row:02d}" for row in range(4)),
-        actions=actions,
-        rollout_logprobs=logprobs,
-        advantages=ADVANTAGES,
-        finished=torch.ones(4, dtype=torch.bool),
-        on_policy=torch.ones(4, dtype=torch.bool),
-        max_length=2,
-    )
+    return training_rows(SampledActions(actions, logprobs, torch.ones(4, dtype=torch.bool), max_length=2), ADVANTAGES)
 
 
 def train(made: DenoisingComponent, rows: TrainingRows, lr: float = 3e-4, **changes: Any) -> UpdateResult:
@@ -133,15 +126,7 @@ SETTINGS = UpdateSettings(minibatch_size=64, micro_batch_size=4, kl_coef=0.1, en
 
 def group_rows(policy: GlmImagePolicy, group_size: int) -> TrainingRows:
     sampled = policy.tokens.sample(PROMPTS[:1], group_size=group_size, seeds=range(group_size))
-    return TrainingRows(
-        sample_ids=tuple(str(row) for row in range(group_size)),
-        actions=sampled.actions,
-        rollout_logprobs=sampled.rollout_logprobs,
-        advantages=torch.linspace(-1, 1, group_size),
-        finished=sampled.finished,
-        on_policy=torch.ones(group_size, dtype=torch.bool),
-        max_length=sampled.max_length,
-    )
+    return training_rows(sampled, torch.linspace(-1, 1, group_size))
 
 
 def peak_of_update(pipeline: GlmImagePipeline, group_size: int, micro_batch_size: int, *, checkpointed: bool) -> int:

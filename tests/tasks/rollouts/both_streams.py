@@ -6,23 +6,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection
+from configs.sections import GlmImageRolloutSection, PlacementSection
 from grpo_core.collect import collect_rollouts
 from grpo_core.records import DenoisingBatch, GroupRequest, RolloutGroup, SampledActions
 from grpo_core.streams import ImageSize
 from tasks.execution.resources import resource
-from tasks.models.initial import model_digest
-from tasks.models.resident import ModelSpec, ResidentPolicy
+from tasks.models.resident import ResidentPolicy
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan, plan_round
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tests.tiny_policies import MODEL
+from tests.tasks.update.update_jobs import JOINT
 
-SECTION = PolicySection(
-    model=str(MODEL), train=("tokens", "denoising"), dtype="float32", lora=LoraSection(rank=2, alpha=4.0)
-)
 ROLLOUT = GlmImageRolloutSection(
     height=64, width=64, num_inference_steps=3, guidance_scale=1.0, sde_window_range=(0, 2), prompts_per_batch=1
 )
@@ -31,15 +27,8 @@ UNEVEN = (2, 1, 1)
 WINDOW = 2
 
 
-def spec() -> ModelSpec:
-    references = dict.fromkeys(SECTION.streams, "none")
-    return ModelSpec.model_validate(
-        {"section": SECTION, "digest": model_digest(str(MODEL)), "adapter_seed": 3, "references": references}
-    )
-
-
 def policy() -> PolicyRef:
-    return PolicyRef(version=0, digest=spec().digest)
+    return PolicyRef(version=0, digest=JOINT.spec().digest)
 
 
 def plan(
@@ -58,12 +47,12 @@ def plan(
 
 
 def collect(planned: RolloutPlan) -> ArtifactRef:
-    return collect_rollouts_task.fn(policy(), planned, spec(), ROLLOUT, False, PLACEMENT)
+    return collect_rollouts_task.fn(policy(), planned, JOINT.spec(), ROLLOUT, False, PLACEMENT)
 
 
 def sampled(planned: RolloutPlan) -> list[RolloutGroup]:
     """What the policy records for a plan, as it is in memory."""
-    sampler = resource(ResidentPolicy).at(policy(), spec(), ROLLOUT, PLACEMENT)
+    sampler = resource(ResidentPolicy).at(policy(), JOINT.spec(), ROLLOUT, PLACEMENT)
     return list(collect_rollouts(sampler, [planned.request(group) for group in planned.groups], prompts_per_batch=1))
 
 

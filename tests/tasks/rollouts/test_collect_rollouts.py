@@ -20,23 +20,12 @@ from tasks.rollouts.collect_rollouts import background
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.parquet import TableWriter
-from tasks.storage.schemas import ADVANTAGES, STATES
+from tasks.storage.schemas import STATES
 from tasks.update.rows import StoredRows, read_training_rows
-from tests.tasks.advantages.test_compute_advantages import commit_rows
 from tests.tasks.reports.made_runs import flip_last_byte
-from tests.tasks.rollouts.both_streams import PLACEMENT, ROLLOUT, WINDOW, collect, plan, policy, sampled, spec
+from tests.tasks.rollouts.both_streams import PLACEMENT, ROLLOUT, WINDOW, collect, plan, policy, sampled
 from tests.tasks.stage_calls import table_of
-
-
-def advantages_of(store: ArtifactStore, values: dict[tuple[str, Stream], float | None]) -> ArtifactRef:
-    """A table with these advantages, by sample and stream."""
-    columns = {
-        "sample_id": [sample for sample, _ in values],
-        "stream": [stream for _, stream in values],
-        "reward": [0.5] * len(values),
-        "advantage": list(values.values()),
-    }
-    return commit_rows(store, "iteration_000001/advantages", ADVANTAGES, columns)
+from tests.tasks.update.update_jobs import JOINT, advantages_table
 
 
 def read(
@@ -72,8 +61,8 @@ def test_what_was_recorded_is_what_is_trained_on(store: ArtifactStore, tmp_path:
     groups, rollouts = sampled(planned), collect(planned)
     renderings = ["i000001.p0000.s00.r00", "i000001.p0000.s00.r01", "i000001.p0001.s00.r01"]
     drafts = ["i000001.p0000.s00.r00", "i000001.p0000.s01.r00", "i000001.p0001.s02.r00"]
-    advantages = advantages_of(
-        store,
+    advantages = advantages_table(
+        rollouts,
         {
             **{(name, "tokens"): 1.0 + place for place, name in enumerate(drafts)},
             **{(name, "denoising"): -1.0 - place for place, name in enumerate(renderings)},
@@ -139,7 +128,9 @@ def test_a_flipped_byte_of_states_is_found_by_an_update_and_left_alone_by_others
 ) -> None:
     rollouts = collect(plan(prompts=1))
     names = table_of(store, rollouts)["sample_id"].to_list()[:2]
-    advantages = advantages_of(store, {(name, stream): 1.0 for name in names for stream in ("tokens", "denoising")})
+    advantages = advantages_table(
+        rollouts, {(name, stream): 1.0 for name in names for stream in ("tokens", "denoising")}
+    )
     flip_last_byte(Path(store.path(f"{rollouts.folder}/states/part-00000.parquet")))
     assert len(read(store, rollouts, advantages, tmp_path / "tokens", "tokens").rows) == 2
     with pytest.raises(StaleReferenceError, match=r"states/part-00000\.parquet has sha256"):
@@ -156,7 +147,7 @@ def test_shards_have_the_digest_and_the_rows_of_one(store: ArtifactStore) -> Non
     arguments = {
         "policy": policy(),
         "plan": planned.model_copy(update={"folder": "iteration_000002"}),
-        "model": spec(),
+        "model": JOINT.spec(),
         "rollout": ROLLOUT,
         "with_reference": False,
         "placement": PLACEMENT,

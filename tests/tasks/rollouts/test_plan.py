@@ -150,7 +150,7 @@ def test_plans_without_renderings_keep_the_form_that_their_digests_were_made_of(
 
 def test_renderings_that_are_not_the_samples_are_refused() -> None:
     values = iteration(images_of_samples=(2, 1)).model_dump()
-    with pytest.raises(ValidationError, match="the images of all token samples are the samples of a group"):
+    with pytest.raises(ValidationError):
         RolloutPlan.model_validate({**values, "group_size": 4})
 
 

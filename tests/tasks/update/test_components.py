@@ -28,7 +28,6 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleRefer
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.update.component import carry_out
 from tasks.update.job import UpdateJob, UpdateOutcome
-from tasks.update.update_policy import update_policy_task
 from tests.tasks.update.update_jobs import (
     JOINT,
     TEXTS,
@@ -37,6 +36,7 @@ from tests.tasks.update.update_jobs import (
     alone,
     changed,
     commit,
+    committed,
     job_of,
     trained_advantages,
     weights_and_moments,
@@ -244,10 +244,6 @@ def test_a_kill_between_the_components_leaves_no_version(
 ) -> None:
     """The files of the first component were written; the next start makes the version that an undisturbed one makes."""
     job, outcome = both.job, both.outcome
-    arguments = (job.policy, job.rollouts, job.advantages, job.model, job.updates, job.seed, job.max_staleness)
-
-    def make() -> PolicyRef:
-        return update_policy_task.fn(*arguments, "iteration 1", job.placement)
 
     def killed(self: GlmImageDecoder, folder: Path) -> None:
         assert (folder.parent / "tokens" / ADAPTER).is_file()
@@ -256,17 +252,19 @@ def test_a_kill_between_the_components_leaves_no_version(
     with run_resources(), monkeypatch.context() as patched:
         patched.setattr(GlmImageDecoder, "save_weights", killed)
         with pytest.raises(KilledError):
-            make()
+            committed(job)
         assert store.find("policies/000001") is None
         patched.undo()
-        again = make()
+        again = committed(job)
     assert again.checkpoint is not None
     assert (again.digest, again.checkpoint.digest) == (outcome.policy.digest, outcome.checkpoint_digest)
     # A version that is damaged after the states were pruned cannot be made again.
     store.clear_place("policies/000001", reason="a bit fell")
     delete_files(store, job.rollouts[0], ["states/part-00000.parquet"], pruned={"removed": STATES_REMOVED})
-    with pytest.raises(InputError, match=r"policies/000001: got 'damaged'. .*\(a bit fell\).*: the states of "):
-        make()
+    with pytest.raises(InputError) as caught:
+        committed(job)
+    assert (caught.value.place, caught.value.value) == ("policies/000001", "damaged")
+    assert "a bit fell" in caught.value.hint
 
 
 def test_progress_covers_both_components(both: Updated) -> None:
@@ -278,12 +276,6 @@ def test_progress_covers_both_components(both: Updated) -> None:
 
 # Nothing but the optimizer has to be read: no reference of a KL, no moving average.
 SETTINGS = UPDATE.model_copy(update={"kl_coef": 0.0})
-
-
-def made(job: UpdateJob) -> PolicyRef:
-    """The version that the task makes and commits."""
-    arguments = (job.policy, job.rollouts, job.advantages, job.model, job.updates, job.seed, job.max_staleness)
-    return update_policy_task.fn(*arguments, "an iteration", job.placement)
 
 
 def test_an_update_continues_with_the_optimizer_in_memory_as_with_the_stored_one(
@@ -298,10 +290,10 @@ def test_an_update_continues_with_the_optimizer_in_memory_as_with_the_stored_one
 
     stored = Path(store.path("policies/000001/tokens")) / OPTIMIZER_FILE
     with run_resources():
-        first = made(after(None))
+        first = committed(after(None))
         content = stored.read_bytes()
         stored.unlink()
-        second = made(after(first))
+        second = committed(after(first))
     stored.write_bytes(content)
     assert second.checkpoint is not None
     with run_resources():
@@ -311,14 +303,14 @@ def test_an_update_continues_with_the_optimizer_in_memory_as_with_the_stored_one
         with monkeypatch.context() as patched:
             patched.setattr(CausalLMPolicy, "save_weights", _refuse)
             with pytest.raises(OSError, match="full"):
-                made(after(second))
-        third = made(after(second))
+                committed(after(second))
+        third = committed(after(second))
     with run_resources():
         assert alone(after(second), tmp_path / "again").policy.digest == third.digest
         # Other settings need another optimizer, which continues from the files.
         Path(store.path("policies/000003/tokens"), OPTIMIZER_FILE).unlink()
         with pytest.raises(StaleReferenceError, match=OPTIMIZER_FILE):
-            made(after(third, learning_rate=1e-5))
+            committed(after(third, learning_rate=1e-5))
 
 
 def _refuse(self: CausalLMPolicy, folder: Path) -> None:

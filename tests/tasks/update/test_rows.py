@@ -102,13 +102,13 @@ def test_tables_of_several_rounds_are_read_as_one(store: ArtifactStore, tmp_path
 
 def test_a_stream_without_advantages_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
     drawn, scores = rollouts(store, ["a"]), advantages(store, [("a", "tokens", 1.0)])
-    with pytest.raises(ValueError, match="no sample has an advantage in its denoising"):
+    with pytest.raises(ValueError, match="denoising"):
         read(store, [drawn], scores, tmp_path, "denoising")
 
 
 def test_samples_without_any_reward_are_refused(store: ArtifactStore, tmp_path: Path) -> None:
     drawn, scores = rollouts(store, ["a"]), advantages(store, [("a", "tokens", None)], reward=None)
-    with pytest.raises(ValueError, match="every reward of every sample is null"):
+    with pytest.raises(ValueError, match="null"):
         read(store, [drawn], scores, tmp_path)
 
 

@@ -20,12 +20,13 @@ from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, described
-from tasks.storage.parquet import write_table
 from tasks.storage.schemas import ADVANTAGES, SCHEMA_VERSION
 from tasks.update.component import carry_out
 from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome
 from tasks.update.process import take_part
+from tasks.update.update_policy import update_policy_task
 from tests.processes import in_processes
+from tests.tasks.advantages.test_compute_advantages import commit_rows
 from tests.tiny_policies import MODEL as IMAGE_MODEL
 from tests.tiny_policies import TEXT_MODEL
 
@@ -158,30 +159,13 @@ def trained_advantages(modality: Modality, rollouts: ArtifactRef) -> ArtifactRef
 
 def advantages_table(rollouts: ArtifactRef, values: Mapping[tuple[str, Stream], float | None]) -> ArtifactRef:
     """A table of these advantages by sample and stream."""
-    store = current_store()
-    rows, names = len(values), [name for name, _ in values]
-    columns: dict[str, Any] = {
-        "sample_id": names,
+    columns = {
+        "sample_id": [name for name, _ in values],
         "stream": [stream for _, stream in values],
-        "iteration": [1] * rows,
-        "group_id": [name[:2] for name in names],
-        "prompt_id": ["p"] * rows,
-        "dataset": ["default"] * rows,
-        "reward": [0.5] * rows,
-        "kl_penalty": [None] * rows,
+        "reward": [0.5] * len(values),
         "advantage": list(values.values()),
-        "group_mean": [0.5] * rows,
-        "group_std": [1.0] * rows,
-        "dropped": [False] * rows,
-        "imputed": [0] * rows,
-        "reward_breakdown": [[]] * rows,
     }
-    with store.staging() as staged:
-        digest = write_table(staged / "advantages.parquet", ADVANTAGES, columns)
-        where = f"{rollouts.folder.removesuffix('rollouts')}advantages"
-        return store.commit(
-            staged, where, digest=digest, schema_version=SCHEMA_VERSION, rows=rows, seconds=0.0, metrics={}
-        )
+    return commit_rows(current_store(), f"{rollouts.folder.removesuffix('rollouts')}advantages", ADVANTAGES, columns)
 
 
 def job_of(
@@ -214,6 +198,11 @@ def alone(job: UpdateJob, folder: Path) -> UpdateOutcome:
     outcome = carry_out(job, folder, SINGLE_PROCESS, None)
     assert outcome is not None
     return outcome
+
+
+def committed(job: UpdateJob) -> PolicyRef:
+    """The version that the task makes and commits."""
+    return update_policy_task.fn(**dict(job), title="iteration 1")
 
 
 def together(job: UpdateJob, folder: Path) -> UpdateOutcome:
