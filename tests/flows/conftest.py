@@ -225,10 +225,10 @@ class Runs:
         state = json.loads(self.path("policies", f"{version:06d}", "training_state.json", run=run).read_text())
         return str(state["policy_digest"])
 
-    def tables(self, run: str = "run") -> dict[str, list[dict[str, Any]]]:
-        """Every value of every table of a run, measured times left out."""
+    def tables(self, run: str = "run", *, but: str = "quarantine") -> dict[str, list[dict[str, Any]]]:
+        """Every value of every table of a run but measured times, outside of quarantine and of folders named `but`."""
         top = self.path(run=run)
-        found = [path for path in sorted(top.rglob("*.parquet")) if "quarantine" not in path.parts]
+        found = [path for path in sorted(top.rglob("*.parquet")) if not {"quarantine", but} & {*path.parts}]
         return {path.relative_to(top).as_posix(): _unmeasured(pl.read_parquet(path)) for path in found}
 
 

@@ -59,7 +59,7 @@ class Evaluated:
 
 def _training_tables(runs: Runs) -> dict[str, Any]:
     """A start neither makes nor needs rescored tables; where run.json is damaged, they are moved away."""
-    return {name: table for name, table in runs.tables().items() if not name.startswith("rescored/")}
+    return runs.tables(but="rescored")
 
 
 @pytest.fixture(scope="package")
