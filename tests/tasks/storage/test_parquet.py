@@ -1,6 +1,8 @@
 """Parquet in and out: digests of values, what a reader refuses, and columns that change only with their version."""
 
+import contextlib
 import hashlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ from tasks.storage.parquet import (
     leading_stream,
     part_digests,
     read_advantages,
+    read_checked,
     read_table,
     write_table,
 )
+from tasks.storage.schemas import METRICS
 from tests.tasks.storage.made_artifacts import BREAKDOWNS, Entry, advantages, entry, image, rollouts
 
 
@@ -286,3 +290,20 @@ def test_datasets_takes_the_features_of_every_table(name: str) -> None:
         column: pa.struct([("bytes", pa.binary()), ("path", pa.string())]) if column == "image" else kind
         for column, kind in kinds.items()
     }
+
+
+def test_a_flipped_bit_anywhere_but_in_the_writers_name_is_found() -> None:
+    names = [f"metric {number}" for number in range(5)]
+    columns = {"iteration": [1] * 5, "metric": names, "value": [number / 3 for number in range(5)]}
+    write_table(written := io.BytesIO(), METRICS, columns)
+    content, unnoticed = written.getvalue(), []
+    assert read_checked(content, METRICS) == columns
+    for place in range(len(content)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        with contextlib.suppress(ValueError):
+            assert read_checked(bytes(flipped), METRICS) == columns
+            unnoticed.append(place)
+    # The field's header and its length stand before it.
+    name = pq.read_metadata(written).created_by.encode()
+    assert {*unnoticed} <= {*range(content.index(name) - 2, content.index(name) + len(name))}
