@@ -63,7 +63,7 @@ def train(
         InputError: everything that is wrong with the input, before anything is written.
     """
     from configs.loader import as_config
-    from flows.preflight.files import refuse_missing_files
+    from flows.preflight.files import check_files, refuse_missing_files
 
     given = as_config(config, _texts(overrides))
     refuse_missing_files(given)
@@ -73,6 +73,7 @@ def train(
             return finished
 
     def body() -> "Coroutine[Any, Any, TrainSummary]":
+        check_files(given)
         start_server()
         from flows.pipeline.run import changed_run
         from flows.preflight.inputs import check_inputs
@@ -137,12 +138,13 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
     """
 
     def body() -> "Coroutine[Any, Any, EvaluateSummary]":
+        from flows.preflight.files import check_heldout_files
         from tasks.runs.stored import stored_config
 
         request = _request(EvaluateRequest, run, "run", options)
         (store,) = require_runs([request.run], request.root)
         refuse_overrides(request.overrides, request.hint_against)
-        stored_config(store, request.changes)
+        check_heldout_files(stored_config(store, request.changes))
         start_server()
         from flows.evaluation import plan_evaluate
 
@@ -179,12 +181,13 @@ def rescore(
 
         def body() -> "Coroutine[Any, Any, Rescoring]":
             from configs.loader import read_rewards_file
+            from flows.preflight.files import check_reward_files
 
             sources = (runs,) if isinstance(runs, str) else runs
             given = options if file is None else {**options, "rewards": file}
             request = _request(RescoreRequest, sources, "sources", given)
             require_runs(request.sources, request.root)
-            read_rewards_file(request.rewards, "--rewards")
+            check_reward_files(read_rewards_file(request.rewards, "--rewards"))
             start_server()
             from flows.rescoring.plan import plan_rescore
 

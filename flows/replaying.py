@@ -17,7 +17,8 @@ from flows.pipeline.prefect_ui import ReplayForm
 from flows.pipeline.requests import ReplayRequest, refuse_overrides
 from flows.pipeline.run import Run, start_run
 from flows.pipeline.stages import as_task, compute_advantages, recording, update_policy
-from flows.preflight.inputs import check_inputs, checked_once
+from flows.preflight.files import checked_once
+from flows.preflight.inputs import check_inputs
 from flows.training.callbacks import open_callbacks
 from flows.training.history import TrainingHistory, evaluate
 from flows.training.summary import TrainSummary, publish_summary, summarize

@@ -176,10 +176,19 @@ def check_rewards(config: RunConfig, prompts: PromptFiles) -> Iterator[InputErro
         columns = {*filter(None, [reward.needs_column]), *(section.where or {})}
         for column in sorted(columns):
             yield from _column_problems(config, prompts, section, f"{place}.{section.label}", column, parts)
-        for problem in reward.preflight():
-            yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
+        yield from reward_problems(place, section, reward)
         yield from token_problems(config, section, reward, f"{place}.{section.label}")
         yield from _size_problems(config, prompts, section, reward, place, parts)
+
+
+def reward_problems(place: str, section: RewardSection, reward: Reward) -> Iterator[InputError]:
+    """Report what a reward needs and this machine lacks.
+
+    Args:
+        place: path of its section.
+    """
+    for problem in reward.preflight():
+        yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
 
 
 def token_problems(config: RunConfig, section: RewardSection, reward: Reward, place: str) -> Iterator[InputError]:
