@@ -6,7 +6,6 @@ Each checks its input before anything heavy is imported, runs its flow to the en
 
 import contextvars
 import json
-import os
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import wait
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.validation import Section, validated
+from configs.yaml_files import yaml_value
 from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest, refuse_overrides
 from grpo_core.errors import InputError
 from tasks.process import collection_paused
@@ -306,7 +306,7 @@ def _request(model: type[Q], first: object, field: str, options: Mapping[str, An
 def _texts(overrides: Overrides) -> tuple[str, ...]:
     if not isinstance(overrides, Mapping):
         return tuple(overrides)
-    return tuple(f"{key}={json.dumps(value, default=os.fspath)}" for key, value in overrides.items())
+    return tuple(f"{key}={yaml_value(value)}" for key, value in overrides.items())
 
 
 def require_runs(sources: Sequence[str], root: str) -> "list[ArtifactStore]":

@@ -101,7 +101,7 @@ def program(
 
 def resolved(config: Path, run: str | None, overrides: list[str] | None, *chosen: str) -> "RunConfig":
     """Read the configuration with its overrides, those of other options and answers last."""
-    from configs.yaml_files import read_mapping
+    from configs.yaml_files import read_mapping, yaml_value
 
     # A file that cannot be read is reported without this line.
     read_mapping(config, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
@@ -109,7 +109,7 @@ def resolved(config: Path, run: str | None, overrides: list[str] | None, *chosen
         typer.echo(f"reading {config} ...", err=True)
     from configs.loader import read_config
 
-    named = [f"run.name={json.dumps(run)}"] if run is not None else []
+    named = [f"run.name={yaml_value(run)}"] if run is not None else []
     return read_config(config, [*(overrides or []), *named, *chosen])
 
 
@@ -132,7 +132,9 @@ def train(
 ) -> None:
     """Start or resume a training run."""
     with handle_errors(as_json):
-        chosen = [f"run.continue_from={json.dumps(continue_from)}"] if continue_from is not None else []
+        from configs.yaml_files import yaml_value
+
+        chosen = [f"run.continue_from={yaml_value(continue_from)}"] if continue_from is not None else []
         chosen += [RESTART] if restart else []
         checked = resolved(config, run, overrides, *chosen)
         ask = ask_about_change if is_terminal() else None
