@@ -205,9 +205,11 @@ def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -
 @takes_request(InitRequest)
 def init(request: InitRequest, as_json: Json = False) -> None:
     """Write a folder with a commented configuration for your own prompts, reward and model; asks without options."""
-    files = write_folder(ask_for_init(request) if request.asks_for_nothing and is_terminal() else request)
+    files, notes = write_folder(ask_for_init(request) if request.asks_for_nothing and is_terminal() else request)
     for path in files:
         typer.echo(f"wrote {path}", err=True)
+    for note in notes:
+        typer.echo(note, err=True)
     typer.echo(f"next: grpo doctor {files[0]}, then grpo train {files[0]}", err=True)
     if as_json:
         typer.echo(json.dumps({"files": [str(path) for path in files]}))
