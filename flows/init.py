@@ -46,7 +46,7 @@ SHIPPED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "policy.model": "data/models/tiny-glm-image",
             "rollout.num_inference_steps": "4",
             "rollout.temperature": "1.0",
-            "update.learning_rate": "2.0e-3",
+            "update.learning_rate": "1.0e-3",
         },
         "diffusers": {
             **_SMALL,
@@ -65,7 +65,7 @@ SHIPPED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "policy.model": "data/models/tiny-text",
             "policy.lora": "null",
             "rollout.max_completion_length": "24",
-            "update.learning_rate": "1.0e-3",
+            "update.learning_rate": "5.0e-4",
         },
     }
 )

@@ -66,6 +66,7 @@ COMMANDS: list[Command] = [
     (["train", "configs/tiny.yaml", "--set", "update.learing_rate=1"], 2, "update.learning_rate"),
     (["train", "configs/tiny.yaml", "--set", "data.prompts=data/prompts/shapes_trian.jsonl"], 2, "shapes_train.jsonl"),
     (["train", "configs/tiny_text.yaml", "--set", "policy.model=data/models/tiny-txt"], 2, "policy.model"),
+    (["train", "configs/tiny.yaml", "--run", "run😀"], 2, "run.name: got 'run😀'"),
     # What only the files themselves tell.
     (["train", "configs/tiny.yaml", "--set", "data.target_column=trget"], 2, "data.target_column"),
     (["train", "configs/tiny.yaml", "--set", "evaluate.prompts=configs/tiny.yaml"], 2, "evaluate.prompts"),
