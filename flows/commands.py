@@ -111,9 +111,13 @@ def replay(
     """
 
     def body() -> "Coroutine[Any, Any, ReplaySummary]":
+        from flows.preflight.files import check_files
+        from tasks.runs.stored import stored_config
+
         request = _request(ReplayRequest, source, "source", options)
-        require_runs([request.source], request.root)
+        (store,) = require_runs([request.source], request.root)
         refuse_overrides(request.overrides, request.hint_against)
+        check_files(stored_config(store, request.overrides), storage=False)
         start_server()
         from flows.replaying import plan_replay
 

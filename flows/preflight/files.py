@@ -74,17 +74,20 @@ def prepare_hub(config: RunConfig) -> None:
         leave_unreachable_hub()
 
 
-def check_files(config: RunConfig) -> None:
+def check_files(config: RunConfig, *, storage: bool = True) -> None:
     """Check the prompts with their targets, what rewards need of them and of their own files, and the storage root.
 
     Nothing is written; the complete checks of the inputs, which import the models' libraries, follow.
+
+    Args:
+        storage: whether the root is checked; that of a stored configuration may be the one of another machine.
 
     Raises:
         InputError: with one entry per problem.
     """
     prepare_hub(config)
     files = read_files(config)
-    checks = (check_prompts, check_rewards, check_storage)
+    checks = (check_prompts, check_rewards, *((check_storage,) if storage else ()))
     raise_all([*_missing_model(config), *(problem for check in checks for problem in check(config, files))])
 
 
@@ -98,7 +101,7 @@ def require_heldout(config: RunConfig) -> None:
 def check_heldout_files(config: RunConfig) -> None:
     """Check what an evaluation needs of the same files; raises as check_files."""
     require_heldout(config)
-    check_files(config.model_copy(update={"data": DataSection()}))
+    check_files(config.model_copy(update={"data": DataSection()}), storage=False)
 
 
 def check_reward_files(file: RewardsFile) -> None:

@@ -94,22 +94,23 @@ def check_evaluation(config: RunConfig) -> RunInputs:
     single = config.placement.model_copy(update={"processes": 1, "sharding": "ddp"})
     unused = {"data": DataSection(), "update": type(config.update)(), "placement": single}
     config = config.model_copy(update=unused)
-    files = run_checks(config)
+    # The run has been opened, and its configuration may name the root of another machine.
+    files = run_checks(config, {name: check for name, check in CHECKS.items() if name != "storage"})
     require_pools([(place, pool) for place, pool in pools_of(config) if place != "placement.update.pool"])
     inputs = _check_model(config, files)
     require_server()
     return inputs
 
 
-def run_checks(config: RunConfig) -> PromptFiles:
-    """Run all `CHECKS` and return the prompts that they read.
+def run_checks(config: RunConfig, checks: Mapping[str, Check] = CHECKS) -> PromptFiles:
+    """Run the checks and return the prompts that they read.
 
     Raises:
         InputError: with one entry per problem.
     """
     prepare_hub(config)
     files = read_files(config)
-    raise_all(problem for check in CHECKS.values() for problem in check(config, files))
+    raise_all(problem for check in checks.values() for problem in check(config, files))
     return files
 
 

@@ -114,6 +114,7 @@ def test_a_typo_and_the_list_of_runs_are_answered_at_once_where_the_run_is_finis
             "evaluate.prompts",
         ),
         (["evaluate", "run"], "--prompts"),
+        (["replay", "run", "--set", f"rewards={MISSING_FUNCTION}"], "mine.py"),
     ]
     (tmp_path / "mine.yaml").write_text(f"rewards: {MISSING_FUNCTION}")
     answer([*((arguments, 2, said) for arguments, said in typos), (["list", "runs"], 0, "finished")], tmp_path)
