@@ -306,12 +306,16 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
 
 
 def changed_settings(previous: Mapping[str, Any], current: Mapping[str, Any], path: str = "") -> Sequence[str]:
-    """Return `section.key was -> is` for every value that differs."""
+    """Return `section.key was -> is` for every value that differs; a complete section is added or removed."""
     changes: list[str] = []
     for key in sorted({*previous, *current}):
         was, now = previous.get(key), current.get(key)
         if isinstance(was, Mapping) and isinstance(now, Mapping):
             changes += changed_settings(was, now, f"{path}{key}.")
+        elif isinstance(was, Mapping) and now is None:
+            changes.append(f"{path}{key} removed")
+        elif isinstance(now, Mapping) and was is None:
+            changes.append(f"{path}{key} added")
         elif was != now:
             changes.append(f"{path}{key} {was} -> {now}")
     return changes

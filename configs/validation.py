@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, GetJsonSchemaHandler, ValidationError, Va
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from configs.yaml_files import nearest_key, translate
+from configs.yaml_files import nearest_key, section_hint, translate
 from grpo_core.errors import InputError, joined, raise_all
 from grpo_core.settings import STRICT
 
@@ -154,6 +154,8 @@ def _explain(model: type[BaseModel], chosen: Mapping[str, type[BaseModel]], deta
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         return InputError(place, found, f"There is no such key. {nearest_key(model, location, chosen)}")
+    if kind == "model_type" and detail["loc"]:
+        return InputError(place, found, section_hint(model, location, chosen, found))
     if kind == "missing":
         return InputError(place, None, "It is required and has no default; add it.")
     if kind == "string_pattern_mismatch":

@@ -1,6 +1,8 @@
 """Read YAML files as plain values, without any model library; TRL's names of keys, and suggestions for unknown ones."""
 
 import difflib
+import json
+import os
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +68,14 @@ OTHER_MEANING: Mapping[str, str] = MappingProxyType(
     }
 )
 """Path with TRL's name -> what to set instead."""
+
+ABBREVIATIONS: Mapping[str, str] = MappingProxyType(
+    {"lr": "learning_rate", "kl": "kl_coef", "wd": "weight_decay", "steps": "iterations", "model_name": "model"}
+)
+"""What people call a setting -> its name."""
+
+PAGE = Path(__file__).parent.parent / "docs" / "coming_from_trl.md"
+"""The page that has every option of TRL's, and why some are left out."""
 
 NONE_CHOSEN: Mapping[str, type[BaseModel]] = MappingProxyType({})
 
@@ -144,14 +154,53 @@ def nearest_key(
     here = [path for path in paths if path[:-1] == section]
     elsewhere = [path for path in paths if path[:-1] != section]
     renamed = [tuple(ours.split(".")) for trl, ours in TRL_NAMES.items() if trl.endswith(f".{name}")]
+    short = ABBREVIATIONS.get(name)
     near = (
-        [path for path in elsewhere if path[-1] == name]
+        [path for path in paths if path[-1] == short]
+        or [path for path in elsewhere if path[-1] == name]
         or [path for path in renamed if path in paths]
-        or _close(name, here)
-        or _close(name, elsewhere)
     )
-    meant = f"Did you mean {' or '.join('.'.join(path) for path in near[:3])}? " if near else ""
-    return f"{meant}Known here: {', '.join(path[-1] for path in here)}."
+    if not near and (reason := reason_on_page(name)):
+        return reason
+    # Few letters are near to anything elsewhere: lr to lora.
+    near = near or _close(name, here) or (_close(name, elsewhere) if len(name) > 3 else [])
+    if near:
+        return f"Did you mean {' or '.join('.'.join(path) for path in near[:3])}?"
+    return f"Known here: {', '.join(path[-1] for path in here)}."
+
+
+def reason_on_page(name: str) -> str | None:
+    """Return what the page on TRL's names says about one without a setting of the same meaning here; None without."""
+    try:
+        lines = PAGE.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")):
+        if len(cells) == 4 and f"`{name}`" in cells[0].split(", "):
+            _, ours, how, why = (cell.replace("`", "") for cell in cells)
+            if how == "no":
+                return f"TRL's {name} is left out on purpose: {why}{f'; see {ours}' if ours else ''}."
+            if how == "otherwise":
+                return f"TRL's {name} {f'is {ours}' if ours else 'needs no setting'} here{f': {why}' if why else ''}."
+    return None
+
+
+def section_hint(
+    model: type[BaseModel], location: Sequence[str], chosen: Mapping[str, type[BaseModel]], found: object
+) -> str:
+    """Say how a section is written, for a value in its place.
+
+    Args:
+        location: path of the section; numbers are indices in a list.
+        chosen: as for nearest_key.
+        found: the value.
+    """
+    section = tuple(part for part in location if not part.isdigit())
+    keys = [path[-1] for path in _paths(model, chosen) if path[:-1] == section]
+    if section == ("rewards",) and isinstance(found, str):
+        return f"An entry has keys and values: write it as {{reward: {found}}}."
+    some = ", ".join(keys[:6]) + (", ..." if len(keys) > 6 else "")
+    return f"It has keys and values: {some}. Write those that you need, or leave it out if it has a default."
 
 
 def _close(name: str, paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -200,14 +249,48 @@ _StrictLoader.add_implicit_resolver(
 )
 
 
+MAX_VALUES = 100_000
+"""Maximum number of values of a file; aliases of aliases make billions of a few lines."""
+
+# Escaped as in JSON, a letter beyond U+FFFF would be two halves in YAML; these would end the line, or are no text.
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff]")
+
+
+def yaml_value(value: object) -> str:
+    """Write a plain value as YAML of one line, such as the VALUE of `--set KEY=VALUE`; a path becomes its text."""
+    written = json.dumps(value, ensure_ascii=False, default=os.fspath)
+    return _ESCAPED.sub(lambda letter: f"\\u{ord(letter[0]):04x}", written)
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Count the values of a node and below it, those of an alias each time."""
+    known = counts.get(id(node))
+    if known is None:
+        # An alias of what it is in is refused when the values are made.
+        counts[id(node)] = 1
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        below = (each for item in inner for each in (item if isinstance(item, tuple) else (item,)))
+        counts[id(node)] = known = 1 + sum(_count_values(each, counts) for each in below)
+    return known
+
+
 def parse_yaml(text: str, place: str) -> Any:
     """Parse YAML text to plain values.
 
     Raises:
-        InputError: the text is not YAML; names the line.
+        InputError: the text is not YAML; names the line. Or it has too many values, or nests them too deeply.
     """
     try:
-        return yaml.load(text, Loader=_StrictLoader)
+        loader = _StrictLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if (count := _count_values(node, {})) > MAX_VALUES:
+            hint = f"At most {MAX_VALUES:,} are read. Its aliases (*name) repeat others; write out what is meant."
+            raise InputError(place, f"{count:,} values", hint)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise InputError(place, f"{text[:40]}...", "Its values are nested too deeply. Flatten them.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{place}, line {mark.line + 1}" if mark else place

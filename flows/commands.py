@@ -6,7 +6,6 @@ Each checks its input before anything heavy is imported, runs its flow to the en
 
 import contextvars
 import json
-import os
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import wait
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.validation import Section, validated
+from configs.yaml_files import yaml_value
 from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest, refuse_overrides
 from grpo_core.errors import InputError
 from tasks.process import collection_paused
@@ -63,7 +63,7 @@ def train(
         InputError: everything that is wrong with the input, before anything is written.
     """
     from configs.loader import as_config
-    from flows.preflight.files import refuse_missing_files
+    from flows.preflight.files import check_files, refuse_missing_files
 
     given = as_config(config, _texts(overrides))
     refuse_missing_files(given)
@@ -73,6 +73,7 @@ def train(
             return finished
 
     def body() -> "Coroutine[Any, Any, TrainSummary]":
+        check_files(given)
         start_server()
         from flows.pipeline.run import changed_run
         from flows.preflight.inputs import check_inputs
@@ -110,9 +111,13 @@ def replay(
     """
 
     def body() -> "Coroutine[Any, Any, ReplaySummary]":
+        from flows.preflight.files import check_files
+        from tasks.runs.stored import stored_config
+
         request = _request(ReplayRequest, source, "source", options)
-        require_runs([request.source], request.root)
+        (store,) = require_runs([request.source], request.root)
         refuse_overrides(request.overrides, request.hint_against)
+        check_files(stored_config(store, request.overrides), storage=False)
         start_server()
         from flows.replaying import plan_replay
 
@@ -137,12 +142,13 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
     """
 
     def body() -> "Coroutine[Any, Any, EvaluateSummary]":
+        from flows.preflight.files import check_heldout_files
         from tasks.runs.stored import stored_config
 
         request = _request(EvaluateRequest, run, "run", options)
         (store,) = require_runs([request.run], request.root)
         refuse_overrides(request.overrides, request.hint_against)
-        stored_config(store, request.changes)
+        check_heldout_files(stored_config(store, request.changes))
         start_server()
         from flows.evaluation import plan_evaluate
 
@@ -179,12 +185,13 @@ def rescore(
 
         def body() -> "Coroutine[Any, Any, Rescoring]":
             from configs.loader import read_rewards_file
+            from flows.preflight.files import check_reward_files
 
             sources = (runs,) if isinstance(runs, str) else runs
             given = options if file is None else {**options, "rewards": file}
             request = _request(RescoreRequest, sources, "sources", given)
             require_runs(request.sources, request.root)
-            read_rewards_file(request.rewards, "--rewards")
+            check_reward_files(read_rewards_file(request.rewards, "--rewards"))
             start_server()
             from flows.rescoring.plan import plan_rescore
 
@@ -303,7 +310,7 @@ def _request(model: type[Q], first: object, field: str, options: Mapping[str, An
 def _texts(overrides: Overrides) -> tuple[str, ...]:
     if not isinstance(overrides, Mapping):
         return tuple(overrides)
-    return tuple(f"{key}={json.dumps(value, default=os.fspath)}" for key, value in overrides.items())
+    return tuple(f"{key}={yaml_value(value)}" for key, value in overrides.items())
 
 
 def require_runs(sources: Sequence[str], root: str) -> "list[ArtifactStore]":

@@ -23,7 +23,8 @@ from flows.pipeline.stages import (
     recording,
     score_rewards,
 )
-from flows.preflight.inputs import check_evaluation, checked_once
+from flows.preflight.files import checked_once, require_heldout
+from flows.preflight.inputs import check_evaluation
 from grpo_core.errors import InputError
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
@@ -85,9 +86,7 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     store = find_run(request.run, request.root)
     described = read_description(store)
     own, config = stored_config(store), stored_config(store, request.changes)
-    if not config.evaluate.sets:
-        hint = f"{store.run} has no held-out prompts (evaluate.prompts); name a file of them."
-        raise InputError("--prompts", None, hint)
+    require_heldout(config)
     inputs = check_evaluation(config)
     heldout, digest = inputs.heldout, inputs.model.digest
     if described.get("model_digest") not in (None, digest):

@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from configs.validation import NAME_PATTERN, Section
 from grpo_core.errors import InputError
+from grpo_core.policies.pipeline_files import find_model_file
 from grpo_core.streams import Modality
 from tasks.process import CHECKOUT
 
@@ -45,7 +46,7 @@ SHIPPED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "policy.model": "data/models/tiny-glm-image",
             "rollout.num_inference_steps": "4",
             "rollout.temperature": "1.0",
-            "update.learning_rate": "2.0e-3",
+            "update.learning_rate": "1.0e-3",
         },
         "diffusers": {
             **_SMALL,
@@ -64,7 +65,7 @@ SHIPPED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "policy.model": "data/models/tiny-text",
             "policy.lora": "null",
             "rollout.max_completion_length": "24",
-            "update.learning_rate": "1.0e-3",
+            "update.learning_rate": "5.0e-4",
         },
     }
 )
@@ -98,7 +99,10 @@ EXAMPLE_PROMPTS: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
 )
 EXAMPLE_HELDOUT: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
     {
-        "image": tuple(f"a yellow {shape} at the top left on a white background" for shape in ("circle", "square")),
+        "image": tuple(
+            f"a {colour} {shape} in the center on a {background} background"
+            for colour, shape, background in (("red", "circle", "gray"), ("blue", "square", "black"))
+        ),
         "text": tuple(f"sort the letters of {word}" for word in ("paper", "light")),
     }
 )
@@ -107,28 +111,46 @@ EXAMPLE_REWARD: Mapping[Modality, str] = MappingProxyType(
     {
         "image": '''"""One number per image, higher is better; only images of the same prompt are compared."""
 
+from PIL import ImageColor
 
-def reward(prompts, images, **columns):
-    """Return the score of each image: here how red it is. `columns` has the other columns of the prompt file."""
+
+def middle_colour(prompts, images, **columns):
+    """Return the score of each image: here how near its middle is to the colour that the prompt names, from 0 to 1.
+
+    `columns` has the other columns of the prompt file.
+    """
     scores = []
-    for image in images:  # a PIL image, RGB
-        red, green, blue = image.resize((1, 1)).getpixel((0, 0))
-        scores.append((red - (green + blue) / 2) / 255)
+    for prompt, image in zip(prompts, images, strict=True):  # a text, and a PIL image, RGB
+        named = [word for word in prompt.lower().split() if word in ImageColor.colormap]
+        wanted = ImageColor.getrgb(named[0] if named else "red")
+        thirds = [side * part // 3 for part in (1, 2) for side in image.size]
+        middle = image.crop(thirds).resize((1, 1)).getpixel((0, 0))
+        scores.append(1 - sum(abs(a - b) for a, b in zip(middle, wanted, strict=True)) / (3 * 255))
     return scores
 ''',
         "text": '''"""One number per text, higher is better; only texts of the same prompt are compared."""
 
+from difflib import SequenceMatcher
 
-def reward(prompts, completions, **columns):
-    """Return the score of each text: here 1 for an empty one, less for longer ones.
+
+def sorted_letters(prompts, completions, **columns):
+    """Return the score of each text: here how near it is to the sorted letters of the prompt's last word, from 0 to 1.
 
     `columns` has the other columns of the prompt file, such as an answer to compare with.
     """
-    return [1 / (1 + len(text) / 20) for text in completions]
+    scores = []
+    for prompt, text in zip(prompts, completions, strict=True):
+        wanted = "".join(sorted(prompt.split()[-1]))
+        scores.append(SequenceMatcher(None, text.strip(), wanted, autojunk=False).ratio())
+    return scores
 ''',
     }
 )
+EXAMPLE_FUNCTION: Mapping[Modality, str] = MappingProxyType({"image": "middle_colour", "text": "sorted_letters"})
 
+
+MAX_COMPLETION_LENGTH = 256
+"""Length of a completion if the model has room for it and for a prompt as long."""
 
 OWN = "own"
 CONFIG, PROMPTS, HELDOUT, REWARD = "config.yaml", "prompts.txt", "heldout.txt", "reward.py"
@@ -147,7 +169,9 @@ class InitRequest(Section):
         None, min_length=1, description="your prompts; by default a file with examples"
     )
     targets: Annotated[str | None, Option(metavar="FOLDER")] = Field(
-        None, min_length=1, description="your target images, for rewards such as r2: one per prompt, in order"
+        None,
+        min_length=1,
+        description="your target images, for rewards such as r2: 0.png, 1.png, ... in the order of the prompts",
     )
     reward: Annotated[str, Option(metavar="NAME")] = Field(
         OWN,
@@ -164,11 +188,15 @@ class InitRequest(Section):
         return self == InitRequest(folder=self.folder)
 
 
-def write_folder(request: InitRequest) -> list[Path]:
-    """Write the folder and return its files.
+def write_folder(request: InitRequest) -> tuple[list[Path], tuple[str, ...]]:
+    """Write the folder.
+
+    Returns:
+        Its files, and what a person should know about the prompts.
 
     Raises:
-        InputError: something that was given cannot be used; nothing is left behind.
+        InputError: something that was given cannot be used, and nothing is left behind; or the model does not take
+            defaults of the configuration, which is left to be changed.
     """
     folder = Path(request.folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -184,7 +212,9 @@ def write_folder(request: InitRequest) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
-        _check(folder / CONFIG)
+        notes = _check(folder / CONFIG)
+    except UnfitDefaultsError:
+        raise
     except BaseException as error:
         for path in files:
             path.unlink(missing_ok=True)
@@ -193,15 +223,32 @@ def write_folder(request: InitRequest) -> list[Path]:
         if isinstance(error, OSError):
             raise InputError("DIR", request.folder, f"It cannot be written ({error}); name another.") from error
         raise
-    return list(files)
+    return list(files), notes
 
 
-def _check(config: Path) -> None:
+class UnfitDefaultsError(InputError):
+    """The model that was given does not take some of the defaults."""
+
+
+def _check(config: Path) -> tuple[str, ...]:
+    """Return what a person should know about the inputs.
+
+    Raises:
+        UnfitDefaultsError: only defaults have to be changed.
+        InputError: something that was given cannot be used.
+    """
     # Models' libraries are imported here, and wrong options are reported before.
     from configs.loader import read_config
     from flows.preflight.inputs import run_checks
 
-    run_checks(read_config(config))
+    try:
+        return run_checks(read_config(config)).notes
+    except InputError as error:
+        if not all(each.place.startswith(("rollout.", "evaluate.num_", "update.")) for each in error.errors):
+            raise
+        hint = f"It is a default; change it in {config}, which has been written."
+        first, *more = [(each.place, each.value, f"{each.hint} {hint}") for each in error.errors]
+        raise UnfitDefaultsError(*first, more) from error
 
 
 def _files(request: InitRequest, folder: Path) -> Mapping[Path, str]:
@@ -218,8 +265,9 @@ def _config(request: InitRequest, folder: Path) -> str:
     shipped, place = SHIPPED[request.kind], request.folder.rstrip("/")
     name, model = folder.resolve().name, shipped["policy.model"]
     tiny = request.model is None or Path(request.model).expanduser().resolve() == CHECKOUT / model
-    function = f"{place}/{REWARD}:reward" if request.reward == OWN else request.reward
-    reward = f"function\n    name: mine\n    settings: {{function: {_quoted(function)}}}"
+    example = f"{place}/{REWARD}:{EXAMPLE_FUNCTION[MODALITIES[request.kind]]}"
+    function = example if request.reward == OWN else request.reward
+    reward = f"function\n    settings: {{function: {_quoted(function)}}}"
     values = {
         **(shipped if tiny else {}),
         "run.name": _quoted(name if re.fullmatch(NAME_PATTERN, name) else "mine"),
@@ -227,6 +275,8 @@ def _config(request: InitRequest, folder: Path) -> str:
         "data.prompts": _quoted(request.prompts or f"{place}/{PROMPTS}"),
         "rewards.reward": reward if ":" in function else _quoted(request.reward),
     }
+    if request.kind == "text" and not tiny and (room := _context(request.model)) is not None:
+        values["rollout.max_completion_length"] = str(min(MAX_COMPLETION_LENGTH, room // 2))
     if request.prompts is None:
         values["evaluate.prompts"] = _quoted(f"{place}/{HELDOUT}")
     if request.targets is not None:
@@ -238,6 +288,18 @@ def _config(request: InitRequest, folder: Path) -> str:
     # Nothing is held out of prompts that were given.
     rest, section, below = text.partition("evaluate:\n")
     return rest + "".join(f"# {line}\n" for line in (section + below).splitlines())
+
+
+def _context(model: str | None) -> int | None:
+    """Return how many ids a language model of this machine reads and writes together; None if that is not known."""
+    file = None if model is None else find_model_file(model, "config.json")
+    try:
+        config = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+        room = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        # The check of what was written reports it.
+        return None
+    return room if isinstance(room, int) and room > 1 else None
 
 
 _SETTING = re.compile(r"(?P<start> *(?:# |- )?(?P<key>\w+): )(?P<value>.*?)(?P<comment> +#.*)?")

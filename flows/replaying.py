@@ -1,6 +1,5 @@
 """`grpo replay`: train a policy from another run's stored rollouts; no training rollouts are sampled."""
 
-import json
 import os
 import re
 import time
@@ -11,13 +10,14 @@ from prefect import flow
 
 from configs.schema import CORRECTION, ReplayConfig, ReplaySection, RunConfig, as_replay, corrected
 from configs.training import AnyUpdateSection, MismatchSection, UpdateSection
-from configs.yaml_files import our_path
+from configs.yaml_files import our_path, yaml_value
 from flows.pipeline.lineage import model_problems
 from flows.pipeline.prefect_ui import ReplayForm
 from flows.pipeline.requests import ReplayRequest, refuse_overrides
 from flows.pipeline.run import Run, start_run
 from flows.pipeline.stages import as_task, compute_advantages, recording, update_policy
-from flows.preflight.inputs import check_inputs, checked_once
+from flows.preflight.files import checked_once
+from flows.preflight.inputs import check_inputs
 from flows.training.callbacks import open_callbacks
 from flows.training.history import TrainingHistory, evaluate
 from flows.training.summary import TrainSummary, publish_summary, summarize
@@ -74,7 +74,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
         "run.iterations": request.policy + len(iterations),
         "storage.root": root_of(request.source, request.root, store),
     }
-    overrides = [*request.overrides, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
+    overrides = [*request.overrides, *(f"{key}={yaml_value(value)}" for key, value in own.items())]
     previous, config = stored_config(store), stored_config(store, overrides)
     start = read_policy(store, request.policy) if request.policy else None
     recompute = config.advantages != previous.advantages or _mix(config) != _mix(previous)

@@ -16,7 +16,7 @@ class InputError(ValueError):
     def __init__(self, place: str, value: object, hint: str, more: Sequence[tuple[str, object, str]] = ()) -> None:
         self.place, self.value, self.hint = place, value, hint
         self._more = tuple(InputError(*each) for each in more)
-        super().__init__("\n".join([f"{place}: got {value!r}. {hint}", *map(str, self._more)]))
+        super().__init__("\n".join([f"{place}: got {_shown(value)}. {hint}", *map(str, self._more)]))
 
     @property
     def errors(self) -> tuple["InputError", ...]:
@@ -25,6 +25,12 @@ class InputError(ValueError):
 
     def __reduce__(self) -> tuple[type["InputError"], tuple[object, ...]]:
         return type(self), (self.place, self.value, self.hint, [(e.place, e.value, e.hint) for e in self._more])
+
+
+def _shown(value: object, most: int = 400) -> str:
+    """Return the representation of a value, of a long one its beginning."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def joined(errors: Iterable[InputError]) -> InputError:

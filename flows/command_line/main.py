@@ -101,7 +101,7 @@ def program(
 
 def resolved(config: Path, run: str | None, overrides: list[str] | None, *chosen: str) -> "RunConfig":
     """Read the configuration with its overrides, those of other options and answers last."""
-    from configs.yaml_files import read_mapping
+    from configs.yaml_files import read_mapping, yaml_value
 
     # A file that cannot be read is reported without this line.
     read_mapping(config, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
@@ -109,7 +109,7 @@ def resolved(config: Path, run: str | None, overrides: list[str] | None, *chosen
         typer.echo(f"reading {config} ...", err=True)
     from configs.loader import read_config
 
-    named = [f"run.name={json.dumps(run)}"] if run is not None else []
+    named = [f"run.name={yaml_value(run)}"] if run is not None else []
     return read_config(config, [*(overrides or []), *named, *chosen])
 
 
@@ -132,7 +132,9 @@ def train(
 ) -> None:
     """Start or resume a training run."""
     with handle_errors(as_json):
-        chosen = [f"run.continue_from={json.dumps(continue_from)}"] if continue_from is not None else []
+        from configs.yaml_files import yaml_value
+
+        chosen = [f"run.continue_from={yaml_value(continue_from)}"] if continue_from is not None else []
         chosen += [RESTART] if restart else []
         checked = resolved(config, run, overrides, *chosen)
         ask = ask_about_change if is_terminal() else None
@@ -203,9 +205,11 @@ def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -
 @takes_request(InitRequest)
 def init(request: InitRequest, as_json: Json = False) -> None:
     """Write a folder with a commented configuration for your own prompts, reward and model; asks without options."""
-    files = write_folder(ask_for_init(request) if request.asks_for_nothing and is_terminal() else request)
+    files, notes = write_folder(ask_for_init(request) if request.asks_for_nothing and is_terminal() else request)
     for path in files:
         typer.echo(f"wrote {path}", err=True)
+    for note in notes:
+        typer.echo(note, err=True)
     typer.echo(f"next: grpo doctor {files[0]}, then grpo train {files[0]}", err=True)
     if as_json:
         typer.echo(json.dumps({"files": [str(path) for path in files]}))

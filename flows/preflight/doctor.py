@@ -1,10 +1,9 @@
 """Check a configuration before it costs anything: inputs, weights, memory, disk, server; each problem has a hint."""
 
-import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from PIL import features
 from configs.contradictions import pools_of
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection
+from flows.preflight.files import prepare_hub
 from flows.preflight.inputs import CHECKS
 from flows.preflight.model import refuse_prompt_texts, source_of
 from flows.preflight.prompts import PromptFiles, read_prompt_files
@@ -27,7 +27,7 @@ from tasks.reports.report import Report, Table
 from tasks.reports.text import counted
 from tasks.runs.stored import adapter_version
 from tasks.storage.artifacts.store import open_store
-from tasks.storage.files import is_local
+from tasks.storage.files import is_local, nearest_existing
 
 SIZES_SHOWN = 8
 """Number of image sizes that are named."""
@@ -35,17 +35,24 @@ SIZES_SHOWN = 8
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check of a subject found; `healthy` if a run would get past it, or else with a hint."""
+    """What the checks of a subject found; `healthy` if a run would get past them, or else with a hint.
+
+    `notes` say what a person should know about it in either case.
+    """
 
     subject: str
     healthy: bool
     message: str
     hint: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The results of all checks; without a memory estimate when the model's configuration cannot be read."""
+    """The results of all checks; without a memory estimate when the model's configuration cannot be read.
+
+    A subject has one verdict: its problems, or what is right with it.
+    """
 
     findings: tuple[Finding, ...]
     memory: MemoryEstimate | None
@@ -60,7 +67,7 @@ class Diagnosis:
         notes = []
         for each in self.findings:
             notes += [f"{'ok' if each.healthy else 'problem':<7} {each.subject}: {each.message}"]
-            notes += [f"        {each.hint}"] if each.hint else []
+            notes += [f"        {line}" for line in (each.hint, *each.notes) if line]
         parts = [
             {"part": part, "GiB": f"{gib:.2f}" if gib >= 0.01 else f"{gib:.2g}", "from": by}
             for part, gib, by in (self.memory.rows() if self.memory else ())
@@ -70,13 +77,14 @@ class Diagnosis:
 
 def examine(config: RunConfig) -> Diagnosis:
     """Run every check of a training run and estimate what it needs; nothing is loaded, sampled or changed."""
+    prepare_hub(config)
     prompts = read_prompt_files(config)
     findings: list[Finding] = []
+    notes = {"prompts": prompts.notes}
     for subject, check in CHECKS.items():
         findings += _problems(subject, check(config, prompts)) or [
             Finding(subject, True, _ready(subject, config, prompts))
         ]
-    findings += [Finding("prompts", True, note) for note in prompts.notes]
     memory: MemoryEstimate | None = None
     checkpoint = states = 0
     sizes: Counter[ImageSize] = Counter()
@@ -87,11 +95,11 @@ def examine(config: RunConfig) -> Diagnosis:
             policy, version = config.policy, adapter_version(config)
             store = open_store(config.storage, config.run.name) if version else None
             with training_choices(policy, store, version, references=config.references) as choices:
-                notes = policy_family(policy.kind).check_choices(source_of(config), choices)
+                notes["model"] = policy_family(policy.kind).check_choices(source_of(config), choices)
                 estimate = estimate_model(config, choices, tuple(sizes))
             memory, checkpoint, states = estimate.memory, estimate.checkpoint, estimate.states
             weights = _weights(config, estimate.counted)
-            findings += [*(Finding("model", True, note) for note in notes), weights, _memory(config, memory)]
+            findings += [weights, _memory(config, memory)]
             if sizes:
                 findings.append(_sizes(sizes, estimate.tokens))
             if weights.healthy:
@@ -101,7 +109,21 @@ def examine(config: RunConfig) -> Diagnosis:
     if all(finding.healthy for finding in findings if finding.subject == "storage"):
         findings.append(_disk(config, checkpoint, states, sizes))
     findings += [_fonts(), *_server(config)]
-    return Diagnosis(tuple(findings), memory)
+    return Diagnosis(_one_verdict_each(findings, notes), memory)
+
+
+def _one_verdict_each(findings: Sequence[Finding], notes: Mapping[str, tuple[str, ...]]) -> tuple[Finding, ...]:
+    """Leave out what is right with a subject that has a problem, and add the notes of each subject to its last finding.
+
+    Args:
+        findings: of all checks; a later one may see what an earlier one of the same subject could not.
+    """
+    verdicts: list[Finding] = []
+    for subject in dict.fromkeys(each.subject for each in findings):
+        own = [each for each in findings if each.subject == subject]
+        *first, last = [each for each in own if not each.healthy] or own
+        verdicts += [*first, replace(last, notes=notes.get(subject, ()))]
+    return tuple(verdicts)
 
 
 def _problems(subject: str, errors: Iterable[InputError]) -> list[Finding]:
@@ -110,10 +132,13 @@ def _problems(subject: str, errors: Iterable[InputError]) -> list[Finding]:
 
 def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
     """Describe what a check found when nothing is wrong."""
-    counts = [sum(len(each.prompts) for each in prompts.usable(section)) for section in ("data", "evaluate")]
+    training, heldout = (prompts.usable(section) for section in ("data", "evaluate"))
+    counts = [sum(len(each.prompts) for each in sets) for sets in (training, heldout)]
+    targets = sum(target is not None for each in (*training, *heldout) for target in each.targets)
     optimizers = dict.fromkeys(update.optimizer for update in config.updates.values())
     return {
-        "prompts": f"{counts[0]} for training and {counts[1]} held out, with their targets",
+        "prompts": f"{counts[0]} for training and {counts[1]} held out"
+        + (f", {'all' if targets == sum(counts) else targets} with a target image" if targets else ""),
         "model": f"{config.policy.model} can sample with these settings",
         "rewards": f"ready: {', '.join(reward.label for reward in config.rewards)}",
         "device": f"{config.placement.device}, optimizer {', '.join(optimizers)}",
@@ -203,10 +228,7 @@ def _disk(config: RunConfig, checkpoint: int, states: int, prompts: Mapping[Imag
     store = open_store(config.storage, config.run.name)
     if not is_local(store.filesystem):
         return Finding("disk", True, f"{config.storage.root} (not tried: a check writes nothing)")
-    nearest = next(place for place in (Path(store.path()), *Path(store.path()).parents) if place.exists())
-    if not os.access(nearest, os.W_OK):
-        return Finding("disk", False, f"{nearest} cannot be written", "Set storage.root to a folder that can.")
-    free = shutil.disk_usage(nearest).free / GIB
+    free = shutil.disk_usage(nearest_existing(Path(store.path()))).free / GIB
     samples = config.samples_per_iteration * config.run.iterations
     rollout = config.rollout
     message, images = "", 0.0

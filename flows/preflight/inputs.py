@@ -3,26 +3,23 @@
 `CHECKS` change nothing and do not import Prefect: `grpo doctor` shows what they find, and a run refuses to start.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import TypeVar
 
 from configs.contradictions import contradictions, pools_of
 from configs.schema import RunConfig
 from configs.sections import DataSection, LoraSection
+from flows.preflight.files import check_storage, checked_once, prepare_hub, read_files
 from flows.preflight.model import (
     check_device,
     check_model,
-    check_storage,
     check_trackers,
     refuse_prompt_texts,
     source_of,
     trained_model,
 )
-from flows.preflight.prompts import PromptFiles, check_prompts, check_rewards, read_prompt_files
+from flows.preflight.prompts import PromptFiles, check_prompts, check_rewards
 from flows.server.reachable import require_pools, require_server, require_ui
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.protocol import policy_family
@@ -31,9 +28,6 @@ from tasks.models.initial import training_choices
 from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import PromptSet
 from tasks.storage.artifacts.store import ArtifactStore, open_store
-
-A = TypeVar("A")
-R = TypeVar("R")
 
 Check = Callable[[RunConfig, PromptFiles], Iterator[InputError]]
 
@@ -62,21 +56,6 @@ class RunInputs:
     training: tuple[PromptSet, ...]
     heldout: tuple[PromptSet, ...]
     notes: tuple[str, ...]
-
-
-def checked_once(check: Callable[[A], R]) -> Callable[[A], R]:
-    """Keep the result of a check for this object, so that a flow gets what the command line has checked before it."""
-    last: ContextVar[tuple[A, R] | None] = ContextVar(check.__name__, default=None)
-
-    @functools.wraps(check)
-    def checked(argument: A) -> R:
-        known = last.get()
-        if known is None or known[0] is not argument:
-            known = (argument, check(argument))
-            last.set(known)
-        return known[1]
-
-    return checked
 
 
 @checked_once
@@ -115,21 +94,23 @@ def check_evaluation(config: RunConfig) -> RunInputs:
     single = config.placement.model_copy(update={"processes": 1, "sharding": "ddp"})
     unused = {"data": DataSection(), "update": type(config.update)(), "placement": single}
     config = config.model_copy(update=unused)
-    files = run_checks(config)
+    # The run has been opened, and its configuration may name the root of another machine.
+    files = run_checks(config, {name: check for name, check in CHECKS.items() if name != "storage"})
     require_pools([(place, pool) for place, pool in pools_of(config) if place != "placement.update.pool"])
     inputs = _check_model(config, files)
     require_server()
     return inputs
 
 
-def run_checks(config: RunConfig) -> PromptFiles:
-    """Run all `CHECKS` and return the prompts that they read.
+def run_checks(config: RunConfig, checks: Mapping[str, Check] = CHECKS) -> PromptFiles:
+    """Run the checks and return the prompts that they read.
 
     Raises:
         InputError: with one entry per problem.
     """
-    files = read_prompt_files(config)
-    raise_all(problem for check in CHECKS.values() for problem in check(config, files))
+    prepare_hub(config)
+    files = read_files(config)
+    raise_all(problem for check in checks.values() for problem in check(config, files))
     return files
 
 

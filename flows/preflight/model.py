@@ -117,14 +117,6 @@ def check_device(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError
             yield error_at(config.update_path(stream), error)
 
 
-def check_storage(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
-    """Report a storage root that cannot be opened."""
-    try:
-        open_store(config.storage, config.run.name)
-    except InputError as error:
-        yield error
-
-
 def check_trackers(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
     """Report trackers that accelerate does not know, or whose package is not installed."""
     if not config.run.trackers:

@@ -1,5 +1,6 @@
 """Checks of prompts, targets and image sizes, and of the rewards that score them."""
 
+import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,15 @@ from grpo_core.streams import ImageSize
 from tasks.prompts.curriculum import PromptSet
 from tasks.prompts.read import LONG_PROMPT, DatasetChoice, Prompt, PromptFile, read_prompts
 from tasks.prompts.targets import pair_targets, read_sizes, size_place
+from tasks.reports.text import one_line, printable
 
 MAX_PROBLEMS = 5
 """Maximum number of sizes that are reported at once; a file may have another one in each row."""
+
+SHOWN_PAIRS = 3
+"""Number of prompts that are shown with their target images."""
+
+_SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ def read_prompt_files(config: RunConfig) -> PromptFiles:
                 continue
             read.append(prompts)
             notes += [f"{own}.prompts: {dataset.prompts}: {note}" for note in _notes(dataset, file, prompts)]
+            if pairs := _first_pairs(prompts):
+                notes.append(f"{own}.targets: {pairs}")
         sets[name] = tuple(read)
     return PromptFiles(sets, tuple(problems), tuple(notes))
 
@@ -101,6 +110,17 @@ def _notes(dataset: DatasetSection, file: PromptFile, prompts: PromptSet) -> Ite
             f"prompt {prompts.prompts[row - 1].prompt_id} (row {row}) has {lengths[row]} characters{others}: "
             "memory and time grow with the longest prompt"
         )
+
+
+def _first_pairs(prompts: PromptSet) -> str:
+    """Name the targets of the first prompts, so that a person sees whether they belong together; empty without any."""
+    paired = [each for each in zip(prompts.prompts, prompts.targets, strict=True) if each[1] is not None]
+    shown = [
+        f"{printable(one_line(prompt.text, _SHOWN_CHARACTERS))} -> {posixpath.basename(target.uri)}"
+        for prompt, target in paired[:SHOWN_PAIRS]
+        if target is not None
+    ]
+    return "; ".join(shown) + ("; ..." if len(paired) > SHOWN_PAIRS else "")
 
 
 def default_size(config: RunConfig, dataset: DatasetSection) -> ImageSize | None:
@@ -156,10 +176,19 @@ def check_rewards(config: RunConfig, prompts: PromptFiles) -> Iterator[InputErro
         columns = {*filter(None, [reward.needs_column]), *(section.where or {})}
         for column in sorted(columns):
             yield from _column_problems(config, prompts, section, f"{place}.{section.label}", column, parts)
-        for problem in reward.preflight():
-            yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
+        yield from reward_problems(place, section, reward)
         yield from token_problems(config, section, reward, f"{place}.{section.label}")
         yield from _size_problems(config, prompts, section, reward, place, parts)
+
+
+def reward_problems(place: str, section: RewardSection, reward: Reward) -> Iterator[InputError]:
+    """Report what a reward needs and this machine lacks.
+
+    Args:
+        place: path of its section.
+    """
+    for problem in reward.preflight():
+        yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
 
 
 def token_problems(config: RunConfig, section: RewardSection, reward: Reward, place: str) -> Iterator[InputError]:

@@ -12,7 +12,7 @@ from configs.loader import read_rewards_file
 from configs.schema import RewardsFile, RunConfig
 from configs.training import AdvantagesSection, RewardSection
 from flows.pipeline.requests import RescoreRequest
-from flows.preflight.inputs import checked_once
+from flows.preflight.files import checked_once
 from flows.preflight.prompts import token_problems
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, raise_all

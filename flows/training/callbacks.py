@@ -21,6 +21,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import apause_flow_run
 
+from configs.schema import RunConfig
 from flows.pipeline.prefect_ui import artifact_key, folder_link
 from flows.pipeline.run import Run
 from flows.pruning.prune import PolicyKeeper
@@ -156,6 +157,8 @@ class Callbacks:
         iterations, pace = self.run.config.run.iterations, history.pace
         advance_run(record.iteration, iterations, pace)
         log(format_progress_line(record, iterations, pace))
+        if far := report_far_policy(self.run.config, [each.metrics.get("kl") for each in history.iterations[-2:]]):
+            log(f"iteration {record.iteration}: {far}")
         # A run that resumes passes iterations whose metrics are stored as they are.
         if changed or record.iteration == iterations:
             self.publisher.publish(history.iterations, format_progress_line(record, iterations))
@@ -191,6 +194,28 @@ def format_progress_line(record: IterationRecord, iterations: int, pace: float |
     left = iterations - record.iteration
     parts += [f"about {duration(pace * left)} left"] if pace is not None and left else []
     return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}"
+
+
+FAR_KL = 1.0
+"""Mean KL of a token to the reference, in nats, from which on it is reported; the shipped runs end below .3."""
+
+
+def report_far_policy(config: RunConfig, kl: Sequence[float | None]) -> str | None:
+    """Say that a policy of tokens has moved far from its reference since the iteration before; None if not.
+
+    Args:
+        kl: of the last iterations, in order; None where it is not measured.
+    """
+    *before, last = kl
+    update = config.updates.get("tokens")
+    if update is None or last is None or last < FAR_KL or any(each is not None and each >= FAR_KL for each in before):
+        return None
+    place = config.update_path("tokens")
+    return (
+        f"the KL is {last:.2f} nats a token, so the policy has moved far from the model, and samples may fall apart "
+        f"while the reward still rises: look at them, and lower {place}.learning_rate (now {update.learning_rate:g}) "
+        f"or raise {place}.kl_coef (now {update.kl_coef:g})"
+    )
 
 
 class NotResumedError(RuntimeError):

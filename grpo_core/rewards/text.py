@@ -267,7 +267,7 @@ def wanted_boxes(value: object, place: str) -> list[Box]:
     if isinstance(value, str):
         try:
             read = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(place, value, hint) from error
     if not isinstance(read, list | tuple):
         raise InputError(place, value, hint)

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import polars as pl
 
 from configs.sections import CurriculumSection
 from grpo_core.seeds import derive_seed
@@ -14,7 +13,6 @@ from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.parquet import leading_stream, read_advantages
 
 PromptKey = tuple[str, str]
 """Name of the prompt set and prompt_id: two sets may contain the same prompt."""
@@ -64,6 +62,11 @@ def read_statistics(store: ArtifactStore, advantages: Sequence[ArtifactRef]) -> 
     Args:
         advantages: tables of the iterations that count, in any order.
     """
+    # Imported where they are used: prompts are read and checked before polars is imported.
+    import polars as pl
+
+    from tasks.storage.parquet import leading_stream, read_advantages
+
     means: dict[PromptKey, dict[str, float]] = {}
     columns = ["dataset", "prompt_id", "group_id", "group_mean"]
     with store.reading() as read:

@@ -85,8 +85,8 @@ def find_files(uri: str, *, place: str, endings: Collection[str]) -> tuple[Input
         names = [name for name in _file_names(filesystem, path) if not name.startswith(".")]
     files = sorted((name for name in names if file_ending(name) in endings), key=natural_key)
     if not files:
-        found = nearest_names("", names) or "no file"
-        raise InputError(place, uri, f"This folder has no file with prompts ({', '.join(endings)}), but {found}.")
+        found = f"it has {nearest_names('', names)}" if names else "it has no files at all"
+        raise InputError(place, uri, f"This folder has no file with prompts ({', '.join(endings)}): {found}.")
     found_endings = {file_ending(name): name for name in reversed(files)}
     if len(found_endings) > 1:
         found = ", ".join(f"{ending} ({name})" for ending, name in sorted(found_endings.items()))

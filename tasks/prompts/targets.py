@@ -12,7 +12,7 @@ from PIL import ExifTags, Image
 from grpo_core.errors import InputError
 from grpo_core.rewards.images import open_image, require_aspect, to_rgb
 from grpo_core.streams import ImageSize
-from tasks.prompts.files import join_uri, list_input_folder, natural_key, nearest_names, read_input_file
+from tasks.prompts.files import join_uri, list_input_folder, nearest_names, read_input_file
 from tasks.prompts.read import Prompt
 
 SIZE_COLUMNS = ("width", "height", "size")
@@ -101,9 +101,9 @@ def pair_targets(
 ) -> tuple[TargetReference | None, ...]:
     """Return the target of each prompt, in the order of the prompts; None for a prompt without one.
 
-    A column names the image of each row; null means no target. With a folder only, its images in
-    natural order (2.png before 10.png) belong to the prompts by index; hidden files and files without
-    an image's ending are left out. With neither, no prompt has a target.
+    A column names the image of each row; null means no target. With a folder only, its images belong to the prompts by
+    the index in their names, from 0 or from 1 without gaps: 0.png, image_0001.png, 2-a-red-circle.png; hidden files and
+    files without an image's ending are left out. With neither, no prompt has a target.
 
     Args:
         prompts: the complete set, in the order of the file.
@@ -114,8 +114,8 @@ def pair_targets(
         sizes: width and height of the images that each is compared with; empty if unknown.
 
     Raises:
-        InputError: numbers that differ, a missing file, an incomplete image, too many pixels, another aspect ratio than
-            the images have, or a name outside the folder.
+        InputError: numbers that differ, names without an index, a missing file, an incomplete image, too many pixels,
+            another aspect ratio than the images have, or a name outside the folder.
     """
     if column is not None:
         _require_column(prompts, column)
@@ -199,7 +199,43 @@ def _images_by_index(folder: str, count: int) -> tuple[str, ...]:
         some = f" ({nearest_names('', names)})" if names else ""
         hint = f"The images pair with the {count} prompts by index: give exactly one per prompt, or name a column."
         raise InputError(f"data.targets: {folder}", f"{len(names)} images{some} for {count} prompts", hint)
-    return tuple(sorted(names, key=natural_key))
+    orders = _orders_by_index(names)
+    if len(orders) != 1:
+        why = "The names have two indices, which disagree" if orders else "The names do not number the images"
+        hint = (
+            f"{why}, so nothing says which prompt each belongs to. Name them 0.png, 1.png, 2.png, ... in the order of "
+            "the prompts, or write the names into a column of the prompts and set target_column to it."
+        )
+        raise InputError(f"data.targets: {folder}", nearest_names("", names), hint)
+    return orders.pop()
+
+
+def _orders_by_index(names: Sequence[str]) -> set[tuple[str, ...]]:
+    """Return the orders of the files by the number that each name begins or ends with; what all have does not count.
+
+    Such numbers begin at 0 or 1 and have no gaps: a year or a size in the names is no index. A single image needs none.
+    """
+    if len(names) < 2:
+        return {tuple(names)}
+    parts = [posixpath.splitext(name)[0] for name in names]
+    # Twice, since what all names begin with goes first, and then what they end with.
+    for _ in range(2):
+        shared = len(_common_start(parts))
+        parts = [part[shared:][::-1] for part in parts]
+    orders = set()
+    for form in (r"\A[0-9]+", r"[0-9]+\Z"):
+        found = {
+            int(match[0]): name for name, part in zip(names, parts, strict=True) if (match := re.search(form, part))
+        }
+        first = min(found, default=-1)
+        if first in (0, 1) and sorted(found) == list(range(first, first + len(names))):
+            orders.add(tuple(found[index] for index in sorted(found)))
+    return orders
+
+
+def _common_start(texts: Sequence[str]) -> str:
+    """Return what all texts begin with, without the first digits of numbers that differ."""
+    return posixpath.commonprefix(texts).rstrip("0123456789")
 
 
 def _refer(uri: str, place: str, size: tuple[int, int] | None) -> TargetReference:

@@ -76,11 +76,21 @@ def write_file_atomically(filesystem: AbstractFileSystem, path: str, content: by
     fsync_path(target.parent)
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return the path, or the nearest one above it that exists."""
+    return next(each for each in (path, *path.parents) if os.path.exists(each))
+
+
 def require_writable(folder: Path, place: str) -> None:
     """Raise InputError, which names the option `place`, for a folder of this machine that cannot be made or written."""
-    nearest = next(each for each in (folder, *folder.parents) if each.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise InputError(place, str(folder), f"Nothing can be written in {nearest}. Name a folder somewhere else.")
+    nearest = nearest_existing(folder)
+    try:
+        # Rights alone do not tell, of a read-only disk or of /proc: this file never has a name.
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        hint = f"Nothing can be written in {nearest} ({reason}). Name a folder somewhere else."
+        raise InputError(place, str(folder), hint) from error
 
 
 def fsync_folder(staged: Path, synced: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:

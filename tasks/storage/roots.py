@@ -15,7 +15,7 @@ from fsspec import AbstractFileSystem
 from safetensors import SafetensorError
 
 from grpo_core.errors import InputError
-from tasks.storage.files import is_local
+from tasks.storage.files import is_local, nearest_existing
 
 _S3 = ("s3://", "s3a://")
 _EXTRAS = {"s3": "s3fs, which the extra s3 of this package brings", "s3a": "s3fs, which the extra s3 brings"}
@@ -34,8 +34,8 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
     """Open the filesystem of a root, a folder or a URL, and return it with the path in it.
 
     Raises:
-        InputError: credentials in the URL, a URL of an unknown kind, of one whose package is not installed, or within
-            a file that is not there.
+        InputError: credentials in the URL, a URL of an unknown kind, of one whose package is not installed, or a
+            file in the place of the folder.
     """
     if "://" in root and _SECRET.search(root):
         hint = f"A URL is stored with the run and shown to people. {CREDENTIALS}; leave them out of the URL."
@@ -51,6 +51,8 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
     except (OSError, ValueError) as error:
         hint = f"{error}. Give a folder or a URL of a known kind, such as s3://, and install what reads it."
         raise InputError("storage.root", root, hint) from error
+    if is_local(filesystem) and not (nearest := nearest_existing(Path(path))).is_dir():
+        raise InputError("storage.root", root, f"{nearest} is a file. Name a folder, which is made if it is not there.")
     return filesystem, path.rstrip("/")
 
 

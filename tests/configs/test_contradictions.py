@@ -240,3 +240,10 @@ def identity(*overrides: str) -> dict[str, Any]:
 )
 def test_a_setting_counts_where_it_changes_results(override: str, change: str | None) -> None:
     assert list(changed_settings(identity(), identity(override))) == ([change] if change else [])
+
+
+def test_another_reward_is_named_and_not_shown_with_all_its_settings() -> None:
+    changed = identity("rewards.0.reward=mse", "rewards.0.settings={}")
+    assert list(changed_settings(identity(), changed)) == ["rewards.mse added", "rewards.r2 removed"]
+    changes = changed_settings(identity(), identity("policy.lora=null", "policy.dtype=float32"))
+    assert "policy.lora removed" in changes

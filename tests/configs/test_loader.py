@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from configs.loader import read_config
-from configs.yaml_files import parse_yaml
+from configs.yaml_files import parse_yaml, yaml_value
 from grpo_core.errors import InputError
 
 MINIMAL = """
@@ -17,6 +19,11 @@ rewards:
   - reward: jpeg
     settings: {direction: compressible}
 """
+
+
+@given(st.recursive(st.text() | st.integers() | st.none(), lambda inner: st.lists(inner, max_size=3), max_leaves=5))
+def test_what_is_written_as_yaml_is_read_as_it_was(value: object) -> None:
+    assert parse_yaml(yaml_value(value), "here") == value
 
 
 @pytest.fixture
@@ -131,6 +138,28 @@ class TestMistakes:
         file.write_text(f"run: !!python/object/apply:os.mkdir ['{tmp_path}/made']\n")
         problems(file)
         assert not (tmp_path / "made").exists()
+
+    def test_aliases_that_repeat_each_other_are_counted_and_not_made(self, tmp_path: Path) -> None:
+        """Nine lines of nine aliases of the line before: 9^9 texts, and (9^9 - 1) / 8 lists above them."""
+        lines = ["a0: &a0 [" + ",".join(9 * "x") + "]"]
+        lines += [f"a{n}: &a{n} [" + ",".join(9 * [f"*a{n - 1}"]) + "]" for n in range(1, 9)]
+        (error,) = problems(self._written(tmp_path, "\n".join([*lines, "run: *a8"]))).values()
+        assert error.place == f"{tmp_path}/mine.yaml"
+        # Of run and of each line: the lists, their texts, and the key; and the file itself.
+        sizes = [sum(9**depth for depth in range(n + 2)) for n in (*range(9), 8)]
+        assert error.value == f"{1 + sum(1 + size for size in sizes):,} values"
+
+    def test_a_few_aliases_are_read(self, file: Path) -> None:
+        assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]", "here") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
+
+    def test_values_that_are_nested_too_deeply(self, tmp_path: Path) -> None:
+        (error,) = problems(self._written(tmp_path, "run: " + 5000 * "[" + 5000 * "]")).values()
+        assert error.place == f"{tmp_path}/mine.yaml"
+        assert len(str(error)) < 200
+
+    def _written(self, folder: Path, text: str) -> Path:
+        (folder / "mine.yaml").write_text(text)
+        return folder / "mine.yaml"
 
     @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
     def test_unreadable_file(self, tmp_path: Path, content: bytes | None) -> None:

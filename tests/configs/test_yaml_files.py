@@ -13,7 +13,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments
 import configs
 from configs.loader import read_config
 from configs.schema import RunConfig
-from configs.yaml_files import OTHER_MEANING, TRL_NAMES
+from configs.yaml_files import OTHER_MEANING, TRL_NAMES, reason_on_page
 from grpo_core.errors import InputError
 
 DOCUMENT = Path(configs.__file__).parent.parent / "docs" / "coming_from_trl.md"
@@ -140,6 +140,42 @@ def test_the_document_has_every_field_once_and_says_what_is_accepted() -> None:
         assert how in {"same", "accepted", "refused", "otherwise", "no"}, name
 
 
+def test_an_option_without_a_setting_is_refused_with_the_reason_of_the_document(tmp_path: Path) -> None:
+    rows = [line.split("|")[1:5] for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line[:3] == "| `"]
+    described = [[cell.strip() for cell in row] for row in rows if len(row) == 4]
+    found = {name: (how, why) for names, _, how, why in described for name in re.findall(r"`(\w+)`", names)}
+    for name, (how, why) in found.items():
+        reason = reason_on_page(name)
+        assert (reason is not None) == (how in {"otherwise", "no"}), name
+        assert reason is None or why.replace("`", "") in reason
+    (error,) = problems(written(tmp_path / "a.yaml"), "update.use_vllm=true").values()
+    assert (error.place, error.value) == ("update.use_vllm", True)
+    assert found["use_vllm"][1] in error.hint
+    # No option of TRL's any more; people still have it in their files.
+    (error,) = problems(written(tmp_path / "a.yaml"), "update.warmup_ratio=0.1").values()
+    assert "update.warmup_steps" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "value"),
+    [
+        ("rewards=[ssim]", "rewards.0", "ssim"),
+        ("evaluate=null", "evaluate", None),
+        ("policy.lora=4", "policy.lora", 4),
+        ("data.datasets=[a]", "data.datasets.0", "a"),
+    ],
+)
+def test_a_value_in_the_place_of_a_section_is_answered_with_its_keys(
+    tmp_path: Path, override: str, place: str, value: object
+) -> None:
+    (error,) = problems(written(tmp_path / "a.yaml"), override).values()
+    assert (error.place, error.value) == (place, value)
+    section = place.partition(".0")[0]
+    known = {"rewards": "reward", "evaluate": "prompts", "policy.lora": "rank", "data.datasets": "prompts"}
+    assert known[section] in error.hint
+    assert "dictionary" not in error.hint
+
+
 def names_of(arguments: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(arguments)}
 
@@ -163,8 +199,12 @@ def keys_of(section: str) -> set[str]:
         ("rewards.0.wieght", "rewards.weight"),
         ("rollout.lerning_rate", "update.learning_rate"),
         ("rollout.kl_coef", "advantages.kl_coef or update.kl_coef"),
+        ("lr", "update.learning_rate"),
+        ("update.lr", "update.learning_rate"),
     ],
 )
 def test_an_unknown_key_proposes_the_nearest_by_its_whole_path(tmp_path: Path, key: str, meant: str) -> None:
     (error,) = problems(written(tmp_path / "a.yaml"), f"{key}=1").values()
     assert f"Did you mean {meant}?" in error.hint
+    # The other keys of the section would hide it.
+    assert len(error.hint) < 120

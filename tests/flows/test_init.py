@@ -3,6 +3,9 @@
 import asyncio
 import io
 import itertools
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from typer.testing import CliRunner
 from configs.loader import read_config
 from flows.command_line.main import application
 from flows.command_line.options import ask_for_init
-from flows.init import CONFIGS, MODALITIES, InitRequest, Kind, write_folder
+from flows.init import CONFIGS, EXAMPLE_FUNCTION, MODALITIES, InitRequest, Kind, write_folder
 from flows.preflight.inputs import run_checks
 from grpo_core.policies.protocol import policy_family
 from tests.flows.conftest import Runs, refused
@@ -61,6 +64,59 @@ def test_an_own_function_is_named_by_its_file(own: Path) -> None:
     (own / "mine.py").write_text("def redness(images, **columns):\n    return [1.0 for image in images]\n")
     (reward,) = read_config(write(own / "run", reward=f"{own / 'mine.py'}:redness")).rewards
     assert (reward.reward, reward.settings["function"]) == ("function", f"{own / 'mine.py'}:redness")
+    assert reward.label == "redness"
+
+
+def example(folder: Path, kind: Kind) -> Callable[..., list[float]]:
+    """The function of the reward that is written."""
+    write(folder, kind=kind)
+    written: dict[str, Any] = {}
+    exec((folder / "reward.py").read_text(), written)
+    function: Callable[..., list[float]] = written[EXAMPLE_FUNCTION[MODALITIES[kind]]]
+    return function
+
+
+def test_the_examples_reward_what_their_prompts_ask_for(tmp_path: Path) -> None:
+    """Red differs from blue by two channels of three; of "pale" and "aelp" three of four letters are in order."""
+    images = [Image.new("RGB", (9, 9), colour) for colour in ("red", "blue")]
+    for image in images:
+        # What is beside the middle does not count.
+        image.paste("white", (0, 0, 3, 9))
+    scores = example(tmp_path / "image", "image")(["a red circle in the center"] * 2, images)
+    assert scores == pytest.approx([1, 1 / 3])
+    texts = ["aelp", " aelp\n", "", "aexp"]
+    assert example(tmp_path / "text", "text")(["sort the letters of pale"] * 4, texts) == [1, 1, 0, 0.75]
+
+
+def text_model(folder: Path, positions: int) -> str:
+    """A text model of one's own that reads and writes so many ids."""
+    shutil.copytree(MODELS["text"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("positions", "length"), [(256, 128), (384, 192), (32768, 256)])
+def test_completions_have_room_in_the_model(tmp_path: Path, positions: int, length: int) -> None:
+    file = write(tmp_path / "run", kind="text", model=text_model(tmp_path / "model", positions))
+    assert read_config(file).rollout.max_completion_length == length
+
+
+def test_defaults_that_a_model_does_not_take_can_be_changed_in_the_file(tmp_path: Path) -> None:
+    """The tiny model has positions for images of up to 256 pixels a side, and the default is 512."""
+    shutil.copytree(MODELS["diffusers"], tmp_path / "model")
+    file = tmp_path / "run" / "config.yaml"
+    (error,) = refused(lambda: write(tmp_path / "run", kind="diffusers", model=str(tmp_path / "model")))
+    assert (error.place, error.value) == ("rollout.width and height", "512x512")
+    assert str(file) in error.hint
+    run_checks(read_config(file, ["rollout.width=64", "rollout.height=64"]))
+
+
+def test_the_first_targets_are_shown(own: Path) -> None:
+    given = ["--prompts", str(own / "mine.txt"), "--targets", str(own / "images"), "--reward", "r2"]
+    result = CliRunner().invoke(application, ["init", str(own / "run"), *given])
+    assert result.exit_code == 0
+    assert "data.targets: a red circle -> 00000.png; a blue square -> 00001.png\n" in result.stderr
 
 
 def test_own_images_are_targets(own: Path) -> None:

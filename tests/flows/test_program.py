@@ -55,6 +55,7 @@ REQUESTS = [
     ["inspect", "absent"],
     ["ui", "--host", "::"],
 ]
+MISSING_FUNCTION = "[{reward: function, settings: {function: 'mine.py:redness'}}]"
 COMMANDS: list[Command] = [
     *((arguments, 2, arguments[-1] if arguments[1] == "--host" else "absent") for arguments in REQUESTS),
     *(([arguments[0], "--help"], 0, "Usage") for arguments in REQUESTS),
@@ -65,6 +66,15 @@ COMMANDS: list[Command] = [
     (["train", "configs/tiny.yaml", "--set", "update.learing_rate=1"], 2, "update.learning_rate"),
     (["train", "configs/tiny.yaml", "--set", "data.prompts=data/prompts/shapes_trian.jsonl"], 2, "shapes_train.jsonl"),
     (["train", "configs/tiny_text.yaml", "--set", "policy.model=data/models/tiny-txt"], 2, "policy.model"),
+    (["train", "configs/tiny.yaml", "--run", "run😀"], 2, "run.name: got 'run😀'"),
+    # What only the files themselves tell.
+    (["train", "configs/tiny.yaml", "--set", "data.target_column=trget"], 2, "data.target_column"),
+    (["train", "configs/tiny.yaml", "--set", "evaluate.prompts=configs/tiny.yaml"], 2, "evaluate.prompts"),
+    (["train", "configs/tiny_text.yaml", "--set", f"rewards={MISSING_FUNCTION}"], 2, "mine.py"),
+    (["train", "configs/tiny_text.yaml", "--set", "data.columns=[word]"], 2, "rewards.0.answer"),
+    (["train", "configs/tiny.yaml", "--set", "storage.root=/proc/runs"], 2, "storage.root"),
+    (["train", "configs/tiny.yaml", "--set", "storage.root=configs/tiny.yaml"], 2, "storage.root"),
+    (["train", "configs/tiny.yaml", "--set", "storage.root=configs/tiny.yaml/runs"], 2, "storage.root"),
     (["--show-completion", "bash"], 0, "COMPLETE"),
 ]
 
@@ -98,7 +108,15 @@ def test_a_typo_and_the_list_of_runs_are_answered_at_once_where_the_run_is_finis
         (["evaluate", "run", "--set", "update.learning_rate=1"], "--set"),
         (["replay", "run", "--set", "data.prompts=other.txt"], "--set"),
         (["rescore", "run", "--rewards", "configs/rewards/mx.yaml", "--name", "y"], "configs/rewards/mix.yaml"),
+        (["rescore", "run", "--rewards", "mine.yaml", "--name", "y"], "mine.py"),
+        (
+            ["evaluate", "run", "--prompts", "configs/tiny.yaml", "--set", "evaluate.targets=data/targets"],
+            "evaluate.prompts",
+        ),
+        (["evaluate", "run"], "--prompts"),
+        (["replay", "run", "--set", f"rewards={MISSING_FUNCTION}"], "mine.py"),
     ]
+    (tmp_path / "mine.yaml").write_text(f"rewards: {MISSING_FUNCTION}")
     answer([*((arguments, 2, said) for arguments, said in typos), (["list", "runs"], 0, "finished")], tmp_path)
 
 

@@ -3,8 +3,11 @@
 import json
 import shutil
 from pathlib import Path
+from socketserver import StreamRequestHandler, TCPServer
+from threading import Thread
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 from transformers import MambaConfig, PhimoeConfig, PreTrainedConfig
 from typer.testing import CliRunner
@@ -15,6 +18,8 @@ from flows.preflight.doctor import Diagnosis, examine
 from flows.preflight.inputs import CHECKS, check_inputs
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, refused
 from tests.tiny_policies import TEXT_MODEL
+
+JPEG = 'rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}]'
 
 
 @pytest.fixture(autouse=True)
@@ -126,5 +131,52 @@ def test_what_adapters_leave_out_is_said(tmp_path: Path) -> None:
     overrides = text_model(tmp_path, PhimoeConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
     diagnosis, _ = examined(TINY_TEXT, *overrides)
     notes = check_inputs(read_config(TINY_TEXT, overrides)).notes
-    assert [each.message for each in diagnosis.findings if each.message in notes] == list(notes)
+    assert [each.notes for each in diagnosis.findings if each.subject == "model"] == [notes]
     assert "model.layers.*.mlp.router.weight" in notes[0]
+
+
+def test_a_subject_with_a_problem_has_no_other_verdict(tmp_path: Path) -> None:
+    """Of a hub name nothing is known until its size is estimated."""
+    diagnosis, hints = examined(TINY_TEXT, f"storage.root={tmp_path}", "policy.model=nobody/nothing")
+    assert [each.healthy for each in diagnosis.findings if each.subject == "model"] == [False]
+    assert set(hints) == {"model"}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "counted"),
+    [
+        (TINY, [], "60 for training and 12 held out, all with a target image"),
+        (TINY, ["evaluate.targets=null", "evaluate.target_column=null", "evaluate.prompts=null"], "60 for training"),
+        (TINY, ["data.targets=null", "data.target_column=null", JPEG], "12 with a target image"),
+        (TINY_TEXT, [], "256 for training and 32 held out"),
+    ],
+)
+def test_targets_are_counted_where_there_are_any(
+    tmp_path: Path, config: Path, changes: list[str], counted: str
+) -> None:
+    diagnosis, _ = examined(config, f"storage.root={tmp_path}", *changes)
+    (finding,) = (each for each in diagnosis.findings if each.subject == "prompts")
+    assert counted in finding.message
+    assert ("target" in finding.message) == any("target" in note for note in finding.notes) == (config is TINY)
+
+
+class SilentHub(StreamRequestHandler):
+    """Takes connections and closes them without an answer."""
+
+    connections = 0
+
+    def handle(self) -> None:
+        type(self).connections += 1
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clients would ask five more times for each file, and wait longer each time."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    with TCPServer(("127.0.0.1", 0), SilentHub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+        _, hints = examined(TINY_TEXT, f"storage.root={tmp_path}", "policy.model=nobody/nothing")
+        server.shutdown()
+    assert (SilentHub.connections, set(hints)) == (1, {"model"})
+    assert huggingface_hub.is_offline_mode()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -74,9 +75,19 @@ class TestPrompts:
         column, long = check_inputs(config).notes
         assert column == f"data.prompts: {path}: the prompts are column Caption"
         assert "(row 2) has 4002 characters; 1 more have over 4000" in long
-        assert {column, long} <= {finding.message for finding in examine(config).findings}
+        assert [each.notes for each in examine(config).findings if each.subject == "prompts"] == [(column, long)]
         assert {column, long} <= {*conftest.heard_of(lambda: opened(config))[1].lines}
-        assert check_inputs(read_config(TINY, [f"storage.root={tmp_path}"])).notes == ()
+
+    def test_the_targets_of_the_first_prompts_are_shown(self, tmp_path: Path) -> None:
+        path = prompt_file(tmp_path, "a red circle\na blue heart\na cross\na star\n")
+        for index in range(4):
+            Image.new("RGB", (64, 64)).save(tmp_path / f"{index}.png")
+        targets = [f"data.prompts={path}", f"data.targets={tmp_path}", "data.target_column=null", *JPEG]
+        config = read_config(TINY, [f"storage.root={tmp_path}/runs", *targets])
+        pairs = "data.targets: a red circle -> 0.png; a blue heart -> 1.png; a cross -> 2.png; ..."
+        assert check_inputs(config).notes == (pairs,)
+        assert [each.notes for each in examine(config).findings if each.subject == "prompts"] == [(pairs,)]
+        assert pairs in conftest.heard_of(lambda: opened(config))[1].lines
 
     def test_a_prompt_with_the_models_own_tags(self, tmp_path: Path) -> None:
         path = prompt_file(tmp_path, "a red <sop> circle")

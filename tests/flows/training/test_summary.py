@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from flows.training.callbacks import format_progress_line
+from configs.loader import read_config
+from flows.training.callbacks import format_progress_line, report_far_policy
 from flows.training.history import TrainingHistory
 from flows.training.summary import TrainSummary
 from tasks.reports.iteration import IterationRecord
 from tasks.storage.artifacts.reference import ArtifactRef
+from tests.flows.conftest import TINY
 
 
 def facts(**changes: Any) -> dict[str, str]:
@@ -82,6 +84,30 @@ RECORD = IterationRecord(2, (), ADVANTAGES, {"reward": 0.5, **{f"seconds/{name}"
 def test_the_end_of_a_line(reused: dict[str, str], each: float | None, end: str) -> None:
     line = format_progress_line(replace(RECORD, reused=reused), 60, each)
     assert line == f"iteration 2/60: reward 0.500, {end}"
+
+
+@pytest.mark.parametrize(
+    ("kl", "said"),
+    [
+        ([0.3], False),
+        ([0.3, 1.5], True),
+        # Of a run whose first iteration is far already.
+        ([1.5], True),
+        # It has been said, and is said again when the policy has been near meanwhile.
+        ([1.5, 1.6], False),
+        ([1.5, 0.9], False),
+        ([None, 1.5], True),
+        ([1.5, None], False),
+    ],
+)
+def test_a_policy_far_from_its_reference_is_reported_once(kl: list[float | None], said: bool) -> None:
+    report = report_far_policy(read_config(TINY), kl)
+    assert (report is not None) == said
+    assert report is None or ("update.learning_rate (now 0.002)" in report and "1.50 nats" in report)
+
+
+def test_the_kl_of_denoising_steps_is_in_another_unit() -> None:
+    assert report_far_policy(read_config(TINY.with_name("tiny_sd3.yaml")), [5.0]) is None
 
 
 def test_stored_iterations_and_the_first_that_is_trained_do_not_count() -> None:

@@ -282,6 +282,8 @@ def test_a_column_has_json_or_lists(box: object) -> None:
         *([0, 0, 4], [4, 0, 0, 4], [0, 0, 0, 4], [0, 0, math.nan, 4], [0, 0, True, 4], ["0", "0", "4", "4"]),
         *([0, 0, 10**400, 4], [[0, 0, 4, 4], [1]], [[0, 0, 4, 4], 5], {"box": [0, 0, 4, 4]}, 7),
         *("0 0 4 4", "", "{}"),
+        # Deeper than Python's parser of JSON goes, and a number that it does not take.
+        *(100_000 * "[", f"[{5000 * '1'}, 0, 4, 4]"),
     ],
 )
 def test_a_column_without_a_box_names_the_sample_and_the_column(box: object) -> None:

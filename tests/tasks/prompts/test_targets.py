@@ -93,15 +93,18 @@ def shades(references: tuple[TargetReference | None, ...]) -> list[object]:
 
 
 class TestByIndex:
-    @pytest.mark.parametrize("form", ["{}.png", "{:06d}.png", "target-{}.PNG", "{}_512.webp"])
-    def test_images_pair_in_natural_order(self, tmp_path: Path, form: str) -> None:
+    @pytest.mark.parametrize(
+        "form", ["{}.png", "{:06d}.png", "target-{}.PNG", "{}_512.webp", "{}-{}.png", "{1}{0}.png"]
+    )
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_images_pair_by_their_numbers(self, tmp_path: Path, form: str, first: int) -> None:
         order = list(range(12))
         random.Random(0).shuffle(order)
         for index in order:
             kind = "WEBP" if form.endswith("webp") else "PNG"
             buffer = io.BytesIO()
             Image.new("RGB", (8, 8), (index * 20,) * 3).save(buffer, kind, lossless=True)
-            (tmp_path / form.format(index)).write_bytes(buffer.getvalue())
+            (tmp_path / form.format(index + first, "zyxwvutsrqpo"[index])).write_bytes(buffer.getvalue())
         for other in ("notes.txt", ".DS_Store", "._0.png"):
             (tmp_path / other).write_bytes(b"no image")
         (tmp_path / "folder.png").mkdir()
@@ -115,6 +118,27 @@ class TestByIndex:
         error = refusal(prompts(1, 2, 3), folder=str(tmp_path))
         assert error.place == f"data.targets: {tmp_path}"
         assert {str(held), "3"} <= set(str(error.value).split())
+
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ("red-circle", "blue-heart"),
+            # No index: they begin elsewhere, have gaps, are the same twice, or are in some names only.
+            *(("img_2001", "img_2002"), ("0", "2"), ("a1", "b1"), ("0", "00"), ("0", "one")),
+            # One order by the first number, and another by the last.
+            ("0_2", "1_1", "2_0"),
+        ],
+    )
+    def test_names_without_an_index_are_refused(self, tmp_path: Path, names: tuple[str, ...]) -> None:
+        for name in names:
+            (tmp_path / f"{name}.png").write_bytes(image())
+        error = refusal(prompts(*names), folder=str(tmp_path))
+        assert error.place == f"data.targets: {tmp_path}"
+        assert error.value == ", ".join(sorted(f"{name}.png" for name in names))
+
+    def test_one_image_for_one_prompt_needs_no_index(self, tmp_path: Path) -> None:
+        (tmp_path / "red-circle.png").write_bytes(image(40))
+        assert shades(pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="")) == [40]
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
         (tmp_path / "file.png").write_bytes(image())
