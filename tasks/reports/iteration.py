@@ -2,6 +2,7 @@
 
 import io
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -36,7 +37,7 @@ MAX_IMAGES, MAX_GROUPS = 4, 8
 THUMBNAIL = 112
 PROMPT_LETTERS, TEXT_LETTERS = 160, 400
 
-_COLUMNS = ("sample_id", "group_id", "dataset", "prompt", "completion", "width", "height")
+_COLUMNS = ("sample_id", "group_id", "prompt_id", "dataset", "prompt", "completion", "width", "height")
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,11 @@ def _curves(history: Sequence[IterationRecord]) -> Iterator[Cells]:
 
 
 def _images(table: Samples) -> Iterator[str]:
-    """Write the iteration's best and worst images with reward, scores and prompt."""
+    """Write the best and worst images of the iteration, with reward, scores and prompt."""
     ranked = best_first(table.rows)
-    best, worst = ranked[:MAX_IMAGES], ranked[MAX_IMAGES:][-MAX_IMAGES:][::-1]
+    best = _of_different_prompts(ranked)
+    shown = {row["sample_id"] for row in best}
+    worst = _of_different_prompts([row for row in reversed(ranked) if row["sample_id"] not in shown])
     images = table.images([row["sample_id"] for row in (*best, *worst)])
     for title, chosen in (("Best", best), ("Worst", worst)):
         if chosen:
@@ -132,6 +135,17 @@ def _images(table: Samples) -> Iterator[str]:
             ]
             header = ["image", "reward", *chosen[0]["breakdown"], "prompt", *table.varying, "sample"]
             yield from (f"## {title}", "", *markdown_table(header, rows), "")
+
+
+def _of_different_prompts(rows: Sequence[Row]) -> list[Row]:
+    """Choose the first MAX_IMAGES rows of different prompts, and with fewer prompts the next ones of each in turn."""
+    turns, counts = [], Counter[str]()
+    for row in rows:
+        turns.append(counts[row["prompt_id"]])
+        counts[row["prompt_id"]] += 1
+    # Sorting keeps the order of rows with the same turn.
+    chosen = sorted(range(len(rows)), key=turns.__getitem__)[:MAX_IMAGES]
+    return [rows[index] for index in sorted(chosen)]
 
 
 def _thumbnail(sample_id: str, images: Mapping[str, Image.Image]) -> str:

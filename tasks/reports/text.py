@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 MAX_LINES = 12
 SPARK_WIDTH = 32
 UNICODE_BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
-_MARKUP = re.compile(r"[|*_~`<>\[\]\\&@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
+_MARKUP = re.compile(r"[|*_~`<>\[\]\\&#]")
+_ADDRESS = re.compile(r"://|www\.|.@.", re.IGNORECASE)
+_BETWEEN_WORDS = re.compile(r"([\s|`]+)")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 
@@ -48,9 +50,11 @@ def one_line(text: str, letters: int) -> str:
 def in_cell(text: str) -> str:
     """Escape a line for a cell of a Markdown table: no markup, no link, no column, nothing invisible.
 
-    Nothing else is escaped, because Prefect's UI shows the escapes as they are written.
+    The escapes are backslashes: Prefect's UI shows character references as they are written. Addresses are code,
+    because GitHub's Markdown, which Prefect's second UI reads too, makes links of escaped ones.
     """
-    return _MARKUP.sub(lambda found: f"&#{ord(found[0])};", printable(text))
+    words = _BETWEEN_WORDS.split(printable(text))
+    return "".join(f"`{word}`" if _ADDRESS.search(word) else _MARKUP.sub(r"\\\g<0>", word) for word in words)
 
 
 def fenced(text: str) -> str:
