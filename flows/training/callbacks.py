@@ -21,7 +21,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import apause_flow_run
 
-from flows.pipeline.prefect_ui import artifact_key, folder_link
+from flows.pipeline.prefect_ui import artifact_key, artifact_link, folder_link
 from flows.pipeline.run import Run
 from flows.pruning.prune import PolicyKeeper
 from flows.tracking import RunTrackers, tracking
@@ -40,9 +40,14 @@ _SECONDS_BETWEEN_POLLS = 5
 
 
 class Publisher:
-    """Publishes the iterations of one start of a run, on a thread."""
+    """Publishes the iterations of one start of a run, on a thread.
+
+    Attributes:
+        last_report: id of the last iteration's report in Prefect's UI; None before the first.
+    """
 
     def __init__(self, run: Run, thread: ThreadPoolExecutor) -> None:
+        self.last_report: UUID | None = None
         self._run, self._thread = run, thread
         self._begun: Future[None] | None = None
         self._progress: UUID | None = None
@@ -72,7 +77,7 @@ class Publisher:
         # A run that resumes passes its previous iterations, which have been published.
         if not record.stored or record.iteration == iterations:
             title = f"{store.run}, iteration {record.iteration}"
-            self._show("report", "markdown", title, iteration_markdown(store, store.run, history))
+            self.last_report = self._show("report", "markdown", title, iteration_markdown(store, store.run, history))
             self._show("metrics", "table", title, json.dumps(iteration_table(record)))
             self._show_progress(100.0 * record.iteration / iterations, line)
         write_metrics(store, record.iteration, record.metrics)
@@ -82,6 +87,8 @@ class Publisher:
             get_client(sync_client=True).update_artifact(self._progress, ArtifactUpdate(data=percent, description=line))
             return
         self._progress = self._show("progress", "progress", line, percent)
+        if (reports := artifact_link(artifact_key(f"{self._run.store.run}-report"))) is not None:
+            log(f"the report of each iteration in Prefect's UI, newest first: {reports}")
         link = folder_link(self._run.store.path())
         self._show("folder", "markdown", f"{self._run.store.run}: its folder", f"[{link}]({link})")
 

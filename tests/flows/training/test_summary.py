@@ -13,7 +13,7 @@ from tasks.reports.iteration import IterationRecord
 from tasks.storage.artifacts.reference import ArtifactRef
 
 
-def facts(**changes: Any) -> dict[str, str]:
+def summary(**changes: Any) -> TrainSummary:
     known: dict[str, Any] = {
         "run": "r",
         "iterations": 3,
@@ -32,8 +32,13 @@ def facts(**changes: Any) -> dict[str, str]:
         "stopped_early": False,
         "quarantined": [],
         "reused": {},
+        "pages": {},
     }
-    return dict(TrainSummary(**known | changes).report().facts)
+    return TrainSummary(**known | changes)
+
+
+def facts(**changes: Any) -> dict[str, str]:
+    return dict(summary(**changes).report().facts)
 
 
 def test_rewards_times_and_where_to_look() -> None:
@@ -47,6 +52,12 @@ def test_rewards_times_and_where_to_look() -> None:
         "policy digest": "0123456789abcdef",
         "stored in": "/elsewhere/r",
     }
+
+
+def test_pages_of_the_ui_are_lines_of_their_own() -> None:
+    pages = {"last report": "http://host/artifacts/artifact/1", "summary": "http://host/artifacts/artifact/2"}
+    report = summary(pages=pages).report()
+    assert [note.rsplit(" ", 1)[1] for note in report.notes] == list(pages.values())
 
 
 @pytest.mark.parametrize(
