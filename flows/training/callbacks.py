@@ -161,8 +161,8 @@ class Callbacks:
             self.run.store, policy.version, rounds, advantages, update, replayed=replayed
         )
         iterations, pace = self.run.config.run.iterations, history.pace
-        advance_run(record.iteration, iterations, pace)
         log(format_progress_line(record, iterations, pace))
+        advance_run(record.iteration, iterations, pace)
         # A run that resumes passes iterations whose metrics are stored as they are.
         if changed or record.iteration == iterations:
             self.publisher.publish(history.iterations, format_progress_line(record, iterations))
