@@ -30,7 +30,7 @@ from flows.training.hooks import call_hook
 from tasks.metrics import HELDOUT
 from tasks.progress import advance_run, log
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
-from tasks.reports.text import duration
+from tasks.reports.text import duration, reward_origin
 from tasks.runs.layout import SIGNS_FILE, STAGES, SamplingRound
 from tasks.runs.read_run import write_metrics
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -52,11 +52,11 @@ class Publisher:
         self._begun: Future[None] | None = None
         self._progress: UUID | None = None
 
-    def publish(self, history: Sequence[IterationRecord], line: str) -> None:
+    def publish(self, history: TrainingHistory, line: str) -> None:
         """Wait for the iteration before, and begin to publish the last one of the history.
 
         Args:
-            history: records of the iterations so far.
+            history: of the iterations so far.
             line: says how far the run is.
 
         Raises:
@@ -64,7 +64,9 @@ class Publisher:
         """
         self.finish()
         context = contextvars.copy_context()
-        self._begun = self._thread.submit(context.run, self._publish, tuple(history), line)
+        self._begun = self._thread.submit(
+            context.run, self._publish, tuple(history.iterations), line, history.trained_on
+        )
 
     def finish(self) -> None:
         """Wait for what was begun; raises as `publish`."""
@@ -72,12 +74,13 @@ class Publisher:
         if begun is not None:
             begun.result()
 
-    def _publish(self, history: Sequence[IterationRecord], line: str) -> None:
+    def _publish(self, history: Sequence[IterationRecord], line: str, trained_on: str | None) -> None:
         store, iterations, record = self._run.store, self._run.config.run.iterations, history[-1]
         # A run that resumes passes its previous iterations, which have been published.
         if not record.stored or record.iteration == iterations:
             title = f"{store.run}, iteration {record.iteration}"
-            self.last_report = self._show("report", "markdown", title, iteration_markdown(store, store.run, history))
+            report = iteration_markdown(store, store.run, history, trained_on)
+            self.last_report = self._show("report", "markdown", title, report)
             self._show("metrics", "table", title, json.dumps(iteration_table(record)))
             self._show_progress(100.0 * record.iteration / iterations, line)
         write_metrics(store, record.iteration, record.metrics)
@@ -161,11 +164,12 @@ class Callbacks:
             self.run.store, policy.version, rounds, advantages, update, replayed=replayed
         )
         iterations, pace = self.run.config.run.iterations, history.pace
-        log(format_progress_line(record, iterations, pace))
+        log(format_progress_line(record, iterations, pace, history.trained_on))
         advance_run(record.iteration, iterations, pace)
         # A run that resumes passes iterations whose metrics are stored as they are.
         if changed or record.iteration == iterations:
-            self.publisher.publish(history.iterations, format_progress_line(record, iterations))
+            line = format_progress_line(record, iterations, trained_on=history.trained_on)
+            self.publisher.publish(history, line)
         # After a resume it gets the previous iterations too, so that its decision is that of an undisturbed run.
         reason = await call_hook(record)
         stops = reason is not None and record.iteration < iterations
@@ -184,13 +188,20 @@ class Callbacks:
         log(f"stopped after iteration {policy.version}: {reason}")
 
 
-def format_progress_line(record: IterationRecord, iterations: int, pace: float | None = None) -> str:
+def format_progress_line(
+    record: IterationRecord, iterations: int, pace: float | None = None, trained_on: str | None = None
+) -> str:
     """Format an iteration as one line of the log.
 
     Args:
         pace: seconds per iteration, for the time that is left; None if it is not known.
+        trained_on: name of the rescoring whose rewards a replay is trained on; None where they are the run's own.
     """
-    parts = [f"{title} {record.metrics[name]:.3f}" for title, name in LOGGED_METRICS if name in record.metrics]
+    parts = [
+        f"{title}{reward_origin(name, trained_on)} {record.metrics[name]:.3f}"
+        for title, name in LOGGED_METRICS
+        if name in record.metrics
+    ]
     parts += [f"{sum(record.seconds.values()):.1f} s"] if record.seconds else []
     if record.reused:
         stages = "" if len(record.reused) == len(STAGES) else f"{', '.join(record.reused)} "

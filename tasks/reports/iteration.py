@@ -76,14 +76,23 @@ def iteration_table(record: IterationRecord) -> list[dict[str, object]]:
     return [{"metric": name, "value": float(f"{value:.6g}")} for name, value in sorted(record.metrics.items())]
 
 
-def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[IterationRecord]) -> str:
-    """Write the last iteration's metrics, the reward over the iterations so far, and the best and worst samples."""
+def iteration_markdown(
+    store: ArtifactStore, run: str, history: Sequence[IterationRecord], trained_on: str | None = None
+) -> str:
+    """Write the last iteration's metrics, the reward over the iterations so far, and the best and worst samples.
+
+    Args:
+        trained_on: name of the rescoring whose rewards a replay is trained on; None where they are the run's own.
+    """
     record = history[-1]
     rollouts = [each.rollouts for each in record.rounds]
     rewards = [pair for each in record.rounds for pair in each.rewards.items()]
     with store.reading(without=(STATES,)) as read:
         table = read_samples(read, rollouts, rewards, [record.advantages], _COLUMNS)
-        tables = [Table("", list(_metric_rows(record, table))), Table("", list(_curves(history)))]
+        tables = [
+            Table("", list(_metric_rows(record, table, trained_on))),
+            Table("", list(_curves(history, trained_on))),
+        ]
         lines = [markdown_of(Report(f"{run}: iteration {record.iteration}", tables=tables))]
         lines += list(_texts(table) if table.is_text else _images(table))
     stored = [reference.uri for each in record.rounds for reference in each.stages] + [record.advantages.uri]
@@ -91,7 +100,7 @@ def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[Iterati
     return "\n".join(lines)
 
 
-def _metric_rows(record: IterationRecord, table: Samples) -> Iterator[Cells]:
+def _metric_rows(record: IterationRecord, table: Samples, trained_on: str | None) -> Iterator[Cells]:
     noun: Noun = "completion" if table.is_text else "image"
     names = with_streams((*REPORTED, *(REPORTED_OF_TEXTS if table.is_text else ())), record.metrics)
     names += [name for name in sorted(record.metrics) if dataset_of(name) is not None]
@@ -99,17 +108,17 @@ def _metric_rows(record: IterationRecord, table: Samples) -> Iterator[Cells]:
     names += ["rounds"] if len(record.rounds) > 1 else []
     for name in names:
         if name in record.metrics:
-            title = metric_title(name, noun, table.stream)[0]
+            title = metric_title(name, noun, table.stream, trained_on)[0]
             yield {"metric": title, "value": significant(record.metrics[name])}
 
 
-def _curves(history: Sequence[IterationRecord]) -> Iterator[Cells]:
+def _curves(history: Sequence[IterationRecord], trained_on: str | None) -> Iterator[Cells]:
     names = ["reward", *(name for name in history[-1].metrics if dataset_of(name) is not None)]
     series = {name: [past.metrics[name] for past in history if name in past.metrics] for name in names}
     series["heldout_reward"] = [past.heldout for past in history if past.heldout is not None]
     for name, values in series.items():
         if values:
-            title = metric_title(name)[0]
+            title = metric_title(name, trained_on=trained_on)[0]
             yield {"over iterations": title, "": sparkline(values), "first → last": change(values[0], values[-1])}
 
 

@@ -22,6 +22,7 @@ def summary(**changes: Any) -> TrainSummary:
         "heldout_before": 0.5,
         "heldout_after": 0.375,
         "heldout_baselines": {"blank": 0.125},
+        "trained_on": None,
         "policy_digest": "0123456789abcdef0123",
         "seconds": {"total": 12.34, "rollouts": 5.0},
         "folder": "/elsewhere/r",
@@ -93,6 +94,12 @@ RECORD = IterationRecord(2, (), ADVANTAGES, {"reward": 0.5, **{f"seconds/{name}"
 def test_the_end_of_a_line(reused: dict[str, str], each: float | None, end: str) -> None:
     line = format_progress_line(replace(RECORD, reused=reused), 60, each)
     assert line == f"iteration 2/60: reward 0.500, {end}"
+
+
+def test_a_line_of_a_replay_says_whose_rewards_it_has() -> None:
+    record = replace(RECORD, metrics={"reward": 0.5, "heldout_reward": 0.25, "kl": 0.125})
+    line = format_progress_line(record, 60, trained_on="kinder")
+    assert line == "iteration 2/60: reward (rescoring kinder) 0.500, held-out (own rewards) 0.250, KL 0.125"
 
 
 def test_stored_iterations_and_the_first_that_is_trained_do_not_count() -> None:

@@ -125,6 +125,8 @@ def test_sparklines() -> None:
     assert sparkline([]) == ""
     assert sparkline([0, 0, 10, 10, 0, 0], width=3) == "▁█▁"
     assert len(sparkline(list(range(1000)), width=30)) == 30
+    assert sparkline([2.0, 4.0], scale=(0.0, 8.0)) == "▃▅"
+    assert sparkline([8.0, 8.0], scale=(0.0, 8.0)) == "██"
 
 
 OF_THE_CONFIGURATION = (
