@@ -1,15 +1,16 @@
 """The report of each iteration in Prefect's UI, and the held-out samples before and after training."""
 
 import io
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import TYPE_CHECKING
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from tasks.metrics import SECONDS
+from tasks.progress import log
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.reports.images import PRUNED, fitted, image_uri
 from tasks.reports.report import Cells, Report, Table, markdown_of
@@ -32,6 +33,9 @@ from tasks.runs.layout import CONTACT_SHEET, HELDOUT_TEXTS, ROLLOUTS, STATES, Sa
 from tasks.runs.run_view import Noun, dataset_of
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
+
+if TYPE_CHECKING:
+    from tasks.reports.fonts import Fonts
 
 MAX_IMAGES, MAX_GROUPS = 4, 8
 THUMBNAIL = 112
@@ -187,8 +191,8 @@ def _completion(row: Row) -> str:
     return f"**{number(row['reward'])}** ({', '.join(parts)}): {text}"
 
 
-GAP, LABEL, HEAD = 6, 230, 52
-"""Pixels of the sheet between images, left of them and above them."""
+GAP, LABEL, HEAD, SMALL_LETTERS = 6, 230, 52, 11
+"""Pixels of the sheet between images, left of them and above them, and of the size of its letters."""
 
 _HELDOUT_COLUMNS = ("sample_id", "group_id", "prompt", "target_uri", "target_sha256", "completion")
 
@@ -241,7 +245,12 @@ def _mean(rows: Sequence[Row]) -> float | None:
 
 def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Image.Image:
     """Lay out one row per held-out prompt: target, images before and images after, `side` pixels each."""
-    font, small = ImageFont.load_default(15), ImageFont.load_default(12)
+    # Matplotlib, whose fonts these are, takes a while to import.
+    from tasks.reports.fonts import FONTS_HINT, fonts_for
+
+    fonts = fonts_for([title, *(before[0]["prompt"] for before, _ in pairs)])
+    if fonts.missing_scripts:
+        log(f"{CONTACT_SHEET} has code points in place of letters of {fonts.missing_scripts}. {FONTS_HINT}")
     targets = any(before[0].get("target_uri") for before, _ in pairs)
     per_side = max(len(before) for before, _ in pairs)
     before_x = LABEL + (side + 3 * GAP if targets else 0)
@@ -249,15 +258,14 @@ def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Imag
     sheet = Image.new(
         "RGB", (after_x + per_side * (side + GAP) + GAP, HEAD + len(pairs) * (side + GAP) + GAP), "#eef0f3"
     )
-    draw = ImageDraw.Draw(sheet)
-    draw.text((10, 8), title, fill="#111111", font=font)
-    for x, heading in ((before_x, "before training"), (after_x, "after training, same seeds")):
-        draw.text((x, 32), heading, fill="#444444", font=small)
-    if targets:
-        draw.text((LABEL, 32), "target", fill="#444444", font=small)
+    fonts.draw(sheet, (10, 22), fonts.shown(title), 14, "#111111")
+    headings = [(before_x, "before training"), (after_x, "after training, same seeds")]
+    for x, heading in [*headings, (LABEL, "target")] if targets else headings:
+        fonts.draw(sheet, (x, 44), heading, SMALL_LETTERS, "#444444")
     for index, pair in enumerate(pairs):
         top, first = HEAD + index * (side + GAP), pair[0][0]
-        draw.multiline_text((10, top + 4), _label(pair), fill="#111111", font=small, spacing=3)
+        for place, line in enumerate(_label(pair, fonts)):
+            fonts.draw(sheet, (10, top + 14 + 15 * place), line, SMALL_LETTERS, "#111111")
         if first.get("target_uri"):
             target = load_target(TargetReference(first["target_uri"], first["target_sha256"]))
             sheet.paste(fitted(target, side), (LABEL, top))
@@ -265,15 +273,15 @@ def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Imag
             for place, row in enumerate(rows):
                 left = start + place * (side + GAP)
                 if row["image"] is None:
-                    draw.text((left + GAP, top + side // 2), PRUNED, fill="#888888", font=small)
+                    fonts.draw(sheet, (left + GAP, top + side // 2), PRUNED, SMALL_LETTERS, "#888888")
                 else:
                     sheet.paste(fitted(row["image"], side), (left, top))
     return sheet
 
 
-def _label(pair: Sides) -> str:
-    lines = textwrap.wrap(pair[0][0]["prompt"], 33, max_lines=4, placeholder=" ...")
+def _label(pair: Sides, fonts: "Fonts") -> list[str]:
+    lines = fonts.lines(pair[0][0]["prompt"], SMALL_LETTERS, LABEL - 20, 5)
     before, after = map(_mean, pair)
     if before is not None and after is not None:
-        lines.append(f"reward {number(before)} -> {number(after)}")
-    return "\n".join(lines)
+        lines.append(f"reward {number(before)} → {number(after)}")
+    return lines
