@@ -137,22 +137,24 @@ async def publish_summary(run: Run, summary: TrainSummary, last_report: UUID | N
     Returns:
         The summary with the addresses of both pages.
     """
-    sheet, images = run.store.read_file(CONTACT_SHEET) if summary.contact_sheet else None, ""
+    pages = {} if last_report is None else _page("last report", last_report)
+    parts = [f"[{title}]({address})" for title, address in pages.items()]
+    sheet = run.store.read_file(CONTACT_SHEET) if summary.contact_sheet else None
     if sheet is not None:
         image = shrunk(Image.open(io.BytesIO(sheet)), _SHEET_SIDE)
-        images = f"![before and after training]({image_uri(image, lossless_side=0, quality=80)})\n"
-    shown = _with_page(summary, "last report", last_report)
-    page = await publish_report(shown.report(), f"{summary.run}-summary", images)
-    shown = _with_page(shown, "summary", page)
+        parts.append(f"![before and after training]({image_uri(image, lossless_side=0, quality=80)})")
+    page = await publish_report(summary.report(), f"{summary.run}-summary", "\n\n".join(parts))
+    shown = summary.model_copy(update={"pages": {**pages, **_page("summary", page)}})
     report = shown.report()
     facts = [f"{name}: {value}" for name, value in report.facts]
     get_run_logger().info("\n    ".join([report.title, *facts, *report.notes]))
     return shown
 
 
-def _with_page(summary: TrainSummary, title: str, artifact: UUID | None) -> TrainSummary:
-    address = None if artifact is None else artifact_link(artifact)
-    return summary if address is None else summary.model_copy(update={"pages": {**summary.pages, title: address}})
+def _page(title: str, artifact: UUID) -> dict[str, str]:
+    """Return the address of an artifact's page by a title; nothing without a lasting server."""
+    address = artifact_link(artifact)
+    return {} if address is None else {title: address}
 
 
 _ELSEWHERE = ("placement", "storage")

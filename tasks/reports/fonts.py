@@ -19,6 +19,7 @@ from matplotlib.font_manager import findSystemFonts, fontManager, get_font
 from matplotlib.ft2font import FT2Font
 from PIL import Image
 
+FAMILY = "DejaVu Sans"
 DEJAVU = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
 
 FONTS_HINT = (
@@ -129,10 +130,10 @@ def fonts_for(texts: Iterable[str], system: Sequence[str] | None = None) -> Font
     return Fonts(tuple(paths), frozenset(missing | wanted))
 
 
-def families_of(fonts: Fonts) -> list[str]:
-    """Return the names of fonts, in their order, under which matplotlib's figures find them."""
+def families_of(paths: Iterable[str]) -> list[str]:
+    """Return the names of font files, in their order, under which matplotlib's figures find them."""
     names = []
-    for path in fonts.paths:
+    for path in paths:
         if not any(known.fname == path for known in fontManager.ttflist):
             fontManager.addfont(path)
         names.append(next(known.name for known in fontManager.ttflist if known.fname == path))

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from tasks.reports.fonts import Fonts, families_of, fonts_for
+from tasks.reports.fonts import FAMILY, Fonts, families_of, fonts_for
 from tasks.reports.statistics import BINS, Histogram
 from tasks.reports.text import counted
 
@@ -200,7 +200,7 @@ def plot_guardrails(versions: Sequence[int], rewards: Series, guardrails: Mappin
     no multiple and is named below the plot. Policy versions ascend; a series has a value or None for each.
     """
     fonts = fonts_for(guardrails)
-    with matplotlib.rc_context({"font.family": families_of(fonts)}):
+    with matplotlib.rc_context({"font.family": [FAMILY, *families_of(fonts.paths[1:])]}):
         return _png_of(_draw_guardrails(versions, rewards, guardrails, fonts))
 
 
@@ -263,7 +263,9 @@ def _png_of(figure: Figure) -> bytes:
 
 def _headline(figure: Figure, title: str, meaning: str) -> None:
     """Write a title above everything, and a sentence below in smaller letters."""
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    # Of the other fonts few are bold.
+    bold = {"fontfamily": FAMILY, "fontweight": "bold"}
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, color=INK, **bold)
     figure.supxlabel(meaning, x=0.012, ha="left", fontsize=9, color=SOFT)
 
 
