@@ -40,7 +40,7 @@ class CompareSummary(BaseModel):
         settings: value by run of each setting that is not the same in all, by its path; None where unset.
         differences: each run's scores compared with those of the first.
         omissions: what is not compared and why, as sentences.
-        warnings: damaged and missing files, as sentences.
+        warnings: policy versions that differ though none was named, damaged and missing files, as sentences.
         html: path of the page; None where none was requested.
     """
 
@@ -84,7 +84,7 @@ def summarize(found: Comparison, html: Path | None) -> CompareSummary:
         settings={path: list(values) for path, values in found.settings.items()},
         differences=list(found.differences),
         omissions=list(found.omissions),
-        warnings=list(found.warnings),
+        warnings=[*found.unequal_versions, *found.warnings],
         html=str(html) if html else None,
     )
 

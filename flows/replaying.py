@@ -245,7 +245,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
                     if await callbacks.on_iteration_end(history, policy, stored.rounds, advantages, replayed=True):
                         break
         summary = summarize(run, history, time.perf_counter() - started)
-        await publish_summary(run, summary)
+        summary = await publish_summary(run, summary, callbacks.publisher.last_report)
     section, metrics = plan.config.replay, [record.metrics for record in history.iterations]
     return ReplaySummary(
         **summary.model_dump(),

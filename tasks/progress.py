@@ -31,22 +31,36 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 class Lines:
-    """Lines on stderr, for logs: one when a stage ends, and one every half minute until then."""
+    """Lines on stderr, for logs: those of the run, and one every half minute of a stage that takes longer than that."""
 
     def __init__(self) -> None:
-        self.begun: dict[str, float] = {}
-        self.printed: dict[str, float] = {}
+        self._begun: dict[str, float] = {}
+        self._printed: dict[str, float] = {}
+        self._last = self._started = time.perf_counter()
 
     def advance(self, stage: str, done: int, total: int) -> None:
-        """Print a line if the stage has ended, or the last line is half a minute old."""
+        """Print a line if the stage's last one, or its begin, is half a minute old; and at the end of such a stage."""
         now = time.perf_counter()
-        seconds = now - self.begun.setdefault(stage, now)
-        if done == total or now - self.printed.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:
-            self.printed[stage] = now
-            self.log(f"{stage}: {done}/{total} in {seconds:.1f} s")
+        begun = self._begun.setdefault(stage, now)
+        due = now - self._printed.get(stage, begun) >= SECONDS_BETWEEN_LINES
+        if done == total:
+            due = now - begun >= SECONDS_BETWEEN_LINES
+            del self._begun[stage]
+            self._printed.pop(stage, None)
+        if due:
+            if done < total:
+                self._printed[stage] = now
+            self.log(f"{stage}: {done}/{total} in {now - begun:.1f} s")
+
+    def advance_run(self, done: int, total: int, pace: float | None) -> None:
+        """Print a line if there was none of any kind for half a minute; the arguments are those of `advance_run`."""
+        now = time.perf_counter()
+        if now - self._last >= SECONDS_BETWEEN_LINES:
+            self.log(f"{done}/{total} iterations in {now - self._started:.1f} s")
 
     def log(self, line: str) -> None:
         """Print a line."""
+        self._last = time.perf_counter()
         print(line, file=sys.stderr, flush=True)
 
 

@@ -25,7 +25,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
 from prefect.utilities.callables import generate_parameter_schema
 from pydantic import BaseModel, BeforeValidator
 
@@ -33,8 +33,10 @@ from configs.loader import check_config
 from configs.schema import RunConfig
 from configs.validation import validated
 from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
+from flows.server.reachable import server_url
 from tasks.progress import Lines, ProgressReporter, has_listener, listen, listener
 from tasks.reports.report import Report, markdown_of
+from tasks.reports.text import in_cell
 
 
 def _read_by(read: Callable[[Mapping[str, Any]], BaseModel]) -> BeforeValidator:
@@ -106,16 +108,27 @@ def artifact_key(name: str) -> str:
     return "grpo-" + "".join(each if each.isalnum() and each.isascii() else "-" for each in name.lower())
 
 
-async def publish_report(report: Report, name: str, appendix: str = "") -> None:
-    """Show a report on the page of the current flow run.
+def artifact_link(artifact: UUID | str) -> str | None:
+    """Return the address of a page of Prefect's UI; None without a lasting server, as a temporary one has no UI.
+
+    Args:
+        artifact: id of an artifact, or a key, whose page lists every artifact with it, newest first.
+    """
+    ui = get_current_settings().ui_url if server_url() is not None else None
+    kind = "artifact" if isinstance(artifact, UUID) else "key"
+    return None if ui is None else f"{ui.rstrip('/')}/artifacts/{kind}/{artifact}"
+
+
+async def publish_report(report: Report, name: str, appendix: str = "") -> UUID:
+    """Show a report on the page of the current flow run, and return the id of its artifact.
 
     Args:
         name: what the artifact's key is made of.
         appendix: Markdown below the report.
     """
-    await acreate_markdown_artifact(
-        f"{markdown_of(report)}\n{appendix}", key=artifact_key(name), description=report.title
-    )
+    text = f"{markdown_of(report)}\n{appendix}"
+    # The UI reads the description as Markdown too.
+    return await acreate_markdown_artifact(text, key=artifact_key(name), description=in_cell(report.title))
 
 
 def folder_link(folder: str) -> str:

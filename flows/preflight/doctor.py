@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from PIL import features
 
 from configs.contradictions import pools_of
 from configs.schema import RunConfig
@@ -108,7 +107,7 @@ def examine(config: RunConfig) -> Diagnosis:
             findings += _problems("model", error.errors)
     if all(finding.healthy for finding in findings if finding.subject == "storage"):
         findings.append(_disk(config, checkpoint, states, sizes))
-    findings += [_fonts(), *_server(config)]
+    findings += [_fonts(config, prompts), *_server(config)]
     return Diagnosis(_one_verdict_each(findings, notes), memory)
 
 
@@ -252,10 +251,24 @@ def _disk(config: RunConfig, checkpoint: int, states: int, prompts: Mapping[Imag
     return Finding("disk", enough, message, "" if enough else hint)
 
 
-def _fonts() -> Finding:
-    ready = bool(features.check("freetype2"))
-    hint = "" if ready else "Install a Pillow that was built with FreeType: the contact sheet's labels need it."
-    return Finding("fonts", ready, "Pillow draws labels with FreeType" if ready else "Pillow lacks FreeType", hint)
+def _fonts(config: RunConfig, prompts: PromptFiles) -> Finding:
+    """Say which scripts no font has, of labels and of prompts below images; a run shows their code points instead."""
+    texts = [section.label for section in (*config.rewards, *config.guardrails.rewards)]
+    if isinstance(config.rollout, ImageRolloutSection):
+        sets = (*prompts.usable("data"), *prompts.usable("evaluate"))
+        texts += [each.text for part in sets for each in part.prompts]
+    others = {letter for text in texts for letter in text if not letter.isascii()}
+    if not others:
+        return Finding("fonts", True, "DejaVu Sans, which matplotlib brings, has every letter")
+    # Matplotlib takes a while to import.
+    from tasks.reports.fonts import FONTS_HINT, fonts_for
+
+    fonts = fonts_for(others)
+    if not fonts.missing_scripts:
+        used = ", ".join(Path(path).name for path in fonts.paths)
+        return Finding("fonts", True, f"{used} have every letter")
+    message = f"none has {counted(len(fonts.missing), 'letter')} ({fonts.missing_scripts}): images show the code points"
+    return Finding("fonts", True, message, FONTS_HINT)
 
 
 def _server(config: RunConfig) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from flows.pipeline.prefect_ui import RescoreForm, publish_report
 from flows.pipeline.stages import as_task, recording, score_concurrently
 from flows.rescoring.plan import RescoredRun, RescorePlan, plan_rescore
 from tasks.advantages.compute_advantages import compute_advantages_task
-from tasks.progress import log
+from tasks.progress import advance_run, log
 from tasks.reports.report import Report, seconds_facts, write_page
 from tasks.reports.rescoring import (
     compare,
@@ -124,6 +124,7 @@ def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[St
     """Score every iteration of one run, in order: running moments carry over from one to the next."""
     open_folder(name, run)
     done: list[StoredIteration] = []
+    started = time.perf_counter()
     for stored in run.iterations:
         begun = time.perf_counter()
         rounds = tuple(score_missing(name, run, stored, index) for index in range(len(stored.rounds)))
@@ -132,6 +133,7 @@ def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[St
         spent["scores"] += between - begun
         spent["advantages"] += time.perf_counter() - between
         done.append(replace(stored, rounds=rounds, advantages=advantages))
+        advance_run(len(done), len(run.iterations), (time.perf_counter() - started) / len(done))
     log(f"{run.store.run}: {len(done)} iterations scored as {name}")
     return done
 

@@ -81,7 +81,7 @@ def _shows_images(run: RunView, console: Console) -> bool:
 
 def _rest(run: RunView) -> Report:
     shown = run.shown
-    metrics = [] if shown is None else metric_rows(shown.metrics, run.noun, run.stream)
+    metrics = [] if shown is None else metric_rows(shown.metrics, run.noun, run.stream, run.trained_on)
     rows = [
         {"metric": title, "name in metrics.parquet": name, "value": f"{value:.6g}"} for title, _, name, value in metrics
     ]
@@ -105,9 +105,8 @@ def _curves(run: RunView, console: Console, limit: int | None) -> RichTable:
         if values:
             columns = (values[0], values[-1], *((min(values), max(values)) if wide else ()))
             line = sparkline(values, SPARK_WIDTH if wide else SPARK_WIDTH - 8, blocks)
-            table.add_row(
-                plain(metric_title(name, run.noun, run.stream)[0]), line, *(f"{value:.4g}" for value in columns)
-            )
+            title = metric_title(name, run.noun, run.stream, run.trained_on)[0]
+            table.add_row(plain(title), line, *(f"{value:.4g}" for value in columns))
     return table
 
 
@@ -160,13 +159,17 @@ def show_comparison(found: "Comparison", settings: Table, console: Console) -> N
 
 def _compared_curves(found: "Comparison", console: Console) -> RichTable:
     labels = [run.label for run in found.runs]
-    table = table_of("Curves, with their last values", ("over iterations", *labels), ())
+    table = table_of("Curves, each row on one scale, with their last values", ("over iterations", *labels), ())
     for curve in found.curves:
+        by_run = {label: [value for _, value in curve.series.get(label, ())] for label in labels}
+        known = [value for values in by_run.values() for value in values]
+        longest = max(map(len, by_run.values()))
         cells = []
-        for label in labels:
-            values = [value for _, value in curve.series.get(label, ())]
-            last = f" {values[-1]:.4g}" if values else ""
-            cells.append(Text(sparkline(values, COMPARED_CURVE, _blocks(console)) + last))
+        for values in by_run.values():
+            # A character stands for as many points in every run.
+            width = max(1, round(COMPARED_CURVE * len(values) / max(longest, COMPARED_CURVE)))
+            line = sparkline(values, width, _blocks(console), (min(known), max(known)))
+            cells.append(Text(f"{line} {values[-1]:.4g}" if values else ""))
         table.add_row(plain(curve.title), *cells)
     return table
 

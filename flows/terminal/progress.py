@@ -46,10 +46,12 @@ class _Remaining(TimeRemainingColumn):
 
 @contextmanager
 def training_progress(console: Console | None = None) -> Iterator[None]:
-    """Show how far each stage is, by default on stderr: a bar in a terminal; elsewhere one line when it ends."""
+    """Show how far a run is, by default on stderr: bars of its stages in a terminal; elsewhere lines for a log."""
     console = console or stderr()
     if not console.is_terminal:
-        listen(Lines())
+        lines = Lines()
+        listen(lines)
+        show_run(lines.advance_run)
         yield
         return
     columns = (

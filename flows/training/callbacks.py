@@ -22,7 +22,7 @@ from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import apause_flow_run
 
 from configs.schema import RunConfig
-from flows.pipeline.prefect_ui import artifact_key, folder_link
+from flows.pipeline.prefect_ui import artifact_key, artifact_link, folder_link
 from flows.pipeline.run import Run
 from flows.pruning.prune import PolicyKeeper
 from flows.tracking import RunTrackers, tracking
@@ -31,7 +31,7 @@ from flows.training.hooks import call_hook
 from tasks.metrics import HELDOUT
 from tasks.progress import advance_run, log
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
-from tasks.reports.text import duration
+from tasks.reports.text import duration, reward_origin
 from tasks.runs.layout import SIGNS_FILE, STAGES, SamplingRound
 from tasks.runs.read_run import write_metrics
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -41,18 +41,23 @@ _SECONDS_BETWEEN_POLLS = 5
 
 
 class Publisher:
-    """Publishes the iterations of one start of a run, on a thread."""
+    """Publishes the iterations of one start of a run, on a thread.
+
+    Attributes:
+        last_report: id of the last iteration's report in Prefect's UI; None before the first.
+    """
 
     def __init__(self, run: Run, thread: ThreadPoolExecutor) -> None:
+        self.last_report: UUID | None = None
         self._run, self._thread = run, thread
         self._begun: Future[None] | None = None
         self._progress: UUID | None = None
 
-    def publish(self, history: Sequence[IterationRecord], line: str) -> None:
+    def publish(self, history: TrainingHistory, line: str) -> None:
         """Wait for the iteration before, and begin to publish the last one of the history.
 
         Args:
-            history: records of the iterations so far.
+            history: of the iterations so far.
             line: says how far the run is.
 
         Raises:
@@ -60,7 +65,9 @@ class Publisher:
         """
         self.finish()
         context = contextvars.copy_context()
-        self._begun = self._thread.submit(context.run, self._publish, tuple(history), line)
+        self._begun = self._thread.submit(
+            context.run, self._publish, tuple(history.iterations), line, history.trained_on
+        )
 
     def finish(self) -> None:
         """Wait for what was begun; raises as `publish`."""
@@ -68,12 +75,13 @@ class Publisher:
         if begun is not None:
             begun.result()
 
-    def _publish(self, history: Sequence[IterationRecord], line: str) -> None:
+    def _publish(self, history: Sequence[IterationRecord], line: str, trained_on: str | None) -> None:
         store, iterations, record = self._run.store, self._run.config.run.iterations, history[-1]
         # A run that resumes passes its previous iterations, which have been published.
         if not record.stored or record.iteration == iterations:
             title = f"{store.run}, iteration {record.iteration}"
-            self._show("report", "markdown", title, iteration_markdown(store, store.run, history))
+            report = iteration_markdown(store, store.run, history, trained_on)
+            self.last_report = self._show("report", "markdown", title, report)
             self._show("metrics", "table", title, json.dumps(iteration_table(record)))
             self._show_progress(100.0 * record.iteration / iterations, line)
         write_metrics(store, record.iteration, record.metrics)
@@ -83,6 +91,8 @@ class Publisher:
             get_client(sync_client=True).update_artifact(self._progress, ArtifactUpdate(data=percent, description=line))
             return
         self._progress = self._show("progress", "progress", line, percent)
+        if (reports := artifact_link(artifact_key(f"{self._run.store.run}-report"))) is not None:
+            log(f"the report of each iteration in Prefect's UI, newest first: {reports}")
         link = folder_link(self._run.store.path())
         self._show("folder", "markdown", f"{self._run.store.run}: its folder", f"[{link}]({link})")
 
@@ -155,13 +165,14 @@ class Callbacks:
             self.run.store, policy.version, rounds, advantages, update, replayed=replayed
         )
         iterations, pace = self.run.config.run.iterations, history.pace
+        log(format_progress_line(record, iterations, pace, history.trained_on))
         advance_run(record.iteration, iterations, pace)
-        log(format_progress_line(record, iterations, pace))
         if far := report_far_policy(self.run.config, [each.metrics.get("kl") for each in history.iterations[-2:]]):
             log(f"iteration {record.iteration}: {far}")
         # A run that resumes passes iterations whose metrics are stored as they are.
         if changed or record.iteration == iterations:
-            self.publisher.publish(history.iterations, format_progress_line(record, iterations))
+            line = format_progress_line(record, iterations, trained_on=history.trained_on)
+            self.publisher.publish(history, line)
         # After a resume it gets the previous iterations too, so that its decision is that of an undisturbed run.
         reason = await call_hook(record)
         stops = reason is not None and record.iteration < iterations
@@ -180,13 +191,20 @@ class Callbacks:
         log(f"stopped after iteration {policy.version}: {reason}")
 
 
-def format_progress_line(record: IterationRecord, iterations: int, pace: float | None = None) -> str:
+def format_progress_line(
+    record: IterationRecord, iterations: int, pace: float | None = None, trained_on: str | None = None
+) -> str:
     """Format an iteration as one line of the log.
 
     Args:
         pace: seconds per iteration, for the time that is left; None if it is not known.
+        trained_on: name of the rescoring whose rewards a replay is trained on; None where they are the run's own.
     """
-    parts = [f"{title} {record.metrics[name]:.3f}" for title, name in LOGGED_METRICS if name in record.metrics]
+    parts = [
+        f"{title}{reward_origin(name, trained_on)} {record.metrics[name]:.3f}"
+        for title, name in LOGGED_METRICS
+        if name in record.metrics
+    ]
     parts += [f"{sum(record.seconds.values()):.1f} s"] if record.seconds else []
     if record.reused:
         stages = "" if len(record.reused) == len(STAGES) else f"{', '.join(record.reused)} "

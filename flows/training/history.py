@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from configs.schema import RunConfig
+from configs.schema import ReplayConfig, RunConfig
 from flows.evaluation import evaluate_baselines, evaluate_policy
 from flows.pipeline.run import Run, plan_heldout
 from flows.pipeline.stages import emit_evaluated, emit_hacking_sign
@@ -20,7 +20,7 @@ from tasks.reports.iteration import IterationRecord
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, UPDATE, Baseline, SamplingRound, StoredEvaluation
 from tasks.runs.read_run import gather_metrics, read_metrics, with_earlier
-from tasks.runs.run_view import EvaluationView, RunHistory, signs_of
+from tasks.runs.run_view import EvaluationView, RunHistory, rescoring_of, signs_of
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -50,7 +50,8 @@ class TrainingHistory(RunHistory):
     @classmethod
     def of(cls, run: Run) -> "TrainingHistory":
         """Begin the history of a run."""
-        return cls(name=run.config.run.name, folder=run.store.path())
+        replay = run.config.replay.model_dump() if isinstance(run.config, ReplayConfig) else None
+        return cls(name=run.config.run.name, folder=run.store.path(), trained_on=rescoring_of(replay))
 
     @property
     def last_advantages(self) -> ArtifactRef | None:

@@ -9,6 +9,7 @@ import json
 import time
 from collections import Counter
 from typing import Any
+from uuid import UUID
 
 import yaml
 from PIL import Image
@@ -17,7 +18,7 @@ from prefect import get_run_logger
 from configs.schema import RunConfig
 from configs.sections import TextRolloutSection
 from flows.pipeline.lineage import identify, read_valid_description, resolve_code, resolve_start, stage_code
-from flows.pipeline.prefect_ui import publish_report
+from flows.pipeline.prefect_ui import artifact_link, publish_report
 from flows.pipeline.run import Run, describe, heldout_digest
 from flows.preflight.model import trained_model
 from flows.preflight.prompts import read_prompt_files
@@ -63,6 +64,8 @@ class TrainSummary(RunSummary):
         stopped_early: whether a guardrail, or a hook, ended the run before its last iteration.
         quarantined: damaged and replaced files that this start moved to `quarantine/`, and why.
         reused: number of iterations with results of another run, by its name; their seconds are not counted.
+        pages: addresses of this start's last report and summary in Prefect's UI, by what they show; empty without a
+            lasting server.
     """
 
     contact_sheet: str | None
@@ -72,6 +75,7 @@ class TrainSummary(RunSummary):
     stopped_early: bool
     quarantined: list[str]
     reused: dict[str, int]
+    pages: dict[str, str]
 
     def report(self) -> Report:
         """Return the end of a training run or a replay: rewards first and last, time by stage, where to look."""
@@ -90,7 +94,9 @@ class TrainSummary(RunSummary):
             *(("stopped by a guardrail" if self.stopped_early else "guardrail fell", sign) for sign in self.hacking),
             *(("moved away", reason) for reason in self.quarantined),
         ]
-        return Report(f"{self.run}: {self.iterations} iterations", facts)
+        # A line of its own is never folded, so the address stays in one piece.
+        notes = [f"{title} in Prefect's UI: {address}" for title, address in self.pages.items()]
+        return Report(f"{self.run}: {self.iterations} iterations", facts, notes=notes)
 
 
 def summarize(run: Run, history: TrainingHistory, elapsed: float) -> TrainSummary:
@@ -108,6 +114,7 @@ def summarize(run: Run, history: TrainingHistory, elapsed: float) -> TrainSummar
         hacking=[str(sign) for sign in history.signs],
         stopped_early=version < run.config.run.iterations,
         quarantined=list(store.reasons),
+        pages={},
         reused=Counter(name for record in history.iterations for name in dict.fromkeys(record.reused.values())),
     )
 
@@ -121,15 +128,33 @@ def _write_guardrails_plot(run: Run, history: TrainingHistory) -> str:
     return run.store.path(GUARDRAILS_PLOT)
 
 
-async def publish_summary(run: Run, summary: TrainSummary) -> None:
-    """Show the summary in Prefect's UI: in the run's log, and on a page with the held-out images before and after."""
-    report = summary.report()
-    get_run_logger().info("\n".join([report.title, *(f"    {name}: {value}" for name, value in report.facts)]))
-    sheet, images = run.store.read_file(CONTACT_SHEET) if summary.contact_sheet else None, ""
+async def publish_summary(run: Run, summary: TrainSummary, last_report: UUID | None) -> TrainSummary:
+    """Show the summary in Prefect's UI: in the run's log, and on a page with the held-out images before and after.
+
+    Args:
+        last_report: id of the last iteration's report in the UI; None without one.
+
+    Returns:
+        The summary with the addresses of both pages.
+    """
+    pages = {} if last_report is None else _page("last report", last_report)
+    parts = [f"[{title}]({address})" for title, address in pages.items()]
+    sheet = run.store.read_file(CONTACT_SHEET) if summary.contact_sheet else None
     if sheet is not None:
         image = shrunk(Image.open(io.BytesIO(sheet)), _SHEET_SIDE)
-        images = f"![before and after training]({image_uri(image, lossless_side=0, quality=80)})\n"
-    await publish_report(report, f"{summary.run}-summary", images)
+        parts.append(f"![before and after training]({image_uri(image, lossless_side=0, quality=80)})")
+    page = await publish_report(summary.report(), f"{summary.run}-summary", "\n\n".join(parts))
+    shown = summary.model_copy(update={"pages": {**pages, **_page("summary", page)}})
+    report = shown.report()
+    facts = [f"{name}: {value}" for name, value in report.facts]
+    get_run_logger().info("\n    ".join([report.title, *facts, *report.notes]))
+    return shown
+
+
+def _page(title: str, artifact: UUID) -> dict[str, str]:
+    """Return the address of an artifact's page by a title; nothing without a lasting server."""
+    address = artifact_link(artifact)
+    return {} if address is None else {title: address}
 
 
 _ELSEWHERE = ("placement", "storage")

@@ -52,8 +52,7 @@ async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
                     if await callbacks.on_iteration_end(history, policy, batch.rounds, batch.advantages):
                         break
         summary = summarize(run, history, time.perf_counter() - started)
-        await publish_summary(run, summary)
-        return summary
+        return await publish_summary(run, summary, callbacks.publisher.last_report)
 
 
 def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, iteration: int) -> ScoredRollouts:

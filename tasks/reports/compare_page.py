@@ -1,15 +1,17 @@
 """The report of a comparison of runs, and its page: one HTML file."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from markupsafe import Markup
 
+from tasks.metrics import HELDOUT
 from tasks.reports.compared_runs import PairedDifference
 from tasks.reports.comparison import Comparison
-from tasks.reports.report import Cells, Notice, Report, Table, render, reward_facts
+from tasks.reports.report import Cells, Notice, Report, Table, render
 from tasks.reports.samples import TRAITS, varying
-from tasks.reports.text import counted, number, one_line
+from tasks.reports.text import change, counted, number, one_line, reward_origin
 from tasks.runs.run_view import summary_of
 
 MAX_SETTINGS, LETTERS = 30, 160
@@ -19,15 +21,19 @@ MAX_SETTINGS, LETTERS = 30, 160
 def comparison_report(comparison: Comparison, html: Path | None = None) -> Report:
     """Return the runs, their held-out differences, what is not compared and why, and where the page is."""
     first, *others = (run.label for run in comparison.runs)
-    rows = [{**difference_cells(each), "finding": finding(each)} for each in comparison.differences]
+    rows = [
+        {**difference_cells(each, comparison.versions), "finding": finding(each)} for each in comparison.differences
+    ]
     note = "" if rows else "no held-out score can be paired"
+    base = with_version(first, comparison.versions)
     return Report(
         f"{', '.join(others)} against {first}",
         tables=[
             Table("", run_rows(comparison), ("started",)),
-            Table("Held-out differences, paired by prompt", rows, ("run", "finding"), _DIFFERENCES, note),
+            Table(f"Held-out differences from {base}, paired by prompt", rows, ("run", "finding"), _DIFFERENCES, note),
         ],
         notices=[
+            Notice("different policy versions are compared", comparison.unequal_versions),
             Notice("not everything could be read", comparison.warnings),
             Notice("not compared", comparison.omissions),
         ],
@@ -67,8 +73,10 @@ def run_rows(comparison: Comparison) -> list[Cells]:
         rows.append(
             {
                 "run": run.label,
-                # Not all runs have targets.
-                **dict(reward_facts(summary)[:2]),
+                "reward, first → last iteration": change(summary.reward_first, summary.reward_last)
+                + reward_origin("reward", summary.trained_on),
+                "held-out reward, before → after": change(summary.heldout_before, summary.heldout_after)
+                + reward_origin(HELDOUT, summary.trained_on),
                 "policy compared": "none" if version is None else f"{version} of {summary.iterations}",
                 "seconds": f"{summary.seconds['total']:.0f}",
                 **({"started": str(run.view.starts[0]) if run.view.starts else "unknown"} if dated else {}),
@@ -77,12 +85,18 @@ def run_rows(comparison: Comparison) -> list[Cells]:
     return rows
 
 
-def difference_cells(found: PairedDifference) -> Cells:
+def with_version(label: str, versions: Mapping[str, int | None]) -> str:
+    """Say which policy version of a run is compared; a label that names it is enough."""
+    version = versions.get(label)
+    return label if version is None or label.endswith(f"@{version}") else f"{label} (policy {version})"
+
+
+def difference_cells(found: PairedDifference, versions: Mapping[str, int | None]) -> Cells:
     """Format a difference as a row of a table."""
     known = found.low is not None and found.high is not None
     return {
         "score": found.score,
-        "run": found.run,
+        "run": with_version(found.run, versions),
         "difference": f"{found.difference:+.3f}",
         "95 % interval": f"{found.low:+.3f} to {found.high:+.3f}" if known else "needs two prompts",
         "first run": number(found.first),

@@ -22,7 +22,7 @@ from grpo_core.errors import InputError
 from tasks.metrics import split_stream
 from tasks.reports.run_page import Curve
 from tasks.reports.text import PLOTTED, REPORTED_OF_TEXTS, metric_title, with_streams
-from tasks.runs.layout import RECOMPUTED, REWARDS, SCORES_FILE, STORED
+from tasks.runs.layout import REWARDS, SCORES_FILE
 from tasks.runs.lookup import read_description
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView
@@ -166,8 +166,7 @@ class ComparedRun:
     @property
     def trained_on(self) -> str | None:
         """Name of the rescoring that a replay was trained on; None where the run's own rewards were."""
-        replay = self.view.config.get("replay") or {}
-        return None if replay.get("advantages", STORED) in (STORED, RECOMPUTED) else str(replay["advantages"])
+        return self.view.trained_on
 
 
 def describe_run(label: str, reader: RunReader, view: RunView, fetched: Path) -> ComparedRun:

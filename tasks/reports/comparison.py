@@ -78,6 +78,8 @@ class Comparison:
         prompts: groups of a prompt by run, as many as MAX_PROMPTS, the largest differences first.
         total: number of prompts that all these runs have.
         omissions: what cannot be compared and why, as sentences.
+        unequal_versions: that the runs are compared at different policy versions, though none was named, and how to
+            compare equal ones, as sentences; empty otherwise.
         warnings: damaged and missing files, as sentences.
     """
 
@@ -90,6 +92,7 @@ class Comparison:
     prompts: Sequence[Mapping[str, Group]]
     total: int
     omissions: Sequence[str]
+    unequal_versions: Sequence[str]
     warnings: Sequence[str]
 
 
@@ -133,6 +136,7 @@ def compare_runs(
         prompts=prompts,
         total=total,
         omissions=[*reasons, *omissions],
+        unequal_versions=list(_unequal_versions(runs, compared, versions, evaluation)),
         warnings=[*damages, *missing[:1]],
     )
 
@@ -151,8 +155,7 @@ def _evaluation(run: ComparedRun, wanted: int | None, name: str | None, fetched:
         InputError: the wanted version was not evaluated.
     """
     reader = run.reader
-    own = name if name in reader.names(OTHER_EVALUATIONS) else None
-    evaluated = reader.evaluations(EVALUATIONS if own is None else f"{OTHER_EVALUATIONS}/{own}")
+    own, evaluated = _evaluated(reader, name)
     views = (read_evaluation(reader, version, own) for version in ([wanted] if wanted is not None else evaluated[::-1]))
     view = next((view for view in views if view is not None), None)
     if view is not None:
@@ -161,6 +164,30 @@ def _evaluation(run: ComparedRun, wanted: int | None, name: str | None, fetched:
         return None
     hint = f"Evaluated are policies {spans(evaluated)} of {reader.store.run}; name one of these, or run `grpo evaluate`"
     raise InputError("RUN", run.label, f"{hint} with --policy {wanted}.")
+
+
+def _evaluated(reader: RunReader, name: str | None) -> tuple[str | None, Sequence[int]]:
+    """Return this name if the run has an evaluation of it, else None for its own prompts; and its versions."""
+    own = name if name in reader.names(OTHER_EVALUATIONS) else None
+    return own, reader.evaluations(EVALUATIONS if own is None else f"{OTHER_EVALUATIONS}/{own}")
+
+
+def _unequal_versions(
+    runs: Sequence[ComparedRun],
+    compared: Mapping[str, HeldoutSamples],
+    named: Mapping[str, int],
+    evaluation: str | None,
+) -> Iterator[str]:
+    """Say it if runs are compared at different versions that nobody named."""
+    chosen = {run.label: run for run in runs if run.label in compared and run.label not in named}
+    versions = {label: compared[label].version for label in chosen}
+    if len(set(versions.values())) < 2:
+        return
+    last = ", ".join(f"{version} of {label}" for label, version in versions.items())
+    yield f"the last evaluated policies are not of the same version: {last}"
+    common = set.intersection(*(set(_evaluated(run.reader, evaluation)[1]) for run in chosen.values()))
+    if common:
+        yield f"to compare equal ones: grpo compare {' '.join(f'{label}@{max(common)}' for label in chosen)}"
 
 
 def _read_evaluation(run: ComparedRun, name: str | None, view: EvaluationView, fetched: Path) -> HeldoutSamples:

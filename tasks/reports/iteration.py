@@ -1,14 +1,16 @@
 """The report of each iteration in Prefect's UI, and the held-out samples before and after training."""
 
 import io
-import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import TYPE_CHECKING
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from tasks.metrics import SECONDS
+from tasks.progress import log
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.reports.images import PRUNED, fitted, image_uri
 from tasks.reports.report import Cells, Report, Table, markdown_of
@@ -32,11 +34,14 @@ from tasks.runs.run_view import Noun, dataset_of
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
+if TYPE_CHECKING:
+    from tasks.reports.fonts import Fonts
+
 MAX_IMAGES, MAX_GROUPS = 4, 8
 THUMBNAIL = 112
 PROMPT_LETTERS, TEXT_LETTERS = 160, 400
 
-_COLUMNS = ("sample_id", "group_id", "dataset", "prompt", "completion", "width", "height")
+_COLUMNS = ("sample_id", "group_id", "prompt_id", "dataset", "prompt", "completion", "width", "height")
 
 
 @dataclass(frozen=True)
@@ -75,14 +80,23 @@ def iteration_table(record: IterationRecord) -> list[dict[str, object]]:
     return [{"metric": name, "value": float(f"{value:.6g}")} for name, value in sorted(record.metrics.items())]
 
 
-def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[IterationRecord]) -> str:
-    """Write the last iteration's metrics, the reward over the iterations so far, and the best and worst samples."""
+def iteration_markdown(
+    store: ArtifactStore, run: str, history: Sequence[IterationRecord], trained_on: str | None = None
+) -> str:
+    """Write the last iteration's metrics, the reward over the iterations so far, and the best and worst samples.
+
+    Args:
+        trained_on: name of the rescoring whose rewards a replay is trained on; None where they are the run's own.
+    """
     record = history[-1]
     rollouts = [each.rollouts for each in record.rounds]
     rewards = [pair for each in record.rounds for pair in each.rewards.items()]
     with store.reading(without=(STATES,)) as read:
         table = read_samples(read, rollouts, rewards, [record.advantages], _COLUMNS)
-        tables = [Table("", list(_metric_rows(record, table))), Table("", list(_curves(history)))]
+        tables = [
+            Table("", list(_metric_rows(record, table, trained_on))),
+            Table("", list(_curves(history, trained_on))),
+        ]
         lines = [markdown_of(Report(f"{run}: iteration {record.iteration}", tables=tables))]
         lines += list(_texts(table) if table.is_text else _images(table))
     stored = [reference.uri for each in record.rounds for reference in each.stages] + [record.advantages.uri]
@@ -90,7 +104,7 @@ def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[Iterati
     return "\n".join(lines)
 
 
-def _metric_rows(record: IterationRecord, table: Samples) -> Iterator[Cells]:
+def _metric_rows(record: IterationRecord, table: Samples, trained_on: str | None) -> Iterator[Cells]:
     noun: Noun = "completion" if table.is_text else "image"
     names = with_streams((*REPORTED, *(REPORTED_OF_TEXTS if table.is_text else ())), record.metrics)
     names += [name for name in sorted(record.metrics) if dataset_of(name) is not None]
@@ -98,24 +112,26 @@ def _metric_rows(record: IterationRecord, table: Samples) -> Iterator[Cells]:
     names += ["rounds"] if len(record.rounds) > 1 else []
     for name in names:
         if name in record.metrics:
-            title = metric_title(name, noun, table.stream)[0]
+            title = metric_title(name, noun, table.stream, trained_on)[0]
             yield {"metric": title, "value": significant(record.metrics[name])}
 
 
-def _curves(history: Sequence[IterationRecord]) -> Iterator[Cells]:
+def _curves(history: Sequence[IterationRecord], trained_on: str | None) -> Iterator[Cells]:
     names = ["reward", *(name for name in history[-1].metrics if dataset_of(name) is not None)]
     series = {name: [past.metrics[name] for past in history if name in past.metrics] for name in names}
     series["heldout_reward"] = [past.heldout for past in history if past.heldout is not None]
     for name, values in series.items():
         if values:
-            title = metric_title(name)[0]
+            title = metric_title(name, trained_on=trained_on)[0]
             yield {"over iterations": title, "": sparkline(values), "first → last": change(values[0], values[-1])}
 
 
 def _images(table: Samples) -> Iterator[str]:
-    """Write the iteration's best and worst images with reward, scores and prompt."""
+    """Write the best and worst images of the iteration, with reward, scores and prompt."""
     ranked = best_first(table.rows)
-    best, worst = ranked[:MAX_IMAGES], ranked[MAX_IMAGES:][-MAX_IMAGES:][::-1]
+    best = _of_different_prompts(ranked)
+    shown = {row["sample_id"] for row in best}
+    worst = _of_different_prompts([row for row in reversed(ranked) if row["sample_id"] not in shown])
     images = table.images([row["sample_id"] for row in (*best, *worst)])
     for title, chosen in (("Best", best), ("Worst", worst)):
         if chosen:
@@ -132,6 +148,17 @@ def _images(table: Samples) -> Iterator[str]:
             ]
             header = ["image", "reward", *chosen[0]["breakdown"], "prompt", *table.varying, "sample"]
             yield from (f"## {title}", "", *markdown_table(header, rows), "")
+
+
+def _of_different_prompts(rows: Sequence[Row]) -> list[Row]:
+    """Choose the first MAX_IMAGES rows of different prompts, and with fewer prompts the next ones of each in turn."""
+    turns, counts = [], Counter[str]()
+    for row in rows:
+        turns.append(counts[row["prompt_id"]])
+        counts[row["prompt_id"]] += 1
+    # Sorting keeps the order of rows with the same turn.
+    chosen = sorted(range(len(rows)), key=turns.__getitem__)[:MAX_IMAGES]
+    return [rows[index] for index in sorted(chosen)]
 
 
 def _thumbnail(sample_id: str, images: Mapping[str, Image.Image]) -> str:
@@ -164,8 +191,8 @@ def _completion(row: Row) -> str:
     return f"**{number(row['reward'])}** ({', '.join(parts)}): {text}"
 
 
-GAP, LABEL, HEAD = 6, 230, 52
-"""Pixels of the sheet between images, left of them and above them."""
+GAP, LABEL, HEAD, SMALL_LETTERS = 6, 230, 52, 11
+"""Pixels of the sheet between images, left of them and above them, and of the size of its letters."""
 
 _HELDOUT_COLUMNS = ("sample_id", "group_id", "prompt", "target_uri", "target_sha256", "completion")
 
@@ -218,7 +245,12 @@ def _mean(rows: Sequence[Row]) -> float | None:
 
 def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Image.Image:
     """Lay out one row per held-out prompt: target, images before and images after, `side` pixels each."""
-    font, small = ImageFont.load_default(15), ImageFont.load_default(12)
+    # Matplotlib, whose fonts these are, takes a while to import.
+    from tasks.reports.fonts import FONTS_HINT, fonts_for
+
+    fonts = fonts_for([title, *(before[0]["prompt"] for before, _ in pairs)])
+    if fonts.missing_scripts:
+        log(f"{CONTACT_SHEET} has code points in place of letters of {fonts.missing_scripts}. {FONTS_HINT}")
     targets = any(before[0].get("target_uri") for before, _ in pairs)
     per_side = max(len(before) for before, _ in pairs)
     before_x = LABEL + (side + 3 * GAP if targets else 0)
@@ -226,15 +258,14 @@ def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Imag
     sheet = Image.new(
         "RGB", (after_x + per_side * (side + GAP) + GAP, HEAD + len(pairs) * (side + GAP) + GAP), "#eef0f3"
     )
-    draw = ImageDraw.Draw(sheet)
-    draw.text((10, 8), title, fill="#111111", font=font)
-    for x, heading in ((before_x, "before training"), (after_x, "after training, same seeds")):
-        draw.text((x, 32), heading, fill="#444444", font=small)
-    if targets:
-        draw.text((LABEL, 32), "target", fill="#444444", font=small)
+    fonts.draw(sheet, (10, 22), fonts.shown(title), 14, "#111111")
+    headings = [(before_x, "before training"), (after_x, "after training, same seeds")]
+    for x, heading in [*headings, (LABEL, "target")] if targets else headings:
+        fonts.draw(sheet, (x, 44), heading, SMALL_LETTERS, "#444444")
     for index, pair in enumerate(pairs):
         top, first = HEAD + index * (side + GAP), pair[0][0]
-        draw.multiline_text((10, top + 4), _label(pair), fill="#111111", font=small, spacing=3)
+        for place, line in enumerate(_label(pair, fonts)):
+            fonts.draw(sheet, (10, top + 14 + 15 * place), line, SMALL_LETTERS, "#111111")
         if first.get("target_uri"):
             target = load_target(TargetReference(first["target_uri"], first["target_sha256"]))
             sheet.paste(fitted(target, side), (LABEL, top))
@@ -242,15 +273,15 @@ def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Imag
             for place, row in enumerate(rows):
                 left = start + place * (side + GAP)
                 if row["image"] is None:
-                    draw.text((left + GAP, top + side // 2), PRUNED, fill="#888888", font=small)
+                    fonts.draw(sheet, (left + GAP, top + side // 2), PRUNED, SMALL_LETTERS, "#888888")
                 else:
                     sheet.paste(fitted(row["image"], side), (left, top))
     return sheet
 
 
-def _label(pair: Sides) -> str:
-    lines = textwrap.wrap(pair[0][0]["prompt"], 33, max_lines=4, placeholder=" ...")
+def _label(pair: Sides, fonts: "Fonts") -> list[str]:
+    lines = fonts.lines(pair[0][0]["prompt"], SMALL_LETTERS, LABEL - 20, 5)
     before, after = map(_mean, pair)
     if before is not None and after is not None:
-        lines.append(f"reward {number(before)} -> {number(after)}")
-    return "\n".join(lines)
+        lines.append(f"reward {number(before)} → {number(after)}")
+    return lines

@@ -3,7 +3,6 @@
 Matplotlib takes a second to import, so this module is imported only where something is plotted.
 """
 
-import functools
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,10 @@ from markupsafe import Markup, escape
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import findfont, get_font
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from tasks.reports.fonts import FAMILY, Fonts, families_of, fonts_for
 from tasks.reports.statistics import BINS, Histogram
 from tasks.reports.text import counted
 
@@ -187,9 +186,6 @@ def _axes(width: float, height: float, across: str, up: str) -> tuple[Figure, Ax
     return figure, axes
 
 
-FONT = "DejaVu Sans"
-"""Ships with matplotlib."""
-
 MAX_LETTERS = 30
 Series = Sequence[float | None]
 
@@ -203,14 +199,22 @@ def plot_guardrails(versions: Sequence[int], rewards: Series, guardrails: Mappin
     A reward that rises while they fall is being hacked. A guardrail without values, or whose first value is zero, has
     no multiple and is named below the plot. Policy versions ascend; a series has a value or None for each.
     """
-    multiples = {name: normalised(series) for name, series in guardrails.items()}
-    plotted = {name: series for name, series in multiples.items() if series is not None}
-    left_out = [plot_label(name) for name in guardrails if name not in plotted]
+    fonts = fonts_for(guardrails)
+    with matplotlib.rc_context({"font.family": [FAMILY, *families_of(fonts.paths[1:])]}):
+        return _png_of(_draw_guardrails(versions, rewards, guardrails, fonts))
+
+
+def _draw_guardrails(
+    versions: Sequence[int], rewards: Series, guardrails: Mapping[str, Series], fonts: Fonts
+) -> Figure:
+    multiples = [(plot_label(name, fonts), normalised(series)) for name, series in guardrails.items()]
+    plotted = [(label, series) for label, series in multiples if series is not None]
+    left_out = [label for label, series in multiples if series is None]
     lower = LOWER + 0.2 * max(0, len(plotted) - 14)
     figure = new_figure(10.5, UPPER + lower + 0.9)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[UPPER, lower])
     below.axhline(1.0, color=SOFT, linewidth=1, linestyle="--")
-    _plot_lines(above, versions, {"reward": rewards}, [INK], "{:.3f}  {}")
+    _plot_lines(above, versions, [("reward", rewards)], [INK], "{:.3f}  {}")
     _plot_lines(below, versions, plotted, [colour_of(index) for index in range(len(plotted))], "×{:.2f}  {}")
     above.set_ylabel("held-out reward", fontsize=9, color=SOFT)
     below.set_ylabel("guardrail / its first value", fontsize=9, color=SOFT)
@@ -221,7 +225,7 @@ def plot_guardrails(versions: Sequence[int], rewards: Series, guardrails: Mappin
         above.set_xticks(versions)
     note = f"; begin at zero or have no values: {', '.join(left_out)}" if left_out else ""
     _headline(figure, "Held-out reward and guardrails", f"guardrails as multiples of their first value{note}")
-    return _png_of(figure)
+    return figure
 
 
 def normalised(series: Series) -> list[float | None] | None:
@@ -233,15 +237,15 @@ def normalised(series: Series) -> list[float | None] | None:
 
 
 def _plot_lines(
-    axes: Axes, versions: Sequence[int], lines: Mapping[str, Series], colours: Sequence[str], form: str
+    axes: Axes, versions: Sequence[int], lines: Sequence[tuple[str, Series]], colours: Sequence[str], form: str
 ) -> None:
     """Plot the values that there are, with each line's last value and name in a legend to the right of the axes."""
     quiet(axes, grid="y")
     axes.margins(x=0.02, y=0.1)
-    for (name, series), colour in zip(lines.items(), colours, strict=True):
+    for (name, series), colour in zip(lines, colours, strict=True):
         points = [(version, value) for version, value in zip(versions, series, strict=True) if value is not None]
         if points:
-            label = form.format(points[-1][1], plot_label(name))
+            label = form.format(points[-1][1], name)
             marker = "o" if len(points) <= MAX_MARKERS else ""
             axes.plot(
                 *zip(*points, strict=True), color=colour, linewidth=1.8, marker=marker, markersize=3.5, label=label
@@ -259,18 +263,15 @@ def _png_of(figure: Figure) -> bytes:
 
 def _headline(figure: Figure, title: str, meaning: str) -> None:
     """Write a title above everything, and a sentence below in smaller letters."""
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    # Of the other fonts few are bold.
+    bold = {"fontfamily": FAMILY, "fontweight": "bold"}
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, color=INK, **bold)
     figure.supxlabel(meaning, x=0.012, ha="left", fontsize=9, color=SOFT)
 
 
-def plot_label(label: str, letters: int = MAX_LETTERS) -> str:
-    """Turn a label into plain text for a figure: shortened in the middle, letters without a glyph replaced."""
-    kept = "".join(letter if ord(letter) in _glyphs() else "\N{REPLACEMENT CHARACTER}" for letter in label)
+def plot_label(label: str, fonts: Fonts, letters: int = MAX_LETTERS) -> str:
+    """Turn a label into plain text for a figure: one line, shortened in the middle, with code points for no glyph."""
+    kept = fonts.shown(" ".join(label.split()))
     if len(kept) > letters:
         kept = f"{kept[: letters - letters // 3 - 1]}…{kept[-(letters // 3) :]}"
     return kept.replace("$", r"\$")
-
-
-@functools.cache
-def _glyphs() -> frozenset[int]:
-    return frozenset(get_font(findfont(FONT)).get_charmap()) - {ord("\n"), ord("\t"), ord("\r")}

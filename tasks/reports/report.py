@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import fsspec
 
 from grpo_core.errors import InputError
-from tasks.reports.text import change, excerpt, in_cell, markdown_table, number, signed
+from tasks.metrics import HELDOUT
+from tasks.reports.text import change, excerpt, in_cell, markdown_table, metric_title, number, signed
 from tasks.storage.files import write_file_atomically
 
 if TYPE_CHECKING:
@@ -113,9 +114,10 @@ def reward_facts(run: "RunSummary") -> list[Fact]:
     """List a run's reward, its held-out reward, and that of images that no policy made."""
     titles = {"blank": "held-out reward, blank images", "target": "held-out reward, the targets"}
     baselines = run.heldout_baselines
+    reward, heldout = (metric_title(name, trained_on=run.trained_on)[0] for name in ("reward", HELDOUT))
     return [
-        ("reward, first → last iteration", change(run.reward_first, run.reward_last)),
-        ("held-out reward, before → after", change(run.heldout_before, run.heldout_after)),
+        (f"{reward}, first → last iteration", change(run.reward_first, run.reward_last)),
+        (f"{heldout}, before → after", change(run.heldout_before, run.heldout_after)),
         *((title, number(baselines[name])) for name, title in titles.items() if name in baselines),
     ]
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.hacking import MIN_DIFFERENCES, HackingRule
-from tasks.metrics import split_stream
+from tasks.metrics import HELDOUT, split_stream
 from tasks.reports.images import TargetReader
 from tasks.reports.report import Notice, Report, render, reward_facts
 from tasks.reports.samples import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
@@ -203,7 +203,8 @@ def render_run_page(
     # Matplotlib takes a second to import.
     from tasks.reports.plots import line_plot
 
-    reward = {"reward": run.series("reward"), "held-out reward": run.heldout_series()}
+    titles = [metric_title(name, trained_on=run.trained_on)[0] for name in ("reward", HELDOUT)]
+    reward = dict(zip(titles, (run.series("reward"), run.heldout_series()), strict=True))
     title = ("Reward", metric_title("reward", run.noun)[1])
     pairs = heldout.pairs if heldout else ()
     shown = [group.samples for group in (*groups.shown, *(before for before, _ in pairs))]
@@ -221,7 +222,7 @@ def render_run_page(
         reward_plot=line_plot(*title, reward, width=1120, height=250),
         narrow_reward_plot=line_plot(*title, reward, width=360, height=200),
         plots=[plot for each in _curves(run) if (plot := line_plot(*each[:3], legend=each.legend))],
-        metrics=metric_rows(run.shown.metrics, run.noun, run.stream) if run.shown else [],
+        metrics=metric_rows(run.shown.metrics, run.noun, run.stream, run.trained_on) if run.shown else [],
         traits=[name for name in TRAITS if name in {*groups.varying, *varying(shown)}],
     )
 
@@ -262,7 +263,7 @@ def _curves(run: RunView) -> Iterator[Curve]:
     meaning = "mean over the held-out samples, never trained on; one that falls while the reward rises is a warning"
     yield Curve("Guardrails", meaning, run.guardrail_series)
     for name in plotted_metrics(run):
-        title, meaning = metric_title(name, run.noun, run.stream)
+        title, meaning = metric_title(name, run.noun, run.stream, run.trained_on)
         series = {title: run.series(name)}
         # Of the first stream, the reward has a plot of its own.
         if split_stream(name)[1] == "reward" and run.heldout_series(name):

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from grpo_core.streams import STREAMS, Stream
-from tasks.metrics import split_stream
+from tasks.metrics import HELDOUT, split_stream
 
 if TYPE_CHECKING:
     from tasks.runs.run_view import Noun
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 MAX_LINES = 12
 SPARK_WIDTH = 32
 UNICODE_BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
-_MARKUP = re.compile(r"[|*_~`<>\[\]\\&@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
+_MARKUP = re.compile(r"[|*_~`<>\[\]\\&#]")
+_ADDRESS = re.compile(r"://|www\.|.@.", re.IGNORECASE)
+_BETWEEN_WORDS = re.compile(r"([\s|`]+)")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 
@@ -48,9 +50,11 @@ def one_line(text: str, letters: int) -> str:
 def in_cell(text: str) -> str:
     """Escape a line for a cell of a Markdown table: no markup, no link, no column, nothing invisible.
 
-    Nothing else is escaped, because Prefect's UI shows the escapes as they are written.
+    The escapes are backslashes: Prefect's UI shows character references as they are written. Addresses are code,
+    because GitHub's Markdown, which Prefect's second UI reads too, makes links of escaped ones.
     """
-    return _MARKUP.sub(lambda found: f"&#{ord(found[0])};", printable(text))
+    words = _BETWEEN_WORDS.split(printable(text))
+    return "".join(f"`{word}`" if _ADDRESS.search(word) else _MARKUP.sub(r"\\\g<0>", word) for word in words)
 
 
 def fenced(text: str) -> str:
@@ -128,14 +132,23 @@ def change(first: float | None, last: float | None) -> str:
     return f"{first:.3f} → {last:.3f} ({last - first:+.3f})"
 
 
-def sparkline(values: Sequence[float], width: int = SPARK_WIDTH, blocks: str = UNICODE_BLOCKS) -> str:
-    """Format finite values as one line of rising blocks; more values than `width` are averaged in equal runs."""
+def sparkline(
+    values: Sequence[float],
+    width: int = SPARK_WIDTH,
+    blocks: str = UNICODE_BLOCKS,
+    scale: tuple[float, float] | None = None,
+) -> str:
+    """Format finite values as one line of rising blocks; more values than `width` are averaged in equal runs.
+
+    Args:
+        scale: values of the lowest and of the highest block, which lines to compare share; None for the line's own.
+    """
     if not values:
         return ""
     if len(values) > width:
         edges = [index * len(values) // width for index in range(width + 1)]
         values = [math.fsum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
-    low, high = min(values), max(values)
+    low, high = scale or (min(values), max(values))
     if high <= low:
         return blocks[len(blocks) // 2] * len(values)
     return "".join(blocks[min(len(blocks) - 1, int((value - low) / (high - low) * len(blocks)))] for value in values)
@@ -155,22 +168,39 @@ ACTIONS: Mapping[Stream, str] = MappingProxyType({"tokens": "token", "denoising"
 """What people call an action of a stream."""
 
 
-def metric_title(name: str, noun: "Noun" = "image", stream: Stream = "tokens") -> tuple[str, str]:
+def reward_origin(metric: str, trained_on: str | None) -> str:
+    """Say whose rewards a metric is of, to follow its title, where the training and the held-out rewards differ.
+
+    Args:
+        trained_on: name of the rescoring whose rewards a replay is trained on; None where they are the run's own.
+    """
+    if trained_on is None:
+        return ""
+    if metric == HELDOUT:
+        return " (own rewards)"
+    return f" (rescoring {trained_on})" if metric == "reward" or metric.startswith("datasets/") else ""
+
+
+def metric_title(
+    name: str, noun: "Noun" = "image", stream: Stream = "tokens", trained_on: str | None = None
+) -> tuple[str, str]:
     """Look up a metric's title and meaning; an unknown name is its own title, without a meaning.
 
     Args:
         stream: the first that the run trains; the name of another one's metric says its stream.
+        trained_on: as for `reward_origin`.
     """
     later, own = split_stream(name)
     if later is not None:
-        title, meaning = metric_title(own, noun, later)
+        title, meaning = metric_title(own, noun, later, trained_on)
         return f"{title}, {later}", meaning
     for pattern, row in METRICS.items():
         prefix, labelled, suffix = pattern.partition("{label}")
         label = name.removeprefix(prefix).removesuffix(suffix) if labelled else ""
         if name == (f"{prefix}{label}{suffix}" if label else pattern):
             words = {"noun": noun, "action": ACTIONS[stream]}
-            return row["title"].format(**words, label=label), row["meaning"].format(**words)
+            title = row["title"].format(**words, label=label) + reward_origin(name, trained_on)
+            return title, row["meaning"].format(**words)
     return name, ""
 
 
@@ -184,10 +214,10 @@ def with_streams(names: Iterable[str], known: Collection[str]) -> list[str]:
 
 
 def metric_rows(
-    metrics: Mapping[str, float], noun: "Noun", stream: Stream = "tokens"
+    metrics: Mapping[str, float], noun: "Noun", stream: Stream = "tokens", trained_on: str | None = None
 ) -> list[tuple[str, str, str, float]]:
     """List title, meaning, name and value of each metric: the reward and the plotted ones first, then by name."""
     names = with_streams(("reward", "heldout_reward", *PLOTTED), metrics)
     first = [name for name in names if name in metrics]
     names = [*first, *sorted(set(metrics) - set(first))]
-    return [(*metric_title(name, noun, stream), name, metrics[name]) for name in names]
+    return [(*metric_title(name, noun, stream, trained_on), name, metrics[name]) for name in names]

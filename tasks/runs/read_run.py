@@ -28,7 +28,7 @@ from tasks.runs.layout import (
 )
 from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256, read_starts
 from tasks.runs.reader import RunReader, StoredArtifact
-from tasks.runs.run_view import EvaluationView, IterationView, RunView, Stages, means_of
+from tasks.runs.run_view import EvaluationView, IterationView, RunView, Stages, means_of, rescoring_of
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.files import load_checked
@@ -164,6 +164,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
         baselines=_read_baselines(reader),
         policy_version=version,
         policy_digest=digest,
+        trained_on=rescoring_of(config.get("replay")),
         moved=tuple(reader.moved_files()),
         damages=tuple(reader.damages),
         unverified=reader.unverified,

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from grpo_core.rewards.hacking import HackingRule, HackingSign, hacking_signs
 from grpo_core.streams import Stream
 from tasks.metrics import SECONDS
-from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, STAGES, StoredEvaluation
+from tasks.runs.layout import ADVANTAGES, RECOMPUTED, REWARDS, ROLLOUTS, STAGES, STORED, StoredEvaluation
 from tasks.runs.lookup import RunStart
 from tasks.runs.reader import Damage, MovedFiles
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -118,6 +118,8 @@ class RunHistory:
         baselines: mean held-out reward of images that no policy made, by their name in BASELINES.
         policy_version: number of updates; 0 is the initial model.
         policy_digest: sha256 of that policy's weights; None where no valid file states it.
+        trained_on: name of the rescoring whose rewards a replay is trained on, while its held-out reward is of its own;
+            None where both are of the run's own.
     """
 
     name: str
@@ -127,6 +129,7 @@ class RunHistory:
     baselines: Mapping[str, float] = field(default_factory=dict)
     policy_version: int = 0
     policy_digest: str | None = None
+    trained_on: str | None = None
 
     @property
     def evaluated(self) -> tuple[EvaluationView, ...]:
@@ -241,6 +244,8 @@ class RunSummary(BaseModel):
         heldout_before: mean held-out reward of the first evaluated policy; None without held-out prompts.
         heldout_after: mean held-out reward of the last evaluated policy; None where only one was evaluated.
         heldout_baselines: the same for images that no policy made, by their name; empty without targets.
+        trained_on: name of the rescoring whose rewards the training reward of a replay is of, while the held-out reward
+            is of its own; None where both are of the run's own.
         policy_digest: sha256 of the last policy's weights; None where no valid file states it.
         seconds: `total`, and by stage over all iterations as measured when each ran.
         folder: path or URL of the run.
@@ -253,6 +258,7 @@ class RunSummary(BaseModel):
     heldout_before: float | None
     heldout_after: float | None
     heldout_baselines: dict[str, float]
+    trained_on: str | None
     policy_digest: str | None
     seconds: dict[str, float]
     folder: str
@@ -269,10 +275,21 @@ def summary_of(run: RunHistory) -> RunSummary:
         heldout_before=evaluated[0].reward if evaluated else None,
         heldout_after=evaluated[-1].reward if len(evaluated) > 1 else None,
         heldout_baselines=dict(run.baselines),
+        trained_on=run.trained_on,
         policy_digest=run.policy_digest,
         seconds=run.seconds,
         folder=run.folder,
     )
+
+
+def rescoring_of(replay: object) -> str | None:
+    """Return the name of the rescoring that a replay is trained on; None where the run's own rewards are.
+
+    Args:
+        replay: section `replay` of config.yaml; None of a run that is no replay.
+    """
+    advantages = replay.get("advantages", STORED) if isinstance(replay, Mapping) else STORED
+    return None if advantages in (STORED, RECOMPUTED) else str(advantages)
 
 
 def guardrail_curves(

@@ -17,6 +17,8 @@ import polars as pl
 
 from tasks.metrics import STEP_TIME, WALL_TIME
 from tasks.process import CHECKOUT, environment
+from tasks.runs.layout import ROLLOUTS, evaluation_folder, iteration_folder
+from tasks.storage.artifacts.reference import MANIFEST_ENDING
 from tests.bench.page import Row, alternate
 from tests.flows.server.grpo_ui import grpo_ui
 
@@ -65,14 +67,14 @@ def _first_rollouts(shell: "_Shell") -> Iterator[Row]:
     rollouts: dict[str, list[float]] = {"new": [], "used": []}
     imports: list[float] = []
     # What is used first has to be made: this training does not count.
-    shell.begin("prefect-used", *shell.training(next(names)))
+    shell.begin("prefect-used", next(names))
     for _ in range(ROUNDS_OF_TRAININGS):
         begun = time.perf_counter()
         shell.imports()
         imports.append(time.perf_counter() - begun)
         for home, kept in rollouts.items():
             name = next(names)
-            line, stage = shell.begin(f"prefect-{name if home == 'new' else home}", *shell.training(name))
+            line, stage = shell.begin(f"prefect-{name if home == 'new' else home}", name)
             lines.append(line)
             kept.append(stage)
     yield Row(what="grpo train to its first line", unit="s", ours=tuple(lines), at_most=1.0)
@@ -102,24 +104,28 @@ class _Shell:
         every = (f"storage.root={self.folder / name}", *settings)
         return ["train", CONFIG, *(part for setting in every for part in ("--set", setting))]
 
-    def begin(self, home: str, *arguments: str) -> tuple[float, float]:
-        """Start the program and interrupt it after its first rollouts.
+    def begin(self, home: str, name: str) -> tuple[float, float]:
+        """Start a training and interrupt it after its first rollouts.
 
         Returns:
-            Seconds to its first line, and to the line that reports the rollouts.
+            Seconds to its first line, and until the rollouts are stored.
         """
-        begun, lines, times = time.perf_counter(), [], []
-        with self._start(home, str(Path(sys.executable).with_name("grpo")), *arguments) as process:
+        begun = time.perf_counter()
+        with self._start(home, str(Path(sys.executable).with_name("grpo")), *self.training(name)) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line)
-                times.append(time.perf_counter() - begun)
-                if "collect rollouts: " in line:
+            first = process.stdout.readline()
+            line = time.perf_counter() - begun
+            # A log has no line of a stage that is as short as these.
+            patterns = [f"*/{each}/{ROLLOUTS}{MANIFEST_ENDING}" for each in (evaluation_folder(0), iteration_folder(1))]
+            while not (stored := any(any(Path(self.folder, name).glob(each)) for each in patterns)):
+                if process.poll() is not None:
                     break
+                time.sleep(0.01)
+            rollouts = time.perf_counter() - begun
             process.send_signal(signal.SIGINT)
-            process.stdout.read()
-        assert any("collect rollouts: " in line for line in lines), "".join(lines)
-        return times[0], times[-1]
+            rest = process.stdout.read()
+        assert stored, first + rest
+        return line, rollouts
 
     def _start(self, home: str, *command: str) -> "subprocess.Popen[str]":
         variables = environment(PREFECT_HOME=str(self.folder / home), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")

@@ -8,8 +8,12 @@ from typer.testing import CliRunner
 
 from flows.command_line.main import application
 from flows.compare_runs import compare
+from tasks.reports.report import reward_facts
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
+from tasks.runs.run_view import summary_of
 from tests.flows.conftest import refused
-from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte
+from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte, whole_run
 from tests.tasks.reports.test_comparison import made
 
 
@@ -86,3 +90,47 @@ def test_versions_of_one_run_are_compared(tmp_path: Path) -> None:
     assert (difference.run, difference.difference) == ("a", pytest.approx(0.25))
     (back,) = compare(["a@1", "a@0"], root=str(tmp_path)).differences
     assert (back.run, back.difference) == ("a@0", pytest.approx(-0.25))
+
+
+def test_versions_that_nobody_named_and_that_differ_are_said_first_with_a_command_for_equal_ones(
+    tmp_path: Path,
+) -> None:
+    """The first run was evaluated at 0, 1 and 2, the second at 0 and 1."""
+    further = made(tmp_path, "a", 0.25)
+    further.evaluation(2, shift=0.5)
+    made(tmp_path, "b", 0.25)
+    _, out, err = invoke("a", "b", "--root", str(tmp_path), "--json")
+    said, command = json.loads(out)["warnings"]
+    assert "2 of a, 1 of b" in said
+    names = command.rpartition("grpo compare ")[2].split()
+    assert names == ["a@1", "b@1"]
+    assert err.index(said) < err.index("a (policy 2)") < err.index("b (policy 1)")
+    for named in (names, ["a@2", "b"], ["a", "b@1"]):
+        assert compare(named, root=str(tmp_path)).unequal_versions == []
+
+
+def test_curves_of_a_row_share_one_scale(tmp_path: Path) -> None:
+    """Held-out rewards of 0.5 and 0.75, and of 0.5 and 0.5."""
+    made(tmp_path, "a", 0.25)
+    made(tmp_path, "b", 0.0)
+    _, out, _ = invoke("a", "b", "--root", str(tmp_path))
+    (row,) = (line.split() for line in out.splitlines() if "Held-out reward" in line)
+    assert row == ["Held-out", "reward", "▁█", "0.75", "▁▁", "0.5"]
+
+
+def test_a_replay_says_whose_rewards_it_was_trained_on(tmp_path: Path) -> None:
+    own, replayed = made(tmp_path, "own", 0.0), whole_run(tmp_path, "replayed", settings=REPLAYED)
+    for maker, expected in ((own, ("reward", "held-out reward")), (replayed, REPLAYED_TITLES)):
+        view = read_run(RunReader(maker.store))
+        assert tuple(title.split(",")[0] for title, _ in reward_facts(summary_of(view))[:2]) == expected
+        runner = CliRunner().invoke(application, ["inspect", maker.store.run, "--root", str(tmp_path)])
+        for title in expected:
+            # Among the facts, and beside its curve.
+            assert runner.stdout.count(title) >= 2
+    page = tmp_path / "page.html"
+    CliRunner().invoke(application, ["inspect", "replayed", "--root", str(tmp_path), "--html", str(page)])
+    assert all(title in page.read_text() for title in REPLAYED_TITLES)
+
+
+REPLAYED = "replay: {source: own, policy: 0, iterations: [1, 2], advantages: kinder}\n"
+REPLAYED_TITLES = ("reward (rescoring kinder)", "held-out reward (own rewards)")

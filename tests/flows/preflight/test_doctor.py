@@ -51,6 +51,27 @@ def test_nothing_is_wrong_with_the_tiny_model(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_scripts_that_no_font_has_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPL_IGNORE_SYSTEM_FONTS", "1")
+    found = {}
+    for name, prompt in (("rare", "a cat \U00010384\U00010385"), ("known", "eine Straße, кот, قطة")):
+        path = tmp_path / f"{name}.txt"
+        path.write_text(f"{prompt}\n")
+        changes = (
+            f"data.prompts={path}",
+            "data.targets=null",
+            "data.target_column=null",
+            "rewards=[{reward: sharpness}]",
+        )
+        diagnosis, _ = examined(TINY, f"storage.root={tmp_path}", *changes)
+        (found[name],) = (each for each in diagnosis.findings if each.subject == "fonts")
+    assert all(each.healthy for each in found.values())
+    assert "2 letters (Ugaritic)" in found["rare"].message
+    assert found["rare"].hint
+    assert found["known"].message.startswith("DejaVuSans.ttf ")
+    assert not found["known"].hint
+
+
 def test_memory_is_estimated_without_the_weights(tmp_path: Path) -> None:
     diagnosis, hints = examined(REPOSITORY / "configs" / "glm_image_80gb.yaml", f"storage.root={tmp_path}")
     assert "hf download zai-org/GLM-Image" in hints.pop("weights")

@@ -15,7 +15,7 @@ from tasks.storage.artifacts.reference import ArtifactRef
 from tests.flows.conftest import TINY
 
 
-def facts(**changes: Any) -> dict[str, str]:
+def summary(**changes: Any) -> TrainSummary:
     known: dict[str, Any] = {
         "run": "r",
         "iterations": 3,
@@ -24,6 +24,7 @@ def facts(**changes: Any) -> dict[str, str]:
         "heldout_before": 0.5,
         "heldout_after": 0.375,
         "heldout_baselines": {"blank": 0.125},
+        "trained_on": None,
         "policy_digest": "0123456789abcdef0123",
         "seconds": {"total": 12.34, "rollouts": 5.0},
         "folder": "/elsewhere/r",
@@ -34,8 +35,13 @@ def facts(**changes: Any) -> dict[str, str]:
         "stopped_early": False,
         "quarantined": [],
         "reused": {},
+        "pages": {},
     }
-    return dict(TrainSummary(**known | changes).report().facts)
+    return TrainSummary(**known | changes)
+
+
+def facts(**changes: Any) -> dict[str, str]:
+    return dict(summary(**changes).report().facts)
 
 
 def test_rewards_times_and_where_to_look() -> None:
@@ -49,6 +55,12 @@ def test_rewards_times_and_where_to_look() -> None:
         "policy digest": "0123456789abcdef",
         "stored in": "/elsewhere/r",
     }
+
+
+def test_pages_of_the_ui_are_lines_of_their_own() -> None:
+    pages = {"last report": "http://host/artifacts/artifact/1", "summary": "http://host/artifacts/artifact/2"}
+    report = summary(pages=pages).report()
+    assert [note.rsplit(" ", 1)[1] for note in report.notes] == list(pages.values())
 
 
 @pytest.mark.parametrize(
@@ -108,6 +120,12 @@ def test_a_policy_far_from_its_reference_is_reported_once(kl: list[float | None]
 
 def test_the_kl_of_denoising_steps_is_in_another_unit() -> None:
     assert report_far_policy(read_config(TINY.with_name("tiny_sd3.yaml")), [5.0]) is None
+
+
+def test_a_line_of_a_replay_says_whose_rewards_it_has() -> None:
+    record = replace(RECORD, metrics={"reward": 0.5, "heldout_reward": 0.25, "kl": 0.125})
+    line = format_progress_line(record, 60, trained_on="kinder")
+    assert line == "iteration 2/60: reward (rescoring kinder) 0.500, held-out (own rewards) 0.250, KL 0.125"
 
 
 def test_stored_iterations_and_the_first_that_is_trained_do_not_count() -> None:

@@ -9,7 +9,13 @@ from pathlib import Path
 import polars as pl
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterName
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterId,
+    ArtifactFilterKey,
+    FlowRunFilter,
+    FlowRunFilterName,
+)
 from prefect.settings import PREFECT_HOME, temporary_settings
 
 from grpo_core.errors import FailedSamplesError
@@ -75,11 +81,23 @@ class TestPrefect:
                     assert expected in content
                     assert len(content) < 300_000
 
-    def test_the_end_leaves_its_report(self, undisturbed: tuple[Runs, Start]) -> None:
-        filtered = ArtifactFilter(key=ArtifactFilterKey(any_=["grpo-run-summary"]))
+    def test_the_end_names_the_pages_of_the_last_report_and_of_the_summary(
+        self, undisturbed: tuple[Runs, Start]
+    ) -> None:
+        _, start = undisturbed
+        contents = {}
         with get_client(sync_client=True) as client:
-            contents = [str(artifact.data) for artifact in client.read_artifacts(artifact_filter=filtered)]
-        assert any(each.startswith("# run: 2 iterations\n") and "| policy digest |" in each for each in contents)
+            for title, address in start.summary.pages.items():
+                page, _, artifact = address.rpartition("/")
+                assert page.endswith("/artifacts/artifact")
+                assert str(client.api_url).startswith(page.removesuffix("/artifacts/artifact"))
+                filtered = ArtifactFilter(id=ArtifactFilterId(any_=[uuid.UUID(artifact)]))
+                (found,) = client.read_artifacts(artifact_filter=filtered)
+                contents[title] = str(found.data)
+        assert contents["last report"].startswith("# run: iteration 2\n")
+        assert contents["summary"].startswith("# run: 2 iterations\n")
+        assert "| policy digest |" in contents["summary"]
+        assert start.summary.pages["last report"] in contents["summary"]
 
 
 def _task_runs(run: str) -> dict[str, str | None]:

@@ -1,9 +1,9 @@
 import re
-from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown_it import MarkdownIt
 from PIL import Image
 
 from tasks.reports.iteration import (
@@ -20,6 +20,7 @@ from tasks.storage.artifacts.reference import ArtifactRef
 from tests.tasks.reports.made_runs import RunMaker, colour, png
 
 EVIL = "a | b\n\n# head\n<script>x</script> ![i](http://x) `c`\r| d |"
+PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 
 
 def record_of(maker: RunMaker, iteration: int = 1, rounds: int = 1) -> IterationRecord:
@@ -49,7 +50,7 @@ def rows(markdown: str, header: str) -> list[list[str]]:
     lines = markdown.split("\n")
     start = next(index for index, line in enumerate(lines) if line.startswith(header)) + 2
     table = lines[start : next(index for index in range(start, len(lines)) if not lines[index].startswith("|"))]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
 
 
 def test_images_of_all_rounds_are_ranked_with_a_column_for_each_reward(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_images_of_all_rounds_are_ranked_with_a_column_for_each_reward(tmp_path:
     assert best[0][2:] == ["0.900", "0.900", "a red square", "`i000001.p0000.s02`"]
     assert best[1][-1] == "`i000001.d02.p0000.s02`"
     worst = rows(markdown.split("## Worst")[1], "| image")
-    assert [cells[1] for cells in worst] == ["**0.100**", "**0.100**", "**0.400**", "**0.400**"]
+    assert [cells[1] for cells in worst] == ["**0.100**", "**0.100**", "**0.500**", "**0.500**"]
     for cells in best:
         assert cells[0].startswith(f"![{cells[-1][1:-1]}](data:image/png;base64,")
     assert "dataset" not in markdown
@@ -68,11 +69,23 @@ def test_images_of_all_rounds_are_ranked_with_a_column_for_each_reward(tmp_path:
         assert f"iteration_000001/rewards/{label}`" in markdown
 
 
+def test_the_best_and_the_worst_are_of_different_prompts(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, prompts=tuple(f"prompt {index}" for index in range(5)))
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
+    best, worst = (rows(part, "| image | reward") for part in markdown.split("## Worst"))
+    # Of the first prompt .9, .4 and .1, of the four others .5 each.
+    assert [cells[1] for cells in best] == ["**0.900**", "**0.500**", "**0.500**", "**0.500**"]
+    assert [cells[1] for cells in worst] == ["**0.100**", "**0.500**", "**0.500**", "**0.500**"]
+    for cells in (best, worst):
+        assert len({prompt for *_, prompt, _ in cells}) == 4
+
+
 def test_token_samples_are_ranked_and_both_streams_are_in_the_table(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, streams=("tokens", "denoising"))
     markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
     best = rows(markdown, "| image | reward")
-    assert [cells[1] for cells in best] == ["**0.900**", "**0.500**", "**0.500**", "**0.500**"]
+    # Two of either prompt.
+    assert [cells[1] for cells in best] == ["**0.900**", "**0.500**", "**0.500**", "**0.400**"]
     assert "s03" not in markdown
     table = dict(rows(markdown, "| metric | value |"))
     assert (table["reward"], table["reward, denoising"]) == ("0.5", "0.25")
@@ -100,11 +113,12 @@ def test_no_prompt_or_completion_breaks_out_of_its_cell(tmp_path: Path, modality
     width = header.count("|") - 1 if modality == "image" else 5
     for cells in rows(markdown, header):
         assert len(cells) == width
-    assert "<" not in markdown
-    assert "http:" not in markdown
-    assert "`c`" not in markdown
     assert len(re.findall("^#", markdown, re.MULTILINE)) == (3 if modality == "image" else 2)
-    assert "a | b ⏎  ⏎ # head ⏎ <script>x</script> ![i](http://x)" in unescape(markdown)
+    inline = [child for token in PARSER.parse(markdown) for child in token.children or []]
+    assert not {"html_inline", "link_open", "s_open"} & {child.type for child in inline}
+    assert all(str(child.attrs["src"]).startswith("data:image/") for child in inline if child.type == "image")
+    shown = "".join(child.content for child in inline)
+    assert "a | b ⏎  ⏎ # head ⏎ <script>x</script> ![i](http://x) `c`" in shown
     assert ("*empty*" in markdown) == (modality == "text")
 
 
@@ -122,7 +136,7 @@ def test_long_texts_are_shortened_and_many_groups_counted(tmp_path: Path) -> Non
 def test_all_rounds_count_and_dropped_groups_are_marked(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, modality="text", datasets=("sums", "poems"))
     markdown = iteration_markdown(maker.store, "r", [record_of(maker, rounds=2)])
-    metrics = dict(rows(unescape(markdown), "| metric | value |"))
+    metrics = dict(rows(markdown, "| metric | value |"))
     assert metrics["groups dropped"] == "2"
     assert metrics["sampling rounds"] == "2"
     assert (metrics["sums: reward"], metrics["poems: reward"]) == ("0.5", "0.6")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tasks.reports.fonts import fonts_for
 from tasks.reports.images import TargetReader, fitted, image_uri, read_images, shrunk
 from tasks.reports.plots import line_plot, normalised, plot_distribution, plot_guardrails, plot_joint, plot_label
 from tests.tasks.reports.made_runs import RunMaker, colour, png
@@ -77,9 +78,18 @@ def test_matplotlib_is_imported_only_where_something_is_plotted() -> None:
 
 
 def test_labels_are_text_and_nothing_else() -> None:
-    assert plot_label("a$b$") == r"a\$b\$"
-    assert plot_label("报\n") == "\N{REPLACEMENT CHARACTER}" * 2
-    assert plot_label("a" * 40 + "z", 10) == "aaaaaa…aaz"
+    fonts = fonts_for(["报"], system=[])
+    assert plot_label("a$b$", fonts) == r"a\$b\$"
+    assert plot_label("a 报\n", fonts) == "a [U+62A5]"
+    assert plot_label("a" * 40 + "z", fonts, 10) == "aaaaaa…aaz"
+
+
+def test_two_labels_that_are_shortened_to_one_have_a_line_each() -> None:
+    twice, once = (
+        plot_guardrails([0, 1], [0.1, 0.2], {f"{'a' * 40}{letter}{'b' * 40}": [1.0, 2.0] for letter in letters})
+        for letters in ("xy", "x")
+    )
+    assert twice != once
 
 
 def test_guardrails_are_multiples_of_their_first_value() -> None:
