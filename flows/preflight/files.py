@@ -7,10 +7,13 @@ from tasks.models.initial import local_source
 from tasks.prompts.files import find_files
 from tasks.prompts.formats import ENDINGS
 from tasks.prompts.read import DatasetChoice, names_dataset
+from tasks.storage.artifacts.store import open_store
 
 
 def refuse_missing_files(config: RunConfig) -> None:
     """Refuse a model's folder or a prompt file of this machine that does not exist or cannot be opened.
+
+    So is a run's folder with links that lead out of it.
 
     Raises:
         InputError: with one entry per problem.
@@ -29,4 +32,8 @@ def refuse_missing_files(config: RunConfig) -> None:
                 file.open().close()
         except InputError as error:
             problems.append(error)
+    try:
+        open_store(config.storage, config.run.name).refuse_links()
+    except InputError as error:
+        problems.append(error)
     raise_all(problems)

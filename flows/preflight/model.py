@@ -118,9 +118,9 @@ def check_device(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError
 
 
 def check_storage(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
-    """Report a storage root that cannot be opened."""
+    """Report a storage root that cannot be opened, and links that lead out of the run's folder."""
     try:
-        open_store(config.storage, config.run.name)
+        open_store(config.storage, config.run.name).refuse_links()
     except InputError as error:
         yield error
 

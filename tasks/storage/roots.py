@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from grpo_core.errors import InputError
 from tasks.storage.files import is_local
+from tasks.storage.links import RootFileSystem
 
 _S3 = ("s3://", "s3a://")
 _EXTRAS = {"s3": "s3fs, which the extra s3 of this package brings", "s3a": "s3fs, which the extra s3 brings"}
@@ -51,7 +52,8 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
     except (OSError, ValueError) as error:
         hint = f"{error}. Give a folder or a URL of a known kind, such as s3://, and install what reads it."
         raise InputError("storage.root", root, hint) from error
-    return filesystem, path.rstrip("/")
+    path = path.rstrip("/")
+    return (RootFileSystem(path) if is_local(filesystem) else filesystem), path
 
 
 def probe_filesystem(root: str) -> AbstractFileSystem:
