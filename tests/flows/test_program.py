@@ -65,6 +65,9 @@ COMMANDS: list[Command] = [
     (["train", "configs/tiny.yaml", "--set", "update.learing_rate=1"], 2, "update.learning_rate"),
     (["train", "configs/tiny.yaml", "--set", "data.prompts=data/prompts/shapes_trian.jsonl"], 2, "shapes_train.jsonl"),
     (["train", "configs/tiny_text.yaml", "--set", "policy.model=data/models/tiny-txt"], 2, "policy.model"),
+    (["train", "configs/tiny.yaml", "--set", "data.prompts=http://me:secret@host/p.txt"], 2, "http://***@host/p.txt"),
+    (["evaluate", "absent", "--prompts", "http://me:secret@host/p.txt"], 2, "--prompts: got 'http://***@host/p.txt'"),
+    (["list", "s3://key:secret@bucket/runs"], 2, "ROOT: got 's3://***@bucket/runs'"),
     (["--show-completion", "bash"], 0, "COMPLETE"),
 ]
 
