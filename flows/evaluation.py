@@ -24,6 +24,7 @@ from flows.pipeline.stages import (
     score_rewards,
 )
 from flows.preflight.inputs import check_evaluation, checked_once
+from flows.preflight.trust import trusted_config
 from grpo_core.errors import InputError
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
@@ -84,7 +85,7 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     refuse_overrides(request.overrides, request.hint_against)
     store = find_run(request.run, request.root)
     described = read_description(store)
-    own, config = stored_config(store), stored_config(store, request.changes)
+    own, config = stored_config(store), trusted_config(store, request.changes, trust=request.trust_code)
     if not config.evaluate.sets:
         hint = f"{store.run} has no held-out prompts (evaluate.prompts); name a file of them."
         raise InputError("--prompts", None, hint)

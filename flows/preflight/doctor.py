@@ -116,6 +116,7 @@ def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
         "prompts": f"{counts[0]} for training and {counts[1]} held out, with their targets",
         "model": f"{config.policy.model} can sample with these settings",
         "rewards": f"ready: {', '.join(reward.label for reward in config.rewards)}",
+        "update": ", ".join(update.objective for update in config.updates.values()),
         "device": f"{config.placement.device}, optimizer {', '.join(optimizers)}",
         "storage": config.storage.root,
         "trackers": f"ready: {', '.join(config.run.trackers)}" if config.run.trackers else "none",

@@ -1,6 +1,7 @@
 """A first look for the files that a configuration names; a typo is reported before torch and Prefect are imported."""
 
 from configs.schema import RunConfig
+from flows.preflight.trust import uses_of
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.protocol import policy_family
 from tasks.models.initial import local_source
@@ -11,7 +12,7 @@ from tasks.storage.artifacts.store import open_store
 
 
 def refuse_missing_files(config: RunConfig) -> None:
-    """Refuse a model's folder or a prompt file of this machine that does not exist or cannot be opened.
+    """Refuse a model's folder, a prompt file or a function's file of this machine that is not there.
 
     So is a run's folder with links that lead out of it.
 
@@ -32,6 +33,10 @@ def refuse_missing_files(config: RunConfig) -> None:
                 file.open().close()
         except InputError as error:
             problems.append(error)
+    for use in uses_of(config):
+        if use.is_missing:
+            hint = f"There is no file {use.file}. Give its path, from where grpo is started."
+            problems.append(InputError(use.place, use.value, hint))
     try:
         open_store(config.storage, config.run.name).refuse_links()
     except InputError as error:
