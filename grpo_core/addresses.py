@@ -14,7 +14,7 @@ _SIGNED = re.compile(
     r"(?<=[?&])([\w.-]*(?:token|secret|password|passwd|signature|credential|api[_-]?key)|sig)=[^&#\s]+", re.IGNORECASE
 )
 HINT = (
-    "An address is stored with the run and shown to people, so it must have no secret. Leave it out and give it where "
+    "An address is stored with the run and shown to people, so it may have no password and no token. Give them where "
     "the address is read: in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile (AWS_PROFILE) for a bucket, in "
     "the variable that `token_env` of a reward names, in fsspec's own configuration for other files; or name a copy "
     "on this machine"
