@@ -36,7 +36,7 @@ def _guarded(name: str) -> Callable[..., Any]:
     return guarded
 
 
-class RootFileSystem(LocalFileSystem):  # type: ignore[misc]
+class RootFileSystem(LocalFileSystem):
     """The files below a storage root: what reads, lists, writes or deletes them refuses links as the module says.
 
     Paths outside of the root are left alone: files of this process are copied to and from there.
