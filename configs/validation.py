@@ -5,7 +5,7 @@ It imports no model library, so a command can check its options at once.
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field, GetJsonSchemaHandler, ValidationError, ValidationInfo, model_validator
@@ -13,6 +13,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from configs.yaml_files import nearest_key, section_hint, translate
+from grpo_core.addresses import refuse_secrets
 from grpo_core.errors import InputError, joined, raise_all
 from grpo_core.settings import STRICT
 
@@ -122,6 +123,8 @@ def validated(
     Raises:
         InputError: every error.
     """
+    # First, since other errors repeat the values.
+    raise_all(secret_addresses(values))
     # YAML has lists, the models have tuples.
     plain = _tuples(values)
     errors = translate(plain)
@@ -134,6 +137,22 @@ def validated(
     errors += [*refused_combinations(record), *checks(record)]
     raise_all(errors)
     return record
+
+
+def secret_addresses(value: Any, place: str = "") -> Iterator[InputError]:
+    """Yield an error for every address with a password or a token in plain values, wherever it is given."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, str):
+        try:
+            refuse_secrets(place, value)
+        except InputError as error:
+            yield error
+    elif isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    for key, item in items:
+        yield from secret_addresses(item, f"{place}.{key}".lstrip("."))
 
 
 def _tuples(value: Any) -> Any:

@@ -64,9 +64,11 @@ def train(
     """
     from configs.loader import as_config
     from flows.preflight.files import check_files, refuse_missing_files
+    from flows.preflight.trust import remember, uses_of
 
     given = as_config(config, _texts(overrides))
     refuse_missing_files(given)
+    remember(uses_of(given))
     if on_iteration is None:
         finished = _reporting(lambda: read_finished(given), progress=progress)
         if finished is not None:
@@ -104,7 +106,8 @@ def replay(
         source: a run under the storage root, or the path of its folder.
         on_iteration: as of :func:`train`.
         progress: as of :func:`train`.
-        options: fields of ReplayRequest: advantages, iterations, policy, max_staleness, name, overrides, root.
+        options: fields of ReplayRequest: advantages, iterations, policy, max_staleness, name, overrides,
+            trust_code, root.
 
     Raises:
         InputError: what is wrong with the request or the source.
@@ -112,12 +115,13 @@ def replay(
 
     def body() -> "Coroutine[Any, Any, ReplaySummary]":
         from flows.preflight.files import check_files
-        from tasks.runs.stored import stored_config
+        from flows.preflight.trust import trusted_config
 
         request = _request(ReplayRequest, source, "source", options)
         (store,) = require_runs([request.source], request.root)
         refuse_overrides(request.overrides, request.hint_against)
-        check_files(stored_config(store, request.overrides), storage=False)
+        chosen = trusted_config(store, request.overrides, trust=request.trust_code, trains=True)
+        check_files(chosen, storage=False)
         start_server()
         from flows.replaying import plan_replay
 
@@ -135,7 +139,7 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
     Args:
         run: a run under the storage root, or the path of its folder.
         progress: as of :func:`train`.
-        options: fields of EvaluateRequest: policy, prompts, overrides, root.
+        options: fields of EvaluateRequest: policy, prompts, overrides, trust_code, root.
 
     Raises:
         InputError: what is wrong with the request or the run.
@@ -143,12 +147,12 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
 
     def body() -> "Coroutine[Any, Any, EvaluateSummary]":
         from flows.preflight.files import check_heldout_files
-        from tasks.runs.stored import stored_config
+        from flows.preflight.trust import trusted_config
 
         request = _request(EvaluateRequest, run, "run", options)
         (store,) = require_runs([request.run], request.root)
         refuse_overrides(request.overrides, request.hint_against)
-        check_heldout_files(stored_config(store, request.changes))
+        check_heldout_files(trusted_config(store, request.changes, trust=request.trust_code))
         start_server()
         from flows.evaluation import plan_evaluate
 

@@ -1,8 +1,6 @@
 """`grpo deploy`: registers a configuration with Prefect's server, or updates what is registered."""
 
 import os
-import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from flows.server.heartbeat_automation import ensure_automation
 from flows.server.reachable import KIND, require_configured
 from flows.training.train import train
 from flows.worker import read_or_create_pool
-from grpo_core.errors import InputError, raise_all
+from grpo_core.errors import InputError
 from tasks.process import CHECKOUT
 from tasks.reports.report import Report
 
@@ -43,7 +41,6 @@ IMAGE_CHECKOUT = "/grpo"
 _ENTER = "prefect.deployments.steps.set_working_directory"
 _CHECKOUT_TYPES = (KIND, "process")
 """Types of pools whose workers run flows in a checkout of their own."""
-_CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
 @dataclass(frozen=True)
@@ -288,19 +285,15 @@ def in_words(schedule: DeploymentScheduleCreate) -> str:
 
 
 def training(config: RunConfig, name: str) -> Deployable:
-    """Describe the training deployment, whose form is that of its kind of policy.
-
-    Raises:
-        InputError: the configuration has a credential.
-    """
-    raise_all(credential_problems(config.model_dump(mode="json")))
+    """Describe the training deployment, whose form is that of its kind of policy."""
     text = f"GRPO training of the run {config.run.name}; a run that was started before is resumed."
     return Deployable(train, name, config, text)
 
 
 def evaluation(config: RunConfig, name: str) -> Deployable:
     """Describe the deployment that evaluates a policy version of the run, by default the last one."""
-    request = EvaluateRequest(run=config.run.name, root=config.storage.root)
+    # What is deployed is the person's own configuration, and a worker may have trained nothing.
+    request = EvaluateRequest(run=config.run.name, root=config.storage.root, trust_code=True)
     text = f"Held-out scores of a policy version of the run {config.run.name}."
     return Deployable(evaluate, f"{name}-evaluate", request, text)
 
@@ -323,16 +316,3 @@ def _below_checkout(file: Path) -> str:
     """Return the path as a worker finds it in its own checkout."""
     place = Path(os.path.abspath(file))
     return place.relative_to(CHECKOUT).as_posix() if place.is_relative_to(CHECKOUT) else str(place)
-
-
-def credential_problems(values: Any, place: str = "") -> Iterator[InputError]:
-    """Find every address with a user or password in it, since the UI shows parameters to everyone."""
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from credential_problems(value, f"{place}.{key}".lstrip("."))
-    elif isinstance(values, list | tuple):
-        for index, value in enumerate(values):
-            yield from credential_problems(value, f"{place}.{index}")
-    elif isinstance(values, str) and _CREDENTIALS.search(values):
-        hint = "The UI shows parameters to everyone; put user and password into the worker's environment."
-        yield InputError(place, _CREDENTIALS.sub("://***@", values), hint)

@@ -25,6 +25,7 @@ from flows.pipeline.stages import (
 )
 from flows.preflight.files import checked_once, require_heldout
 from flows.preflight.inputs import check_evaluation
+from flows.preflight.trust import trusted_config
 from grpo_core.errors import InputError
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
@@ -85,7 +86,7 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     refuse_overrides(request.overrides, request.hint_against)
     store = find_run(request.run, request.root)
     described = read_description(store)
-    own, config = stored_config(store), stored_config(store, request.changes)
+    own, config = stored_config(store), trusted_config(store, request.changes, trust=request.trust_code)
     require_heldout(config)
     inputs = check_evaluation(config)
     heldout, digest = inputs.heldout, inputs.model.digest

@@ -15,6 +15,7 @@ from tasks.runs.lookup import CONFIG_FILE, runs_below
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import MANIFEST_ENDING
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
+from tasks.storage.links import LinkError
 from tasks.storage.run_lock import is_locked
 
 
@@ -22,21 +23,23 @@ class ListedRun(BaseModel):
     """A line of the list.
 
     Attributes:
-        state: `running` while a process has the run's lock.
+        state: `running` while a process has the run's lock; `refused` where a link leads out of the run.
         iterations: number of policy updates.
         planned: number in the configuration; None without a readable one.
         reward: mean training reward of the last iteration; None without one.
         heldout: mean held-out reward of the last evaluated policy; None without one.
         progress: when the last policy was stored, or else when the run was last started, UTC.
+        problem: why it is refused; None for other runs.
     """
 
     run: str
-    state: Literal["running", "finished", "stopped"]
+    state: Literal["running", "finished", "stopped", "refused"]
     iterations: int
     planned: int | None
     reward: float | None
     heldout: float | None
     progress: datetime | None
+    problem: str | None = None
 
 
 def list_runs(root: str) -> list[ListedRun]:
@@ -66,10 +69,19 @@ def runs_report(root: str, runs: Sequence[ListedRun]) -> Report:
         for each in runs
     ]
     notes = [] if runs else [f"no runs in {root}; `grpo train CONFIG` starts one"]
+    notes += [f"{each.run}: {each.problem}" for each in runs if each.problem is not None]
     return Report(root if runs else "", tables=[Table("", rows, ("state", "last progress"))], notes=notes)
 
 
 def _listed(store: ArtifactStore) -> ListedRun:
+    try:
+        return _read(store)
+    except LinkError as error:
+        unknown = dict.fromkeys(("planned", "reward", "heldout", "progress"))
+        return ListedRun(run=store.run, state="refused", iterations=0, problem=str(error), **unknown)
+
+
+def _read(store: ArtifactStore) -> ListedRun:
     reader, planned = RunReader(store), _planned(store)
     iterations = max(reader.policies(), default=0)
     heldout = [_reward(reader, evaluation_folder(version)) for version in reader.evaluations()]

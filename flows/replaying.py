@@ -18,6 +18,7 @@ from flows.pipeline.run import Run, start_run
 from flows.pipeline.stages import as_task, compute_advantages, recording, update_policy
 from flows.preflight.files import checked_once
 from flows.preflight.inputs import check_inputs
+from flows.preflight.trust import trusted_config
 from flows.training.callbacks import open_callbacks
 from flows.training.history import TrainingHistory, evaluate
 from flows.training.summary import TrainSummary, publish_summary, summarize
@@ -75,7 +76,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
         "storage.root": root_of(request.source, request.root, store),
     }
     overrides = [*request.overrides, *(f"{key}={yaml_value(value)}" for key, value in own.items())]
-    previous, config = stored_config(store), stored_config(store, overrides)
+    previous, config = stored_config(store), trusted_config(store, overrides, trust=request.trust_code, trains=True)
     start = read_policy(store, request.policy) if request.policy else None
     recompute = config.advantages != previous.advantages or _mix(config) != _mix(previous)
     advantages = request.advantages or (RECOMPUTED if recompute else STORED)

@@ -9,9 +9,10 @@ import polars as pl
 from pydantic import BaseModel
 
 from configs.loader import read_config, read_rewards_file
-from configs.schema import RewardsFile, RunConfig
+from configs.schema import RewardsFile
 from configs.training import RewardSection
 from configs.yaml_files import read_mapping
+from flows.preflight.trust import require_trust, uses_of_rewards
 from flows.rescoring.plan import needed_scores
 from grpo_core.errors import InputError, joined
 from grpo_core.rewards.model_reward import ModelReward
@@ -27,12 +28,13 @@ from tasks.runs.layout import (
     ANALYSIS,
     REPORT_FILE,
     REPORT_PAGE,
+    RESCORED,
     REWARDS_FILE,
     STORED,
     SamplingRound,
     rescoring_folder,
 )
-from tasks.runs.lookup import find_run
+from tasks.runs.lookup import CONFIG_FILE, find_run
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.stored import read_iterations, read_range, stored_config
@@ -155,6 +157,7 @@ def analyse_rewards(
     rescored: str | None = None,
     repeats: int = REPEATED,
     html: Path | None = None,
+    trust_code: bool = False,
 ) -> AnalysisSummary:
     """Analyse a run's scores and store the results in its `analysis` folder.
 
@@ -165,6 +168,7 @@ def analyse_rewards(
         rescored: name of a rescoring whose scores are analysed; None for the run's own.
         repeats: number of samples to score again; 0 for none.
         html: another file for the page; None for no other.
+        trust_code: score again also with functions and tokens that this person has not trained with, and remember them.
 
     Raises:
         InputError: with the option, the value and the hint.
@@ -175,7 +179,12 @@ def analyse_rewards(
         raise InputError("--repeats", repeats, "Give a number of samples; 0 scores none again.")
     store = find_run(source, root)
     config = stored_config(store)
-    sections, rounds = _scored_rounds(store, config, iterations, rescored)
+    sections = config.rewards if rescored is None else _rescored_rewards(store, rescored)
+    if repeats or rescored is not None:
+        # Which stored scores are those of a rescoring depends on the versions of its rewards.
+        place = CONFIG_FILE if rescored is None else f"{rescoring_folder(rescored)}/{REWARDS_FILE}"
+        require_trust(uses_of_rewards("rewards", sections), f"{store.run}/{place}", trust=trust_code)
+    rounds = _scored_rounds(store, sections, iterations, rescored)
     again, not_repeated = _score_again(store, sections, rounds, repeats)
     scores = read_scores(store, rounds)
     analysis = analyse(scores, again)
@@ -196,19 +205,28 @@ def analyse_rewards(
     return summary
 
 
+def _rescored_rewards(store: ArtifactStore, name: str) -> tuple[RewardSection, ...]:
+    """Read the rewards that a rescoring was made with."""
+    content = store.read_file(f"{rescoring_folder(name)}/{REWARDS_FILE}")
+    if content is None:
+        known = [each for each in RunReader(store).names(RESCORED) if not each.startswith(".")]
+        hint = (
+            "It does not say with which rewards it was made; run grpo rescore again."
+            if name in known
+            else f"{store.run} has {', '.join(known) or 'no rescoring'}."
+        )
+        raise InputError("--rescored", name, hint)
+    return RewardsFile.model_validate_json(content).rewards
+
+
 def _scored_rounds(
-    store: ArtifactStore, config: RunConfig, iterations: str | None, rescored: str | None
-) -> tuple[tuple[RewardSection, ...], dict[int, tuple[SamplingRound, ...]]]:
-    """Return the rewards, and the sampling rounds of each iteration with their scores."""
+    store: ArtifactStore, rewards: tuple[RewardSection, ...], iterations: str | None, rescored: str | None
+) -> dict[int, tuple[SamplingRound, ...]]:
+    """Return the sampling rounds of each iteration with the scores by these rewards."""
     chosen = None if iterations is None else read_range(iterations)
     stored = read_iterations(store, chosen, rescored or STORED)
     if rescored is None:
-        return config.rewards, {each.number: each.rounds for each in stored}
-    content = store.read_file(f"{rescoring_folder(rescored)}/{REWARDS_FILE}")
-    if content is None:
-        hint = "It does not say with which rewards it was made; run grpo rescore again."
-        raise InputError("--rescored", rescored, hint)
-    rewards = RewardsFile.model_validate_json(content).rewards
+        return {each.number: each.rounds for each in stored}
     rounds: dict[int, tuple[SamplingRound, ...]] = {}
     for each in stored:
         found = needed_scores(store, each, rewards)
@@ -219,13 +237,15 @@ def _scored_rounds(
             replace(stored_round, rewards={one.section.label: one.stored for one in needed if one.stored is not None})
             for stored_round, needed in zip(each.rounds, found, strict=True)
         )
-    return rewards, rounds
+    return rounds
 
 
 def _score_again(
     store: ArtifactStore, sections: Sequence[RewardSection], rounds: Mapping[int, Sequence[SamplingRound]], samples: int
 ) -> tuple[pl.DataFrame | None, dict[str, str]]:
     """Score the last iteration's first samples again by every reward that can run here."""
+    if not samples:
+        return None, {}
     able, unable = [], {}
     for section in sections:
         problems = build_reward(section.reward, section.settings).preflight()
@@ -233,7 +253,7 @@ def _score_again(
             unable[section.label] = problems[0]
         else:
             able.append(section)
-    if not samples or not able:
+    if not able:
         return None, unable
     shown = [
         number

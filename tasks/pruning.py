@@ -124,15 +124,17 @@ def delete_part(store: ArtifactStore, prunable: Prunable, part: str, by: str, on
 
 def old_calls(store: ArtifactStore, now: datetime) -> list[str]:
     """Return paths of calls that no run waits for."""
-    paths = store.filesystem.find(store.path(CALLS)) if store.filesystem.exists(store.path(CALLS)) else []
+    folder = store.path_of(f"{store.run}/{CALLS}", deleting=True)
+    paths = store.filesystem.find(folder) if store.filesystem.exists(folder) else []
     return sorted(path for path in paths if now - _modified(store, path) > CALLS_ARE_KEPT)
 
 
 def abandoned_writes(store: ArtifactStore) -> list[str]:
     """Return folders in which a killed process was writing; nothing is changed."""
-    incoming, found = Path(store.path(INCOMING)), []
-    folders = sorted(path for path in incoming.glob("*") if path.is_dir()) if is_local(store.filesystem) else []
-    for folder in folders:
+    if not is_local(store.filesystem):
+        return []
+    incoming, found = Path(store.path_of(f"{store.run}/{INCOMING}", deleting=True)), []
+    for folder in sorted(path for path in incoming.glob("*") if path.is_dir() and not path.is_symlink()):
         # A folder without a lock is one that its process is about to lock.
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             if (folder / "lock").exists():

@@ -9,7 +9,7 @@ import typer
 
 from flows.command_line.options import Html, Json, Root, handle_errors, is_terminal, print_result, takes_request
 from flows.commands import require_runs
-from flows.pipeline.requests import ExportRequest, SampleRequest
+from flows.pipeline.requests import TRUST, ExportRequest, SampleRequest
 from flows.pruning.request import PruneRequest, check_request
 from grpo_core.errors import InputError
 
@@ -243,6 +243,7 @@ def analyse(
     ] = None,
     repeats: Annotated[int, typer.Option(metavar="N", help="samples to score again to measure noise")] = 32,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the page to this file")] = None,
+    trust_code: Annotated[bool, typer.Option("--trust-code", help=TRUST)] = False,
     root: Root = "runs",
     as_json: Json = False,
 ) -> None:
@@ -251,7 +252,13 @@ def analyse(
         from flows.rewards import analyse_rewards
 
         summary = analyse_rewards(
-            source, root=root, iterations=iterations, rescored=rescored, repeats=repeats, html=html
+            source,
+            root=root,
+            iterations=iterations,
+            rescored=rescored,
+            repeats=repeats,
+            html=html,
+            trust_code=trust_code,
         )
         print_result(summary.report(), summary, as_json)
 

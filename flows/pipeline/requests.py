@@ -36,6 +36,9 @@ MAX_STALENESS = 4
 """Versions; as many as systems allow that sample while they train (Fu et al., 2025, AReaL, arXiv:2505.24298)."""
 
 
+Trust = Annotated[bool, Option("--trust-code")]
+TRUST = "run the functions and send the tokens that the run itself names, and remember them"
+
 # The stored rollouts or an option of the command decide these.
 _FIXED_IN_REPLAYS = {
     "data": "Prompts are those of the stored rollouts; leave it out.",
@@ -83,6 +86,7 @@ class EvaluateRequest(Section):
         None, min_length=1, description="prompt file to use instead of the run's held-out prompts"
     )
     overrides: Overrides = Field((), description="change the run's configuration, as section.key=value")
+    trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
 
     def hint_against(self, path: str) -> str | None:
@@ -138,6 +142,7 @@ class ReplayRequest(Section):
         None, pattern=RUN_NAME_PATTERN, description="name of the replay; by default RUN-replay"
     )
     overrides: Overrides = Field((), description="change the source's configuration, as section.key=value")
+    trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
 
     def hint_against(self, path: str) -> str | None:

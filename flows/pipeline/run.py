@@ -29,6 +29,7 @@ from flows.pipeline.lineage import (
     stage_code,
 )
 from flows.preflight.inputs import check_inputs
+from flows.preflight.trust import remember, uses_of
 from grpo_core.streams import Stream
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
@@ -176,6 +177,7 @@ def start_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         config, start = resolve_start(config, previous or {})
         run = Run(config, store, lock, model, inputs.training, inputs.heldout, start)
         store.clear_abandoned()
+        remember(uses_of(config))
         for note in inputs.notes:
             log(note)
         accepted = resolve_code(stage_code(config, model), previous or {}, accept=accept_code)

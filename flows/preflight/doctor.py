@@ -140,6 +140,7 @@ def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
         + (f", {'all' if targets == sum(counts) else targets} with a target image" if targets else ""),
         "model": f"{config.policy.model} can sample with these settings",
         "rewards": f"ready: {', '.join(reward.label for reward in config.rewards)}",
+        "update": ", ".join(update.objective for update in config.updates.values()),
         "device": f"{config.placement.device}, optimizer {', '.join(optimizers)}",
         "storage": config.storage.root,
         "trackers": f"ready: {', '.join(config.run.trackers)}" if config.run.trackers else "none",

@@ -9,6 +9,7 @@ from typing import TypeVar
 from configs.schema import RewardsFile, RunConfig
 from configs.sections import DataSection, DatasetSection
 from flows.preflight.prompts import PromptFiles, check_prompts, check_rewards, read_prompt_files, reward_problems
+from flows.preflight.trust import uses_of
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.registry import build_reward
@@ -50,7 +51,9 @@ read_files = checked_once(read_prompt_files, keep=lambda files: not files.proble
 
 
 def refuse_missing_files(config: RunConfig) -> None:
-    """Refuse a model's folder or a prompt file of this machine that does not exist or cannot be opened.
+    """Refuse a model's folder, a prompt file or a function's file of this machine that is not there.
+
+    So is a run's folder with links that lead out of it.
 
     Raises:
         InputError: with one entry per problem.
@@ -64,6 +67,14 @@ def refuse_missing_files(config: RunConfig) -> None:
                 file.open().close()
         except InputError as error:
             problems.append(error)
+    for use in uses_of(config):
+        if use.is_missing:
+            hint = f"There is no file {use.file}. Give its path, from where grpo is started."
+            problems.append(InputError(use.place, use.value, hint))
+    try:
+        open_store(config.storage, config.run.name).refuse_links()
+    except InputError as error:
+        problems.append(error)
     raise_all(problems)
 
 

@@ -117,6 +117,16 @@ def check_device(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError
             yield error_at(config.update_path(stream), error)
 
 
+def check_update(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
+    """Report a loss of the person's own that cannot be imported."""
+    for stream, update in config.updates.items():
+        try:
+            # It imports the function.
+            _ = update.custom_loss
+        except InputError as error:
+            yield error_at(config.update_path(stream), error)
+
+
 def check_trackers(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
     """Report trackers that accelerate does not know, or whose package is not installed."""
     if not config.run.trackers:

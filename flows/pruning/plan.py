@@ -37,6 +37,7 @@ from tasks.runs.stored import find_evaluation, heldout_rewards
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, STATES_REMOVED
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.links import LinkError
 
 VERSIONS, IMAGES, STEPS = "policy versions", "images of iterations", "denoising steps of iterations"
 CALLS, WRITES = "calls of work pools", "unfinished writes"
@@ -226,7 +227,11 @@ def _other_configs(store: ArtifactStore, own: set[str]) -> Iterator[tuple[str, M
     for name in (folder.rsplit("/", 1)[-1] for folder in folders):
         if name == store.run or name.startswith("."):
             continue
-        content = store.read_shared(f"{name}/config.yaml") or b""
+        try:
+            content = store.read_shared(f"{name}/config.yaml") or b""
+        except LinkError:
+            # Nothing can start there before a person has removed the link.
+            continue
         # A training looks at all runs after each iteration, and parsing YAML is slow.
         if b"\nreplay:" in content or any(f"{run}@".encode() in content for run in own):
             with suppress(yaml.YAMLError, UnicodeDecodeError):
@@ -235,7 +240,10 @@ def _other_configs(store: ArtifactStore, own: set[str]) -> Iterator[tuple[str, M
 
 def _is_unfinished(store: ArtifactStore, name: str, config: Mapping[str, Any]) -> bool:
     end = _mapping(config.get("run")).get("iterations")
-    found = store.filesystem.glob(f"{store.root}/{name}/{POLICIES}/*{MANIFEST_ENDING}")
+    try:
+        found = store.filesystem.glob(f"{store.root}/{name}/{POLICIES}/*{MANIFEST_ENDING}")
+    except LinkError:
+        return True
     numbers = [str(path).rsplit("/", 1)[-1].removesuffix(MANIFEST_ENDING) for path in found]
     done = max((int(number) for number in numbers if number.isdigit()), default=0)
     # One that does not say where it ends cannot be continued.

@@ -137,7 +137,7 @@ class LossSettings:
     def __post_init__(self) -> None:
         check_fields(self, "update")
         if self.loss not in LOSSES:
-            load_custom_loss(self.loss)
+            _require_reference(self.loss)
         self._check_level()
         self._check_bounds()
 
@@ -198,9 +198,14 @@ def load_custom_loss(name: str) -> UserFunction:
     Raises:
         InputError: there is no such loss or function, or its module cannot be imported.
     """
+    _require_reference(name)
+    return load_function("update.loss", name)
+
+
+def _require_reference(name: str) -> None:
+    """Refuse what is neither a loss nor written as a function; nothing is imported, since reading runs no code."""
     if not REFERENCE.fullmatch(name):
         close = difflib.get_close_matches(name, LOSSES, n=1)
         suggestion = f"Did you mean {close[0]}? " if close else ""
         hint = f"{suggestion}Choose one of {', '.join(LOSSES)}, or name your own function as package.module:function."
         raise InputError("update.loss", name, hint)
-    return load_function("update.loss", name)

@@ -17,6 +17,7 @@ from tasks.prompts.files import nearest_names
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.files import dump_checked, load_checked
+from tasks.storage.links import LinkError
 from tasks.storage.roots import translate_remote_errors
 from tasks.storage.schemas import SCHEMA_VERSION
 
@@ -86,7 +87,8 @@ def find_run(name: str, root: str) -> ArtifactStore:
     """Return the run of this name under the root, or in the folder of this path.
 
     Raises:
-        InputError: there is none, with the nearest names; the folder is not a run; or another schema version wrote it.
+        InputError: there is none, with the nearest names; the folder is not a run; a link in it leads out of it; or
+            another schema version wrote it.
     """
     if not name.strip():
         raise InputError("RUN", name, "Name a run, or the path of its folder.")
@@ -96,6 +98,7 @@ def find_run(name: str, root: str) -> ArtifactStore:
     if not _is_run(found):
         reason = f"The folder {found.path()} is no run: it has neither {RUN_FILE} nor an iteration."
         raise InputError("RUN", name, f"{reason} {_known_runs(name, root)}")
+    found.refuse_links()
     require_schema(found)
     return found
 
@@ -118,7 +121,11 @@ def _is_folder(store: ArtifactStore) -> bool:
 
 def _is_run(store: ArtifactStore) -> bool:
     reader = RunReader(store)
-    return RUN_FILE in reader.names() or bool(reader.iterations())
+    try:
+        return RUN_FILE in reader.names() or bool(reader.iterations())
+    except LinkError:
+        # Nobody can say without following it; who opens it is refused with the reason.
+        return True
 
 
 def _candidates(name: str, root: str) -> Iterator[ArtifactStore]:

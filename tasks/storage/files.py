@@ -148,7 +148,8 @@ def clear_abandoned(incoming: Path) -> None:
     if not incoming.is_dir():
         return
     with locked_file(incoming / _LOCK):
-        for folder in [path for path in incoming.iterdir() if path.is_dir()]:
+        # No staging folder is a link.
+        for folder in [path for path in incoming.iterdir() if path.is_dir() and not path.is_symlink()]:
             with contextlib.suppress(BlockingIOError, FileNotFoundError), locked_file(folder / _LOCK, wait=False):
                 shutil.rmtree(folder, ignore_errors=True)
 

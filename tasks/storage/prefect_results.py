@@ -77,7 +77,7 @@ def _keep(store: ArtifactStore, key: str, result: Any) -> None:
         return
     with store.staging() as scratch:
         write_file_atomically(store.filesystem, store.path(name), content, scratch=scratch)
-        shared, temporary = Path(store.root) / name, scratch / "shared"
+        shared, temporary = Path(store.path_of(name)), scratch / "shared"
         temporary.write_bytes(content)
         shared.parent.mkdir(parents=True, exist_ok=True)
         temporary.replace(shared)

@@ -14,16 +14,13 @@ import fsspec
 from fsspec import AbstractFileSystem
 from safetensors import SafetensorError
 
+from grpo_core.addresses import refuse_secrets
 from grpo_core.errors import InputError
 from tasks.storage.files import is_local, nearest_existing
+from tasks.storage.links import RootFileSystem
 
 _S3 = ("s3://", "s3a://")
 _EXTRAS = {"s3": "s3fs, which the extra s3 of this package brings", "s3a": "s3fs, which the extra s3 brings"}
-# user:password@ or, in a bucket's URL, anything before an @. A key may contain a slash; a port is no password.
-_SECRET = re.compile(
-    r"(?<=://)[^/@:]*:(?!\d+(?:/|$)).*@|(?<=s3://)(?!arn:)[^/:]*:.*@|(?<=s3a://)(?!arn:)[^/:]*:.*@"
-    r"|(?<=s3://)[^/]*@|(?<=s3a://)[^/]*@"
-)
 LOOK = {"connect_timeout": 4, "read_timeout": 6}
 """Timeout in seconds of the check before a run begins."""
 # A bucket that does not answer is reported within about a minute; the stage is then retried by placement.retries.
@@ -37,9 +34,7 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
         InputError: credentials in the URL, a URL of an unknown kind, of one whose package is not installed, or a
             file in the place of the folder.
     """
-    if "://" in root and _SECRET.search(root):
-        hint = f"A URL is stored with the run and shown to people. {CREDENTIALS}; leave them out of the URL."
-        raise InputError("storage.root", _SECRET.sub("***@", root), hint)
+    refuse_secrets("storage.root", root)
     place = root if "://" in root else str(Path(root).expanduser())
     try:
         options = _s3_options({"retries": _ATTEMPTS}) if root.startswith(_S3) else {}
@@ -53,7 +48,8 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
         raise InputError("storage.root", root, hint) from error
     if is_local(filesystem) and not (nearest := nearest_existing(Path(path))).is_dir():
         raise InputError("storage.root", root, f"{nearest} is a file. Name a folder, which is made if it is not there.")
-    return filesystem, path.rstrip("/")
+    path = path.rstrip("/")
+    return (RootFileSystem(path) if is_local(filesystem) else filesystem), path
 
 
 def probe_filesystem(root: str) -> AbstractFileSystem:

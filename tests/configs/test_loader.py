@@ -171,3 +171,22 @@ class TestMistakes:
 
     def test_folder_for_a_file(self, tmp_path: Path) -> None:
         assert set(problems(tmp_path)) == {"CONFIG"}
+
+    @pytest.mark.parametrize(
+        ("override", "place"),
+        [
+            ("data.prompts=http://me:HIDDEN@host/p.jsonl", "data.prompts"),
+            ("data.targets=https://hf_HIDDEN@host/images", "data.targets"),
+            ("evaluate.datasets=[{name: a, prompts: 's3://KEY:HIDDEN@b/p'}]", "evaluate.datasets.0.prompts"),
+            ("rewards=[{reward: remote, settings: {url: 'http://me:HIDDEN@host'}}]", "rewards.0.settings.url"),
+            ("guardrails.rewards=[{reward: judge, settings: {url: 'http://:HIDDEN@host/v1'}}]", None),
+            ("policy.model=https://me:HIDDEN@host/model", "policy.model"),
+            ("storage.root=s3://KEY:HIDDEN@bucket/runs", "storage.root"),
+            ("storage.rooot=s3://KEY:HIDDEN@bucket/runs", "storage.rooot"),
+        ],
+    )
+    def test_an_address_with_a_secret_anywhere(self, file: Path, override: str, place: str | None) -> None:
+        found = problems(file, override)
+        assert list(found) == [place or "guardrails.rewards.0.settings.url"]
+        assert "***@" in str(next(iter(found.values())).value)
+        assert "HIDDEN" not in str(found)

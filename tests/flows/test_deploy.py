@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from flows.deploy import ONE_AT_A_TIME, credential_problems, deploy_run, job_variables
+from flows.deploy import ONE_AT_A_TIME, deploy_run, job_variables
 from flows.pipeline.requests import DeployRequest
 from flows.server.heartbeat_automation import NAME as AUTOMATION
 from grpo_core.errors import InputError
@@ -137,8 +137,3 @@ class TestRefused:
             assert f"error: {place}: got {value!r}" in ended.stderr
             assert "secret" not in ended.output
         assert on_the_server("refused") == {}
-
-    def test_credentials_are_found_wherever_they_stand(self) -> None:
-        values = {"a": [{"b": "https://user:word@host/x"}], "c": "s3://bucket/key", "d": "mail@host", "e": 3}
-        (found,) = credential_problems(values)
-        assert (found.place, found.value) == ("a.0.b", "https://***@host/x")

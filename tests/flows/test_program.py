@@ -75,6 +75,9 @@ COMMANDS: list[Command] = [
     (["train", "configs/tiny.yaml", "--set", "storage.root=/proc/runs"], 2, "storage.root"),
     (["train", "configs/tiny.yaml", "--set", "storage.root=configs/tiny.yaml"], 2, "storage.root"),
     (["train", "configs/tiny.yaml", "--set", "storage.root=configs/tiny.yaml/runs"], 2, "storage.root"),
+    (["train", "configs/tiny.yaml", "--set", "data.prompts=http://me:secret@host/p.txt"], 2, "http://***@host/p.txt"),
+    (["evaluate", "absent", "--prompts", "http://me:secret@host/p.txt"], 2, "--prompts: got 'http://***@host/p.txt'"),
+    (["list", "s3://key:secret@bucket/runs"], 2, "ROOT: got 's3://***@bucket/runs'"),
     (["--show-completion", "bash"], 0, "COMPLETE"),
 ]
 

@@ -19,6 +19,7 @@ import anyio
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
+from grpo_core.addresses import hide_secrets
 from grpo_core.errors import InputError
 from grpo_core.rewards.functions import run_awaitable
 from grpo_core.rewards.reward import STRICT, Positive, Reward, ScoringError, problems_of
@@ -50,7 +51,7 @@ def _check_url(url: str) -> str:
         raise InputError("", url, "Set an address such as http://127.0.0.1:8600.")
     if parts.username is not None or parts.password is not None:
         hint = "Put the secret into an environment variable and set `token_env` to its name."
-        raise InputError("", f"{parts.scheme}://...@{parts.hostname}", hint)
+        raise InputError("", hide_secrets(url), hint)
     return url
 
 

@@ -17,6 +17,7 @@ from tasks.storage.files import (
     write_file_atomically,
 )
 from tasks.storage.lease import Lease, this_process, wait_for_lease
+from tasks.storage.links import RootFileSystem
 from tasks.storage.roots import (
     StorageError,
     UnreachableStorageError,
@@ -57,12 +58,38 @@ class RunFolder:
         self.unread: set[str] = set()
         self.requested: str | None = None
         self._given_root = root
+        self._is_guarded = isinstance(self.filesystem, RootFileSystem)
         self._threads, self._depth = threading.RLock(), 0
         self._lease: Lease | None = None
 
     def path(self, relative: str = "") -> str:
-        """Return the path in the filesystem of a file or folder of this run."""
-        return f"{self.root}/{self.run}/{relative}".rstrip("/")
+        """Return the path in the filesystem of a file or folder of this run.
+
+        Raises:
+            LinkError: it leads through a link out of the run.
+        """
+        return self.path_of(f"{self.run}/{relative}")
+
+    def path_of(self, name: str, *, deleting: bool = False) -> str:
+        """Return the path in the filesystem of a file or folder below the root; every path is made here.
+
+        Args:
+            deleting: whether what is there will be deleted, which follows no link below a run.
+
+        Raises:
+            LinkError: it leads through a link out of its run.
+        """
+        path = f"{self.root}/{name}".rstrip("/")
+        return self.filesystem.inside(path, deleting=deleting) if self._is_guarded else path
+
+    def refuse_links(self) -> None:
+        """Refuse a run with a link that leads out of it, before anything else is done with the run.
+
+        Raises:
+            InputError: with an entry per link.
+        """
+        if self._is_guarded:
+            self.filesystem.refuse_links(self.path())
 
     def require_writable(self) -> None:
         """Raise InputError unless files of the run can be written, listed, read and removed; in seconds."""
@@ -117,7 +144,9 @@ class RunFolder:
         clear_abandoned(self._incoming())
 
     def _incoming(self) -> Path:
-        return Path(self.path(INCOMING)) if is_local(self.filesystem) else temporary_folder()
+        if not is_local(self.filesystem):
+            return temporary_folder()
+        return Path(self.path_of(f"{self.run}/{INCOMING}", deleting=True))
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
@@ -137,9 +166,9 @@ class RunFolder:
         """Let one process at a time move artifacts of this run; a killed holder's lock is taken over."""
         with self._threads, contextlib.ExitStack() as stack:
             if not self._depth and is_local(self.filesystem):
-                incoming = Path(self.path(INCOMING))
-                incoming.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked_file(incoming / _COMMIT_LOCK))
+                lock = Path(self.path(f"{INCOMING}/{_COMMIT_LOCK}"))
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked_file(lock))
             elif not self._depth:
                 self._lease = wait_for_lease(self.filesystem, self.path(f".{_COMMIT_LOCK}"), this_process())
                 stack.callback(self._lease.release)
@@ -179,7 +208,7 @@ class RunFolder:
         """Move files and folders of this run to the same places in another run of the root."""
         with translate_remote_errors(self.filesystem, self.root), self.commit_lock():
             for name in names:
-                self._move(self.path(name), f"{self.root}/{run}/{name}")
+                self._move(self.path(name), self.path_of(f"{run}/{name}"))
 
     def _move(self, source: str, target: str) -> None:
         if is_local(self.filesystem):
@@ -198,7 +227,7 @@ class RunFolder:
 
     def read_shared(self, name: str) -> bytes | None:
         """Read a small file that all runs of the root share; None if there is none."""
-        return self._read(f"{self.root}/{name}")
+        return self._read(self.path_of(name))
 
     def _read(self, path: str) -> bytes | None:
         try:
@@ -210,7 +239,7 @@ class RunFolder:
 
     def write_file(self, name: str, content: bytes, *, shared: bool = False) -> None:
         """Write a small file of the run, or `shared` by all runs of the root, complete or not at all."""
-        path = f"{self.root}/{name}" if shared else self.path(name)
+        path = self.path_of(name if shared else f"{self.run}/{name}")
         if is_local(self.filesystem):
             with self.staging() as staged:
                 write_file_atomically(self.filesystem, path, content, scratch=staged)

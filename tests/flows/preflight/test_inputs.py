@@ -157,6 +157,11 @@ TWO_FILES = "data={datasets: [{name: a, prompts: one.txt}, {name: b, prompts: tw
 
 
 class TestSettings:
+    def test_a_loss_of_ones_own_that_cannot_be_imported(self, tmp_path: Path) -> None:
+        only(refused(tmp_path, "update.loss=no_such_module:loss"), "update.loss", "no_such_module:loss")
+        streams = refused(tmp_path, 'update.denoising.loss="math:pi"', config="configs/tiny_both.yaml")
+        only(streams, "update.denoising.loss", "math:pi")
+
     @pytest.mark.parametrize(
         ("override", "place", "value"),
         [

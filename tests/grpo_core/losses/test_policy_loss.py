@@ -1,6 +1,7 @@
 """Combinations that mean nothing are refused with the key to change; the others are not."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from grpo_core.errors import InputError
 from grpo_core.losses.policy_loss import NoisedImages, nft_terms
 from grpo_core.losses.ratios import estimate_kl, mismatch_weights
 from grpo_core.losses.reductions import entropy_threshold, on_policy_rows
-from grpo_core.losses.settings import LossSettings, MismatchSettings
+from grpo_core.losses.settings import LossSettings, MismatchSettings, load_custom_loss
 
 
 @pytest.mark.parametrize(
@@ -22,8 +23,6 @@ from grpo_core.losses.settings import LossSettings, MismatchSettings
         ({"loss": "gspo", "importance_level": "token"}, "importance_level"),
         ({"loss": "luspo", "importance_level": "token"}, "importance_level"),
         ({"loss": "gprpo"}, "loss"),
-        ({"loss": "no_such_module:loss"}, "loss"),
-        ({"loss": "math:pi"}, "loss"),
         ({"loss": "cispo", "delta": 4.0}, "delta"),
         ({"loss": "sapo", "delta": 4.0}, "delta"),
         ({"loss": "vespo", "delta": 4.0}, "delta"),
@@ -51,6 +50,20 @@ def test_refused(settings: dict[str, Any], place: str) -> None:
     with pytest.raises(InputError) as caught:
         LossSettings(**settings)
     assert caught.value.place == f"update.{place}"
+
+
+@pytest.mark.parametrize("loss", ["gprpo", "no_such_module:loss", "math:pi"])
+def test_a_function_that_is_none_is_refused_when_it_is_loaded(loss: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_custom_loss(loss)
+    assert (caught.value.place, caught.value.value) == ("update.loss", loss)
+
+
+def test_settings_run_no_code(tmp_path: Path) -> None:
+    """They are read from runs that may be anybody's."""
+    (tmp_path / "mine.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'trace')!r}).touch()\n")
+    LossSettings(loss=f"{tmp_path}/mine.py:loss")
+    assert not (tmp_path / "trace").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,254 @@
+"""A run folder that comes from elsewhere runs no code and sends no token without consent."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs.loader import read_config
+from configs.training import RewardSection
+from flows.commands import evaluate, replay
+from flows.compare_runs import compare
+from flows.deploy import evaluation
+from flows.evaluation import plan_evaluate
+from flows.export.plan import plan_export
+from flows.inspect_run import inspect_run
+from flows.list_runs import list_runs
+from flows.pipeline.requests import EvaluateRequest, ExportRequest, ReplayRequest, RescoreRequest, SampleRequest
+from flows.preflight.files import refuse_missing_files
+from flows.preflight.trust import Use, remember, require_trust, uses_of, uses_of_rewards
+from flows.pruning.prune import prune
+from flows.pruning.request import PruneRequest
+from flows.replaying import plan_replay
+from flows.rescoring.plan import plan_rescore
+from flows.rewards import analyse_rewards
+from flows.sample import open_source
+from grpo_core.errors import InputError
+from tasks.runs.frames import open_run
+from tasks.storage.files import dump_checked, load_checked
+from tests.flows.conftest import EVALUATED, TINY, Runs, refused
+
+SOURCE = """
+import pathlib
+pathlib.Path({trace!r}).touch()
+
+
+def evil(completions, **rest):
+    return [0.0] * len(completions)
+
+
+def loss(inputs, settings):
+    return inputs.logprobs
+"""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A file that is there once the stranger's code has run."""
+    return tmp_path / "trace"
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a run's folder says about the run, as whoever sends it can, checksums included."""
+    values = yaml.safe_load((folder / "config.yaml").read_bytes())
+    change(values)
+    content = yaml.safe_dump(values).encode()
+    (folder / "config.yaml").write_bytes(content)
+    described = load_checked((folder / "run.json").read_bytes())
+    (folder / "run.json").write_bytes(dump_checked({**described, "config_sha256": hashlib.sha256(content).hexdigest()}))
+
+
+PLACES = ("rewards.0.settings.function", "guardrails.rewards.0.settings.function", "update.loss")
+
+
+def hostile(runs: Runs, trace: Path, place: str) -> str:
+    """Have the run name a function of a file in its own folder; return what it names."""
+    file = runs.path("evil.py")
+    file.write_text(SOURCE.format(trace=str(trace)))
+    function = f"{file}:{'loss' if place == 'update.loss' else 'evil'}"
+    reward = {"reward": "function", "settings": {"function": function}}
+
+    def change(values: dict[str, Any]) -> None:
+        values["evaluate"] |= {key.removeprefix("evaluate__"): each for key, each in EVALUATED.items()}
+        if place == "update.loss":
+            values["update"]["loss"] = function
+        elif place.startswith("rewards"):
+            values["rewards"][0] |= reward | {"name": "ssim"}
+        else:
+            values["guardrails"]["rewards"] = [reward]
+
+    change_config(runs.path(), change)
+    return function
+
+
+ASKING: Mapping[str, Callable[[str], object]] = {
+    "evaluate": lambda root: evaluate("run", root=root, progress=False),
+    "replay": lambda root: replay("run", root=root, progress=False),
+    "rewards analyse": lambda root: analyse_rewards("run", root=root),
+}
+NEVER_RUNNING: Mapping[str, Callable[[str], object]] = {
+    "list": list_runs,
+    "inspect": lambda root: inspect_run("run", root=root),
+    "compare": lambda root: compare(["run", "other"], root=root),
+    "prune": lambda root: prune(PruneRequest(sources=("run",), root=root, policies_last=1)),
+    "export": lambda root: plan_export(ExportRequest(run="run", root=root, folder=f"{root}/exported")),
+    "sample": lambda root: open_source(SampleRequest(source="run", prompts=("a cup",), root=root)),
+    "rescore": lambda root: plan_rescore(
+        RescoreRequest(sources=("run",), rewards="configs/rewards/likeness.yaml", name="again", root=root)
+    ),
+    "open_run": lambda root: (open_run("run", root=root).metrics(), open_run("run", root=root).config()),
+}
+USED_BY = {"evaluate": PLACES[:2], "replay": PLACES, "rewards analyse": PLACES[:1]}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_command_runs_code_that_a_run_brings_along(finished: Runs, trace: Path, place: str) -> None:
+    function, root = hostile(finished, trace, place), str(finished.root)
+    shutil.copytree(finished.path(), finished.path(run="other"))
+    for command in NEVER_RUNNING.values():
+        command(root)
+    for name, asking in ASKING.items():
+        if place not in USED_BY[name]:
+            continue
+        (error,) = refused(lambda asking=asking: asking(root))  # type: ignore[misc]
+        assert (error.place, error.value) == (f"run/config.yaml, {place}", function), name
+        assert str(finished.path("evil.py")) in error.hint
+    assert not trace.exists()
+
+
+def test_a_loss_is_not_run_where_nothing_is_trained(finished: Runs, trace: Path) -> None:
+    hostile(finished, trace, "update.loss")
+    plan_evaluate(EvaluateRequest(run="run", root=str(finished.root)))
+    analyse_rewards("run", root=str(finished.root), repeats=2)
+    assert not trace.exists()
+
+
+def test_a_rescoring_that_a_run_brings_along(finished: Runs, trace: Path) -> None:
+    function, folder = hostile(finished, trace, "rewards.0.settings.function"), finished.path("rescored", "theirs")
+    change_config(finished.path(), lambda values: values["rewards"][0].update(reward="ssim", settings={}))
+    shutil.copytree(finished.path("iteration_000001"), folder / "iteration_000001")
+    shutil.copytree(finished.path("iteration_000002"), folder / "iteration_000002")
+    section = {"reward": "function", "name": "ssim", "settings": {"function": function}}
+    (folder / "rewards.yaml").write_text(json.dumps({"rewards": [section]}))
+    with pytest.raises(InputError, match="evil"):
+        analyse_rewards("run", root=str(finished.root), rescored="theirs", repeats=0)
+    assert not trace.exists()
+
+
+def test_consent_is_remembered_for_exactly_this_code(finished: Runs, trace: Path) -> None:
+    hostile(finished, trace, "guardrails.rewards.0.settings.function")
+    ask, agree = (EvaluateRequest(run="run", root=str(finished.root), trust_code=trust) for trust in (False, True))
+    plan_evaluate(agree)
+    assert trace.exists()
+    plan_evaluate(ask.model_copy())
+    finished.path("evil.py").write_text(finished.path("evil.py").read_text() + "# changed\n")
+    (error,) = refused(lambda: plan_evaluate(ask.model_copy()))
+    assert error.place == "run/config.yaml, guardrails.rewards.0.settings.function"
+
+
+def test_what_a_person_types_is_their_own(finished: Runs, trace: Path) -> None:
+    place, root = "guardrails.rewards.0.settings.function", str(finished.root)
+    typed = json.dumps([{"reward": "function", "settings": {"function": hostile(finished, trace, place)}}])
+    # It would be loaded to compare its scores with the stored ones.
+    (error,) = refused(
+        lambda: plan_evaluate(EvaluateRequest(run="run", root=root, overrides=("guardrails.rewards=[]",)))
+    )
+    assert error.place == f"run/config.yaml, {place}"
+    assert not trace.exists()
+    change_config(finished.path(), lambda values: values["guardrails"].update(rewards=[]))
+    plan_evaluate(EvaluateRequest(run="run", root=root, overrides=(f"guardrails.rewards={typed}",)))
+    assert trace.exists()
+
+
+def test_training_from_a_configuration_of_ones_own_is_consent(empty: Runs, trace: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE.format(trace=str(trace)))
+    rewards = [{"reward": "function", "settings": {"function": f"{file}:evil"}}]
+    empty.start(run__iterations=1, rewards=rewards, **{**EVALUATED, "evaluate__every": 0})
+    plan_evaluate(EvaluateRequest(run="run", root=str(empty.root)))
+    plan_replay(ReplayRequest(source="run", root=str(empty.root)))
+    moved = Runs(tmp_path / "elsewhere")
+    shutil.copytree(empty.root, moved.root)
+    plan_evaluate(EvaluateRequest(run="run", root=str(moved.root)))
+
+
+def test_deployed_evaluations_of_ones_own_configuration_do_not_ask() -> None:
+    parameters = evaluation(read_config(TINY), "tiny").record
+    assert isinstance(parameters, EvaluateRequest)
+    assert parameters.trust_code
+
+
+def uses(**settings: object) -> list[Use]:
+    section = RewardSection(reward="judge" if "url" in settings else "function", settings=settings)
+    return uses_of_rewards("rewards", [section])
+
+
+def is_refused(found: list[Use]) -> bool:
+    try:
+        require_trust(found, "run/config.yaml", trust=False)
+    except InputError:
+        return True
+    return False
+
+
+def test_what_else_the_run_would_do_with_a_known_function_is_not_known(tmp_path: Path) -> None:
+    """A function of an installed package runs anything with the right arguments: subprocess.run is one."""
+    known = uses(function="subprocess:run", arguments={"args": ["true"]}, factory=True)
+    remember(known)
+    assert not is_refused(known)
+    assert is_refused(uses(function="subprocess:run", arguments={"args": ["rm", "-rf", "/"]}, factory=True))
+    assert is_refused(uses(function="subprocess:run", factory=True))
+    assert is_refused(uses(function="subprocess:call", arguments={"args": ["true"]}, factory=True))
+    # Its neighbours, which it imports, are others.
+    for folder in ("mine", "theirs"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "reward.py").write_text("import helpers\n")
+    remember(uses(function=f"{tmp_path}/mine/reward.py:score"))
+    assert not is_refused(uses(function=f"{tmp_path}/mine/reward.py:score"))
+    assert is_refused(uses(function=f"{tmp_path}/theirs/reward.py:score"))
+
+
+def test_a_token_goes_where_this_person_has_sent_it() -> None:
+    remember(uses(url="http://127.0.0.1:8000/v1", token_env="JUDGE_TOKEN"))
+    assert not is_refused(uses(url="http://127.0.0.1:8000/v1", token_env="JUDGE_TOKEN"))
+    assert is_refused(uses(url="http://127.0.0.1:8000/v1", token_env="AWS_SECRET_ACCESS_KEY"))
+    (found,) = uses(url="http://elsewhere.example/v1", token_env="JUDGE_TOKEN")
+    with pytest.raises(InputError, match=r"elsewhere\.example") as caught:
+        require_trust([found], "x/config.yaml", trust=False)
+    assert (caught.value.place, caught.value.value) == ("x/config.yaml, rewards.0.settings.token_env", "JUDGE_TOKEN")
+    assert uses(url="http://elsewhere.example/v1") == []
+
+
+def test_nothing_that_is_remembered_makes_something_else_known() -> None:
+    (secret,) = uses(function="os:abort")
+    remember([Use("rewards.0.settings.function", f"a:b\n{secret.digest} c", "{}")])
+    assert is_refused([secret])
+
+
+def test_without_a_place_to_remember_it_asks_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    found = uses(function="os:abort")
+    require_trust(found, "run/config.yaml", trust=True)
+    assert is_refused(found)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    require_trust(found, "run/config.yaml", trust=True)
+    assert not is_refused(found)
+    assert os.stat(tmp_path / "state" / "grpo" / "trusted_code").st_mode & 0o777 == 0o600
+
+
+def test_a_function_without_its_file_is_refused_at_once() -> None:
+    overrides = ["update.loss=absent.py:f", 'guardrails.rewards=[{reward: function, settings: {function: "no.py:f"}}]']
+    config = read_config(TINY, overrides)
+    assert [use.is_missing for use in uses_of(config)] == [True, True]
+    found = refused(lambda: refuse_missing_files(config))
+    assert {error.place: error.value for error in found} == {
+        "guardrails.rewards.0.settings.function": "no.py:f",
+        "update.loss": "absent.py:f",
+    }
