@@ -45,7 +45,7 @@ class Lines:
         due = now - self._printed.get(stage, begun) >= SECONDS_BETWEEN_LINES
         if done == total:
             due = now - begun >= SECONDS_BETWEEN_LINES
-            del self._begun[stage]
+            self._begun.pop(stage, None)
             self._printed.pop(stage, None)
         if due:
             if done < total:
