@@ -41,9 +41,13 @@ class Lines:
         """Print a line if the stage has ended, or the last line is half a minute old."""
         now = time.perf_counter()
         seconds = now - self.begun.setdefault(stage, now)
-        if done == total or now - self.printed.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:
+        ended = done == total
+        if ended or now - self.printed.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:
             self.printed[stage] = now
             self.log(f"{stage}: {done}/{total} in {seconds:.1f} s")
+        if ended:
+            # A title names its iteration, so it does not come again.
+            del self.begun[stage], self.printed[stage]
 
     def log(self, line: str) -> None:
         """Print a line."""

@@ -46,7 +46,7 @@ class IterationRecord:
     Attributes:
         iteration: number, from 1.
         rounds: rollouts and their rewards; more than one where groups without spread were replaced.
-        advantages: rewards and advantages of the samples of all rounds.
+        advantages: rewards and advantages of the samples of all rounds; None where only the metrics are known.
         metrics: metrics of all its stages, by name.
         heldout: held-out reward of the policy that it made, where that was evaluated.
         reused: name of the run that a stage's results were copied from, by stage; own results are left out.
@@ -55,7 +55,7 @@ class IterationRecord:
 
     iteration: int
     rounds: tuple[SamplingRound, ...]
-    advantages: ArtifactRef
+    advantages: ArtifactRef | None
     metrics: Mapping[str, float]
     heldout: float | None = None
     reused: Mapping[str, str] = field(default_factory=dict)
@@ -78,14 +78,16 @@ def iteration_table(record: IterationRecord) -> list[dict[str, object]]:
 def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[IterationRecord]) -> str:
     """Write the last iteration's metrics, the reward over the iterations so far, and the best and worst samples."""
     record = history[-1]
+    advantages = record.advantages
+    assert advantages is not None, "the last record has its tables"
     rollouts = [each.rollouts for each in record.rounds]
     rewards = [pair for each in record.rounds for pair in each.rewards.items()]
     with store.reading(without=(STATES,)) as read:
-        table = read_samples(read, rollouts, rewards, [record.advantages], _COLUMNS)
+        table = read_samples(read, rollouts, rewards, [advantages], _COLUMNS)
         tables = [Table("", list(_metric_rows(record, table))), Table("", list(_curves(history)))]
         lines = [markdown_of(Report(f"{run}: iteration {record.iteration}", tables=tables))]
         lines += list(_texts(table) if table.is_text else _images(table))
-    stored = [reference.uri for each in record.rounds for reference in each.stages] + [record.advantages.uri]
+    stored = [reference.uri for each in record.rounds for reference in each.stages] + [advantages.uri]
     lines += [f"Stored in {', '.join(f'`{uri}`' for uri in stored)}.", ""]
     return "\n".join(lines)
 
