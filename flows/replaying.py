@@ -291,7 +291,7 @@ def reuse_advantages(
     else:
         previous = history.last_advantages or plan.previous_advantages
         advantages = compute_advantages(run, stored.rounds, folder, title, previous)
-    history.sampled.append(advantages)
+    history.add_sampled(run, advantages)
     return advantages
 
 

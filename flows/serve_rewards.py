@@ -1,35 +1,68 @@
-"""Serve the project's rewards over the protocol of docs/remote_rewards.md."""
+"""Serve the project's rewards over the protocol of docs/remote_rewards.md.
 
-import hashlib
+A request counts for the limit once it has arrived whole, in a file; a child process then answers it, which is ended
+when the time limit passes or the client leaves.
+"""
+
+import asyncio
 import hmac
-import json
 import logging
-import math
 import signal
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from configs.training import RewardSection
 from grpo_core.errors import InputError, raise_all
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.http import LOOPBACK, read_token
-from grpo_core.rewards.reward import Reward, ScoringBatch, provenance_of, score_samples
+from tasks.execution.child_main import child_command
+from tasks.execution.child_process import ChildProcess
+from tasks.execution.errors import LostStageError, StageTimeoutError
+from tasks.rewards.answers import Answer, RequestLimits, answer_payload, build_rewards, describe_reward
 
-MAX_BODY_BYTES = 256 * 1024 * 1024
-MAX_REQUEST_PIXELS = 16 * wire.MAX_PIXELS
-"""Pixels of all images of a request together: 256 of 1024x1024."""
+SECONDS_TO_SCORE = 60.0
+"""Time limit of a request; `timeout_s` of the reward `remote` has the same default."""
 
-MAX_REQUESTS = 16
-"""Requests that are processed at a time; further ones are refused with status 429."""
+SECONDS_TO_ARRIVE = 10.0
+"""After which a connection is closed on which no request has arrived; a body has a second more for each of its:"""
+
+BYTES_PER_SECOND = 100_000
 
 _LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What requests may cost.
+
+    Attributes:
+        timeout: seconds that the scoring of a request may take.
+        concurrency: requests scored at a time, each in a process that keeps the rewards' models loaded.
+        max_requests: requests that have arrived and are not answered; further ones are refused with status 429.
+        max_body_bytes: largest body of a request.
+        seconds_to_arrive: for the head of a request, and for its body beside its bytes.
+        content: what one request may contain.
+    """
+
+    timeout: float = SECONDS_TO_SCORE
+    concurrency: int = 2
+    max_requests: int = 16
+    max_body_bytes: int = 256 * 1024 * 1024
+    seconds_to_arrive: float = SECONDS_TO_ARRIVE
+    content: RequestLimits = field(default_factory=RequestLimits)
 
 
 @dataclass(eq=False)
@@ -37,141 +70,220 @@ class RewardService:
     """Answers the requests of a server.
 
     Attributes:
-        rewards: the rewards by their names in requests.
+        rewards: named in requests by their labels.
         token: the bearer token of every request; None to require none.
-        concurrency: batches scored at a time, each in a thread.
-        max_requests: requests that are processed at a time.
-        max_body_bytes: largest body of a request.
-        max_pixels: pixels of all images of a request together, which its bytes do not bound.
 
     Raises:
         InputError: a weight file is missing or not the right one.
     """
 
-    rewards: Mapping[str, Reward]
+    rewards: tuple[RewardSection, ...]
     token: str | None = None
     _: KW_ONLY
-    concurrency: int = 2
-    max_requests: int = MAX_REQUESTS
-    max_body_bytes: int = MAX_BODY_BYTES
-    max_pixels: int = MAX_REQUEST_PIXELS
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
-        self._described = {name: describe_reward(name, reward) for name, reward in self.rewards.items()}
-        self._threads = anyio.CapacityLimiter(self.concurrency)
+        self._described = [describe_reward(name, reward) for name, reward in build_rewards(self.rewards).items()]
+        self._children = [ChildProcess(child_command("answering")) for _ in range(self.limits.concurrency)]
+        self._idle = list(self._children)
+        self._threads = ThreadPoolExecutor(self.limits.concurrency, thread_name_prefix="answers")
+        self._free = anyio.Semaphore(self.limits.concurrency)
         self._pending = 0
+
+    def close(self) -> None:
+        """End the processes."""
+        for child in self._children:
+            child.end()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def describe(self, request: Request) -> JSONResponse:
         """Answer GET /v1/describe."""
         self._check_token(request)
-        rewards = [reward.model_dump() for reward in self._described.values()]
+        rewards = [reward.model_dump() for reward in self._described]
         return JSONResponse({"protocol": wire.PROTOCOL, "rewards": rewards})
 
     async def score(self, request: Request) -> JSONResponse:
         """Answer POST /v1/score."""
-        if self._pending >= self.max_requests:
-            raise HTTPException(429, f"{self._pending} requests are waiting already", {"Retry-After": "1"})
-        self._pending += 1
-        try:
-            self._check_token(request)
-            body = await self._body(request)
-            # An answer that no client waits for must not occupy a thread.
-            content = await anyio.to_thread.run_sync(self._answer, body, limiter=self._threads, abandon_on_cancel=True)
-            return JSONResponse(content)
-        except HTTPException:
-            raise
-        except Exception as error:
-            _LOGGER.exception("a batch could not be scored")
-            raise HTTPException(500, f"the reward raised {type(error).__name__}; the server's log says more") from error
-        finally:
-            self._pending -= 1
+        self._check_token(request)
+        # A page in a browser can post plain text to any address, but JSON only with the server's consent.
+        if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(415, "send Content-Type: application/json")
+        with tempfile.NamedTemporaryFile(prefix="grpo-request-") as body:
+            await self._receive(request, body)
+            if self._pending >= self.limits.max_requests:
+                raise HTTPException(429, f"{self._pending} requests are waiting already", {"Retry-After": "1"})
+            self._pending += 1
+            try:
+                answer = await _unless_client_leaves(request, self._answer(Path(body.name)))
+            finally:
+                self._pending -= 1
+        # Nobody reads the answer to a client that has left.
+        status, content = answer or (499, {"error": "the client has left"})
+        return JSONResponse(content, status)
 
     def _check_token(self, request: Request) -> None:
         if self.token is None:
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token.encode()):
-            raise HTTPException(401, "this server requires a bearer token, and the request has none or another")
+            reason = "this server requires a bearer token, and the request has none or another"
+            raise HTTPException(401, reason)
 
-    async def _body(self, request: Request) -> bytes:
-        # A page in a browser can post plain text to any address, but JSON only with the server's consent.
-        if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
-            raise HTTPException(415, "send Content-Type: application/json")
+    async def _receive(self, request: Request, file: Any) -> None:
+        """Write the body to a file: however many arrive at the same time, none is in memory."""
+        limits, received = self.limits, 0
         declared = request.headers.get("Content-Length", "0")
-        content = bytearray()
-        too_large = HTTPException(413, f"the request is larger than {self.max_body_bytes} bytes")
-        if not declared.isdigit() or int(declared) > self.max_body_bytes:
+        too_large = HTTPException(413, f"the request is larger than {limits.max_body_bytes} bytes")
+        if not (declared.isascii() and declared.isdigit()) or int(declared) > limits.max_body_bytes:
             raise too_large
-        async for part in request.stream():
-            content += part
-            if len(content) > self.max_body_bytes:
-                raise too_large
-        return bytes(content)
-
-    def _answer(self, body: bytes) -> dict[str, object]:
+        begun = anyio.current_time()
         try:
-            requested = wire.ScoreRequest.model_validate_json(body)
-        except ValidationError as error:
-            raise HTTPException(422, wire.first_error(error)) from error
-        if requested.reward not in self.rewards:
-            raise HTTPException(
-                404, f"no reward {requested.reward!r}; this server has {', '.join(sorted(self.rewards))}"
+            with anyio.fail_after(limits.seconds_to_arrive) as scope:
+                async for part in request.stream():
+                    received += len(part)
+                    if received > limits.max_body_bytes:
+                        raise too_large
+                    file.write(part)
+                    scope.deadline = begun + limits.seconds_to_arrive + received / BYTES_PER_SECOND
+        except TimeoutError as error:
+            reason = (
+                f"the request did not arrive within {limits.seconds_to_arrive:g} s and 1 s per {BYTES_PER_SECOND} B"
             )
-        reward, described = self.rewards[requested.reward], self._described[requested.reward]
-        try:
-            pixels = wire.declared_pixels(requested)
-            if pixels > self.max_pixels:
-                raise HTTPException(413, f"the images have {pixels} pixels together, more than {self.max_pixels}")
-            batch = wire.read_batch(requested)
-            _refuse_unfit(reward, batch)
-            scores = score_samples(reward, batch)
-        except InputError as error:
-            raise HTTPException(422, str(error)) from error
-        return wire.write_answer(described, batch.sample_ids, scores)
+            raise HTTPException(408, reason) from error
+        file.flush()
+
+    async def _answer(self, body: Path) -> Answer:
+        """Have a child answer the request in a file; the child is ended when this is cancelled."""
+        payload, timeout = answer_payload(self.rewards, self.limits.content, body), self.limits.timeout
+        async with self._free:
+            child = self._idle.pop()
+            future = self._threads.submit(child.request, "answer", payload, timeout, _ServerLog())
+            try:
+                status, content = await asyncio.wrap_future(future)
+            except StageTimeoutError:
+                reason = f"it was not scored within {timeout:g} s, the time limit of this server (--timeout)"
+                return 504, {"error": f"{reason}; send fewer or smaller samples"}
+            except LostStageError as error:
+                _LOGGER.error("a scoring process ended: %s", error)
+                return 500, {"error": str(error).partition("\n")[0]}
+            except Exception as error:
+                _LOGGER.exception("a request could not be answered")
+                return 500, {"error": f"{type(error).__name__}; the server's log says more"}
+            else:
+                return status, content
+            finally:
+                with anyio.CancelScope(shield=True):
+                    # It may still be starting: then there is nothing to end yet.
+                    while not future.done():
+                        await anyio.to_thread.run_sync(child.end)
+                        await anyio.sleep(0.02)
+                self._idle.append(child)
 
 
-def describe_reward(name: str, reward: Reward) -> wire.RewardDescription:
-    """Describe a reward; the version follows from everything in its provenance.
+class _ServerLog:
+    """Writes what a child says to the server's log."""
 
-    Raises:
-        InputError: a weight file is missing or not the right one.
-    """
-    provenance = provenance_of(reward)
-    canonical = json.dumps(provenance, sort_keys=True, allow_nan=False)
-    return wire.RewardDescription(
-        name=name,
-        version=f"{reward.version}+{hashlib.sha256(canonical.encode()).hexdigest()[:16]}",
-        media=list(reward.media),
-        needs_target=reward.needs_target,
-        needs_group=reward.needs_group,
-        needs_column=reward.needs_column,
-        min_side=reward.min_side,
-        max_aspect=None if math.isinf(reward.max_aspect) else reward.max_aspect,
-        provenance=provenance,
-    )
+    def advance(self, stage: str, done: int, total: int) -> None:
+        """Rewards report no progress."""
+
+    def log(self, line: str) -> None:
+        """Write a line."""
+        _LOGGER.error(line)
 
 
-def create_app(rewards: Mapping[str, Reward], token: str | None = None, **limits: int) -> FastAPI:
-    """Make the application of a :class:`RewardService` with these limits."""
-    service = RewardService(rewards, token, **limits)
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers={HTTPException: _refuse})
+async def _unless_client_leaves(request: Request, answer: Coroutine[Any, Any, Answer]) -> Answer | None:
+    """Wait for the answer; cancel it and return None when the client closes its connection."""
+    working, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_client_leaves(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait({working, leaving})
+
+
+async def _client_leaves(request: Request) -> None:
+    # The body has been read, so that this is the next thing that a client can do.
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def create_app(
+    rewards: Sequence[RewardSection], token: str | None = None, limits: ServerLimits | None = None
+) -> FastAPI:
+    """Make the application of a :class:`RewardService`; its processes end with its lifespan."""
+    service = RewardService(tuple(rewards), token, limits=limits or ServerLimits())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    handlers: Any = {HTTPException: _refuse}
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=handlers, lifespan=lifespan)
     app.add_route(wire.DESCRIBE_PATH, service.describe, methods=["GET"])
     app.add_route(wire.SCORE_PATH, service.score, methods=["POST"])
     return app
 
 
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request that is refused, in the protocol's form."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+
+def server_config(app: Any, seconds_to_arrive: float = SECONDS_TO_ARRIVE) -> uvicorn.Config:
+    """Configure uvicorn so that it also closes connections on which no request arrives."""
+
+    class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
+        """uvicorn's own time limit holds between two requests, and ends with the first byte of the second."""
+
+        _waiting: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._watch()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            super().connection_lost(error)
+            self._stop()
+
+        def _watch(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop()
+            elif self._waiting is None:
+                self._waiting = self.loop.call_later(seconds_to_arrive, self.transport.close)
+
+        def _stop(self) -> None:
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
+
+    return uvicorn.Config(app, http=Connection, ws="none", log_level="warning", timeout_graceful_shutdown=10)
+
+
 def serve(
-    rewards: Mapping[str, Reward],
+    rewards: Sequence[RewardSection],
     host: str = "127.0.0.1",
     port: int = 8600,
     token_env: str | None = None,
     *,
-    concurrency: int = 2,
+    limits: ServerLimits | None = None,
     report_progress: Callable[[str], None] = print,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; batches that are being scored are finished, for up to ten seconds.
 
     Args:
+        rewards: as in a configuration's `rewards:`; their weights do not count.
         host: address to listen on; one that other machines can reach requires a token.
         port: 0 for any that is free.
         token_env: environment variable with the token; None to require none.
@@ -181,18 +293,18 @@ def serve(
         InputError: rewards that are not ready, each problem with its hint; a required token is missing; an address
             that cannot be listened on.
     """
+    built = build_rewards(tuple(rewards))
     raise_all(
-        InputError(f"rewards.{name}", "not ready", p) for name, reward in rewards.items() for p in reward.preflight()
+        InputError(f"rewards.{name}", "not ready", p) for name, reward in built.items() for p in reward.preflight()
     )
     if token_env is None and host not in LOOPBACK:
         hint = "Other machines can reach this address. Name the environment variable of a token, or use 127.0.0.1."
         raise InputError("host", host, hint)
-    token = read_token("--token-env", token_env)
-    app = create_app(rewards, token, concurrency=concurrency)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=10, lifespan="off")
+    limits = limits or ServerLimits()
+    app = create_app(rewards, read_token("--token-env", token_env), limits)
     with _listening(host, port) as listener:
-        report_progress(f"serving {', '.join(rewards)} on {_address(listener)}")
-        _run(uvicorn.Server(config), listener)
+        report_progress(f"serving {', '.join(built)} on {_address(listener)}, at most {limits.timeout:g} s per request")
+        _run(uvicorn.Server(server_config(app, limits.seconds_to_arrive)), listener)
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -217,17 +329,3 @@ def _run(server: uvicorn.Server, listener: socket.socket) -> None:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _refuse_unfit(reward: Reward, batch: ScoringBatch) -> None:
-    kind = "text" if batch.completions else "image"
-    if kind not in reward.media:
-        raise HTTPException(422, f"this reward scores {' and '.join(reward.media)}s, and these samples are {kind}s")
-    if reward.needs_group and not batch.group_ids:
-        raise HTTPException(422, "this reward compares siblings, and these samples come without group_id")
-
-
-async def _refuse(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request that is refused, in the protocol's form."""
-    assert isinstance(error, HTTPException)
-    return JSONResponse({"error": error.detail}, error.status_code, error.headers)

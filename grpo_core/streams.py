@@ -45,12 +45,16 @@ def _visible() -> "regex.Pattern[str]":
     import regex
 
     return regex.compile(
-        r"[^\p{White_Space}\p{Default_Ignorable_Code_Point}\p{Cc}\p{Cf}\p{Mn}\N{BRAILLE PATTERN BLANK}]"
+        # Of the general categories \p{C} is control, format, private, unassigned and lone surrogates.
+        r"[^\p{White_Space}\p{Default_Ignorable_Code_Point}\p{C}\p{Mn}\N{BRAILLE PATTERN BLANK}]"
     )
 
 
 def has_visible_text(text: str) -> bool:
-    """Return whether a text has any character but white space, control, format and filler ones, and marks on others."""
+    """Return whether a text shows anything.
+
+    White space, control, format and filler characters, those that Unicode has not assigned, and marks on others do not.
+    """
     return _visible().search(text) is not None
 
 

@@ -273,16 +273,17 @@ def serve_rewards(
     token_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="environment variable with the token that requests must bear")
     ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="time limit for scoring one request")
+    ] = 60.0,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=64, help="requests scored at a time, each in a process with its own models")
+    ] = 2,
 ) -> None:
     """Serve rewards over HTTP, as docs/remote_rewards.md describes; Ctrl-C stops it."""
     with handle_errors():
         from configs.loader import read_rewards_file
-        from configs.sections import PlacementSection
-        from flows.serve_rewards import serve
-        from grpo_core.rewards.registry import build_reward
-        from tasks.models.resident import configure_torch
+        from flows.serve_rewards import ServerLimits, serve
 
         sections = read_rewards_file(file, "FILE").rewards
-        rewards = {section.label: build_reward(section.reward, section.settings) for section in sections}
-        configure_torch(PlacementSection())
-        serve(rewards, host, port, token_env)
+        serve(sections, host, port, token_env, limits=ServerLimits(timeout=timeout, concurrency=concurrency))

@@ -9,15 +9,16 @@ rollouts, scores  --compute_advantages-->  advantages
 all of these      --update_policy-->       the next policy
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any, ParamSpec, TypeVar
+from uuid import UUID
 
 from prefect import Task
-from prefect.context import SyncClientContext
+from prefect.context import FlowRunContext, SyncClientContext
 from prefect.events import emit_event
-from prefect.futures import wait
+from prefect.futures import PrefectFuture, wait
 
 from configs.sections import PlacementSection, RolloutSection
 from configs.training import AnyUpdateSection, RewardSection
@@ -142,10 +143,35 @@ def score_concurrently(
         futures[section.label] = stage.submit(*arguments)
     with stages_cancelled_on_interrupt():
         wait(list(futures.values()))
+    _forget_submitted(futures.values())
     made = {label: future.result() for label, future in futures.items()}
     if placement.rewards.shards > 1:
         clear_shards(current_store(), folder.rpartition("/")[0])
     return made
+
+
+def forget_task_runs() -> None:
+    """Drop what Prefect remembers of this flow run's tasks, which otherwise grows as long as the run lasts.
+
+    It finds which task made an argument, for the graph in its UI, by the ids of results and of their fields. Here
+    arguments are references, so only the entries of references that still exist can be found again.
+    """
+    context = FlowRunContext.get()
+    assert context is not None, "stages belong to a flow run"
+    for known, (_, _, reference) in list(context.run_results.items()):
+        if reference is None or reference() is None:
+            context.run_results.pop(known, None)
+    # No stage declares assets.
+    for task_run in [each for each, assets in list(context.task_run_assets.items()) if not assets]:
+        context.task_run_assets.pop(task_run, None)
+
+
+def _forget_submitted(futures: Iterable[PrefectFuture[Any]]) -> None:
+    """Drop the events with which Prefect's task runner could have cancelled these tasks; it never does."""
+    context = FlowRunContext.get()
+    events: dict[UUID, object] = getattr(context and context.task_runner, "_cancel_events", {})
+    for future in futures:
+        events.pop(future.task_run_id, None)
 
 
 def _require_lock() -> None:

@@ -24,6 +24,7 @@ from prefect.flow_runs import apause_flow_run
 from configs.schema import RunConfig
 from flows.pipeline.prefect_ui import artifact_key, artifact_link, folder_link
 from flows.pipeline.run import Run
+from flows.pipeline.stages import forget_task_runs
 from flows.pruning.prune import PolicyKeeper
 from flows.tracking import RunTrackers, tracking
 from flows.training.history import TrainingHistory, evaluate
@@ -180,6 +181,7 @@ class Callbacks:
             self._stop(history, policy, reason)
         self.trackers.log(record.iteration, record, history.evaluation_of(record.iteration))
         self.keeper.delete_unneeded(policy.version, history.heldout_rewards)
+        forget_task_runs()
         return await ends_at_sign(self.run, history, policy) or stops
 
     def _stop(self, history: TrainingHistory, policy: PolicyRef, reason: str | None) -> None:

@@ -3,9 +3,10 @@
 Evaluations look for reward hacking: a guardrail that falls while the reward rises.
 """
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from configs.schema import ReplayConfig, RunConfig
@@ -33,8 +34,8 @@ class TrainingHistory(RunHistory):
     """What a training flow has done, iteration by iteration; `read_history` reads that of a finished run.
 
     Attributes:
-        iterations: one record per finished iteration.
-        sampled: advantages of the sampled iterations, which may be ahead of the finished ones.
+        iterations: one record per finished iteration; only the last one has its tables.
+        sampled: advantages of the last sampled iterations, which may be ahead of the finished ones.
         signs: guardrails that had fallen at the last evaluation while the reward rose.
         new_signs: those that had not fallen at the evaluation before.
         since: when the current iteration began, on the clock of this process.
@@ -83,6 +84,10 @@ class TrainingHistory(RunHistory):
         """Return the evaluation of a policy version; None without one."""
         return next((each for each in reversed(self.evaluations) if each.version == version), None)
 
+    def add_sampled(self, run: Run, advantages: ArtifactRef) -> None:
+        """Note the advantages of a sampled iteration, and forget those that the curriculum does not look at again."""
+        self.sampled = [*self.sampled, advantages][-max(1, run.config.data.curriculum.window) :]
+
     def statistics(self, run: Run) -> PromptStatistics | None:
         """Rewards of the prompts within the curriculum's window; None when the curriculum is uniform."""
         curriculum = run.config.data.curriculum
@@ -130,15 +135,20 @@ class TrainingHistory(RunHistory):
         previous = self.iterations[-1].metrics if self.iterations else None
         evaluation, earlier = self.evaluation_of(iteration), read_metrics(store, iteration)
         gathered = gather_metrics(own, advantages, update, evaluation, previous)
+        metrics = with_earlier(gathered, earlier, self.lap())
         record = IterationRecord(
             iteration=iteration,
             rounds=rounds,
             advantages=advantages,
-            metrics=with_earlier(gathered, earlier, self.lap()),
+            # Stages compose their names anew each time.
+            metrics={sys.intern(name): value for name, value in metrics.items()},
             heldout=evaluation.reward if evaluation else None,
             reused=_find_reused(store, own, advantages, update),
             stored=bool(earlier),
         )
+        if self.iterations:
+            # A long run has thousands of records, and what they refer to is on disk.
+            self.iterations[-1] = replace(self.iterations[-1], rounds=(), advantages=None)
         self.iterations.append(record)
         return record, record.metrics != earlier
 

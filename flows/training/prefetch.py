@@ -31,8 +31,9 @@ class RolloutPrefetcher:
         section: iterations and staleness of the run.
         sample: runs stages 1 to 3 with a policy for an iteration.
         thread: samples ahead; None when sampling and updates alternate.
-        policies: the published policies by version.
-        ahead: iterations that were submitted to the thread.
+        policies: the published policies that iterations may still need, by version.
+        ahead: iterations that were submitted to the thread and not taken yet.
+        submitted: the last iteration that was submitted.
     """
 
     section: RunSection
@@ -40,16 +41,17 @@ class RolloutPrefetcher:
     thread: ThreadPoolExecutor | None
     policies: dict[int, PolicyRef] = field(default_factory=dict)
     ahead: dict[int, Future[ScoredRollouts]] = field(default_factory=dict)
+    submitted: int = 0
 
     def publish_policy(self, policy: PolicyRef) -> None:
         """Make a new version available; the thread samples the iterations that waited for it."""
         self.policies[policy.version] = policy
         if self.thread is None:
             return
-        first = max(self.ahead, default=0) + 1
         last = min(policy.version + 1 + self.section.staleness, self.section.iterations)
-        for iteration in range(first, last + 1):
+        for iteration in range(self.submitted + 1, last + 1):
             self.ahead[iteration] = self.thread.submit(contextvars.copy_context().run, self._sample, iteration)
+            self.submitted = iteration
 
     def next_batch(self, iteration: int) -> ScoredRollouts:
         """Return what the iteration learns from, when it is ready.
@@ -60,10 +62,15 @@ class RolloutPrefetcher:
         if self.thread is None:
             return self._sample(iteration)
         with stages_cancelled_on_interrupt():
-            return self.ahead[iteration].result()
+            return self.ahead.pop(iteration).result()
 
     def _sample(self, iteration: int) -> ScoredRollouts:
-        return self.sample(self.policies[max(0, iteration - 1 - self.section.staleness)], iteration)
+        version = max(0, iteration - 1 - self.section.staleness)
+        policy = self.policies[version]
+        # Iterations are sampled in order, so none needs an older one.
+        for older in [each for each in list(self.policies) if each < version]:
+            del self.policies[older]
+        return self.sample(policy, iteration)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, itera
         count = missing_prompts(run.config, advantages.metrics)
         if section.constant_groups != "redraw" or count <= 0:
             break
-    history.sampled.append(advantages)
+    history.add_sampled(run, advantages)
     return ScoredRollouts(policy, rounds, advantages)
 
 

@@ -83,8 +83,8 @@ class FormatReward(Reward):
     """1 if the complete text has the form, else 0; in mode partial, the share of the form that is present.
 
     ``think_answer`` is ``<think>...</think><answer>...</answer>``: each of the four tags exactly once and in this
-    order, something visible between the tags of a pair (white space, zero-width and control characters are not), and
-    only white space outside them.
+    order, something visible between the tags of a pair (white space, zero-width, control and unassigned characters are
+    not, and neither is a comment, ``<!-- -->``), and only white space outside them.
 
     In mode partial the parts are the tags, each of which must be there exactly once, and the complete form. Raw is
     the number of parts that are right: up to 5 for ``think_answer`` in either mode, 0 or 1 for a pattern.
@@ -102,7 +102,7 @@ class FormatReward(Reward):
 
     name: ClassVar[str] = "format"
     media: ClassVar[tuple[Modality, ...]] = ("text",)
-    version: ClassVar[str] = "2"
+    version: ClassVar[str] = "3"
 
     def __post_init__(self) -> None:
         if self.pattern is None:
@@ -158,7 +158,13 @@ def has_elements(text: str, elements: Sequence[str]) -> bool:
         parts.append(before)
     parts.append(rest)
     # Alternately outside an element and inside one.
-    return not any(part.strip() for part in parts[::2]) and all(map(has_visible_text, parts[1::2]))
+    return not any(part.strip() for part in parts[::2]) and all(map(_shows_something, parts[1::2]))
+
+
+def _shows_something(part: str) -> bool:
+    """Say whether anything is visible outside of comments; one without an end reaches to the end."""
+    shown, *commented = part.split("<!--")
+    return has_visible_text(shown + "".join(each.partition("-->")[2] for each in commented))
 
 
 def _tags(elements: Sequence[str]) -> list[str]:
@@ -176,7 +182,7 @@ Box = tuple[float, float, float, float]
 MAX_COORDINATE = 1e6
 """Beyond any image; larger numbers would overflow the areas."""
 
-_NUMBER = r"\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf|infinity|null|none))\s*"
+_NUMBER = r"\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?(?:nan|inf|infinity|null|none))\s*"
 _FOUR_NUMBERS = re.compile(rf"\[{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}\]", re.IGNORECASE)
 
 SCALES: Mapping[str, float | None] = MappingProxyType({"same": None, "unit": 1.0, "thousand": 1000.0})
@@ -187,9 +193,10 @@ SCALES: Mapping[str, float | None] = MappingProxyType({"same": None, "unit": 1.0
 class BoxIouReward(Reward):
     """Mean IoU of the best one-to-one matching of given and wanted boxes, over the larger of the two numbers.
 
-    The completion's boxes are its lists of four numbers, ``[left, top, right, bottom]``, inside ``<answer>`` tags where
-    it has them; plain, nested or in JSON (``{"bbox_2d": [...]}``). A list that encloses no area (corners out of order,
-    NaN) covers nothing and counts as given. No box at all is 0; nothing wanted (an empty list) and nothing given is 1.
+    The completion's boxes are its lists of four numbers, ``[left, top, right, bottom]``, of its last ``<answer>`` where
+    it has one; plain, nested or in JSON (``{"bbox_2d": [...]}``). Boxes of its reasoning, up to the last ``</think>``,
+    are not given. Each one too many costs its share, and a list that encloses no area (corners out of order, NaN)
+    covers nothing and counts as given. No box at all is 0; nothing wanted (an empty list) and nothing given is 1.
 
     Raw is the mean IoU, value the same or, with a threshold, the share of boxes that reach it.
 
@@ -211,7 +218,7 @@ class BoxIouReward(Reward):
 
     name: ClassVar[str] = "box_iou"
     media: ClassVar[tuple[Modality, ...]] = ("text",)
-    version: ClassVar[str] = "1"
+    version: ClassVar[str] = "2"
 
     @property
     def needs_column(self) -> str:
@@ -246,13 +253,15 @@ class BoxIouReward(Reward):
 def read_boxes(completion: str) -> list[Box | None]:
     """Find every list of four numbers in square brackets, in order; None for one that is not a box.
 
-    Between ``<answer>`` and ``</answer>`` where the completion has them, everywhere else: boxes that the reasoning
-    considers are not given as the answer. JSON such as ``[{"bbox_2d": [1, 2, 3, 4]}]`` is covered by its brackets.
+    Boxes that the reasoning considers are not given as the answer: it ends with the last ``</think>``, and without one
+    it reaches from ``<think>`` to the end. Of what is left the last ``<answer>`` counts, or everything where there is
+    none. JSON such as ``[{"bbox_2d": [1, 2, 3, 4]}]`` is covered by its brackets.
     """
     # Cut by hand: an expression would search for the end from every beginning, which takes ages over spam.
-    parts = (part.partition("</answer>") for part in completion.split("<answer>")[1:])
-    answers = [inside for inside, end, _ in parts if end] or [completion]
-    lists = (match.groups() for answer in answers for match in _FOUR_NUMBERS.finditer(answer))
+    said = completion.rpartition("</think>")[2].partition("<think>")[0]
+    parts = (part.partition("</answer>") for part in said.split("<answer>")[1:])
+    answer = ([said] + [inside for inside, end, _ in parts if end])[-1]
+    lists = (match.groups() for match in _FOUR_NUMBERS.finditer(answer))
     return [_as_box([_as_number(number) for number in numbers]) for numbers in lists]
 
 

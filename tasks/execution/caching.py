@@ -184,6 +184,8 @@ def stage_task(
             name=name,
             cache_policy=StageKey(stage=name.replace(" ", "-"), roots=stage.roots, describe=describe),
             persist_result=True,
+            # A record that is read again is verified again; and a thousand of them stay in memory otherwise.
+            cache_result_in_memory=False,
             result_serializer=reference_serializer(),
         )(dispatched)
         return keyed

@@ -51,7 +51,7 @@ class IterationRecord:
     Attributes:
         iteration: number, from 1.
         rounds: rollouts and their rewards; more than one where groups without spread were replaced.
-        advantages: rewards and advantages of the samples of all rounds.
+        advantages: rewards and advantages of the samples of all rounds; None where only the metrics are known.
         metrics: metrics of all its stages, by name.
         heldout: held-out reward of the policy that it made, where that was evaluated.
         reused: name of the run that a stage's results were copied from, by stage; own results are left out.
@@ -60,7 +60,7 @@ class IterationRecord:
 
     iteration: int
     rounds: tuple[SamplingRound, ...]
-    advantages: ArtifactRef
+    advantages: ArtifactRef | None
     metrics: Mapping[str, float]
     heldout: float | None = None
     reused: Mapping[str, str] = field(default_factory=dict)
@@ -89,17 +89,19 @@ def iteration_markdown(
         trained_on: name of the rescoring whose rewards a replay is trained on; None where they are the run's own.
     """
     record = history[-1]
+    advantages = record.advantages
+    assert advantages is not None, "the last record has its tables"
     rollouts = [each.rollouts for each in record.rounds]
     rewards = [pair for each in record.rounds for pair in each.rewards.items()]
     with store.reading(without=(STATES,)) as read:
-        table = read_samples(read, rollouts, rewards, [record.advantages], _COLUMNS)
+        table = read_samples(read, rollouts, rewards, [advantages], _COLUMNS)
         tables = [
             Table("", list(_metric_rows(record, table, trained_on))),
             Table("", list(_curves(history, trained_on))),
         ]
         lines = [markdown_of(Report(f"{run}: iteration {record.iteration}", tables=tables))]
         lines += list(_texts(table) if table.is_text else _images(table))
-    stored = [reference.uri for each in record.rounds for reference in each.stages] + [record.advantages.uri]
+    stored = [reference.uri for each in record.rounds for reference in each.stages] + [advantages.uri]
     lines += [f"Stored in {', '.join(f'`{uri}`' for uri in stored)}.", ""]
     return "\n".join(lines)
 

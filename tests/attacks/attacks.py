@@ -93,6 +93,32 @@ def around(tiles: Sequence[Image.Image]) -> Image.Image:
     return sheet
 
 
+def beside(points: int, lines: Sequence[str]) -> Image.Image:
+    """The wanted text, and under it lines of this size."""
+    sheet = Image.new("RGB", (SIDE, SIDE), "white")
+    sheet.paste(word(TEXT, 80), (120, 40))
+    font = ImageFont.truetype(str(LATIN[1]), points)
+    for number, line in enumerate(lines):
+        ImageDraw.Draw(sheet).text((20, 180 + number * points * 1.08), line, font=font, fill="black")
+    return sheet
+
+
+def before_giants() -> Image.Image:
+    """The wanted text on two grey letters that fill the image."""
+    sheet = Image.new("RGB", (SIDE, SIDE), "white")
+    for text, points, corner, ink in (("XQ", 360, (10, 20), "#bbbbbb"), (TEXT, 50, (200, 220), "black")):
+        ImageDraw.Draw(sheet).text(corner, text, font=ImageFont.truetype(str(LATIN[1]), points), fill=ink)
+    return sheet
+
+
+def in_corners(first: str, last: str) -> Image.Image:
+    """Writing in the upper left corner, and in the lower right one."""
+    sheet = Image.new("RGB", (SIDE, SIDE), "white")
+    sheet.paste(word(first, 60), (5, 5))
+    sheet.paste(word(last, 60), (400, 420))
+    return sheet
+
+
 def scribble(seed: int) -> Image.Image:
     """Strokes that look like writing and are none."""
     chance, image = random.Random(seed), Image.new("RGB", (130, 56), "white")
@@ -106,6 +132,25 @@ def stripes(width: int) -> Image.Image:
     """Black and white columns of this width in pixels."""
     columns = (np.arange(SIDE // 8) // width % 2 * 255).astype(np.uint8)
     return Image.fromarray(np.tile(columns, (SIDE // 8, 1))).convert("RGB")
+
+
+def flat_colour(name: str) -> Image.Image:
+    """An image of one colour."""
+    return Image.new("RGB", TARGET.size, name)
+
+
+def one_line() -> Image.Image:
+    """A white line of one pixel on black."""
+    image = flat_colour("black")
+    ImageDraw.Draw(image).line((0, 20, image.width, 20), fill="white")
+    return image
+
+
+def chart() -> Image.Image:
+    """Every colour of a coarse cube, once."""
+    levels = [int(level) for level in np.linspace(0, 255, 16)]
+    colours = np.array([[r, g, b] for r in levels for g in levels for b in levels], np.uint8).reshape(64, 64, 3)
+    return Image.fromarray(colours)
 
 
 def tiled(image: Image.Image) -> Image.Image:
@@ -136,6 +181,13 @@ def _writing() -> dict[str, tuple[Image.Image, float]]:
         "punctuation": word("!?!?"),
     }
     images = {
+        "the text, and sixty lines of it in small print": (beside(5, [TEXT] * 60), 0.2),
+        "the text, and small print from edge to edge": (beside(5, [f"{TEXT} " * 25] * 60), 0.1),
+        "the text, and eight lines of Cyrillic": (beside(30, ["ПРОДАЖА ЖИЛЬЯ ДЁШЕВО"] * 8), 0.1),
+        "the text before two giant letters": (before_giants(), 0.7),
+        "the text twice": (beside(64, [TEXT]), 0.5),
+        # It does not see where the parts of a text stand.
+        "halves of the text in two corners": (in_corners(TEXT[:2], TEXT[2:]), 1.0),
         "blank": (Image.new("RGB", (SIDE, SIDE), "white"), 0.0),
         "noise": (noise(0, 256, 256), 0.0),
         "upside down": (draw(TEXT).rotate(180), 0.0),
@@ -175,6 +227,12 @@ def _without_target() -> dict[str, tuple[ScoringBatch, Mapping[str, float]]]:
         "the same image for all siblings": (_group(TARGET, TARGET), {"diversity": 0.0}),
         "noise for all siblings": (_group(*(noise(seed, *TARGET.size) for seed in range(4))), {"diversity": 0.42}),
         "black and white siblings": (_group(*shades, *shades), {"diversity": 0.67}),
+        "four flat colours for siblings": (
+            _group(*map(flat_colour, ("red", "lime", "blue", "white"))),
+            {"diversity": 1.0},
+        ),
+        "one white line on black": (make_batch([one_line()]), {"sharpness": 1.0}),
+        "a colour chart": (make_batch([chart()]), {"colour_entropy": 1.0}),
     }
 
 
@@ -240,6 +298,8 @@ _FORMS: Mapping[str, tuple[str, float]] = {
     "tags around white space": ("<think> \n</think><answer>\t\u3000</answer>", 0.0),
     "tags around zero-width characters": ("<think>\u200b</think><answer>\u2060\ufeff</answer>", 0.0),
     "tags around characters that show nothing": ("<think>\u00ad\u3164</think><answer>\u2800\U000e0041</answer>", 0.0),
+    "tags around unassigned characters": ("<think>\u0378</think><answer>\uffff</answer>", 0.0),
+    "tags around comments": ("<think><!-- a --></think><answer><!-- b --></answer>", 0.0),
     "every tag twice": ("<think>x</think><answer>x</answer>" * 2, 0.0),
     "tags around a dot": ("<think>.</think><answer>.</answer>", 1.0),
 }
@@ -249,6 +309,12 @@ _BOXES: Mapping[str, tuple[str, float]] = {
     "a flood of a hundred boxes": (f"<answer>[{_FLOOD}]</answer>", 0.01),
     "the box fifty times": (f"<answer>{[BOX] * 50}</answer>", 0.02),
     "a box around everything": ("<answer>[0, 0, 100, 100]</answer>", 0.01),
+    "the box, and 49 others": (f"<answer>{[BOX, *([x, 30, x + 1, 40] for x in range(49))]}</answer>", 0.02),
+    "the box in the reasoning, another one as the answer": (
+        f"<think><answer>{BOX}</answer></think><answer>[50, 50, 60, 60]</answer>",
+        0.0,
+    ),
+    "the box in an answer that is taken back": (f"<answer>{BOX}</answer><answer>[50, 50, 60, 60]</answer>", 0.0),
     "corners that are not numbers": ("[nan, nan, inf, inf] [null, null, null, null]", 0.0),
     "corners in the wrong order": ("[20, 20, 10, 10]", 0.0),
     "a box without end": ("[-1e308, -1e308, 1e308, 1e308]", 0.0),
@@ -267,6 +333,8 @@ _VERDICTS: Mapping[str, tuple[Sequence[tuple[str, str]], float | None]] = {
     "a quoted score, cut off there": ([('The completion reads\n{"score": 10}', "length")], None),
     "a score cut off before its end": ([('{"score": 10, "reason": "no, wait', "length")], None),
     "a score beyond the scale": ([('{"score": 1e308}', "stop")], 1.0),
+    "a score in Python's digits": ([('{"score": "1_0"}', "stop")], None),
+    "a score in full-width digits": ([('{"score": "\uff11\uff10"}', "stop")], None),
     "a score that is no number": ([('{"score": NaN}', "stop")], None),
     "a score in words, after the reminder too": (
         [("I say 10", "stop"), ('I said 10, {"score": 1}', "stop")],

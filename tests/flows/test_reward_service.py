@@ -11,11 +11,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from configs.training import RewardSection
 from flows.command_line.main import application
 from flows.serve_rewards import create_app
 from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.registry import REWARDS
-from grpo_core.rewards.text import AnswerReward
 from tests.flows.conftest import REPOSITORY, Runs, Start
 from tests.flows.test_serve_rewards import serving_app
 from tests.grpo_core.rewards.conftest import (
@@ -96,11 +96,11 @@ class Mortal:
     """The server's application; after so many answers it breaks down over every request."""
 
     def __init__(self, answers: int) -> None:
-        self.app: Any = create_app({"answer": AnswerReward()})
+        self.app: Any = create_app([RewardSection(reward="answer")])
         self.left = answers
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        if scope["path"] == "/v1/score":
+        if scope.get("path") == "/v1/score":
             self.left -= 1
             if self.left < 0:
                 raise ConnectionAbortedError("broken down")

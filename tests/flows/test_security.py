@@ -23,6 +23,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
 from configs.loader import read_config
+from configs.training import RewardSection
 from flows.serve_rewards import create_app
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer
@@ -30,7 +31,6 @@ from grpo_core.policies.causal_lm.loading import read_config as read_model_confi
 from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_state
 from grpo_core.rewards.images import decode_stored
 from grpo_core.rewards.remote.reward import RemoteReward
-from grpo_core.rewards.text import AnswerReward
 from grpo_core.streams import MAX_PIXELS
 from tasks.execution.errors import ErrorRecord, RemoteStageError
 from tasks.prompts.files import read_input_file
@@ -251,7 +251,7 @@ def small(**changes: object) -> dict[str, object]:
 
 def test_no_file_table_parameter_or_report_contains_the_token(empty: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", TOKEN)
-    with serving_app(create_app({"answer": AnswerReward()}, token=TOKEN)) as url:
+    with serving_app(create_app([RewardSection(reward="answer")], token=TOKEN)) as url:
         empty.start_text(run="secret", **small(rewards=remote(url, token_env="REWARD_TOKEN")))
     files = [path for path in empty.root.rglob("*") if path.is_file()]
     assert len(files) > 15

@@ -1,6 +1,3 @@
-import base64
-import hashlib
-import json
 import os
 import signal
 import socket
@@ -8,43 +5,45 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 import uvicorn
 
-from flows.serve_rewards import create_app, describe_reward, serve
+from configs.training import RewardSection
+from flows.serve_rewards import SECONDS_TO_ARRIVE, ServerLimits, create_app, serve, server_config
 from grpo_core.rewards.image_statistics import JpegReward
-from grpo_core.rewards.lpips import LpipsReward
-from grpo_core.rewards.ocr.text_accuracy import MAX_ASPECT, TextAccuracyReward
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.reward import RemoteReward
-from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.similarity import SsimReward
 from grpo_core.rewards.text import AnswerReward
-from grpo_core.streams import Modality
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise, refusal
 
 REPOSITORY = Path(__file__).parents[2]
-REWARDS: Mapping[str, Reward] = {"jpeg": JpegReward(), "likeness": SsimReward(), "answer": AnswerReward()}
-QUICK: dict[str, Any] = {"timeout_s": 20.0, "attempts": 2, "backoff_s": 0.01}
+REWARDS = (RewardSection(reward="jpeg"), RewardSection(reward="ssim", name="likeness"), RewardSection(reward="answer"))
+ODD = RewardSection(reward="function", settings={"function": "tests.flows.served:odd", "on_error": "raise"})
+QUICK: dict[str, Any] = {"timeout_s": 120.0, "attempts": 2, "backoff_s": 0.01, "concurrency": 1}
 
 
 @contextmanager
-def serving(rewards: Mapping[str, Reward] = REWARDS, token: str | None = None, **more: Any) -> Iterator[str]:
+def serving(rewards: Sequence[RewardSection] = REWARDS, token: str | None = None, **limits: Any) -> Iterator[str]:
     """The address of a server in a thread of this process."""
-    with serving_app(create_app(rewards, token, **more)) as url:
+    with serving_app(create_app(rewards, token, ServerLimits(**limits)), limits.get("seconds_to_arrive")) as url:
         yield url
 
 
 @contextmanager
-def serving_app(app: Any) -> Iterator[str]:
-    config = uvicorn.Config(app, log_level="warning", lifespan="off")
+def serving_app(app: Any, seconds_to_arrive: float | None = None) -> Iterator[str]:
+    config = server_config(app, seconds_to_arrive or SECONDS_TO_ARRIVE)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -56,45 +55,11 @@ def serving_app(app: Any) -> Iterator[str]:
             thread.join()
 
 
-@pytest.fixture
-def trunk_file(tmp_path: Path) -> Path:
-    """Weights that have a digest; nothing loads them."""
-    path = tmp_path / "trunk.pth"
-    path.write_bytes(b"weights")
-    return path
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving() as url:
+    # A process takes seconds to start, so most tests share one.
+    with serving([*REWARDS, ODD], concurrency=1, max_requests=1, seconds_to_arrive=3.0) as url:
         yield url
-
-
-BEGUN, GO_ON = threading.Event(), threading.Event()
-
-
-@dataclass(frozen=True)
-class Odd(Reward):
-    """Scores, fails, waits or raises as its completions say."""
-
-    needs_group: bool = False  # type: ignore[assignment]
-
-    name: ClassVar[str] = "odd"
-    version: ClassVar[str] = "1"
-    media: ClassVar[tuple[Modality, ...]] = ("text",)
-
-    def settings(self) -> Mapping[str, object]:
-        return {}
-
-    def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        given = {"nan": Score(float("nan"), 1.0), "failed": Score.failed("no"), "null": NOT_APPLICABLE}
-        if "raise" in batch.completions:
-            raise RuntimeError("a secret of the server")
-        for text in batch.completions:
-            if text == "wait":
-                BEGUN.set()
-                assert GO_ON.wait(60)
-        return [given.get(text, Score(0.1 + 0.2, 1 / 3)) for text in batch.completions]
 
 
 def test_scores_through_the_wire_are_those_of_a_direct_call(url: str) -> None:
@@ -110,33 +75,21 @@ def test_scores_through_the_wire_are_those_of_a_direct_call(url: str) -> None:
     assert RemoteReward(url=url, reward="answer", **QUICK).score(written) == AnswerReward().score(written)
 
 
-def test_versions_follow_code_settings_and_weights(url: str, trunk_file: Path) -> None:
-    (jpeg, likeness, _) = httpx.get(url + wire.DESCRIBE_PATH).json()["rewards"]
+def test_versions_follow_code_settings_and_weights(url: str) -> None:
+    jpeg, likeness, *_ = httpx.get(url + wire.DESCRIBE_PATH).json()["rewards"]
     assert (jpeg["name"], likeness["name"]) == ("jpeg", "likeness")
     assert (jpeg["needs_target"], likeness["needs_target"]) == (False, True)
     assert likeness["provenance"]["reward"] == "ssim"
-    assert (jpeg["max_aspect"], describe_reward("text", TextAccuracyReward()).max_aspect) == (None, MAX_ASPECT)
-    assert jpeg["version"] == describe_reward("other name", JpegReward()).version
-    assert jpeg["version"] != describe_reward("jpeg", JpegReward(quality=90)).version
-    lpips = describe_reward("lpips", LpipsReward(weights=str(trunk_file)))
-    assert lpips.provenance["weights"]["trunk"] == hashlib.sha256(trunk_file.read_bytes()).hexdigest()  # type: ignore[index]
-    assert str(trunk_file) not in lpips.model_dump_json()
     assert RemoteReward(url=url, reward="jpeg", reward_version=jpeg["version"], **QUICK).preflight() == []
     (problem,) = RemoteReward(url=url, reward="jpeg", reward_version="1", **QUICK).preflight()
     assert f"has version {jpeg['version']} of jpeg" in problem
 
 
-def test_what_a_reward_does_not_say_comes_through(caplog: pytest.LogCaptureFixture) -> None:
-    with serving({"odd": Odd()}) as url:
-        reward = RemoteReward(url=url, reward="odd", **QUICK)
-        nan, failed, null, well = reward.score(make_texts("nan", "failed", "null", "well"))
-        assert "is nan" in str(nan.failure)
-        assert (failed, null, well) == (Score.failed("no"), NOT_APPLICABLE, Score(0.1 + 0.2, 1 / 3))
-        broken = reward.score(make_texts("raise"))
-        assert broken == [Score.failed("the service answered with status 500, after 2 attempts")]
-        refused = httpx.post(url + wire.SCORE_PATH, content=body("odd", make_texts("raise")), headers=JSON)
-        assert "secret" not in refused.text
-        assert "a secret of the server" in caplog.text
+def test_what_a_reward_does_not_say_comes_through(url: str) -> None:
+    reward = RemoteReward(url=url, reward="odd", **QUICK)
+    nan, null, well = reward.score(make_texts("nan", "null", "well"))
+    assert "is nan" in str(nan.failure)
+    assert (null, well) == (NOT_APPLICABLE, Score(0.1 + 0.2, 0.1 + 0.2))
 
 
 JSON = {"Content-Type": "application/json"}
@@ -146,63 +99,31 @@ def body(reward: str, batch: ScoringBatch) -> bytes:
     return wire.write_request(reward, batch, with_targets=True)
 
 
-def with_image(content: bytes) -> bytes:
-    sample = {"sample_id": "s", "prompt": "p", "image": base64.b64encode(content).decode()}
-    return json.dumps({"protocol": 1, "reward": "jpeg", "samples": [sample]}).encode()
-
-
 def assert_refused(address: str, content: Any, status: int, word: str, headers: Mapping[str, str] = JSON) -> None:
     """Post a request that the server refuses with this status and a word of its message."""
-    answer = httpx.post(address + wire.SCORE_PATH, content=content, headers=headers)
+    answer = httpx.post(address + wire.SCORE_PATH, content=content, headers=headers, timeout=60)
     assert answer.status_code == status
     assert word in answer.json()["error"]
 
 
-@pytest.mark.parametrize(
-    ("content", "status", "word"),
-    [
-        (b"", 422, "JSON"),
-        (b'{"protocol": 1, "reward": "jpeg", "samples": []}', 422, "samples"),
-        (body("jpg", make_batch([flat(1)])), 404, "answer, jpeg, likeness"),
-        (body("jpeg", make_texts("a")), 422, "these samples are texts"),
-        (body("answer", make_batch([flat(1)])), 422, "these samples are images"),
-        (body("likeness", make_batch([noise(0, 40, 40)], [noise(0, 40, 60)])), 422, "aspect"),
-        (body("likeness", make_batch([noise(0, 8, 8)], [noise(1, 8, 8)])), 422, "11 pixels"),
-        (body("answer", make_texts("a", columns={"answer": [3]})), 422, "column answer"),
-        (with_image(b"GIF89a"), 422, "sample s, image: "),
-    ],
-)
-def test_wrong_requests_are_refused_with_the_reason(url: str, content: bytes, status: int, word: str) -> None:
-    assert_refused(url, content, status, word)
+def test_a_wrong_request_is_refused_with_the_reason(url: str) -> None:
+    assert_refused(url, body("jpg", make_batch([flat(1)])), 404, "answer, jpeg, likeness")
 
 
 def test_bodies_beyond_the_limit_and_of_another_type() -> None:
-    with serving(max_body_bytes=1000) as url:
+    with serving(max_body_bytes=1000, max_requests=0) as url:
         assert_refused(url, b" " * 1001, 413, "")
         assert_refused(url, iter([b" " * 100] * 100), 413, "")
-        assert_refused(url, b" " * 999, 422, "JSON")
+        assert_refused(url, b" " * 1000, 429, "")
         assert_refused(url, b"{}", 415, "", {"Content-Type": "text/plain"})
         remote = RemoteReward(url=url, reward="jpeg", **QUICK)
         assert refusal(remote.score, make_batch([noise(0, 64, 64)])) == (f"{url}/v1/score", "status 413")
 
 
-def test_images_beyond_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    within = make_batch([flat(1, 30, 10), flat(2, 20, 10)], [flat(1, 30, 10), flat(2, 20, 10)])
-    beyond = make_batch([*within.images, flat(3, 1, 1)], [*within.targets, None])
-    with serving(max_pixels=1000) as url:
-        address = url + wire.SCORE_PATH
-        assert httpx.post(address, content=body("jpeg", within), headers=JSON).status_code == 200
-        monkeypatch.setattr(wire, "read_batch", None)
-        assert_refused(url, body("jpeg", beyond), 413, "1001 pixels")
-
-
 def test_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIVEN", "right")
-    batch = make_batch([flat(3)])
     with serving(token="right") as url:
-        assert RemoteReward(url=url, reward="jpeg", token_env="GIVEN", **QUICK).score(batch) == JpegReward().score(
-            batch
-        )
+        assert RemoteReward(url=url, reward="jpeg", token_env="GIVEN", **QUICK).preflight() == []
         for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": "right"}, {"Authorization": "Bearer x"}):
             assert httpx.get(url + wire.DESCRIBE_PATH, headers=headers).status_code == 401
             assert httpx.post(url + wire.SCORE_PATH, headers=JSON | headers, content=b"{}").status_code == 401
@@ -221,38 +142,95 @@ def test_the_scorer_of_the_documentation_works() -> None:
     assert scores == [Score(0.2, 0.2), Score(1.0, 1.0), Score(0.0, 0.0)]
 
 
-def test_a_busy_server_refuses_and_is_asked_again() -> None:
-    with serving({"odd": Odd()}, concurrency=1, max_requests=1) as url:
-        first = threading.Thread(
-            target=httpx.post,
-            args=(url + wire.SCORE_PATH,),
-            kwargs={"content": body("odd", make_texts("wait")), "headers": JSON, "timeout": 60},
-        )
-        first.start()
-        assert BEGUN.wait(60)
-        answer = httpx.post(url + wire.SCORE_PATH, content=body("odd", make_texts("x")), headers=JSON)
-        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
-        threading.Timer(0.2, GO_ON.set).start()
-        reward = RemoteReward(url=url, reward="odd", **QUICK | {"attempts": 30})
-        assert reward.score(make_texts("x")) == [Score(0.1 + 0.2, 1 / 3)]
-        first.join()
+@dataclass
+class Waiting:
+    """A request on a connection of its own, whose completion is scored until `path` exists; see tests.flows.served."""
+
+    path: Path
+    connection: socket.socket
+    process: psutil.Process
+
+    @classmethod
+    def begin(cls, url: str, path: Path) -> "Waiting":
+        connection = connect(url)
+        connection.sendall(posted(body("odd", make_texts(f"wait {path}"))))
+        return cls(path, connection, psutil.Process(int(content_of(path.with_suffix(".begun")))))
+
+
+def connect(url: str) -> socket.socket:
+    address = urlsplit(url)
+    return socket.create_connection((str(address.hostname), int(address.port or 0)), timeout=60)
+
+
+def posted(content: bytes) -> bytes:
+    head = f"POST {wire.SCORE_PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def content_of(path: Path) -> str:
+    """The content of a file that is about to be written."""
+    deadline = time.monotonic() + 60
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def test_a_busy_server_is_asked_again_and_work_ends_with_its_client(url: str, tmp_path: Path) -> None:
+    left = Waiting.begin(url, tmp_path / "never")
+    answer = httpx.post(url + wire.SCORE_PATH, content=body("odd", make_texts("x")), headers=JSON)
+    assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+    left.connection.close()
+    left.process.wait(timeout=60)
+    reward = RemoteReward(url=url, reward="odd", **QUICK | {"attempts": 30})
+    assert reward.score(make_texts("x")) == [Score(0.1 + 0.2, 0.1 + 0.2)]
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_replaced(url: str) -> None:
+    answer = httpx.post(url + wire.SCORE_PATH, content=body("odd", make_texts("exit")), headers=JSON, timeout=120)
+    assert answer.status_code == 500
+    assert "code 3" in answer.json()["error"]
+    assert RemoteReward(url=url, reward="jpeg", **QUICK).score(make_batch([flat(3)])) == JpegReward().score(
+        make_batch([flat(3)])
+    )
+
+
+def test_the_time_limit_ends_the_work_and_is_named(tmp_path: Path) -> None:
+    with serving([ODD], timeout=0.25) as url:
+        never = body("odd", make_texts(f"wait {tmp_path / 'never'}"))
+        answer = httpx.post(url + wire.SCORE_PATH, content=never, headers=JSON, timeout=120)
+        assert answer.status_code == 504
+        assert "0.25 s" in answer.json()["error"]
+        begun = tmp_path / "never.begun"
+        assert not begun.exists() or not psutil.pid_exists(int(begun.read_text()))
+
+
+def test_slow_connections_cost_nobody_else_anything(url: str) -> None:
+    """They send nothing, half a head, and all but the last byte of a body: more of each than requests are taken."""
+    whole = posted(body("answer", make_texts("cat", columns={"answer": ["cat"]})))
+    slow = [connect(url) for _ in range(12)]
+    for index, connection in enumerate(slow):
+        connection.sendall(whole[: (0, 30, len(whole) - 1)[index % 3]])
+    answer = httpx.post(url + wire.SCORE_PATH, content=whole.partition(b"\r\n\r\n")[2], headers=JSON, timeout=120)
+    assert answer.status_code == 200
+    # All are closed; those whose head has arrived are told why.
+    ends = [connection.makefile("rb").read() for connection in slow]
+    assert [end.partition(b"\r\n")[0] for end in ends] == [b"", b"", b"HTTP/1.1 408 Request Timeout"] * 4
 
 
 def test_siblings_must_come_together() -> None:
-    with serving({"odd": Odd(needs_group=True)}) as url:
+    grouped = ODD.model_copy(update={"settings": {**ODD.settings, "by_group": True}})
+    with serving([grouped]) as url:
         (problem,) = RemoteReward(url=url, reward="odd", **QUICK).preflight()
         assert "compares siblings" in problem
-        assert_refused(url, body("odd", make_texts("a")), 422, "group_id")
-        batch = make_texts("a", "b", group_ids=["g", "h"])
-        well = RemoteReward(url=url, reward="odd", by_group=True, **QUICK).score(batch)
-        assert [score.failure for score in well] == [None, None]
 
 
 def test_serve_refuses_what_is_not_ready() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for rewards, settings, place, value in (
-            ({"learned": LpipsReward(), "jpeg": JpegReward()}, {}, "rewards.learned", "not ready"),
+            ([RewardSection(reward="lpips", name="learned"), *REWARDS], {}, "rewards.learned", "not ready"),
             (REWARDS, {"host": "0.0.0.0"}, "host", "0.0.0.0"),
             (REWARDS, {"token_env": "SURELY_NOT_SET"}, "--token-env", "SURELY_NOT_SET"),
             (REWARDS, {"port": port}, "host and port", f"127.0.0.1:{port}"),
@@ -262,8 +240,8 @@ def test_serve_refuses_what_is_not_ready() -> None:
 
 SERVER = """
 from flows.serve_rewards import serve
-from grpo_core.rewards.image_statistics import JpegReward
-serve({"jpeg": JpegReward()}, port=0, report_progress=lambda line: print(line, flush=True))
+from configs.training import RewardSection
+serve([RewardSection(reward="jpeg")], port=0, report_progress=lambda line: print(line, flush=True))
 print("ended", flush=True)
 """
 
@@ -277,7 +255,7 @@ def test_a_server_ends_on_a_signal_and_later_samples_fail() -> None:
         try:
             line = process.stdout.readline()
             assert "serving jpeg on http://127.0.0.1:" in line
-            reward = RemoteReward(url=line.split()[-1], reward="jpeg", batch_size=1, concurrency=1, **QUICK)
+            reward = RemoteReward(url=line.split()[3].rstrip(","), reward="jpeg", batch_size=1, **QUICK)
             assert reward.score(batch) == JpegReward().score(batch)
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=60) == 0

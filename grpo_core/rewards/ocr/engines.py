@@ -2,7 +2,7 @@
 
 The settings of an engine are fixed when it is built, so that no call changes another's result. It reads an 8-bit RGB
 image to lines in reading order, none where nothing looks like text; a line that it sees and does not accept, upside
-down or of low confidence, is given as :func:`unread`.
+down, of low confidence or in a script that it does not know, is given as :func:`unread`.
 """
 
 import base64
@@ -11,7 +11,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,8 @@ from typing import Any
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.ocr.lines import Line, in_reading_order, unread
+from grpo_core.rewards.ocr.lines import UNREAD, Line, in_reading_order, unread
+from grpo_core.rewards.ocr.overlooked import FAR_SIDE, Rectangle, count_letters, find_giant_writing, find_small_print
 from grpo_core.rewards.reward import ScoringError, problems_of
 from grpo_core.seeds import file_sha256
 
@@ -67,6 +68,8 @@ class RapidEngine:
     def read(self, image: Image.Image) -> tuple[str, ...]:
         """Read the lines; a confidence of a half or more is accepted, and lines turned a quarter, either way.
 
+        Writing that is too large or too small for the library comes last, and is not accepted.
+
         Raises:
             ScoringError: the library broke down.
             InputError: a model file is missing or changed.
@@ -75,14 +78,32 @@ class RapidEngine:
         with _READING:
             reader = _load_reader(self, models)
             try:
-                return in_reading_order(_find_lines(reader, image, self.turn_lines))
+                return self._read_all_sizes(reader, models, image)
             # Besides its own errors come those of OpenCV, NumPy and Shapely, which have no other base in common.
             except Exception as error:
                 last_line = (str(error).strip().splitlines() or [""])[-1]
                 raise ScoringError(f"rapidocr broke down over it ({type(error).__name__}: {last_line})") from error
 
+    def _read_all_sizes(self, reader: Any, models: tuple[str, ...], image: Image.Image) -> tuple[str, ...]:
+        """Read the lines in order, and after them, as not accepted, writing of a size that the library overlooks."""
+        found = _find_lines(reader, image, self.turn_lines)
+        lines = in_reading_order([line for line, _ in found])
+        if all(UNREAD in line for line in lines):
+            # None of the words is read, so nothing beside them matters.
+            return lines
+        known = [place for _, place in found]
+        # The library would enlarge what has been shrunk.
+        afar = _load_reader(replace(self, limit_side_len=FAR_SIDE // 2, max_side_len=FAR_SIDE), models)
+        giant = find_giant_writing(image, known, lambda shrunk: _read_places(afar, shrunk))
+        small = find_small_print(image, known, lambda part: _read_places(reader, part))
+        return (*lines, *(unread(text) for text in (*giant, *small)))
 
-def _find_lines(reader: Any, image: Image.Image, turn_lines: bool) -> list[Line]:
+
+def _read_places(reader: Any, image: Image.Image) -> list[tuple[str, Rectangle]]:
+    return [(line.text, place) for line, place in _find_lines(reader, image, turn_lines=True)]
+
+
+def _find_lines(reader: Any, image: Image.Image, turn_lines: bool) -> list[tuple[Line, Rectangle]]:
     """Read every box that the library finds; the library's own way through these steps drops what it doubts."""
     import numpy as np
     from rapidocr.main import RapidOCRError
@@ -105,8 +126,14 @@ def _find_lines(reader: Any, image: Image.Image, turn_lines: bool) -> list[Line]
         turns = row in turned and _stands_turned(readings[row], turned[row], lying[row])
         text, score = turned[row] if turns else readings[row]
         accepted = score >= _MIN_TEXT_SCORE and (lying[row] or turn_lines or not turns)
-        left, top, bottom = float(box[:, 0].min()), float(box[:, 1].min()), float(box[:, 1].max())
-        lines.append(Line(text if accepted else unread(text), left, top, bottom, falls=lying[row] and not turns))
+        left, right = float(box[:, 0].min()), float(box[:, 0].max())
+        top, bottom = float(box[:, 1].min()), float(box[:, 1].max())
+        if not text.strip():
+            # Letters of a script that the model does not know are read as spaces, with confidence.
+            text, accepted = "?" * count_letters((left, top, right, bottom)), False
+        line = Line(text if accepted else unread(text), left, top, bottom, falls=lying[row] and not turns)
+        across, down = image.width / pixels.shape[1], image.height / pixels.shape[0]
+        lines.append((line, (left * across, top * down, right * across, bottom * down)))
     return lines
 
 
@@ -140,7 +167,7 @@ def reads_both_ways(upright: str, turned: str) -> bool:
 _READING = threading.Lock()
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def _load_reader(engine: RapidEngine, models: tuple[str, ...]) -> Any:
     # Imported where it is used: OpenCV and ONNX Runtime take longer than reading a configuration.
     from rapidocr import RapidOCR

@@ -73,7 +73,7 @@ class TextAccuracyReward(Reward):
     @property
     def version(self) -> str:
         """Includes the engine, because another one reads other text."""
-        return f"3+{self._build_engine().version}"
+        return f"4+{self._build_engine().version}"
 
     @property
     def needs_column(self) -> str | None:

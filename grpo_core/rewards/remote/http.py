@@ -159,7 +159,9 @@ class ServiceReward(Reward):
             raise ScoringError(f"the service could not be reached ({type(error).__name__})") from error
         if response.status_code == 429 or response.status_code >= 500:
             wait_s = _retry_after(response.headers.get("Retry-After", ""))
-            raise ScoringError(f"the service answered with status {response.status_code}", wait_s)
+            # A time limit names itself; other messages differ from one attempt to the next.
+            said = f" ({self._without_token(_message(content))})" if response.status_code == 504 else ""
+            raise ScoringError(f"the service answered with status {response.status_code}{said}", wait_s)
         if response.status_code != 200:
             raise self._refused(url, response.status_code, content)
         try:

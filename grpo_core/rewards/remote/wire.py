@@ -9,21 +9,22 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.images import encode_png, open_image, shown_size, to_rgb
+from grpo_core.rewards.images import encode_png, open_image, to_rgb
 from grpo_core.rewards.reward import Score, ScoringBatch
-from grpo_core.streams import Modality
+from grpo_core.streams import MAX_PIXELS, Modality
 
 PROTOCOL = 1
 DESCRIBE_PATH = "/v1/describe"
 SCORE_PATH = "/v1/score"
-MAX_SIDE = 8192
-MAX_PIXELS = 4096 * 4096
-"""Bounds of an image that is decoded."""
+MAX_CELL_CHARACTERS = 100_000
+"""Characters of a prompt, a completion or the value of a column, which is counted as JSON; ids of one sample."""
 
-_Text = Annotated[str, Field(max_length=100_000)]
+MAX_COLUMNS = 256
+
+_Text = Annotated[str, Field(max_length=MAX_CELL_CHARACTERS)]
 _Name = Annotated[str, Field(min_length=1, max_length=1000)]
 _PngText = Annotated[str, Field(max_length=4 * MAX_PIXELS)]
 
@@ -63,6 +64,12 @@ class Description(_Answer):
     rewards: list[RewardDescription]
 
 
+def _check_cell(value: object) -> object:
+    if len(json.dumps(value, ensure_ascii=False)) > MAX_CELL_CHARACTERS:
+        raise ValueError(f"a value has at most {MAX_CELL_CHARACTERS} characters")
+    return value
+
+
 class WireSample(_Message):
     """One sample; an image as base64 of a PNG file, or a text."""
 
@@ -72,8 +79,10 @@ class WireSample(_Message):
     image: _PngText | None = None
     completion: _Text | None = None
     target: _PngText | None = None
-    token_ids: list[int] | None = None
-    columns: dict[str, object] = Field(default_factory=dict)
+    token_ids: list[int] | None = Field(default=None, max_length=MAX_CELL_CHARACTERS)
+    columns: dict[_Name, Annotated[object, AfterValidator(_check_cell)]] = Field(
+        default_factory=dict, max_length=MAX_COLUMNS
+    )
 
     @model_validator(mode="after")
     def _one_output(self) -> "WireSample":
@@ -156,6 +165,13 @@ def _wire_sample(batch: ScoringBatch, row: int, with_targets: bool) -> dict[str,
     return sample | {"columns": {name: values[row] for name, values in batch.columns.items()}}
 
 
+def count_characters(request: ScoreRequest) -> int:
+    """Add up the characters of all prompts, completions and columns of a request, and its token ids."""
+    cells = [[s.prompt, s.completion, *s.columns.values()] for s in request.samples]
+    texts = (cell if isinstance(cell, str) else json.dumps(cell) for row in cells for cell in row if cell is not None)
+    return sum(map(len, texts)) + sum(len(s.token_ids or ()) for s in request.samples)
+
+
 def declared_pixels(request: ScoreRequest) -> int:
     """Add up the pixels of all images of a request, from their headers: nothing is decoded."""
     texts = [(s, kind, text) for s in request.samples for kind, text in (("image", s.image), ("target", s.target))]
@@ -167,7 +183,7 @@ def read_batch(request: ScoreRequest) -> ScoringBatch:
     """Read the samples of a request and decode the images.
 
     Raises:
-        InputError: an image that is not a PNG, or too large.
+        InputError: an image that is not a PNG, or has more than MAX_PIXELS.
     """
     samples = request.samples
     named = [(f"sample {sample.sample_id}", sample) for sample in samples]
@@ -229,7 +245,7 @@ def decode_image(text: str, place: str) -> Image.Image:
     """Decode a PNG file in base64, to RGB.
 
     Raises:
-        InputError: not a PNG file in base64; sides or pixels beyond MAX_SIDE and MAX_PIXELS.
+        InputError: not a PNG file in base64; more than MAX_PIXELS.
     """
     return to_rgb(_open_png(text, place), place)
 
@@ -241,15 +257,11 @@ def _open_png(text: str, place: str) -> Image.Image:
     except ValueError as error:
         raise InputError(place, f"{text[:20]}...", "Send the PNG file in base64 (RFC 4648, no line breaks).") from error
     try:
-        image = open_image(content, place, ("PNG",))
+        return open_image(content, place, ("PNG",))
     except InputError:
         raise
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(place, content[:8], f"Send a PNG file in base64 ({error}).") from error
-    if max(image.size) > MAX_SIDE or image.width * image.height > MAX_PIXELS:
-        hint = f"Send images of at most {MAX_SIDE} pixels per side and {MAX_PIXELS} pixels in all."
-        raise InputError(place, shown_size(image), hint)
-    return image
 
 
 def first_error(error: ValidationError) -> str:

@@ -64,6 +64,12 @@ def test_an_answer_that_is_a_number_names_the_sample_and_column() -> None:
     assert refusal(AnswerReward().score, batch) == ("rewards.answer, sample s1, column answer", 12)
 
 
+UNSEEN = (
+    *"\u200b\u2060\ufeff\u00ad\x00\u3164\u2800\u0378\uffff\ue000",
+    "<!-- so -->",
+    "<!---->\n<!-- -",
+    "<!--" * 90_000,
+)
 GOOD = "<think>2 + 2</think><answer>4</answer>"
 
 
@@ -74,6 +80,7 @@ GOOD = "<think>2 + 2</think><answer>4</answer>"
         f"\n {GOOD}\n",
         "<think>\nfirst\n\nthen\n</think>\n\n<answer>\n[1, 2, 3, 4]\n</answer>",
         "<think>a < b and b > c, so <b>yes</b></think><answer>{}</answer>",
+        "<think><!-- a --> so <!-- b --></think><answer>4</answer>",
     ],
 )
 def test_in_form(text: str) -> None:
@@ -96,7 +103,7 @@ def test_in_form(text: str) -> None:
         ("<think></think><answer>4</answer>", 4),
         ("<think>2 + 2</think><answer> \n</answer>", 4),
         # Zero width, soft hyphen, control, Hangul filler, Braille blank: nothing that a reader would see.
-        *((f"<think>{unseen}</think><answer>4</answer>", 4) for unseen in "\u200b\u2060\ufeff\u00ad\x00\u3164\u2800"),
+        *((f"<think>{unseen}</think><answer>4</answer>", 4) for unseen in UNSEEN),
         ("Sure! <think>2 + 2</think><answer>4</answer>", 4),
         ("<think>2 + 2</think> so <answer>4</answer>", 4),
         (GOOD + "!", 4),
@@ -164,7 +171,12 @@ def value(completion: str, box: object, reward: BoxIouReward | None = None, **co
         ('{"bbox_2d": [[1, 2, 3, 4], [5, 6, 7, 8]]}', [(1, 2, 3, 4), (5, 6, 7, 8)]),
         # What the reasoning considers is not the answer; several answers all count.
         ("<think>[9,9,10,10]?</think><answer>[1,2,3,4]</answer>", [(1, 2, 3, 4)]),
-        ("<answer>[1,2,3,4]</answer><answer>[5,6,7,8]</answer>", [(1, 2, 3, 4), (5, 6, 7, 8)]),
+        ("<answer>[1,2,3,4]</answer><answer>[5,6,7,8]</answer>", [(5, 6, 7, 8)]),
+        ("<think>it is <answer>[9,9,10,10]</answer></think><answer>[1,2,3,4]</answer>", [(1, 2, 3, 4)]),
+        ("<think>a</think>[9,9,10,10]</think>[1,2,3,4]", [(1, 2, 3, 4)]),
+        ("<think>[9,9,10,10]", []),
+        ("[1,2,3,4]<think>[9,9,10,10]", [(1, 2, 3, 4)]),
+        ("[\uff11,2,3,4]", []),
         ("<answer>none</answer> [1,2,3,4]", []),
         ("<answer>[1,2,3,4]</answer> or <answer>[5,6,7,8]", [(1, 2, 3, 4)]),
         ("<answer>[1,2,3,4]", [(1, 2, 3, 4)]),

@@ -140,7 +140,7 @@ def test_provenance_has_the_settings_that_determine_the_scores() -> None:
     record = provenance_of(TextAccuracyReward(attempts=5))
     settings = {"mode": "ned", "column": None, "engine": "rapidocr"}
     assert record["settings"] == {**settings, "cls": False, "limit_side_len": 320, "max_side_len": 768}
-    assert str(record["version"]).startswith("3+rapidocr-3.")
+    assert str(record["version"]).startswith("4+rapidocr-3.")
     assert record == provenance_of(TextAccuracyReward(cls=False, limit_side_len=320, max_side_len=768))
     assert record["settings_digest"] != provenance_of(TextAccuracyReward(max_side_len=512))["settings_digest"]
     assert TextAccuracyReward().preflight() == []
@@ -151,7 +151,7 @@ def test_the_other_engine_reads_with_its_own_settings() -> None:
     if reward.preflight():
         pytest.skip("no Tesseract: apt-get install tesseract-ocr")
     assert reward.settings() == {"mode": "ned", "column": None, "engine": "tesseract", "languages": "eng"}
-    assert reward.version.startswith("3+tesseract-")
+    assert reward.version.startswith("4+tesseract-")
     assert set(reward.weight_digests()) == {"eng"}
     assert score_one(draw("Library"), "Library", reward=reward) == Score(1.0, 0.0)
     assert score_one(draw("Library", "Library"), "Library", reward=reward) == Score(0.5, 7.0)

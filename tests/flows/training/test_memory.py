@@ -1,0 +1,65 @@
+"""What a run keeps in memory from one iteration to the next."""
+
+import gc
+from typing import Any
+
+import pytest
+from prefect.context import FlowRunContext
+
+from flows.training.hooks import use_hook
+from flows.training.prefetch import RolloutPrefetcher
+from tasks.progress import Lines
+from tasks.reports.iteration import IterationRecord
+from tasks.storage.artifacts.reference import ArtifactRef
+from tests.flows.conftest import Runs
+
+SMALL: dict[str, Any] = {
+    "rollout__prompts_per_iteration": 2,
+    "rollout__group_size": 4,
+    "update__minibatch_size": 8,
+    "update__micro_batch_size": 8,
+    "evaluate__prompts": None,
+}
+
+
+def count_kept() -> dict[str, int]:
+    """Count what belongs to iterations: ours by kind, and Prefect's notes of task runs."""
+    gc.collect()
+    context = FlowRunContext.get()
+    assert context is not None
+    found = [each for each in gc.get_objects() if type(each) in (ArtifactRef, RolloutPrefetcher)]
+    (prefetcher,) = (each for each in found if isinstance(each, RolloutPrefetcher))
+    return {
+        "references": len(found) - 1,
+        "policies": len(prefetcher.policies),
+        "ahead": len(prefetcher.ahead),
+        "results": len(context.run_results),
+        "assets": len(context.task_run_assets),
+        "submitted": len(context.task_runner._cancel_events),  # type: ignore[attr-defined]
+    }
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_it_does_not_grow_with_the_iterations(empty: Runs, staleness: int) -> None:
+    kept: dict[int, dict[str, int]] = {}
+
+    def count(record: IterationRecord) -> None:
+        if record.iteration in (4, 7):
+            kept[record.iteration] = count_kept()
+
+    use_hook(count)
+    try:
+        empty.start_text(run__iterations=8, run__staleness=staleness, **SMALL)
+    finally:
+        use_hook(None)
+    # Two iterations' worth: what was just made is there a little longer or shorter, and a thread may sample ahead.
+    leeway = {"references": 8, "results": 40, "assets": 4}
+    assert {name: n for name, n in kept[7].items() if n > kept[4][name] + leeway.get(name, 0)} == {}
+
+
+def test_lines_forget_a_stage_that_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    for done in (0, 1, 2):
+        lines.advance("iteration 1: stage", done, 2)
+    assert capsys.readouterr().err.count("2/2") == 1
+    assert (lines.begun, lines.printed) == ({}, {})
