@@ -128,7 +128,7 @@ class DiffusersFamily:
             require_saved_pipeline,
             train_transformer,
         )
-        from grpo_core.policies.diffusers.policy import MAX_BYTES
+        from grpo_core.policies.diffusers.prompt_cache import MAX_BYTES
         from grpo_core.policies.sizes import ComponentSizes, ModelSizes, count_blocks, count_parameters, hidden_width
 
         saved = require_saved_pipeline(model)
