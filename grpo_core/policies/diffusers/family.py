@@ -84,12 +84,18 @@ class DiffusersFamily:
         refuse_missing_folder(model)
 
     def refuse_unusable(self, model: str, settings: DiffusersSettings) -> None:
-        """Raise InputError if the pipeline cannot be trained, or not with this size or guidance."""
+        """Raise InputError if the pipeline cannot be trained, or not with this size or guidance.
+
+        It is tried on a small copy, for which its libraries are imported.
+        """
         saved = read_saved_pipeline(model)
         if saved is not None:
             refuse_size(saved, settings.size)
             call_settings(saved, settings)
             refuse_missing_weights(model, saved.parts)
+            from grpo_core.policies.diffusers.compatibility import refuse_incompatible
+
+            refuse_incompatible(model, settings)
 
     def refuse_prompts(self, model: str, settings: DiffusersSettings, prompts: Sequence[str]) -> None:
         """Raise InputError if a prompt is longer than what the pipeline reads."""

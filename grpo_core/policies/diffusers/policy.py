@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from grpo_core.errors import InputError
+from grpo_core.policies.diffusers.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.diffusers.component import DiffusersDenoising
 from grpo_core.policies.diffusers.loading import (
     load_pipeline,
@@ -60,8 +61,10 @@ class DiffusersPolicy:
         """Load by folder or hub name.
 
         Raises:
-            InputError: no such model, settings that it cannot sample with, or adapter targets that match nothing.
+            InputError: no such model, one that cannot be sampled and scored here, settings that it cannot sample with,
+                or adapter targets that match nothing.
         """
+        tried = refuse_incompatible(model, settings)
         pipeline = load_pipeline(model, dtype=dtype, device=device)
         use_attention(pipeline.transformer, attn_implementation)
         trained = train_transformer(
@@ -70,6 +73,8 @@ class DiffusersPolicy:
         denoising = DiffusersDenoising(pipeline, require_saved_pipeline(model), settings, trained, autocast=autocast)
         policy = cls(denoising)
         policy.sample_with(settings)
+        if not tried:
+            refuse_incompatible_model(model, denoising)
         return policy
 
     def sample(self, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:
