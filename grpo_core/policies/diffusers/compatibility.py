@@ -39,7 +39,7 @@ _PIXELS = 32
 """A trial's images have this height, or the next that the pipeline makes, and twice the width: a swap shows."""
 
 _CONFIGS = ("model_index.json", "config.json", "scheduler_config.json", "tokenizer_config.json")
-_TRIED: dict[str, tuple[bool, str | None]] = {}
+_TRIED: dict[tuple[str, object], tuple[bool, str | None]] = {}
 
 
 def refuse_incompatible(model: str, settings: DiffusersSettings) -> bool:
@@ -58,7 +58,9 @@ def refuse_incompatible(model: str, settings: DiffusersSettings) -> bool:
     index, saved = find_model_file(model, INDEX_FILE), read_saved_pipeline(model)
     if index is None or saved is None:
         return False
-    key = _digest(index.parent, saved, settings)
+    # What of the settings changes the passes of a step.
+    passes = (passes_per_step(saved, settings), _trial_length(saved, settings), settings.negative_prompt)
+    key = (_digest(index.parent, saved), passes)
     if key not in _TRIED:
         _TRIED[key] = try_copy(index.parent, saved, settings)
     tried, reason = _TRIED[key]
@@ -77,10 +79,18 @@ def _refuse(model: str, saved: SavedPipeline, reason: str | None) -> None:
         raise InputError("policy.model", model, hint)
 
 
-def _digest(folder: Path, saved: SavedPipeline, settings: DiffusersSettings) -> str:
-    """Return a digest of the configuration files, and of what of the settings changes the passes of a step."""
-    given = (passes_per_step(saved, settings), _trial_length(saved, settings), settings.negative_prompt)
-    digest = hashlib.sha256(repr(given).encode())
+def lacks_small_copy(model: str) -> bool:
+    """Return whether a trial in this process found that no small copy of a pipeline can be built."""
+    index, saved = find_model_file(model, INDEX_FILE), read_saved_pipeline(model)
+    if index is None or saved is None:
+        return False
+    digest = _digest(index.parent, saved)
+    return any(configs == digest and not tried for (configs, _), (tried, _) in _TRIED.items())
+
+
+def _digest(folder: Path, saved: SavedPipeline) -> str:
+    """Return a digest of the configuration files."""
+    digest = hashlib.sha256()
     files = (file for name in _CONFIGS for file in (folder / name, *(folder / part / name for part in saved.parts)))
     for file in files:
         if file.is_file():

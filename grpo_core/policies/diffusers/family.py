@@ -112,12 +112,19 @@ class DiffusersFamily:
         save_pipeline(base, folder, {TRANSFORMER: trained})
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
-        """Raise InputError if a choice matches nothing in the transformer, which is built on the meta device."""
+        """Return whether the pipeline has yet to be tried; its transformer is built on the meta device.
+
+        Raises:
+            InputError: a choice matches nothing in the transformer.
+        """
+        from grpo_core.policies.diffusers.compatibility import lacks_small_copy
         from grpo_core.policies.diffusers.loading import build_on_meta, require_saved_pipeline, train_transformer
 
         saved = require_saved_pipeline(model)
         train_transformer(build_on_meta(model, saved), choices["denoising"], model, initial_state=dict)
-        return ()
+        if not lacks_small_copy(model):
+            return ()
+        return ("the model has no small copy to be tried on; a run tries it with its weights before it samples",)
 
     def sizes(
         self,

@@ -53,8 +53,8 @@ class PipelineClass:
 
     def fixed_arguments(self, size: ImageSize) -> dict[str, object]:
         """Return the arguments that every call for images of this size is given."""
-        area = {"max_area": size.pixels} if self.takes_area else {}
-        return dict.fromkeys(self.switched_off, False) | area
+        fixed: dict[str, object] = dict.fromkeys(self.switched_off, False)
+        return fixed | {"max_area": size.pixels} if self.takes_area else fixed
 
 
 def _tried(guidance: float | None, length: int | None = None, **differing: Any) -> PipelineClass:

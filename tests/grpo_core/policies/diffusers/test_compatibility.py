@@ -14,6 +14,7 @@ from torch import nn
 from grpo_core.errors import InputError
 from grpo_core.policies.diffusers import compatibility
 from grpo_core.policies.diffusers.compatibility import refuse_incompatible, try_copy, why_incompatible
+from grpo_core.policies.diffusers.family import FAMILY
 from grpo_core.policies.diffusers.pipeline_class import PipelineClass
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, read_saved_pipeline
@@ -132,7 +133,9 @@ def test_a_pipeline_without_a_small_copy_is_asked_itself(
     monkeypatch.setattr(compatibility, "small_copy", lambda *_: None)
     monkeypatch.setattr(compatibility, "_TRIED", {})
     folder = str(saved_folder("z_image"))
+    assert FAMILY.check_choices(folder, CHOICE) == ()
     assert not refuse_incompatible(folder, settings("z_image"))
+    assert len(FAMILY.check_choices(folder, CHOICE)) == 1
     policy = DiffusersPolicy.load(folder, settings("z_image"), CHOICE)
     assert policy.denoising.settings == settings("z_image")
     monkeypatch.setattr(compatibility, "why_incompatible", lambda denoising: "the reason")
