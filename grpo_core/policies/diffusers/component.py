@@ -56,7 +56,8 @@ class DiffusersDenoising(DenoisingComponent):
         unit = self.saved.pixel_unit
         if not self.saved.pipeline_class.spatial_latents or unit is None:
             return latents
-        return latents.transpose(1, 2).unflatten(2, (size.height // unit, size.width // unit))
+        unpacked: Tensor = latents.transpose(1, 2).unflatten(2, (size.height // unit, size.width // unit))
+        return unpacked
 
     def start_latents(self, arguments: Mapping[str, Any]) -> Float[Tensor, "rows ..."]:
         """Return the latents that the pipeline would start from, in the form in which its call takes them."""

@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 
 from grpo_core.policies.denoising.settings import SCHEDULER
+from grpo_core.policies.diffusers.loading import is_network
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline
 from grpo_core.policies.pipeline_files import INDEX_FILE, read_pipeline_file
 from grpo_core.policies.sizes import count_parameters
@@ -81,7 +82,7 @@ def small_copy(folder: Path, saved: SavedPipeline, run: Callable[[Any], object])
 def _layers_read(saved: SavedPipeline) -> int:
     """Return how many layers of a text encoder a copy needs: some pipelines read outputs of deep ones."""
     call = inspect.signature(getattr(diffusers, saved.class_name).__call__).parameters
-    read = call["text_encoder_out_layers"].default if "text_encoder_out_layers" in call else ()
+    read: Sequence[int] = call["text_encoder_out_layers"].default if "text_encoder_out_layers" in call else ()
     return max(_TEXT_LAYERS, *(layer + 1 for layer in read), 0)
 
 
@@ -115,9 +116,9 @@ def _described(folder: Path, saved: SavedPipeline, divisor: int, text_layers: in
     """
     made = []
     for part, (library, name) in saved.parts.items():
-        found = getattr(_LIBRARIES[library], name)
-        if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        if not is_network(saved, part):
             continue
+        found: Any = getattr(_LIBRARIES[library], name)
         if library == "transformers":
             config = found.config_class.from_pretrained(folder / part)
             small = _small(config.to_dict(), divisor, text_layers)
