@@ -69,8 +69,13 @@ def refuse_incompatible(model: str, settings: DiffusersSettings) -> bool:
 
 
 def refuse_incompatible_model(model: str, denoising: DiffusersDenoising) -> None:
-    """Raise InputError if this pipeline, with its weights, cannot be sampled and scored here."""
-    _refuse(model, denoising.saved, why_incompatible(denoising))
+    """Raise InputError if this pipeline, with its weights, cannot be sampled and scored here.
+
+    It makes images of the size of its settings, one by one and without gradients, which take more memory.
+    """
+    own = denoising.settings
+    with torch.no_grad():
+        _refuse(model, denoising.saved, why_incompatible(denoising, size=own.size, rows_per_call=1))
 
 
 def _refuse(model: str, saved: SavedPipeline, reason: str | None) -> None:
@@ -160,16 +165,24 @@ def _run(saved: SavedPipeline, settings: DiffusersSettings, pipeline: Any) -> No
     )
 
 
-def why_incompatible(denoising: DiffusersDenoising) -> str | None:
+def why_incompatible(
+    denoising: DiffusersDenoising, *, size: ImageSize | None = None, rows_per_call: int = len(_PROMPTS)
+) -> str | None:
     """Return why a pipeline cannot be sampled and scored here; None if it can.
 
     Images of two prompts of different lengths are drawn twice with the same seeds, and scored. Log-probs are compared
     in fp32 and above: in 16 bits rounding is as large as some faults.
+
+    Args:
+        denoising: the component; its settings are the same afterwards.
+        size: of the images; None: as small as the pipeline makes them.
+        rows_per_call: number of images that are drawn and scored at once.
     """
     own = denoising.settings
-    denoising.settings = _trial_settings(denoising.saved, own)
+    chosen = _trial_settings(denoising.saved, own)
+    denoising.settings = chosen if size is None else replace(chosen, height=size.height, width=size.width)
     try:
-        return _differences(denoising)
+        return _differences(denoising, rows_per_call)
     except Exception as error:
         # The pipeline's own code may raise anything on arguments that it does not expect.
         return f"sampling and scoring images of two prompts fails ({first_line(error)})"
@@ -177,13 +190,15 @@ def why_incompatible(denoising: DiffusersDenoising) -> str | None:
         denoising.settings = own
 
 
-def _differences(denoising: DiffusersDenoising) -> str | None:
-    first, again = (_actions(_sampled(denoising)) for _ in range(2))
+def _differences(denoising: DiffusersDenoising, rows_per_call: int) -> str | None:
+    first, again = (_actions(_sampled(denoising, rows_per_call)) for _ in range(2))
     if not all(torch.equal(one, other) for one, other in zip(first[0].states, again[0].states, strict=True)):
         return "two calls with the same seeds give different images"
     denoising.prepare_for_update()
-    scored = denoising.logprobs(first[0]).logprobs
-    if not scored.requires_grad:
+    starts = range(0, len(_PROMPTS), rows_per_call)
+    parts = [first[0].select(range(start, start + rows_per_call)) for start in starts]
+    scored = torch.cat([denoising.logprobs(part).logprobs for part in parts])
+    if torch.is_grad_enabled() and not scored.requires_grad:
         return "its log-probs have no gradient"
     largest = float((scored.detach().cpu() - first[1]).abs().max())
     wide = next(denoising.trained.model.parameters()).dtype in (torch.float32, torch.float64)
@@ -192,7 +207,7 @@ def _differences(denoising: DiffusersDenoising) -> str | None:
     return None
 
 
-def _sampled(denoising: DiffusersDenoising) -> list[DenoisedGroup]:
+def _sampled(denoising: DiffusersDenoising, rows_per_call: int) -> list[DenoisedGroup]:
     size: ImageSize = denoising.settings.size
     requests = [
         GroupRequest(
@@ -206,7 +221,7 @@ def _sampled(denoising: DiffusersDenoising) -> list[DenoisedGroup]:
         )
         for row, prompt in enumerate(_PROMPTS)
     ]
-    return denoising.sample(requests, None, size=size, rows_per_call=len(requests))
+    return denoising.sample(requests, None, size=size, rows_per_call=rows_per_call)
 
 
 def _actions(groups: list[DenoisedGroup]) -> tuple[DenoisingBatch, torch.Tensor]:

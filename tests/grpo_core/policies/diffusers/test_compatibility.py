@@ -13,7 +13,12 @@ from torch import nn
 
 from grpo_core.errors import InputError
 from grpo_core.policies.diffusers import compatibility
-from grpo_core.policies.diffusers.compatibility import refuse_incompatible, try_copy, why_incompatible
+from grpo_core.policies.diffusers.compatibility import (
+    refuse_incompatible,
+    refuse_incompatible_model,
+    try_copy,
+    why_incompatible,
+)
 from grpo_core.policies.diffusers.family import FAMILY
 from grpo_core.policies.diffusers.pipeline_class import PipelineClass
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
@@ -138,9 +143,11 @@ def test_a_pipeline_without_a_small_copy_is_asked_itself(
     assert len(FAMILY.check_choices(folder, CHOICE)) == 1
     policy = DiffusersPolicy.load(folder, settings("z_image"), CHOICE)
     assert policy.denoising.settings == settings("z_image")
-    monkeypatch.setattr(compatibility, "why_incompatible", lambda denoising: "the reason")
-    with pytest.raises(InputError, match="the reason"):
-        DiffusersPolicy.load(folder, settings("z_image"), CHOICE)
+    model = policy.denoising.pipeline.transformer
+    model.register_forward_hook(lambda module, given, found: ([torch.rand(()) * each for each in found[0]],))
+    with pytest.raises(InputError, match=r"ZImagePipeline.*same seeds") as caught:
+        refuse_incompatible_model(folder, policy.denoising)
+    assert (caught.value.place, caught.value.value) == ("policy.model", folder)
 
 
 class Drift(nn.Module):
