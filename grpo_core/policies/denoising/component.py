@@ -84,6 +84,15 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
             size: of all rows' images.
         """
 
+    def latents_argument(self, latents: Float[Tensor, "rows ..."], size: ImageSize) -> Float[Tensor, "rows ..."]:
+        """Return latents in the form in which the pipeline's call takes them, from that of its scheduler.
+
+        Args:
+            latents: as the scheduler sees them.
+            size: of the images.
+        """
+        return latents
+
     def sample(
         self, requests: Sequence[GroupRequest], drafts: TokenBatch | None, *, size: ImageSize, rows_per_call: int
     ) -> list[DenoisedGroup]:
@@ -130,15 +139,20 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
             scheduler = NoisyScheduler.like(self.pipeline.scheduler, self.settings)
             scheduler.begin(rows.window_start, rows.step_seeds, rows.sample_ids)
             if rows.window_start == 0:
-                arguments["latents"] = self._rounded_start(arguments)
+                arguments["latents"] = self._rounded(self.start_latents(arguments))
             with exchanged_scheduler(self.pipeline, scheduler):
                 levels = self.pipeline(**arguments, output_type="np").images
         return levels, self._sampled(rows, size, scheduler)
 
-    def _rounded_start(self, arguments: Mapping[str, Any]) -> Tensor:
-        """Return the latents that the pipeline would start from, as they are stored before the first noisy step."""
+    def start_latents(self, arguments: Mapping[str, Any]) -> Float[Tensor, "rows ..."]:
+        """Return the latents that the pipeline would start from, in the form in which its call takes them."""
         with exchanged_scheduler(self.pipeline, StartScheduler.like(self.pipeline.scheduler, self.settings)):
             latents: Tensor = self.pipeline(**arguments, output_type="latent").images
+        return latents
+
+    @staticmethod
+    def _rounded(latents: Tensor) -> Tensor:
+        """Return the first latents as they are stored before the first noisy step."""
         # Some pipelines start in 16 bits and continue in 32, whose latents are stored as fp16.
         return latents if latents.dtype == torch.float64 else latents.to(torch.float16).to(latents.dtype)
 
@@ -202,7 +216,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         part = actions.select(rows)
         arguments = self._arguments(part.prompts, part.drafts, part.sizes[0])
         # States first: each is contiguous, as while sampling. Some products in 16 bits round differently over strides.
-        return _Call(rows, arguments, part.first_steps[0], torch.stack(part.states, 1).to(self._device))
+        return _Call(rows, arguments, part.sizes[0], part.first_steps[0], torch.stack(part.states, 1).to(self._device))
 
     def _alike(self, actions: DenoisingBatch) -> list[list[int]]:
         """Group rows that one call can score: of one size and window, and of one prompt where the pipeline needs it."""
@@ -228,7 +242,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         """Run the pipeline from the first states on; with gradients where they are enabled."""
         # Pipelines that continue in fp32 have states in fp16, and do not all cast what they are given.
         before = call.states[0]
-        latents = before.float() if before.dtype == torch.float16 else before
+        latents = self.latents_argument(before.float() if before.dtype == torch.float16 else before, call.size)
         # Pipelines are called under no_grad; this is the function below the decorator.
         run: Any = vars(type(self.pipeline))["__call__"].__wrapped__
         with exchanged_scheduler(self.pipeline, scheduler), self._precision():
@@ -275,11 +289,13 @@ class _Call:
     Attributes:
         rows: their places in the batch.
         arguments: of the pipeline.
+        size: of their images.
         first_step: index of their first noisy step.
         states: on the model's device.
     """
 
     rows: list[int]
     arguments: Mapping[str, Any]
+    size: ImageSize
     first_step: int
     states: Float[Tensor, "states rows ..."]

@@ -84,12 +84,18 @@ class DiffusersFamily:
         refuse_missing_folder(model)
 
     def refuse_unusable(self, model: str, settings: DiffusersSettings) -> None:
-        """Raise InputError if the pipeline cannot be trained, or not with this size or guidance."""
+        """Raise InputError if the pipeline cannot be trained, or not with this size or guidance.
+
+        It is tried on a small copy, for which its libraries are imported.
+        """
         saved = read_saved_pipeline(model)
         if saved is not None:
             refuse_size(saved, settings.size)
             call_settings(saved, settings)
             refuse_missing_weights(model, saved.parts)
+            from grpo_core.policies.diffusers.compatibility import refuse_incompatible
+
+            refuse_incompatible(model, settings)
 
     def refuse_prompts(self, model: str, settings: DiffusersSettings, prompts: Sequence[str]) -> None:
         """Raise InputError if a prompt is longer than what the pipeline reads."""
@@ -106,12 +112,19 @@ class DiffusersFamily:
         save_pipeline(base, folder, {TRANSFORMER: trained})
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
-        """Raise InputError if a choice matches nothing in the transformer, which is built on the meta device."""
+        """Return whether the pipeline has yet to be tried; its transformer is built on the meta device.
+
+        Raises:
+            InputError: a choice matches nothing in the transformer.
+        """
+        from grpo_core.policies.diffusers.compatibility import lacks_small_copy
         from grpo_core.policies.diffusers.loading import build_on_meta, require_saved_pipeline, train_transformer
 
         saved = require_saved_pipeline(model)
         train_transformer(build_on_meta(model, saved), choices["denoising"], model, initial_state=dict)
-        return ()
+        if not lacks_small_copy(model):
+            return ()
+        return ("the model has no small copy to be tried on; a run tries it with its weights before it samples",)
 
     def sizes(
         self,
@@ -128,7 +141,7 @@ class DiffusersFamily:
             require_saved_pipeline,
             train_transformer,
         )
-        from grpo_core.policies.diffusers.policy import MAX_BYTES
+        from grpo_core.policies.diffusers.prompt_cache import MAX_BYTES
         from grpo_core.policies.sizes import ComponentSizes, ModelSizes, count_blocks, count_parameters, hidden_width
 
         saved = require_saved_pipeline(model)

@@ -6,15 +6,24 @@ everything else be given: the prompts, the size, the first latents, and that lat
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
+
+from grpo_core.streams import ImageSize
 
 _NEEDED = ("prompt", "height", "width", "num_inference_steps", "generator", "latents", "output_type")
 _GUIDANCE = ("guidance_scale", "true_cfg_scale")
 # An `image` may be a condition that can be left out.
 _OTHER_INPUTS = ("control_image", "mask_image", "masked_image_latents", "video", "num_frames", "prior_token_ids")
+
+_SWITCHED_OFF = ("use_pe", "enable_prompt_rewrite", "use_resolution_binning", "_auto_resize")
+"""Arguments that let a pipeline replace what it was given: its prompt by that of an unseeded language model, so that
+images would be trained at another prompt than they were drawn for; its size by the nearest in a list."""
+
+_SPATIAL_LATENTS = frozenset({"Flux2Pipeline", "Flux2KleinPipeline"})
+"""Classes whose call takes latents [rows, C, h, w] and gives its scheduler [rows, h w, C]."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,9 @@ class PipelineClass:
         no_guidance: highest scale that is no classifier-free guidance: 1 where predictions are interpolated, 0 where
             their difference is added.
         longest_prompt: largest `max_sequence_length` that it takes; None: any, or not known.
+        switched_off: arguments of its `__call__` that are passed as False, whatever their defaults.
+        takes_area: whether its `max_area` in pixels overrides the size.
+        spatial_latents: whether its `latents` are [rows, C, h, w] where its scheduler sees [rows, h w, C].
         problem: why its denoising cannot be trained, as a sentence; None if it can.
     """
 
@@ -34,7 +46,15 @@ class PipelineClass:
     packs: bool = False
     no_guidance: int = 1
     longest_prompt: int | None = None
+    switched_off: tuple[str, ...] = ()
+    takes_area: bool = False
+    spatial_latents: bool = False
     problem: str | None = None
+
+    def fixed_arguments(self, size: ImageSize) -> dict[str, object]:
+        """Return the arguments that every call for images of this size is given."""
+        fixed: dict[str, object] = dict.fromkeys(self.switched_off, False)
+        return fixed | {"max_area": size.pixels} if self.takes_area else fixed
 
 
 def _tried(guidance: float | None, length: int | None = None, **differing: Any) -> PipelineClass:
@@ -44,21 +64,28 @@ def _tried(guidance: float | None, length: int | None = None, **differing: Any) 
 
 
 _FLUX = _tried(3.5, 512, call={"true_cfg_scale": 1.0}, packs=True, longest_prompt=512)
+_FLUX_2 = PipelineClass({"guidance_scale": 4.0, "max_sequence_length": 512}, packs=True, spatial_latents=True)
 _Z_IMAGE = _tried(5.0, 512, no_guidance=0)
 
 TRIED: Mapping[str, PipelineClass] = MappingProxyType(
     {
         "AuraFlowPipeline": _tried(3.5, 256),
         "BriaFiboPipeline": _tried(5, 3000, packs=True, longest_prompt=3000),
+        "BriaPipeline": _tried(5, 128, packs=True, longest_prompt=512),
         "ChromaPipeline": _tried(5.0, 512, packs=True, longest_prompt=512),
-        "ErnieImagePipeline": PipelineClass({"guidance_scale": 4.0, "negative_prompt": ""}),
-        "FluxKontextPipeline": _FLUX,
+        "CogView4Pipeline": _tried(5.0, 1024),
+        "ErnieImagePipeline": PipelineClass({"guidance_scale": 4.0, "negative_prompt": ""}, switched_off=("use_pe",)),
+        "Flux2KleinPipeline": _FLUX_2,
+        "Flux2Pipeline": _FLUX_2,
+        "FluxKontextPipeline": replace(_FLUX, switched_off=("_auto_resize",), takes_area=True),
         "FluxPipeline": _FLUX,
         "Krea2Pipeline": _tried(4.5, 512, packs=True, no_guidance=0),
         "Lumina2Pipeline": _tried(4.0, 256, longest_prompt=512),
+        "LuminaPipeline": _tried(4.0, 256),
         "NucleusMoEImagePipeline": _tried(4.0, packs=True),
         "OvisImagePipeline": _tried(5.0, 256, call={"negative_prompt": ""}, packs=True, longest_prompt=256),
         "QwenImagePipeline": _tried(None, 512, call={"true_cfg_scale": 4.0}, packs=True, longest_prompt=1024),
+        "SanaPipeline": _tried(4.5, 300, call={"negative_prompt": ""}, switched_off=("use_resolution_binning",)),
         "StableDiffusion3Pipeline": _tried(7.0, 256, longest_prompt=512),
         "ZImageOmniPipeline": _Z_IMAGE,
         "ZImagePipeline": _Z_IMAGE,
@@ -90,6 +117,9 @@ def describe_class(pipeline: Any) -> PipelineClass:
         call=call,
         packs=hasattr(pipeline, "_pack_latents"),
         no_guidance=0 if _guides_below_one(pipeline) else 1,
+        switched_off=tuple(each for each in _SWITCHED_OFF if each in call),
+        takes_area="max_area" in call,
+        spatial_latents=pipeline.__name__ in _SPATIAL_LATENTS,
         problem=_problem(pipeline, call),
     )
 
@@ -122,6 +152,8 @@ def _problem(pipeline: Any, call: Mapping[str, object]) -> str | None:
     outputs = [each for name, each in vars(inspect.getmodule(pipeline)).items() if name.endswith("Output")]
     if not any("images" in getattr(each, "__dataclass_fields__", {}) for each in outputs):
         return "Its call does not return images."
+    if "init_noise_sigma" in inspect.getsource(pipeline):
+        return "It asks its scheduler for init_noise_sigma, which schedulers of flow matching do not have."
     # The function below torch.no_grad() is the one that is called with gradients.
     if not hasattr(vars(pipeline).get("__call__"), "__wrapped__"):
         return "Its call cannot run with gradients: it is not its own, decorated with torch.no_grad()."

@@ -52,16 +52,17 @@ class RandomComponent(DenoisingComponent):
 def autoencoder(**changes: Any) -> Any:
     torch.manual_seed(1)
     return diffusers.AutoencoderKL(
-        in_channels=3,
-        out_channels=3,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(4, 4),
-        layers_per_block=1,
-        norm_num_groups=2,
-        scaling_factor=1.5,
-        shift_factor=0.05,
-        **{"latent_channels": 4, **changes},
+        **{
+            "down_block_types": ("DownEncoderBlock2D",) * 2,
+            "up_block_types": ("UpDecoderBlock2D",) * 2,
+            "block_out_channels": (4, 4),
+            "layers_per_block": 1,
+            "norm_num_groups": 2,
+            "scaling_factor": 1.5,
+            "shift_factor": 0.05,
+            "latent_channels": 4,
+            **changes,
+        }
     )
 
 

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.errors import InputError
-from grpo_core.policies.diffusers.policy import DiffusersPolicy, PromptCache
+from grpo_core.policies.diffusers.policy import DiffusersPolicy
+from grpo_core.policies.diffusers.prompt_cache import PromptCache
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import ActionLogprobs, DenoisingBatch, RolloutGroup
 from grpo_core.seeds import make_generator

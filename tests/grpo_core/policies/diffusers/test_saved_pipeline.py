@@ -38,6 +38,7 @@ from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, setti
         ("StableDiffusionXLPipeline", "no transformer"),
         ("OmniGenPipeline", "encode_prompt"),
         ("StableAudio3Pipeline", "takes no height, width"),
+        ("PixArtSigmaPipeline", "init_noise_sigma"),
     ],
 )
 def test_other_classes_have_a_reason(name: str, problem: str) -> None:
@@ -59,6 +60,8 @@ def test_the_table_says_what_the_imported_class_shows(name: str) -> None:
     given = ("guidance_scale", "true_cfg_scale", "negative_prompt", "max_sequence_length")
     assert tried.call == {argument: shown.call[argument] for argument in given if argument in shown.call}
     assert (tried.packs, tried.no_guidance, tried.problem) == (shown.packs, shown.no_guidance, shown.problem)
+    needs = ("switched_off", "takes_area", "spatial_latents")
+    assert [getattr(tried, each) for each in needs] == [getattr(shown, each) for each in needs]
     checks = inspect.getsource(pipeline.check_inputs) if hasattr(pipeline, "check_inputs") else ""
     bound = re.search(r"max_sequence_length > (\d+)", checks)
     assert tried.longest_prompt == (None if bound is None else int(bound[1]))

@@ -1,7 +1,7 @@
 """Random pipelines of the real classes with text encoders and tokenizers, small enough to run in milliseconds."""
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +127,10 @@ def z_image() -> Any:
 MAKE: dict[str, Callable[[], Any]] = {"sd3": sd3, "flux": flux, "qwen_image": qwen_image, "z_image": z_image}
 
 
-def save(name: str, folder: Path) -> Path:
+def save(name: str, folder: Path, make: Mapping[str, Callable[[], Any]] = MAKE) -> Path:
     """Write one of these pipelines as `save_pretrained` writes it."""
     torch.manual_seed(2)
-    pipeline = MAKE[name]()
+    pipeline = make[name]()
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.apply(_spread)

@@ -1,0 +1,78 @@
+"""The transformer of a pipeline as a component: what the call of its class is given for a row."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_core.policies.denoising.component import DenoisingComponent
+from grpo_core.policies.diffusers.prompt_cache import PromptCache
+from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings, SavedPipeline, call_settings
+from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.records import TokenBatch
+from grpo_core.streams import ImageSize
+
+
+class DiffusersDenoising(DenoisingComponent):
+    """The transformer of a pipeline, which makes all denoising steps."""
+
+    settings: DiffusersSettings
+
+    def __init__(
+        self,
+        pipeline: Any,
+        saved: SavedPipeline,
+        settings: DiffusersSettings,
+        trained: TrainedModel,
+        *,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """Combine the parts; `DiffusersPolicy.load` is the usual way.
+
+        Args:
+            saved: what the pipeline's configuration files say.
+        """
+        super().__init__(pipeline, settings, trained, autocast=autocast)
+        self.saved = saved
+        self.prompts = PromptCache(pipeline)
+
+    @property
+    def one_prompt_per_call(self) -> bool:
+        """Whether embeddings of several prompts would have to be padded, so that a row would depend on the others."""
+        return not self.prompts.pads_to_one_length
+
+    def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
+        """Return the arguments of the pipeline's call for these rows."""
+        given = call_settings(self.saved, self.settings)
+        # Some pipelines want as many negative prompts as prompts.
+        by_row = {name: [value] * len(prompts) for name, value in given.items() if isinstance(value, str)}
+        fixed = self.saved.pipeline_class.fixed_arguments(size)
+        return {**given, **by_row, **fixed, "prompt": list(prompts), "height": size.height, "width": size.width}
+
+    def latents_argument(self, latents: Float[Tensor, "rows ..."], size: ImageSize) -> Float[Tensor, "rows ..."]:
+        """Return latents in the form in which the pipeline's call takes them, from that of its scheduler."""
+        unit = self.saved.pixel_unit
+        if not self.saved.pipeline_class.spatial_latents or unit is None:
+            return latents
+        unpacked: Tensor = latents.transpose(1, 2).unflatten(2, (size.height // unit, size.width // unit))
+        return unpacked
+
+    def start_latents(self, arguments: Mapping[str, Any]) -> Float[Tensor, "rows ..."]:
+        """Return the latents that the pipeline would start from, in the form in which its call takes them."""
+        if not self.saved.pipeline_class.spatial_latents:
+            return super().start_latents(arguments)
+        # What such a pipeline returns as latents is in a third form.
+        prepare, prepared = self.pipeline.prepare_latents, []
+
+        def keep(*args: Any, **kwargs: Any) -> Any:
+            prepared.append(prepare(*args, **kwargs))
+            return prepared[0]
+
+        self.pipeline.prepare_latents = keep
+        try:
+            super().start_latents(arguments)
+        finally:
+            del self.pipeline.prepare_latents
+        return self.latents_argument(prepared[0][0], ImageSize(arguments["width"], arguments["height"]))

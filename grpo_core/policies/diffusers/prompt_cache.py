@@ -1,0 +1,184 @@
+"""The prompts of a pipeline, encoded once each, by the content of what its encoders are given."""
+
+import hashlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+MAX_BYTES = 512 * 1024**2
+"""Embeddings that are kept at most, on the device of the text encoders; the oldest are dropped first."""
+
+
+_PROBES = ("a", "a cat and a dog " * 40)
+"""Some pipelines pad to multiples of 8, 16 or more ids."""
+
+
+class PromptCache:
+    """A pipeline's own `encode_prompt`, with what it returned before.
+
+    It takes that method's place: a pipeline's call encodes its prompts in its own way, negative ones included, and
+    nothing here knows what the results mean. Each prompt is encoded alone, so that the embeddings of a row
+    do not depend on the other rows.
+    """
+
+    def __init__(self, pipeline: Any, max_bytes: int = MAX_BYTES) -> None:
+        """Take the method's place in the pipeline."""
+        self._encode: Callable[..., Any] = pipeline.encode_prompt
+        self._signature = inspect.signature(self._encode)
+        self._max_bytes = max_bytes
+        self._results: OrderedDict[str, Any] = OrderedDict()
+        self._growths: dict[str, Any] = {}
+        pipeline.encode_prompt = self
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the pipeline's method returns for these prompts.
+
+        Raises:
+            ValueError: prompts whose embeddings have several lengths.
+        """
+        given = self._signature.bind(*args, **kwargs).arguments
+        lists = {name: value for name, value in given.items() if _is_by_row(name, value)}
+        rows = list(zip(*lists.values(), strict=True)) or [()]
+        singles = {row: {**given, **{name: [value] for name, value in zip(lists, row, strict=True)}} for row in rows}
+        found = {row: self._encoded(single) for row, single in singles.items()}
+        growth = self._growth(singles[rows[0]], found[rows[0]])
+        return _joined([found[row] for row in rows], growth)
+
+    @cached_property
+    def pads_to_one_length(self) -> bool:
+        """Whether embeddings have one length, whatever the prompt: then rows of several prompts can share a call."""
+        # Stable Diffusion 3 has no default for its second and third prompt.
+        needed = {name: None for name, each in self._signature.parameters.items() if each.default is each.empty}
+        with torch.no_grad():
+            short, long = (self._encode_rows({**needed, "prompt": [text]}, 1) for text in _PROBES)
+        return bool(_shapes(short) == _shapes(long))
+
+    def _encoded(self, single: dict[str, Any]) -> Any:
+        """Return the embeddings of one row, as they were computed for it before."""
+        key = content_digest(single)
+        if key is None:
+            return self._encode_rows(single, 1)
+        if key in self._results:
+            self._results.move_to_end(key)
+        else:
+            self._results[key] = self._encode_rows(single, 1)
+            self._forget()
+        return self._results[key]
+
+    def _growth(self, single: dict[str, Any], result: Any) -> Any:
+        """Return which dimensions of a result belong to the rows; others, such as those of position ids, do not."""
+        kind = content_digest({name: "row" if _is_by_row(name, value) else value for name, value in single.items()})
+        if kind is None:
+            return _growing(result, self._encode_rows(single, 2))
+        if kind not in self._growths:
+            self._growths[kind] = _growing(result, self._encode_rows(single, 2))
+        return self._growths[kind]
+
+    def _encode_rows(self, single: dict[str, Any], rows: int) -> Any:
+        # Z-Image writes its templates into the list that it is given.
+        return self._encode(
+            **{name: value * rows if _is_by_row(name, value) else value for name, value in single.items()}
+        )
+
+    def _forget(self) -> None:
+        while sum(map(_bytes, self._results.values())) > self._max_bytes and len(self._results) > 1:
+            self._results.popitem(last=False)
+
+
+def _is_by_row(name: str, value: Any) -> bool:
+    """Return whether an argument has one item a row; Sana's instructions are a list of lines for all rows."""
+    return isinstance(value, list) and "prompt" in name
+
+
+def content_digest(value: Any) -> str | None:
+    """Return a digest of an argument by content: of an image's pixels and a tensor's values, not of their addresses.
+
+    Returns:
+        None for what has no known content, such as an object of a class of its own.
+    """
+    digest = hashlib.sha256()
+    try:
+        for part in _content(value):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    except TypeError:
+        return None
+    return digest.hexdigest()
+
+
+def _content(value: Any) -> Iterator[bytes]:
+    """Yield what a value consists of, with its type."""
+    yield type(value).__name__.encode()
+    match value:
+        case None | bool() | int() | float() | str() | torch.dtype() | torch.device():
+            yield repr(value).encode()
+        case bytes():
+            yield value
+        case Tensor():
+            whole = value.detach().cpu().contiguous()
+            yield repr((whole.dtype, tuple(whole.shape))).encode()
+            yield whole.flatten().view(torch.uint8).numpy().tobytes()
+        case np.ndarray() if not value.dtype.hasobject:
+            yield repr((value.dtype.str, value.shape)).encode()
+            yield np.ascontiguousarray(value).tobytes()
+        case Image.Image():
+            yield repr((value.mode, value.size, value.getpalette())).encode()
+            yield value.tobytes()
+        case list() | tuple():
+            yield len(value).to_bytes(8, "little")
+            for each in value:
+                yield from _content(each)
+        case dict():
+            yield from _content(sorted(value.items()))
+        case _:
+            raise TypeError(f"no content of a {type(value).__name__}")
+
+
+def _growing(one: Any, two: Any) -> Any:
+    """Return, in a result's structure, the dimension along which it grows with the rows; None where it does not."""
+    if isinstance(one, Tensor):
+        grown = [place for place, (old, new) in enumerate(zip(one.shape, two.shape, strict=True)) if old != new]
+        assert len(grown) <= 1, "one dimension of rows"
+        return grown[0] if grown else None
+    if isinstance(one, Sequence) and not isinstance(one, str):
+        if len(one) != len(two):
+            return True
+        return [_growing(each, other) for each, other in zip(one, two, strict=True)]
+    return None
+
+
+def _joined(results: Sequence[Any], grows: Any) -> Any:
+    """Return the results of several rows as one: parts that grow with the rows one after another, others as they are.
+
+    Raises:
+        ValueError: the results have several lengths.
+    """
+    first = results[0]
+    if grows is None:
+        return first
+    if isinstance(first, Tensor):
+        if len({each.shape for each in results}) > 1:
+            raise ValueError("the prompts of one call have embeddings of one length")
+        return torch.cat(list(results), grows)
+    if grows is True:
+        return [each for result in results for each in result]
+    return type(first)(_joined(parts, own) for parts, own in zip(zip(*results, strict=True), grows, strict=True))
+
+
+def _shapes(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return tuple(result.shape)
+    return [_shapes(each) for each in result] if isinstance(result, Sequence) and not isinstance(result, str) else None
+
+
+def _bytes(result: Any) -> int:
+    if isinstance(result, Tensor):
+        return result.nbytes
+    return sum(_bytes(each) for each in result) if isinstance(result, Sequence) and not isinstance(result, str) else 0

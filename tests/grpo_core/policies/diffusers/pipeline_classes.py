@@ -1,0 +1,94 @@
+"""What becomes of every class of pipeline in diffusers: tried, expected to fit, or refused and why.
+
+`python -m tests.grpo_core.policies.diffusers.pipeline_classes` writes the table and its section of docs/denoising.md.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import diffusers
+
+from grpo_core.policies.diffusers.pipeline_class import TRIED, find_pipeline_class
+
+TABLE = Path(__file__).with_suffix(".json")
+PAGE = Path(__file__).parents[4] / "docs" / "denoising.md"
+CLASSES = tuple(sorted({name for name in dir(diffusers) if name.endswith("Pipeline")}))
+BEGIN, END = "<!-- classes: begin -->", "<!-- classes: end -->"
+
+_IS_TRIED, _EXPECTED = "tried", "expected"
+_FAILS: Mapping[str, str] = {
+    "Ideogram4Pipeline": "Its text encoders cannot be called without a grid, so its prompts cannot be encoded once.",
+    "PRXPixelPipeline": "Its call fails with two prompts and guidance.",
+}
+"""Classes whose signature fits and whose tiny pipeline failed in the trial."""
+
+_MERGED = (": its call takes", "Its call takes no ")
+"""What of a reason is left out of the page, or ends it: which arguments they are."""
+
+
+def outcome(name: str) -> str | None:
+    """`tried`, `expected`, or the reason why it is refused; None for what is no pipeline of images, such as ONNX's."""
+    described = find_pipeline_class(name)
+    if described is None:
+        return None
+    if name in TRIED:
+        return _IS_TRIED
+    return _FAILS.get(name) or described.problem or _EXPECTED
+
+
+def section(table: Mapping[str, str]) -> str:
+    """The lists of docs/denoising.md."""
+    reasons: dict[str, list[str]] = {}
+    for name, found in table.items():
+        if found not in (_IS_TRIED, _EXPECTED):
+            reasons.setdefault(_merged(found), []).append(name)
+    rows = "\n".join(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(reasons.items(), key=_by_length))
+    return f"""{BEGIN}
+Tried with random weights ({_count(table, _IS_TRIED)}):
+
+{_listed(table, _IS_TRIED)}
+
+Expected to fit, by their signatures ({_count(table, _EXPECTED)}):
+
+{_listed(table, _EXPECTED)}
+
+Refused:
+
+| because | classes of diffusers {diffusers.__version__} |
+|---|---|
+{rows}
+{END}"""
+
+
+def _merged(reason: str) -> str:
+    before, found, _ = reason.partition(_MERGED[0])
+    if found:
+        return f"{before}."
+    return "Its call takes no prompt, size, steps or first latents." if reason.startswith(_MERGED[1]) else reason
+
+
+def _by_length(row: tuple[str, list[str]]) -> tuple[int, str]:
+    return len(row[1]), row[0]
+
+
+def _count(table: Mapping[str, str], kind: str) -> int:
+    return sum(found == kind for found in table.values())
+
+
+def _listed(table: Mapping[str, str], kind: str) -> str:
+    return ", ".join(name for name, found in table.items() if found == kind)
+
+
+def main() -> None:
+    """Write the table and the page."""
+    outcomes = {name: outcome(name) for name in CLASSES}
+    table = {name: found for name, found in outcomes.items() if found is not None}
+    TABLE.write_text(json.dumps(table, indent=0) + "\n")
+    text = PAGE.read_text()
+    begin, end = text.index(BEGIN), text.index(END) + len(END)
+    PAGE.write_text(text[:begin] + section(table) + text[end:])
+
+
+if __name__ == "__main__":
+    main()
