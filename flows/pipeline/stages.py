@@ -23,13 +23,14 @@ from configs.sections import PlacementSection, RolloutSection
 from configs.training import AnyUpdateSection, RewardSection
 from flows.pipeline.prefect_ui import shown_in_ui
 from flows.pipeline.run import Run
-from flows.server.temporary import not_waiting_for_ended_server
 from grpo_core.rewards.hacking import HackingSign
 from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import with_quoted_arguments, with_retries
 from tasks.execution.call import clear_shards
-from tasks.execution.resources import run_resources, stages_cancelled_on_interrupt, stages_cancelled_on_signal
+from tasks.execution.resources import resource, run_resources
+from tasks.execution.stopping import Cancellable, StopSignals, stages_cancelled_on_interrupt, stopping_after_stage
+from tasks.progress import listen, listener
 from tasks.rewards.score_rewards import failed_scores, score_reward_task
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
@@ -133,14 +134,15 @@ def score_concurrently(
     """
     _require_lock()
     futures = {}
-    for section in rewards:
-        known = (earlier or {}).get(section.label, ())
-        stage = with_retries(score_reward_task, f"{title}: score {section.label}", placement)
-        # Scores that failed are tried again.
-        stage.refresh_cache = any(failed_scores(each) for each in known)
-        arguments = with_quoted_arguments([rollouts, section, folder, title, placement, known])
-        futures[section.label] = stage.submit(*arguments)
-    with stages_cancelled_on_interrupt():
+    scored = f"{title}: score {', '.join(section.label for section in rewards) or 'rewards'}"
+    with resource(StopSignals).stage(scored), stages_cancelled_on_interrupt():
+        for section in rewards:
+            known = (earlier or {}).get(section.label, ())
+            stage = with_retries(score_reward_task, f"{title}: score {section.label}", placement)
+            # Scores that failed are tried again.
+            stage.refresh_cache = any(failed_scores(each) for each in known)
+            arguments = with_quoted_arguments([rollouts, section, folder, title, placement, known])
+            futures[section.label] = stage.submit(*arguments)
         wait(list(futures.values()))
     made = {label: future.result() for label, future in futures.items()}
     if placement.rewards.shards > 1:
@@ -161,12 +163,13 @@ def as_task(stage: Task[P, R], title: str, placement: PlacementSection) -> Calla
         LockLostError: another process writes the run.
     """
     _require_lock()
-    task = with_retries(stage, f"{title}: {stage.name}", placement)
+    name = f"{title}: {stage.name}"
+    task = with_retries(stage, name, placement)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        reference: R = task(
-            *with_quoted_arguments(args), **dict(zip(kwargs, with_quoted_arguments(kwargs.values()), strict=True))
-        )
+        quoted = dict(zip(kwargs, with_quoted_arguments(kwargs.values()), strict=True))
+        with resource(StopSignals).stage(name):
+            reference: R = task(*with_quoted_arguments(args), **quoted)
         return reference
 
     return run
@@ -178,8 +181,9 @@ async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     use_stage_context(StageContext(store, lock, await registered_records()))
     # Without a client for the whole run each task opens its own, and a TLS context takes longer than the task.
     client = SyncClientContext.get_or_create()
-    with not_waiting_for_ended_server(), run_resources(), client as opened, stages_cancelled_on_signal():
+    with run_resources(), client as opened:
         # Prefect's client waits for a server that went away only if it has reached it once.
         opened.client.hello()
-        with shown_in_ui(store.run):
+        with shown_in_ui(store.run), stopping_after_stage():
+            listen(Cancellable(listener(), resource(StopSignals)))
             yield

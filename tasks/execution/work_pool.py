@@ -30,7 +30,8 @@ from tasks.execution.errors import (
     StageTimeoutError,
     retryable_kind,
 )
-from tasks.execution.resources import StopSignals, resource
+from tasks.execution.resources import resource
+from tasks.execution.stopping import StopSignals
 from tasks.progress import log
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.prefect_results import recorded_stage
