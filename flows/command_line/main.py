@@ -62,6 +62,11 @@ def run() -> None:
         main()
     except SystemExit as ended:
         codes.append(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        from flows.server.temporary import is_lost
+
+        if is_lost():
+            # Prefect's threads would try for minutes to send what nobody takes.
+            _end(codes)
         raise
 
 

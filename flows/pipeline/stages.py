@@ -23,6 +23,7 @@ from configs.sections import PlacementSection, RolloutSection
 from configs.training import AnyUpdateSection, RewardSection
 from flows.pipeline.prefect_ui import shown_in_ui
 from flows.pipeline.run import Run
+from flows.server.temporary import require_not_lost
 from grpo_core.rewards.hacking import HackingSign
 from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
@@ -131,8 +132,9 @@ def score_concurrently(
 
     Raises:
         LockLostError: another process writes the run.
+        ServerLostError: the temporary server of this process is gone for good.
     """
-    _require_lock()
+    _require_lock_and_server()
     futures = {}
     scored = f"{title}: score {', '.join(section.label for section in rewards) or 'rewards'}"
     with resource(StopSignals).stage(scored), stages_cancelled_on_interrupt():
@@ -150,9 +152,10 @@ def score_concurrently(
     return made
 
 
-def _require_lock() -> None:
+def _require_lock_and_server() -> None:
     lock = stage_context().lock
     assert lock is not None, "who calls a stage has a lock"
+    require_not_lost()
     lock.require_held()
 
 
@@ -161,8 +164,9 @@ def as_task(stage: Task[P, R], title: str, placement: PlacementSection) -> Calla
 
     Raises:
         LockLostError: another process writes the run.
+        ServerLostError: the temporary server of this process is gone for good.
     """
-    _require_lock()
+    _require_lock_and_server()
     name = f"{title}: {stage.name}"
     task = with_retries(stage, name, placement)
 

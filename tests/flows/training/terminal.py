@@ -45,7 +45,8 @@ class Terminal:
         """Wait until the terminal has shown a text."""
         until = time.monotonic() + _SECONDS
         while text not in self.shown:
-            assert self.process.poll() is None and time.monotonic() < until, self.shown
+            assert self.process.poll() is None, self.shown
+            assert time.monotonic() < until, self.shown
             time.sleep(0.01)
 
     def wait(self) -> int:
