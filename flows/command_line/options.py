@@ -69,6 +69,10 @@ def handle_errors(as_json: bool = False) -> Iterator[None]:
         if not isinstance(error, Exception) or isinstance(error, typer.Exit):
             raise
         typer.secho(f"failed: {type(error).__name__}: {error}", fg="red", err=True)
+        from flows.server.temporary import is_lost
+
+        if is_lost():
+            typer.secho(f"the same command resumes it: {own_command()}", err=True)
         if os.environ.get("GRPO_TRACEBACK"):
             raise
         raise typer.Exit(1) from error

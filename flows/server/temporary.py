@@ -179,9 +179,10 @@ class TemporaryServer:
         log(f"{reason}; the run ends, and what it has stored is kept")
         self.lost = reason
         self._listener.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
         # For the rest of this process, in all of its threads: nothing is sent, or reported as not sent, any more.
         get_current_settings().client.max_retries = 1
-        for name in ("prefect._internal", "prefect.events"):
+        for name in ("prefect._internal.concurrency", "prefect.events"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         logging.raiseExceptions = False
 

@@ -218,12 +218,27 @@ class _Signals:
 _current: _Signals | None = None
 
 
+_before_fork = threading.local()
+
+
+def _block_signals() -> None:
+    if _current is not None:
+        _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _unblock_signals() -> None:
+    if (mask := _before_fork.__dict__.pop("mask", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _restore_in_child() -> None:
     if _current is not None:
         _current.restore()
+    _unblock_signals()
 
 
-os.register_at_fork(after_in_child=_restore_in_child)
+# A process that a stage forks, such as one of `multiprocessing.Pool`, must not answer or report signals as the run.
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child)
 
 
 @contextlib.contextmanager
