@@ -166,19 +166,14 @@ class _Signals:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._raised = True
-        self.restore()
-        os.close(self._write)
-        self._thread.join()
-        os.close(self._read)
-
-    def restore(self) -> None:
-        """Leave signals to whom they belonged before; a process that was forked here is no run of its own."""
         global _current
-        _current = None
+        self._raised, _current = True, None
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # An exception inside the import machinery would leave its lock taken; the thread sends the signal again.
@@ -231,14 +226,19 @@ def _unblock_signals() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _restore_in_child() -> None:
+def _leave_signals_to_parent() -> None:
+    global _current
     if _current is not None:
-        _current.restore()
+        _current = None
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     _unblock_signals()
 
 
-# A process that a stage forks, such as one of `multiprocessing.Pool`, must not answer or report signals as the run.
-os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child)
+# A process that a stage forks, such as one of `multiprocessing.Pool`, must not report signals as the run. Ctrl-C reaches
+# it too, and the stage, which is finished first, still needs it.
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_leave_signals_to_parent)
 
 
 @contextlib.contextmanager
