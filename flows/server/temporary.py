@@ -109,6 +109,8 @@ class TemporaryServer:
         """Have the server end, without waiting for it; it deletes its database."""
         self._closed = True
         self._close_pipe()
+        self._listener.close()
+        self._log.close()
         if self.process.poll() is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -127,9 +129,9 @@ class TemporaryServer:
             return
         ended = self.process.poll() is not None
         how = self._how_it_ended() if ended else f"did not answer in {seconds:g} s"
-        self.close()
         self._log.seek(0)
         tail = self._log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        self.close()
         raise RuntimeError("\n".join([f"Prefect's temporary server {how}", *tail]))
 
     def _answers(self, seconds: float) -> bool:
@@ -178,8 +180,7 @@ class TemporaryServer:
 
         log(f"{reason}; the run ends, and what it has stored is kept")
         self.lost = reason
-        self._listener.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.close()
         # For the rest of this process, in all of its threads: nothing is sent, or reported as not sent, any more.
         get_current_settings().client.max_retries = 1
         for name in ("prefect._internal.concurrency", "prefect.events"):

@@ -236,8 +236,8 @@ def _leave_signals_to_parent() -> None:
     _unblock_signals()
 
 
-# A process that a stage forks, such as one of `multiprocessing.Pool`, must not report signals as the run. Ctrl-C reaches
-# it too, and the stage, which is finished first, still needs it.
+# A process that a stage forks, such as one of `multiprocessing.Pool`, must not report signals as the run. Ctrl-C
+# reaches it too, and the stage, which is finished first, still needs it.
 os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_leave_signals_to_parent)
 
 
