@@ -13,7 +13,9 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -24,6 +26,14 @@ from tasks.progress import ProgressReporter, log
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SECONDS_BETWEEN_TRIES = 0.05
 """Until the main thread has left an import, or one long call, and takes the signal that ends the run."""
+
+SECONDS_BEFORE_KILL = 20.0
+"""Prefect, Kubernetes and Slurm send SIGKILL 30 s after SIGTERM, and then no stage on a pool would be cancelled."""
+
+_REQUESTED = {
+    signal.SIGINT: "stopping after this stage ({}); Ctrl-C again to stop now",
+    signal.SIGTERM: f"stopping after this stage ({{}}), or in {SECONDS_BEFORE_KILL:g} s; SIGTERM again to stop now",
+}
 
 
 class StopSignals:
@@ -116,8 +126,9 @@ class Cancellable:
 def stopping_after_stage() -> Iterator[None]:
     """Stop the run of this context after its running stages at the first SIGINT or SIGTERM, at once at the second.
 
-    Where no stage is running, the first one stops at once. Outside of the main thread no signal arrives, and nothing is
-    changed. A signal that is ignored, or ends the process without a handler, is left as it is.
+    Where no stage is running, the first one stops at once; after SIGTERM a long stage is not waited for. Outside of the
+    main thread no signal arrives, and nothing is changed. A signal that is ignored, or that ends the process without a
+    handler, is left as it is.
 
     Raises:
         KeyboardInterrupt: SIGINT came.
@@ -130,9 +141,10 @@ def stopping_after_stage() -> Iterator[None]:
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
-            # A terminal sends SIGINT to its whole group of processes, so a child of a stage may have ended first.
-            if signals.first == signal.SIGINT:
-                raise KeyboardInterrupt from error
+            # A terminal sends SIGINT to its whole group of processes, so a child of a stage may have ended first; and
+            # a stage that no worker has taken is withdrawn.
+            if signals.first is not None:
+                signals.end(signals.first, error)
             raise
 
 
@@ -146,6 +158,7 @@ class _Signals:
     def __init__(self, stop: StopSignals) -> None:
         self.first: int | None = None
         self._stop, self._due, self._raised = stop, False, False
+        self._until: float | None = None
         self._previous: dict[int, Any] = {}
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -179,35 +192,48 @@ class _Signals:
         # An exception inside the import machinery would leave its lock taken; the thread sends the signal again.
         if self._due and not self._raised and not holds_import_lock(frame):
             self._raised = True
-            self._end(number)
+            self.end(number)
 
-    def _end(self, number: int) -> NoReturn:
-        if number == signal.SIGTERM:
-            self._previous[number](number, None)
-        raise KeyboardInterrupt
+    def end(self, number: int, cause: BaseException | None = None) -> NoReturn:
+        """Raise what ends the run, in the main thread or in one that is about to begin a stage."""
+        try:
+            if number == signal.SIGTERM:
+                self._previous[number](number, None)
+            raise KeyboardInterrupt
+        except BaseException as ended:
+            raise ended from cause
 
     def _watch(self) -> None:
-        while numbers := os.read(self._read, 1):
-            number = numbers[0]
-            if number not in self._previous or self._due:
+        """Take one signal after the other until the context ends."""
+        while (number := self._next()) is not None:
+            if self._due:
                 continue
-            if self.first is None and self._stop.running:
+            running = ", ".join(self._stop.running)
+            self._stop.requested = partial(self.end, number)
+            if self.first is None and running:
                 self.first = number
-                self._stop.requested = lambda first=number: self._end(first)
-                again = "Ctrl-C again" if number == signal.SIGINT else "a second SIGTERM"
-                log(f"stopping after this stage ({', '.join(self._stop.running)}); {again} to stop now")
+                log(_REQUESTED[signal.Signals(number)].format(running))
+                if number == signal.SIGTERM:
+                    self._until = time.monotonic() + SECONDS_BEFORE_KILL
                 continue
-            self.first = self.first or number
-            # For threads; and for the main one where no exception of a handler gets out, such as a finalizer.
-            self._stop.requested = lambda last=number: self._end(last)
+            self.first, self._until = self.first or number, None
             self._due = True
             self._stop.cancelled.set()
-            log("stopping now")
             while not self._raised:
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
-                if select.select([self._read], [], [], 0)[0]:
-                    os.read(self._read, 64)
-                threading.Event().wait(_SECONDS_BETWEEN_TRIES)
+                time.sleep(_SECONDS_BETWEEN_TRIES)
+
+    def _next(self) -> int | None:
+        """Wait for the next signal, or for the time at which the first one stops at once; None at the end."""
+        while True:
+            left = None if self._until is None else max(0.0, self._until - time.monotonic())
+            if not select.select([self._read], [], [], left)[0]:
+                return self.first
+            numbers = os.read(self._read, 1)
+            if not numbers:
+                return None
+            if numbers[0] in self._previous:
+                return numbers[0]
 
 
 _current: _Signals | None = None

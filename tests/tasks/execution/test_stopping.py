@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tasks.execution import stopping
 from tasks.execution.errors import StageCancelledError
 from tasks.execution.resources import resource, run_resources
 from tasks.execution.stopping import (
@@ -131,6 +132,18 @@ def test_the_second_one_stops_at_once_and_cancels_what_is_waited_for(number: int
     assert reached == []
 
 
+def test_after_sigterm_a_long_stage_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "SECONDS_BEFORE_KILL", 0.2)
+
+    def body(heard: ProgressLog) -> None:
+        stop = resource(StopSignals)
+        with pytest.raises(TerminatedError), stopping_after_stage(), stop.stage(STAGE):
+            _send_and_wait(signal.SIGTERM)
+        assert stop.cancelled.is_set()
+
+    _in_context(body)
+
+
 def test_where_no_stage_runs_the_first_one_stops_at_once() -> None:
     def body(heard: ProgressLog) -> None:
         with pytest.raises(KeyboardInterrupt), stopping_after_stage():
@@ -194,18 +207,19 @@ def test_a_signal_during_an_import_leaves_the_import_lock_free() -> None:
     _in_context(body)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("error", [ConnectionError, asyncio.CancelledError])
-def test_what_fails_after_an_interrupt_is_the_interrupt(error: type[BaseException]) -> None:
+def test_what_fails_after_a_signal_is_the_signal(error: type[BaseException], number: int) -> None:
     def interrupted(heard: ProgressLog) -> None:
         with stopping_after_stage(), resource(StopSignals).stage(STAGE):
-            _send(signal.SIGINT)
+            _send(number)
             _until(lambda: heard.lines)
             raise error
 
     def body(heard: ProgressLog) -> None:
         with pytest.raises(error), stopping_after_stage():
             raise error
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(ENDS[number]):
             interrupted(heard)
 
     _in_context(body)
