@@ -69,9 +69,7 @@ def handle_errors(as_json: bool = False) -> Iterator[None]:
         if not isinstance(error, Exception) or isinstance(error, typer.Exit):
             raise
         typer.secho(f"failed: {type(error).__name__}: {error}", fg="red", err=True)
-        from flows.server.temporary import is_lost
-
-        if is_lost():
+        if server_is_lost():
             typer.secho(f"the same command resumes it: {own_command()}", err=True)
         if os.environ.get("GRPO_TRACEBACK"):
             raise
@@ -88,6 +86,13 @@ def own_command() -> str:
     return shlex.join(
         [program.name if found and Path(found).resolve() == program.resolve() else sys.argv[0], *sys.argv[1:]]
     )
+
+
+def server_is_lost() -> bool:
+    """Return whether the temporary server of this process is gone for good."""
+    # Most commands have no server, and do not import it.
+    module = sys.modules.get("flows.server.temporary")
+    return module is not None and bool(module.is_lost())
 
 
 def _end_by_sigterm() -> None:
