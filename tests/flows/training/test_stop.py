@@ -68,7 +68,7 @@ MOMENTS = (
     "loading libraries",
     "iteration 1: collect rollouts",
     "iteration 1: score",
-    "iteration 2: update policy",
+    "iteration 1: update policy",
     "iteration 2/2",
 )
 
@@ -85,11 +85,14 @@ def test_at_every_moment(
     with training(empty, tmp_path / "home", server, run__staleness=staleness, **MORE) as run:
         run.wait_for(moment)
         run.press(CTRL_C)
-        assert run.wait() == 1
-    if moment in MOMENTS[1:4:2]:
-        assert f"{STOPPING}{moment}" in run.shown
+        code = run.wait()
+    # While the last report is written there is no stage to stop before.
+    assert code == 1 or moment == MOMENTS[-1]
+    if moment == MOMENTS[1]:
+        assert moment in run.shown.partition(STOPPING)[2].partition(")")[0]
     assert "Traceback" not in run.shown
-    assert resumed(empty, run) == golden(staleness)
+    digest = resumed(empty, run) if code else empty.policy_digest(2)
+    assert digest == golden(staleness)
 
 
 @pytest.mark.slow
