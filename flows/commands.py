@@ -284,7 +284,10 @@ def _run_to_the_end(work: Coroutine[Any, Any, R]) -> R:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        from tasks.execution.stopping import signals_raise
+
+        with signals_raise():
+            return asyncio.run(work)
     # A running loop cannot be entered again, so the flow has its own in a thread; an interrupt here cancels it.
     from anyio.from_thread import start_blocking_portal
 

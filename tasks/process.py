@@ -1,4 +1,4 @@
-"""The checkout that this process runs, the environment of its children, and pauses of garbage collection."""
+"""The checkout that this process runs, its user's cache, the environment of its children, pauses of collection."""
 
 import gc
 import os
@@ -14,6 +14,15 @@ def environment(**settings: str) -> dict[str, str]:
     """Return this process's environment with these settings, and with the checkout in the Python path."""
     paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", **settings}
+
+
+def user_cache() -> Path | None:
+    """Return the folder for what this project can make again, in the user's cache folder; None without a home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(given) if Path(given).is_absolute() else Path.home() / ".cache") / "grpo"
+    except RuntimeError:
+        return None
 
 
 def code_version() -> str | None:

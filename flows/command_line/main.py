@@ -28,6 +28,7 @@ from flows.command_line.options import (
     handle_errors,
     is_terminal,
     print_result,
+    server_is_lost,
     takes_request,
 )
 from flows.command_line.subcommands import commands as stored_run_commands
@@ -62,6 +63,9 @@ def run() -> None:
         main()
     except SystemExit as ended:
         codes.append(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        if server_is_lost():
+            # Prefect's threads would try for minutes to send what nobody takes.
+            _end(codes)
         raise
 
 

@@ -4,6 +4,9 @@ import inspect
 import itertools
 import json
 import os
+import shlex
+import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,10 +38,7 @@ Root = Annotated[str, typer.Option(metavar="DIR", help="where runs are stored: a
 RunName = Annotated[str | None, typer.Option("--run", help="name of the run; by default the configuration's")]
 
 # By name, since the import of Prefect, which raises the second instead of ending by SIGTERM, takes seconds.
-_SIGNALS = {
-    "KeyboardInterrupt": "stopped; start it again with the same command and it resumes where it was",
-    "TerminationSignal": "ended by SIGTERM; start it again with the same command",
-}
+_SIGNALS = {"KeyboardInterrupt": "stopped", "TerminationSignal": "ended by SIGTERM"}
 
 R = TypeVar("R", bound=Section)
 
@@ -62,14 +62,45 @@ def handle_errors(as_json: bool = False) -> Iterator[None]:
     except BaseException as error:
         name = _signal_behind(error)
         if name is not None:
-            typer.secho(_SIGNALS[name], err=True)
+            typer.secho(f"{_SIGNALS[name]}; the same command resumes it: {own_command()}", err=True)
+            if name == "TerminationSignal":
+                _end_by_sigterm()
             raise typer.Exit(1) from None
         if not isinstance(error, Exception) or isinstance(error, typer.Exit):
             raise
         typer.secho(f"failed: {type(error).__name__}: {error}", fg="red", err=True)
+        if server_is_lost():
+            typer.secho(f"the same command resumes it: {own_command()}", err=True)
         if os.environ.get("GRPO_TRACEBACK"):
             raise
         raise typer.Exit(1) from error
+
+
+def own_command() -> str:
+    """Return the command that this process was started with, as a person types it."""
+    program = Path(sys.argv[0])
+    if program.suffix == ".py":
+        # `python -m` or a file, whose interpreter belongs to it.
+        return shlex.join(sys.orig_argv)
+    found = shutil.which(program.name)
+    return shlex.join(
+        [program.name if found and Path(found).resolve() == program.resolve() else sys.argv[0], *sys.argv[1:]]
+    )
+
+
+def server_is_lost() -> bool:
+    """Return whether the temporary server of this process is gone for good."""
+    # Most commands have no server, and do not import it.
+    module = sys.modules.get("flows.server.temporary")
+    return module is not None and bool(module.is_lost())
+
+
+def _end_by_sigterm() -> None:
+    """End this process as one that does not catch SIGTERM, so that who sent it sees that it was obeyed."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _signal_behind(error: BaseException | None) -> str | None:

@@ -24,13 +24,15 @@ from configs.sections import PlacementSection, RolloutSection
 from configs.training import AnyUpdateSection, RewardSection
 from flows.pipeline.prefect_ui import shown_in_ui
 from flows.pipeline.run import Run
-from flows.server.temporary import not_waiting_for_ended_server
+from flows.server.temporary import require_not_lost
 from grpo_core.rewards.hacking import HackingSign
 from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import with_quoted_arguments, with_retries
 from tasks.execution.call import clear_shards
-from tasks.execution.resources import run_resources, stages_cancelled_on_interrupt, stages_cancelled_on_signal
+from tasks.execution.resources import resource, run_resources
+from tasks.execution.stopping import Cancellable, StopSignals, stages_cancelled_on_interrupt, stopping_after_stage
+from tasks.progress import listen, listener
 from tasks.rewards.score_rewards import failed_scores, score_reward_task
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
@@ -131,17 +133,19 @@ def score_concurrently(
 
     Raises:
         LockLostError: another process writes the run.
+        ServerLostError: the temporary server of this process is gone for good.
     """
-    _require_lock()
+    _require_lock_and_server()
     futures = {}
-    for section in rewards:
-        known = (earlier or {}).get(section.label, ())
-        stage = with_retries(score_reward_task, f"{title}: score {section.label}", placement)
-        # Scores that failed are tried again.
-        stage.refresh_cache = any(failed_scores(each) for each in known)
-        arguments = with_quoted_arguments([rollouts, section, folder, title, placement, known])
-        futures[section.label] = stage.submit(*arguments)
-    with stages_cancelled_on_interrupt():
+    scored = f"{title}: score {', '.join(section.label for section in rewards) or 'rewards'}"
+    with resource(StopSignals).stage(scored), stages_cancelled_on_interrupt():
+        for section in rewards:
+            known = (earlier or {}).get(section.label, ())
+            stage = with_retries(score_reward_task, f"{title}: score {section.label}", placement)
+            # Scores that failed are tried again.
+            stage.refresh_cache = any(failed_scores(each) for each in known)
+            arguments = with_quoted_arguments([rollouts, section, folder, title, placement, known])
+            futures[section.label] = stage.submit(*arguments)
         wait(list(futures.values()))
     _forget_submitted(futures.values())
     made = {label: future.result() for label, future in futures.items()}
@@ -174,9 +178,10 @@ def _forget_submitted(futures: Iterable[PrefectFuture[Any]]) -> None:
         events.pop(future.task_run_id, None)
 
 
-def _require_lock() -> None:
+def _require_lock_and_server() -> None:
     lock = stage_context().lock
     assert lock is not None, "who calls a stage has a lock"
+    require_not_lost()
     lock.require_held()
 
 
@@ -185,14 +190,16 @@ def as_task(stage: Task[P, R], title: str, placement: PlacementSection) -> Calla
 
     Raises:
         LockLostError: another process writes the run.
+        ServerLostError: the temporary server of this process is gone for good.
     """
-    _require_lock()
-    task = with_retries(stage, f"{title}: {stage.name}", placement)
+    _require_lock_and_server()
+    name = f"{title}: {stage.name}"
+    task = with_retries(stage, name, placement)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        reference: R = task(
-            *with_quoted_arguments(args), **dict(zip(kwargs, with_quoted_arguments(kwargs.values()), strict=True))
-        )
+        quoted = dict(zip(kwargs, with_quoted_arguments(kwargs.values()), strict=True))
+        with resource(StopSignals).stage(name):
+            reference: R = task(*with_quoted_arguments(args), **quoted)
         return reference
 
     return run
@@ -204,8 +211,9 @@ async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     use_stage_context(StageContext(store, lock, await registered_records()))
     # Without a client for the whole run each task opens its own, and a TLS context takes longer than the task.
     client = SyncClientContext.get_or_create()
-    with not_waiting_for_ended_server(), run_resources(), client as opened, stages_cancelled_on_signal():
+    with run_resources(), client as opened:
         # Prefect's client waits for a server that went away only if it has reached it once.
         opened.client.hello()
-        with shown_in_ui(store.run):
+        with shown_in_ui(store.run), stopping_after_stage():
+            listen(Cancellable(listener(), resource(StopSignals)))
             yield

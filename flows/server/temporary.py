@@ -1,27 +1,47 @@
 """A server for the runs of this process: started beside the imports, ended with the process, even if that is killed.
 
-Prefect would start one at its first request, and import its whole server into this process for that.
+Prefect would start one at its first request, and import its whole server into this process for that. The server has a
+database of its own, which is deleted with it; if the server dies before the process, it is started again on the same
+address and database, and requests wait meanwhile.
 """
 
 import atexit
 import contextlib
+import contextvars
+import logging
 import os
+import select
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException
+from pathlib import Path
 from typing import IO
 
+from flows.server.database import database_settings, keep_template
+from tasks.progress import log
+
 _PROGRAM = """
-import gc, os, signal, socket, sys, threading
+import gc, os, shutil, socket, sys, threading
+
+servers = []
 
 def end_with_parent():
     sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGTERM)
+    ended.set()
+    if servers:
+        servers[0].should_exit = True
+    else:
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
+        os._exit(0)
 
+ended = threading.Event()
 threading.Thread(target=end_with_parent, daemon=True).start()
 # What the imports make stays.
 gc.disable()
@@ -31,36 +51,73 @@ from prefect.server.api.server import create_app
 config = uvicorn.Config(create_app(), lifespan="on", log_level="error", timeout_graceful_shutdown=5)
 gc.freeze()
 gc.enable()
-uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
+servers.append(uvicorn.Server(config))
+servers[0].run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
+if ended.is_set():
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
 """
 
 # As Prefect sets them for its own temporary server: no UI, and only the services that a single run needs.
 _ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 _LOG_TAIL_LINES = 20
+_SECONDS_BETWEEN_LOOKS = 0.25
+_SECONDS_TO_LIVE = 30.0
+"""A server that has died sooner after it was started again would die once more."""
 
 
-@dataclass(frozen=True)
 class TemporaryServer:
-    """The server's process, which ends when the pipe to it is closed; its output is kept for messages."""
+    """The server's process, which ends when the pipe to it is closed; its output is kept for messages.
 
-    process: subprocess.Popen[bytes]
-    port: int
-    log: IO[bytes]
+    Args:
+        environment: of the process.
+
+    Attributes:
+        port: of the loopback address; it stays the same when the server is started again.
+        folder: of the database, deleted by the server when this process has ended.
+        lost: why the server is not started again; None while it runs, or will.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="grpo-server-"))
+        # Open as long as this process lives: while no server runs, requests wait in its queue.
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = int(self._listener.getsockname()[1])
+        self.lost: str | None = None
+        self._closed, self._restarted = False, float("-inf")
+        self._environment = {**environment, **database_settings(self.folder)}
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the server runs)
+        self.process = self._started()
 
     @property
     def api_url(self) -> str:
         """Value of PREFECT_API_URL for clients."""
         return f"http://127.0.0.1:{self.port}/api"
 
-    @property
-    def ended(self) -> bool:
-        """Whether the process has ended."""
-        return self.process.poll() is not None
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(self._listener.fileno()), str(self.folder)],
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[self._listener.fileno()],
+            # Ctrl-C in the terminal ends the run, which still has to report that.
+            start_new_session=True,
+        )
 
     def close(self) -> None:
-        """Have the server end, without waiting for it."""
+        """Have the server end, without waiting for it; it deletes its database."""
+        self._closed = True
+        self._close_pipe()
+        self._listener.close()
+        self._log.close()
+        if self.process.poll() is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _close_pipe(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
 
     def wait_until_ready(self, seconds: float) -> None:
         """Return once the server answers.
@@ -68,24 +125,67 @@ class TemporaryServer:
         Raises:
             RuntimeError: it has ended, or did not answer in time; with the last lines of its log.
         """
-        # The system accepts connections from the beginning; their requests wait until the server takes them.
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        if self._answers(seconds):
+            return
+        ended = self.process.poll() is not None
+        how = self._how_it_ended() if ended else f"did not answer in {seconds:g} s"
+        self._log.seek(0)
+        tail = self._log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        self.close()
+        raise RuntimeError("\n".join([f"Prefect's temporary server {how}", *tail]))
+
+    def _answers(self, seconds: float) -> bool:
+        until, connection = time.monotonic() + seconds, HTTPConnection("127.0.0.1", self.port, timeout=seconds)
         try:
+            # The system accepts connections from the beginning; their requests wait until the server takes them.
             connection.request("GET", "/api/health")
-            answered = connection.getresponse().status == 200
+            while not select.select([connection.sock], [], [], _SECONDS_BETWEEN_LOOKS)[0]:
+                if self.process.poll() is not None or time.monotonic() > until:
+                    return False
+            return connection.getresponse().status == 200
         except (OSError, HTTPException):
-            answered = False
+            return False
         finally:
             connection.close()
-        if not answered:
-            how = f"did not answer in {seconds:g} s"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                how = f"ended with exit code {self.process.wait(1)}"
-            self.close()
-            with self.log:
-                self.log.seek(0)
-                tail = self.log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-            raise RuntimeError("\n".join([f"Prefect's temporary server {how}", *tail]))
+
+    def _how_it_ended(self) -> str:
+        code = self.process.wait()
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def keep_running(self, seconds: float) -> None:
+        """Start the server again whenever it dies before this process; returns when it is closed or lost.
+
+        A server that dies again at once is lost: then no request waits any more, and the next stage does not begin.
+
+        Args:
+            seconds: within which it must answer.
+        """
+        while True:
+            how = self._how_it_ended()
+            if self._closed:
+                return
+            try:
+                if time.monotonic() - self._restarted < _SECONDS_TO_LIVE:
+                    raise RuntimeError(f"Prefect's temporary server {how} again")
+                log(f"Prefect's temporary server {how}; starting it again, the run waits for it")
+                self._close_pipe()
+                self.process, self._restarted = self._started(), time.monotonic()
+                self.wait_until_ready(seconds)
+            except RuntimeError as error:
+                self._lose(str(error))
+                return
+
+    def _lose(self, reason: str) -> None:
+        from prefect.settings import get_current_settings
+
+        log(f"{reason}; the run ends, and what it has stored is kept")
+        self.lost = reason
+        self.close()
+        # For the rest of this process, in all of its threads: nothing is sent, or reported as not sent, any more.
+        get_current_settings().client.max_retries = 1
+        for name in ("prefect._internal.concurrency", "prefect.events"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        logging.raiseExceptions = False
 
 
 _server: TemporaryServer | None = None
@@ -94,6 +194,25 @@ _server: TemporaryServer | None = None
 def is_temporary(url: str) -> bool:
     """Whether this is the address of the server that this process has started."""
     return _server is not None and url == _server.api_url
+
+
+class ServerLostError(RuntimeError):
+    """The temporary server died, and died again when it was started again."""
+
+
+def is_lost() -> bool:
+    """Whether the server of this process is gone for good, so that nothing can be reported any more."""
+    return _server is not None and _server.lost is not None
+
+
+def require_not_lost() -> None:
+    """Refuse to go on without the server of this process.
+
+    Raises:
+        ServerLostError: it is gone for good.
+    """
+    if _server is not None and _server.lost is not None:
+        raise ServerLostError(_server.lost)
 
 
 def start_temporary_server() -> bool:
@@ -107,12 +226,10 @@ def start_temporary_server() -> bool:
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
-    has_ended = _server is not None and _server.ended and settings.api.url == _server.api_url
-    if (settings.api.url and not has_ended) or not settings.server.ephemeral.enabled:
+    is_lost = _server is not None and _server.lost is not None and settings.api.url == _server.api_url
+    if (settings.api.url and not is_lost) or not settings.server.ephemeral.enabled:
         return False
-    environment = {**os.environ, **settings.to_environment_variables(exclude_unset=True), **_ENVIRONMENT}
-    environment.pop("PREFECT_API_URL", None)
-    _server = _start(environment)
+    _server = TemporaryServer(_environment(settings.to_environment_variables(exclude_unset=True)))
     atexit.register(_server.close)
     # For all threads of this process, and for those that Prefect starts.
     os.environ["PREFECT_API_URL"] = _server.api_url
@@ -120,20 +237,15 @@ def start_temporary_server() -> bool:
     return True
 
 
-def _start(environment: dict[str, str]) -> TemporaryServer:
-    log = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the server runs)
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(listener.fileno())],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=[listener.fileno()],
-            # Ctrl-C in the terminal ends the run, which still has to report that.
-            start_new_session=True,
-        )
-        return TemporaryServer(process, int(listener.getsockname()[1]), log)
+def _environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a server, without the database of one that is kept."""
+    given = {**os.environ, **settings, **_ENVIRONMENT}
+    kept = ("PREFECT_API_DATABASE_", "PREFECT_SERVER_DATABASE_", "PREFECT_API_URL")
+    return {name: value for name, value in given.items() if not name.startswith(kept)}
+
+
+_ready: set[int] = set()
+"""Ports of the servers that have answered."""
 
 
 def wait_for_temporary_server() -> None:
@@ -142,21 +254,13 @@ def wait_for_temporary_server() -> None:
     Raises:
         RuntimeError: it did not start; with the last lines of its log.
     """
-    if _server is not None:
-        from prefect.settings import get_current_settings
+    if _server is None or _server.port in _ready:
+        return
+    from prefect.settings import get_current_settings
 
-        _server.wait_until_ready(get_current_settings().server.ephemeral.startup_timeout_seconds)
-
-
-@contextlib.contextmanager
-def not_waiting_for_ended_server() -> Iterator[None]:
-    """When something fails since the temporary server has ended, send no request to it again and again for minutes."""
-    try:
-        yield
-    except BaseException:
-        if _server is not None and _server.ended:
-            from prefect.settings import get_current_settings
-
-            # For the rest of this process, in all of its threads.
-            get_current_settings().client.max_retries = 1
-        raise
+    seconds = get_current_settings().server.ephemeral.startup_timeout_seconds
+    _server.wait_until_ready(seconds)
+    _ready.add(_server.port)
+    keep_template(_server.folder)
+    watch = contextvars.copy_context().run
+    threading.Thread(target=watch, args=(_server.keep_running, seconds), name="temporary server", daemon=True).start()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from configs.sections import RunSection
-from tasks.execution.resources import stages_cancelled_on_interrupt, stages_withdrawn_on_failure
+from tasks.execution.stopping import stages_cancelled_on_interrupt, stages_withdrawn_on_failure
 from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 

@@ -31,6 +31,8 @@ from tasks.execution.call import Arguments, Kind, Part, Sharding, Stage, registe
 from tasks.execution.dispatch import dispatch
 from tasks.execution.errors import Retryable, retryable_kind
 from tasks.execution.fingerprint import code_fingerprint
+from tasks.execution.resources import resource
+from tasks.execution.stopping import StopSignals
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import stage_context
@@ -107,7 +109,8 @@ def _condition(limits: dict[Retryable, int]) -> Callable[[Task[..., Any], TaskRu
     def may_be_retried(task: Task[..., Any], task_run: TaskRun, state: State) -> bool:
         error = state.data
         kind = retryable_kind(error) if isinstance(error, BaseException) else None
-        if kind is None:
+        # A run that was asked to stop waits for no further attempt.
+        if kind is None or resource(StopSignals).requested is not None:
             return False
         met = counts[task_run.id]
         left = limits[kind] - met[kind]

@@ -17,7 +17,8 @@ from tasks.execution.errors import (
     StageTimeoutError,
     retryable_kind,
 )
-from tasks.execution.resources import resource, stages_cancelled_on_interrupt
+from tasks.execution.resources import resource
+from tasks.execution.stopping import stages_cancelled_on_interrupt
 from tasks.execution.work_pool import carry_out_on_pool
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store

@@ -1,18 +1,13 @@
 """What a run keeps from one stage to the next: the loaded policy, child processes, device memory, stop signals.
 
 `run_resources()` opens the collection, and `resource(Kind)` returns the one object of a kind, created on first use.
-Stop signals end the threads that wait for stages on pools, which no signal of the operating system reaches.
 """
 
-import asyncio
 import contextlib
 import gc
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -76,10 +71,6 @@ def peak_memory() -> int | None:
     return torch.cuda.max_memory_allocated() or None if torch.cuda.is_initialized() else None
 
 
-_AFTER_IMPORT = 0.05
-"""Seconds after which a signal that came while the import lock was held is sent again."""
-
-
 class _Resources:
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -122,84 +113,3 @@ def resource(kind: type[R]) -> R:
     if resources is None:
         _CURRENT.set(resources := _Resources())
     return resources.get(kind)
-
-
-class StopSignals:
-    """Events that the waiting threads of a run check.
-
-    Attributes:
-        cancelled: the run was interrupted; every stage that is waited for is cancelled.
-        failed: a stage of the run failed; stages that no worker has taken yet are withdrawn.
-    """
-
-    def __init__(self) -> None:
-        self.cancelled, self.failed = threading.Event(), threading.Event()
-
-
-@contextlib.contextmanager
-def stages_withdrawn_on_failure() -> Iterator[None]:
-    """Withdraw every stage that no worker has taken yet when the run fails, so that the failure is reported at once.
-
-    A stage that a worker has begun is waited for: its result is kept for the next start.
-    """
-    try:
-        yield
-    except Exception:
-        resource(StopSignals).failed.set()
-        raise
-
-
-@contextlib.contextmanager
-def stages_cancelled_on_interrupt() -> Iterator[None]:
-    """Cancel every stage that is waited for when the run is stopped: shards, rewards, prefetched rollouts."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            resource(StopSignals).cancelled.set()
-        raise
-
-
-@contextlib.contextmanager
-def stages_cancelled_on_signal() -> Iterator[None]:
-    """Cancel every stage that is waited for at the first SIGINT, and let no signal's exception end an import.
-
-    asyncio raises nothing at the first SIGINT: it cancels a coroutine, which may be waiting for a stage. Prefect's
-    handler of SIGTERM raises at once; in the middle of an import that would leave Python's import lock taken, and
-    every other thread would wait for it for ever.
-
-    Raises:
-        KeyboardInterrupt: SIGINT came, and then the run was cancelled or something failed: a terminal sends it to the
-            whole group of processes, so the temporary server or a child may have ended first.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    stop, interrupts = resource(StopSignals), list[int]()
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            stop.cancelled.set()
-            interrupts.append(number)
-        if _holds_import_lock(frame):
-            threading.Timer(_AFTER_IMPORT, os.kill, (os.getpid(), number)).start()
-        elif callable(handler := previous[signal.Signals(number)]):
-            handler(number, frame)
-
-    changed = [number for number, handler in previous.items() if callable(handler)]
-    for number in changed:
-        signal.signal(number, handle)
-    try:
-        yield
-    except (Exception, asyncio.CancelledError) as error:
-        if interrupts:
-            raise KeyboardInterrupt from error
-        raise
-    finally:
-        for number in changed:
-            signal.signal(number, previous[number])
-
-
-def _holds_import_lock(frame: FrameType | None) -> bool:
-    return frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap"

@@ -30,7 +30,8 @@ from tasks.execution.errors import (
     StageTimeoutError,
     retryable_kind,
 )
-from tasks.execution.resources import StopSignals, resource
+from tasks.execution.resources import resource
+from tasks.execution.stopping import StopSignals
 from tasks.progress import log
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.prefect_results import recorded_stage
@@ -226,7 +227,8 @@ class _Watch:
 def follow(flow_run: FlowRun, pool: str, timeout: float | None, is_answered: Callable[[], bool]) -> State | None:
     """Wait until the flow run has ended.
 
-    While the server does not answer, the run waits. When the run that requested the stage stops, it cancels the stage.
+    While the server does not answer, the run waits. When the run that requested the stage stops at once, it cancels the
+    stage; when it was asked to stop, it waits for a stage that a worker has taken, and withdraws any other.
 
     Args:
         flow_run: the stage, as it was sent to the pool.
@@ -250,8 +252,8 @@ def follow(flow_run: FlowRun, pool: str, timeout: float | None, is_answered: Cal
                 pause = POLL_SHARE * (time.monotonic() - watch.begun)
                 if stop.cancelled.wait(min(MAX_SECONDS_BETWEEN_POLLS, max(SECONDS_BETWEEN_POLLS, pause))):
                     raise StageCancelledError("the run that requested it was stopped")
-                if stop.failed.is_set() and watch.taken is None:
-                    raise StageCancelledError("the run that requested it failed before a worker took it")
+                if (stop.failed.is_set() or stop.requested is not None) and watch.taken is None:
+                    raise StageCancelledError("the run that requested it ended before a worker took it")
         except (LostStageError, StageTimeoutError):
             raise
         except BaseException:

@@ -19,6 +19,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 
 from grpo_core.errors import InputError
+from tasks.process import user_cache
 from tasks.storage.artifacts.reference import Manifest
 from tasks.storage.files import dump_checked, is_local, load_checked, locked_file, sha256_of
 
@@ -128,12 +129,8 @@ class ReadCache:
 
 def default_cache(limit: int = 20 * GIB) -> ReadCache | None:
     """Return the cache in the user's cache folder; None for a user without a home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return ReadCache(base / "grpo", limit)
+    folder = user_cache()
+    return None if folder is None else ReadCache(folder, limit)
 
 
 @contextlib.contextmanager

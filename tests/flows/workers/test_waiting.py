@@ -24,7 +24,8 @@ from grpo_core.parity import ParityError
 from tasks.execution import work_pool
 from tasks.execution.call import StageCall, read_call, remove_call
 from tasks.execution.errors import StageCancelledError, record_of
-from tasks.execution.resources import StopSignals, resource, run_resources
+from tasks.execution.resources import resource, run_resources
+from tasks.execution.stopping import StopSignals
 from tasks.execution.work_pool import carry_out_on_pool, follow
 from tasks.progress import listen
 from tasks.storage.artifacts.reference import PolicyRef

@@ -1,14 +1,8 @@
 """Out of memory: half the batch, remembered for the run, and the same result."""
 
-import _imp
-import asyncio
 import contextvars
-import importlib
-import os
 import shutil
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +14,7 @@ from configs.sections import PlacementSection
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.policy import GlmImagePolicy, GlmImageTokens
 from grpo_core.records import Entropies, GroupRequest, RolloutGroup, TokenBatch
-from tasks.execution.resources import halve_on_out_of_memory, resource, run_resources, stages_cancelled_on_signal
+from tasks.execution.resources import halve_on_out_of_memory, resource, run_resources
 from tasks.models.resident import ResidentPolicy
 from tasks.progress import listen
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
@@ -165,64 +159,3 @@ def test_threads_that_copy_the_context_share_it() -> None:
             thread.start()
             thread.join()
         assert found == [resource(Kept)] * 4
-
-
-class StoppedError(Exception):
-    pass
-
-
-def _stop(number: int, frame: object) -> None:
-    raise StoppedError
-
-
-@pytest.fixture
-def stopped_by_sigterm() -> Iterator[None]:
-    previous = signal.signal(signal.SIGTERM, _stop)
-    yield
-    signal.signal(signal.SIGTERM, previous)
-
-
-def _signal_while_main_waits_to_import() -> None:
-    _imp.acquire_lock()
-    time.sleep(0.3)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.1)
-    _imp.release_lock()
-
-
-def _import_and_wait() -> None:
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("no_such_module_at_all")
-    time.sleep(5)
-
-
-@pytest.mark.usefixtures("stopped_by_sigterm")
-def test_a_signal_during_an_import_leaves_the_import_lock_free() -> None:
-    other = threading.Thread(target=_signal_while_main_waits_to_import)
-    with run_resources(), stages_cancelled_on_signal():
-        other.start()
-        time.sleep(0.1)
-        with pytest.raises(StoppedError):
-            _import_and_wait()
-    other.join()
-    assert not _imp.lock_held()
-
-
-def _answer(number: int, frame: object) -> None:
-    """As asyncio at the first SIGINT: nothing is raised."""
-
-
-def _signal_and_fail(number: int, error: type[BaseException]) -> None:
-    os.kill(os.getpid(), number)
-    raise error
-
-
-@pytest.mark.parametrize("error", [ConnectionError, asyncio.CancelledError])
-def test_what_fails_after_an_interrupt_is_the_interrupt(error: type[BaseException]) -> None:
-    previous = signal.signal(signal.SIGINT, _answer)
-    try:
-        for number, seen in ((0, error), (signal.SIGINT, KeyboardInterrupt)):
-            with run_resources(), pytest.raises(seen), stages_cancelled_on_signal():
-                _signal_and_fail(number, error)
-    finally:
-        signal.signal(signal.SIGINT, previous)
