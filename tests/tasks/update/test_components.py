@@ -263,7 +263,7 @@ def test_a_kill_between_the_components_leaves_no_version(
     delete_files(store, job.rollouts[0], ["states/part-00000.parquet"], pruned={"removed": STATES_REMOVED})
     with pytest.raises(InputError) as caught:
         committed(job)
-    assert (caught.value.place, caught.value.value) == ("policies/000001", "damaged")
+    assert (caught.value.place, caught.value.value) == ("run/policies/000001", "damaged")
     assert "a bit fell" in caught.value.hint
 
 
