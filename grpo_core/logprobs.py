@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from grpo_core.records import ActionLogprobs, Entropies, TokenSupport
+from grpo_core.actions import TokenSupport
+from grpo_core.records import ActionLogprobs, Entropies
 
 CHUNK_TOKENS = 256
 

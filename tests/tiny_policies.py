@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import data
+from grpo_core.actions import TokenBatch
 from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer, train_causal_lm
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
@@ -26,7 +27,7 @@ from grpo_core.policies.glm_image.policy import (
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained.lora_and_full import FrozenModel, train_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest, Output, TokenBatch
+from grpo_core.records import GroupRequest, Output
 from grpo_core.settings import Truncation
 from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
 

@@ -8,8 +8,8 @@ from configs.schema import RunConfig
 from configs.sections import DatasetSection, ImageRolloutSection
 from configs.training import RewardSection
 from grpo_core.errors import InputError
+from grpo_core.images import fits_reward, shown_bounds
 from grpo_core.policies.protocol import policy_family
-from grpo_core.rewards.images import fits_reward, shown_bounds
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
 from grpo_core.streams import ImageSize

@@ -16,7 +16,7 @@ from flows.preflight.files import checked_once
 from flows.preflight.prompts import token_problems
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, raise_all
-from grpo_core.rewards.images import fits_reward, shown_bounds
+from grpo_core.images import fits_reward, shown_bounds
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
 from grpo_core.streams import ImageSize

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor, nn
 
+    from grpo_core.actions import DenoisingBatch
     from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained.model import TrainedModel
     from grpo_core.policies.trained.settings import TrainingChoice
-    from grpo_core.records import ActionLogprobs, DenoisingBatch, Entropies, GroupRequest, RolloutGroup
+    from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup
     from grpo_core.streams import ImageSize
 
 
@@ -142,8 +143,14 @@ class PolicyFamily(Protocol):
     def refuse_unusable(self, model: str, settings: Any) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
 
-    def refuse_prompts(self, model: str, settings: Any, prompts: Sequence[str]) -> None:
-        """Raise InputError if the model cannot read one of the prompts; only its tokenizer is loaded."""
+    def refuse_prompts(
+        self, model: str, settings: Any, prompts: Sequence[str], images: "Sequence[Sequence[ImageSize]]" = ()
+    ) -> None:
+        """Raise InputError if the model cannot read one of the prompts; only its tokenizer and processor are loaded.
+
+        Args:
+            images: sizes of the source images of each prompt, upright; empty where no prompt has any.
+        """
 
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the base with trained weights in place of its own, as diffusers or transformers load it.

@@ -16,9 +16,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
+from grpo_core.images import fit_to
 from grpo_core.rewards.clip import ClipReward
 from grpo_core.rewards.clip_rewards import ClipModel, load_clip
-from grpo_core.rewards.images import fit_to
 from grpo_core.rewards.lpips import MIN_SIDES, TRUNKS, Trunk, heads_file, load_network
 from grpo_core.rewards.model_reward import exact_inference
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Score, ScoringBatch, clamp_unit

@@ -26,7 +26,7 @@ from pydantic import AfterValidator, JsonValue
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.images import to_rgb
+from grpo_core.images import to_rgb
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, not_finite
 from grpo_core.streams import Modality
 from grpo_core.user_functions import REFERENCE, UserFunction, find_function, load_function, signature_of

@@ -24,7 +24,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.images import shown_size
+from grpo_core.images import shown_size
 from grpo_core.rewards.reward import STRICT, Positive, Reward, Score, ScoringBatch, clamp_unit
 
 BYTES_PER_KILOBYTE = 1000

@@ -19,7 +19,7 @@ from PIL import Image
 from pydantic import ConfigDict, Field
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.images import require_fit, to_rgb
+from grpo_core.images import require_fit, to_rgb
 from grpo_core.streams import Modality
 
 STRICT = ConfigDict(strict=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
@@ -44,6 +44,7 @@ class ScoringBatch:
         completions: the text of each sample; empty where samples are images.
         group_ids: the same for siblings; groups are complete and contiguous. Empty where groups are not known.
         token_ids: the tokens that each sample was decoded from; empty where they are not needed or not known.
+        source_images: the images in each sample's prompt (RGB, 8 bit), in its order; empty where no prompt has any.
     """
 
     sample_ids: Sequence[str]
@@ -54,10 +55,11 @@ class ScoringBatch:
     completions: Sequence[str] = ()
     group_ids: Sequence[str] = ()
     token_ids: Sequence[Sequence[int]] = ()
+    source_images: Sequence[Sequence[Image.Image]] = ()
 
     def __post_init__(self) -> None:
         outputs = self.completions or self.images
-        optional = (self.targets, self.group_ids, self.token_ids)
+        optional = (self.targets, self.group_ids, self.token_ids, self.source_images)
         sizes = {len(self.prompts), len(outputs), *(len(values or outputs) for values in optional)}
         sizes |= {len(values) for values in self.columns.values()}
         assert sizes <= {len(self.sample_ids)}, f"one entry per sample in every field, got {sizes}"

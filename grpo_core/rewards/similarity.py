@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from grpo_core.rewards.images import WINDOW, fit_to, to_rgb
+from grpo_core.images import WINDOW, fit_to, to_rgb
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Reward, Score, ScoringBatch, clamp_unit
 
 if TYPE_CHECKING:

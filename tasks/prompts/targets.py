@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.images import open_image, require_aspect, to_rgb
+from grpo_core.images import open_image, require_aspect, to_rgb
 from grpo_core.streams import ImageSize
 from tasks.prompts.files import join_uri, list_input_folder, nearest_names, read_input_file
 from tasks.prompts.read import Prompt

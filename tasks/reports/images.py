@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.images import decode_stored
+from grpo_core.images import decode_stored
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.runs.layout import IMAGES
 

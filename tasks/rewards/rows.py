@@ -20,7 +20,7 @@ from PIL import Image
 
 from configs.training import RewardSection
 from grpo_core.errors import InputError
-from grpo_core.rewards.images import decode_stored
+from grpo_core.images import decode_stored
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch, score_samples
 from tasks.execution.child_main import child_command

@@ -14,8 +14,8 @@ from PIL import Image
 
 from configs.sections import PlacementSection, RolloutSection
 from grpo_core.collect import collect_rollouts, sampled_at_once
+from grpo_core.images import encode_png
 from grpo_core.policies.protocol import family_module
-from grpo_core.rewards.images import encode_png
 from grpo_core.streams import Stream
 from tasks.execution.caching import stage_task
 from tasks.execution.call import Arguments, Part, Sharding, shard_folder, unsharded

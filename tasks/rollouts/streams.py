@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from grpo_core.records import DenoisingBatch, RolloutGroup, SampledActions, SampledTokens, TokenBatch, TokenSupport
+from grpo_core.actions import DenoisingBatch, TokenBatch, TokenSupport
+from grpo_core.records import RolloutGroup, SampledActions, SampledTokens
 from grpo_core.streams import ImageSize
 from tasks.metrics import COMPLETION_LENGTH, DRAFTS, TOKENS
 from tasks.runs.layout import PARTS, STATES

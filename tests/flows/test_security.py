@@ -26,10 +26,10 @@ from configs.loader import read_config
 from configs.training import RewardSection
 from flows.serve_rewards import create_app
 from grpo_core.errors import InputError
+from grpo_core.images import decode_stored
 from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer
 from grpo_core.policies.causal_lm.loading import read_config as read_model_config
 from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_state
-from grpo_core.rewards.images import decode_stored
 from grpo_core.rewards.remote.reward import RemoteReward
 from grpo_core.streams import MAX_PIXELS
 from tasks.execution.errors import ErrorRecord, RemoteStageError

@@ -10,20 +10,11 @@ from jaxtyping import TypeCheckError
 from PIL import Image
 from torch import Tensor
 
+from grpo_core.actions import DenoisingBatch, TokenBatch, TokenSupport
 from grpo_core.collect import collect_rollouts
 from grpo_core.errors import NonFiniteError
 from grpo_core.losses.ratios import estimate_kl
-from grpo_core.records import (
-    BrokenImage,
-    DenoisingBatch,
-    GroupRequest,
-    RolloutGroup,
-    SampledActions,
-    SampledTokens,
-    TokenBatch,
-    TokenSupport,
-    TrainingRows,
-)
+from grpo_core.records import BrokenImage, GroupRequest, RolloutGroup, SampledActions, SampledTokens, TrainingRows
 from grpo_core.streams import ImageSize
 from tests.grpo_core.toy_policy import TablePolicy, training_rows
 

@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from grpo_core.actions import TokenBatch
 from grpo_core.logprobs import entropy_of, gather_logprobs
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.records import (
@@ -19,7 +20,6 @@ from grpo_core.records import (
     RolloutGroup,
     SampledActions,
     SampledTokens,
-    TokenBatch,
     TrainingRows,
 )
 from grpo_core.sampling import draw_tokens, uniform_numbers

@@ -65,8 +65,17 @@ class CausalLMFamily:
             hint = f"The model reads {context} ids, prompt and completion together; set it lower."
             raise InputError("rollout.max_completion_length", settings.max_completion_length, hint)
 
-    def refuse_prompts(self, model: str, settings: CausalLMSettings, prompts: Sequence[str]) -> None:
+    def refuse_prompts(
+        self,
+        model: str,
+        settings: CausalLMSettings,
+        prompts: Sequence[str],
+        images: Sequence[Sequence["ImageSize"]] = (),
+    ) -> None:
         """Raise InputError if the model cannot read one of the prompts."""
+        if any(images):
+            hint = "A model of texts does not see images; use policy.kind vision_lm, or leave out the image column."
+            raise InputError("data.prompts", f"{sum(map(len, images))} images", hint)
         from grpo_core.policies.causal_lm.loading import context_length, load_tokenizer, read_config
         from grpo_core.policies.causal_lm.prompts import prompt_ids, require_room
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo_core.actions import TokenBatch
 from grpo_core.policies.causal_lm.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.causal_lm.loading import (
     context_length,
@@ -30,7 +31,7 @@ from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.trained.component import TrainedComponent, refuse_unscaled_float16, use_attention
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledTokens, TokenBatch
+from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledTokens
 from grpo_core.streams import ImageSize, Stream
 
 CPU = torch.device("cpu")

@@ -14,10 +14,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo_core.actions import TokenBatch, TokenSupport
 from grpo_core.logprobs import gather_logprobs, score_hidden, vocabulary_logprobs
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
 from grpo_core.policies.kv_cache import grow_in_place
-from grpo_core.records import ActionLogprobs, Entropies, SampledTokens, TokenBatch, TokenSupport
+from grpo_core.records import ActionLogprobs, Entropies, SampledTokens
 from grpo_core.sampling import SupportRecorder, draw_tokens, truncate, uniform_numbers
 from grpo_core.settings import Truncation
 

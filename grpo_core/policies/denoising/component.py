@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor, nn
 
+from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.policies.denoising.rows import DenoisedGroup, SampleRows, by_group, image_of, slice_decoding
 from grpo_core.policies.denoising.scheduler import (
     NoisyScheduler,
@@ -27,16 +28,7 @@ from grpo_core.policies.denoising.scheduler import (
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.trained.component import TrainedComponent
 from grpo_core.policies.trained.model import TrainedModel
-from grpo_core.records import (
-    ActionLogprobs,
-    BrokenImage,
-    DenoisingBatch,
-    Entropies,
-    GroupRequest,
-    SampledActions,
-    StepGaussians,
-    TokenBatch,
-)
+from grpo_core.records import ActionLogprobs, BrokenImage, Entropies, GroupRequest, SampledActions, StepGaussians
 from grpo_core.seeds import make_generator
 from grpo_core.streams import ImageSize
 

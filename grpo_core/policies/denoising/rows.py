@@ -15,8 +15,9 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import nn
 
+from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.errors import InputError
-from grpo_core.records import BrokenImage, DenoisingBatch, GroupRequest, SampledActions, TokenBatch
+from grpo_core.records import BrokenImage, GroupRequest, SampledActions
 from grpo_core.streams import ImageSize
 
 

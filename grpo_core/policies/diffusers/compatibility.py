@@ -12,6 +12,7 @@ import diffusers
 import torch
 import transformers
 
+from grpo_core.actions import DenoisingBatch
 from grpo_core.errors import InputError, first_line
 from grpo_core.policies.denoising.rows import DenoisedGroup
 from grpo_core.policies.diffusers.component import DiffusersDenoising
@@ -26,7 +27,7 @@ from grpo_core.policies.diffusers.small_copy import small_copy
 from grpo_core.policies.pipeline_files import INDEX_FILE, find_model_file
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import DenoisingBatch, GroupRequest
+from grpo_core.records import GroupRequest
 from grpo_core.streams import ImageSize
 
 TOLERANCE = 1e-4

@@ -97,8 +97,18 @@ class DiffusersFamily:
 
             refuse_incompatible(model, settings)
 
-    def refuse_prompts(self, model: str, settings: DiffusersSettings, prompts: Sequence[str]) -> None:
+    def refuse_prompts(
+        self,
+        model: str,
+        settings: DiffusersSettings,
+        prompts: Sequence[str],
+        images: Sequence[Sequence["ImageSize"]] = (),
+    ) -> None:
         """Raise InputError if a prompt is longer than what the pipeline reads."""
+        if any(images):
+            raise InputError(
+                "data.prompts", f"{sum(map(len, images))} images", "This model takes no images in prompts."
+            )
         saved = read_saved_pipeline(model)
         if saved is not None:
             refuse_cut_prompts(model, saved, settings, prompts)

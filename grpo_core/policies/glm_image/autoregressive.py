@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GlmImageForConditionalGeneration, GlmImageProcessor
 from transformers.masking_utils import create_causal_mask
 
+from grpo_core.actions import TokenSupport
 from grpo_core.errors import InputError
 from grpo_core.logprobs import Head, gather_logprobs, score_hidden, vocabulary_logprobs
 from grpo_core.policies.kv_cache import grow_in_place
-from grpo_core.records import ActionLogprobs, Entropies, TokenSupport
+from grpo_core.records import ActionLogprobs, Entropies
 from grpo_core.sampling import SupportRecorder, draw_tokens, truncate, uniform_numbers
 from grpo_core.settings import Truncation
 from grpo_core.streams import ImageSize

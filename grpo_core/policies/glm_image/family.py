@@ -72,8 +72,18 @@ class GlmImageFamily:
             refuse_missing_parts(model, parts)
             refuse_missing_weights(model, parts)
 
-    def refuse_prompts(self, model: str, settings: GlmImageSettings, prompts: Sequence[str]) -> None:
+    def refuse_prompts(
+        self,
+        model: str,
+        settings: GlmImageSettings,
+        prompts: Sequence[str],
+        images: Sequence[Sequence["ImageSize"]] = (),
+    ) -> None:
         """Raise InputError if a prompt contains the model's reserved tags."""
+        if any(images):
+            raise InputError(
+                "data.prompts", f"{sum(map(len, images))} images", "This model takes no images in prompts."
+            )
         from grpo_core.policies.glm_image.loading import refuse_unusable_prompts
 
         refuse_unusable_prompts(model, prompts)

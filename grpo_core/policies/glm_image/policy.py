@@ -9,6 +9,7 @@ from diffusers import GlmImagePipeline
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from grpo_core.actions import TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.drafts import sample_drafts
@@ -20,15 +21,7 @@ from grpo_core.policies.trained.component import TrainedComponent, use_attention
 from grpo_core.policies.trained.lora_and_full import FrozenModel, train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import (
-    ActionLogprobs,
-    Entropies,
-    GroupRequest,
-    RolloutGroup,
-    SampledActions,
-    SampledTokens,
-    TokenBatch,
-)
+from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledActions, SampledTokens
 from grpo_core.streams import ImageSize, Stream
 
 # Short names such as "q_proj" would also match the vision tower, which sampling from text never runs.

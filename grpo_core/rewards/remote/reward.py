@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.images import require_fit
+from grpo_core.images import require_fit
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.http import ServiceReward, ask_side_by_side
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, ScoringError, Text

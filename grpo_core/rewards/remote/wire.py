@@ -12,7 +12,7 @@ from PIL import Image
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.images import encode_png, open_image, to_rgb
+from grpo_core.images import encode_png, open_image, to_rgb
 from grpo_core.rewards.reward import Score, ScoringBatch
 from grpo_core.streams import MAX_PIXELS, Modality
 

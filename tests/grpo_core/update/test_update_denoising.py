@@ -8,13 +8,14 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor
 
+from grpo_core.actions import DenoisingBatch
 from grpo_core.losses.policy_loss import TermInputs
 from grpo_core.losses.settings import LossSettings
 from grpo_core.parity import ParityError, ParityTolerance
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.denoising.scheduler import Transition, step_kl
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.records import ActionLogprobs, DenoisingBatch, SampledActions, StepGaussians, TrainingRows
+from grpo_core.records import ActionLogprobs, SampledActions, StepGaussians, TrainingRows
 from grpo_core.settings import Truncation
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy

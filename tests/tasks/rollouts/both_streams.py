@@ -7,8 +7,9 @@ from PIL import Image
 from torch import Tensor
 
 from configs.sections import GlmImageRolloutSection, PlacementSection
+from grpo_core.actions import DenoisingBatch
 from grpo_core.collect import collect_rollouts
-from grpo_core.records import DenoisingBatch, GroupRequest, RolloutGroup, SampledActions
+from grpo_core.records import GroupRequest, RolloutGroup, SampledActions
 from grpo_core.streams import ImageSize
 from tasks.execution.resources import resource
 from tasks.models.resident import ResidentPolicy

@@ -12,8 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from data.shapes import BACKGROUNDS
+from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.policies.protocol import policy_family
-from grpo_core.records import DenoisingBatch, RolloutGroup, TokenBatch
+from grpo_core.records import RolloutGroup
 from grpo_core.streams import Stream
 from tasks.execution.call import stage_named
 from tasks.rollouts.collect_rollouts import background

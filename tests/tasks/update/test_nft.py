@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from configs.training import NftUpdateSection, UpdateSection
-from grpo_core.records import DenoisingBatch
+from grpo_core.actions import DenoisingBatch
 from tasks.execution.resources import resource, run_resources
 from tasks.models.initial import weights_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_core.actions import DenoisingBatch
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.denoising import component as component_module
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.denoising.scheduler import NoisyScheduler, ReplayScheduler
 from grpo_core.policies.denoising.settings import SdeType
 from grpo_core.policies.trained.model import copied, exchanged
-from grpo_core.records import DenoisingBatch, GroupRequest, TrainingRows
+from grpo_core.records import GroupRequest, TrainingRows
 from grpo_core.update.nft_update import update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.settings import NftSettings, OptimizerSettings

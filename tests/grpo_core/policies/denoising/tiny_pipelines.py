@@ -9,6 +9,7 @@ import diffusers
 import torch
 from torch import Tensor
 
+from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.glm_image.loading import load_pipeline
@@ -16,7 +17,7 @@ from grpo_core.policies.glm_image.policy import GlmImageDecoder
 from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
 from grpo_core.policies.trained.lora_and_full import LoraModel, train_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import DenoisingBatch, GroupRequest, TokenBatch
+from grpo_core.records import GroupRequest
 from grpo_core.streams import ImageSize
 
 PIPELINES = ("sd3", "flux", "qwen_image", "z_image", "glm_image")

@@ -11,12 +11,13 @@ from PIL import Image
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from grpo_core.actions import DenoisingBatch
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.errors import InputError
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.prompt_cache import PromptCache
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import ActionLogprobs, DenoisingBatch, RolloutGroup
+from grpo_core.records import ActionLogprobs, RolloutGroup
 from grpo_core.seeds import make_generator
 from grpo_core.streams import ImageSize
 from grpo_core.update.optimizer import PolicyOptimizer

@@ -7,12 +7,13 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor, nn
 
+from grpo_core.actions import TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.autoregressive import score_tokens
 from grpo_core.policies.glm_image.policy import FROZEN_PARTS, GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import SampledTokens, TokenBatch
+from grpo_core.records import SampledTokens
 from grpo_core.streams import ImageSize
 from tests.tiny_policies import LORA, MODEL, PROMPTS, build_policy, render
 

@@ -9,11 +9,12 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor, nn
 
+from grpo_core.actions import TokenBatch
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.glm_image.autoregressive import sample_tokens, score_tokens
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.trained.settings import LoraSettings
-from grpo_core.records import SampledTokens, TokenBatch
+from grpo_core.records import SampledTokens
 from grpo_core.settings import Truncation
 from tests.tiny_policies import LORA, PROMPTS, build_policy
 

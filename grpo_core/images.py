@@ -1,8 +1,10 @@
 """Images: read from files within bounds, brought to RGB and to the size of another image; torch is not imported."""
 
+import hashlib
 import io
 import math
 import struct
+from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -39,6 +41,39 @@ def open_image(content: bytes, place: str, formats: tuple[str, ...] = _READABLE_
     if image.width * image.height > MAX_PIXELS:
         raise InputError(place, f"{image.width} x {image.height} pixels", hint)
     return image
+
+
+@dataclass(frozen=True)
+class SourceImage:
+    """An image in a prompt, which is edited or asked about. Two with one digest are the same.
+
+    Attributes:
+        digest: sha256 of the file, 64 hexadecimal digits.
+        content: the file as it was given: PNG, JPEG, WebP or BMP.
+    """
+
+    digest: str
+    content: bytes = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, content: bytes) -> "SourceImage":
+        """Name a file by its digest."""
+        return cls(hashlib.sha256(content).hexdigest(), content)
+
+    def open(self) -> Image.Image:
+        """Decode it as 8-bit RGB, upright, transparent parts over white.
+
+        Raises:
+            InputError: not a complete image of at most MAX_PIXELS; names the digest.
+        """
+        place = f"source image {self.digest[:16]}"
+        try:
+            return to_rgb(open_image(self.content, place), place)
+        except InputError:
+            raise
+        except (OSError, ValueError, SyntaxError) as error:
+            hint = f"It is not a complete image ({type(error).__name__}). Give PNG, JPEG, WebP or BMP."
+            raise InputError(place, f"{len(self.content)} bytes", hint) from error
 
 
 def encode_png(image: Image.Image) -> bytes:
