@@ -276,11 +276,20 @@ def start_server() -> None:
 
 
 def _run_to_the_end(work: Coroutine[Any, Any, R]) -> R:
-    import asyncio
-
-    from flows.server.temporary import wait_for_temporary_server
+    from flows.server.temporary import require_not_lost, wait_for_temporary_server
 
     wait_for_temporary_server()
+    try:
+        return _run_in_loop(work)
+    except Exception:
+        # Whatever request was the first to fail; the server is why.
+        require_not_lost()
+        raise
+
+
+def _run_in_loop(work: Coroutine[Any, Any, R]) -> R:
+    import asyncio
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:

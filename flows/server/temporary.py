@@ -184,7 +184,8 @@ class TemporaryServer:
         # For the rest of this process, in all of its threads: nothing is sent, or reported as not sent, any more.
         get_current_settings().client.max_retries = 1
         for name in ("prefect._internal.concurrency", "prefect.events"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+            # Not by level: Prefect's own class of logger takes that from its settings.
+            logging.getLogger(name).disabled = True
         logging.raiseExceptions = False
 
 
