@@ -164,7 +164,7 @@ def test_one_worker_trains_and_does_the_stages_whichever_of_them_is_cancelled(
     cancel(state())
     wait_for(lambda: state()["state_type"] == "CANCELLED", worker.log)
     wait_for(lambda: stages_of("run")[rollouts]["state_type"] in ("CANCELLED", "COMPLETED"), worker.log)
-    assert not psutil.Process(worker.process.pid).children(recursive=True)
+    wait_for(lambda: not psutil.Process(worker.process.pid).children(recursive=True), worker.log)
     assert not [path for path in empty.path(".incoming").iterdir() if path.is_dir()]
 
     state = started(training)
