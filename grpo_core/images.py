@@ -18,6 +18,9 @@ MAX_ASPECT_PERCENT = 2
 WINDOW = 11
 """Side of SSIM's Gaussian window in pixels; also the smallest image, because only complete windows count."""
 
+IMAGE_MARK = "<image>"
+"""The place of a source image in a plain text."""
+
 _READABLE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
@@ -74,6 +77,11 @@ class SourceImage:
         except (OSError, ValueError, SyntaxError) as error:
             hint = f"It is not a complete image ({type(error).__name__}). Give PNG, JPEG, WebP or BMP."
             raise InputError(place, f"{len(self.content)} bytes", hint) from error
+
+
+def without_marks(prompt: str) -> str:
+    """Return a plain text without the marks of its images, for a model that is given these apart from the text."""
+    return prompt.replace(IMAGE_MARK, "").strip()
 
 
 def encode_png(image: Image.Image) -> bytes:

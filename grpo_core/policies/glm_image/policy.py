@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from grpo_core.actions import TokenBatch
 from grpo_core.errors import InputError
+from grpo_core.images import SourceImage
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, sample_tokens, score_tokens
@@ -181,9 +182,16 @@ class GlmImageDecoder(DenoisingComponent):
         """True: glyph embeddings of several prompts are padded to one length, and the padding is not masked."""
         return True
 
-    def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
+    def call_arguments(
+        self,
+        prompts: Sequence[str],
+        drafts: TokenBatch | None,
+        size: ImageSize,
+        sources: tuple[SourceImage, ...] = (),
+    ) -> Mapping[str, Any]:
         """Return the arguments of the pipeline's call for rows of one prompt."""
         assert drafts is not None, "an image is made of tokens"
+        assert not sources, "prompts with images were refused"
         grids, device = token_grids(size, pixel_unit(self.pipeline)), self.pipeline.transformer.device
         require_fit(drafts, grids, size)
         token_ids, loss_mask = _fitted(drafts.token_ids, grids), _fitted(drafts.loss_mask, grids)
