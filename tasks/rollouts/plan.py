@@ -24,6 +24,7 @@ class GroupPlan(BaseModel):
         target_uri: the prompt's target image, if it has one.
         target_sha256: of that file.
         size: of the images; None for texts.
+        sources: digests of the images in the prompt, in their order.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -36,6 +37,8 @@ class GroupPlan(BaseModel):
     target_uri: str | None
     target_sha256: str | None
     size: ImageSize | None = None
+    # Left out of JSON where there are none, so that digests of such plans do not depend on it.
+    sources: tuple[str, ...] = Field((), exclude_if=lambda digests: not digests)
 
 
 class Place(NamedTuple):
@@ -124,7 +127,12 @@ def _groups(prompts: Mapping[str, DrawnPrompt]) -> tuple[GroupPlan, ...]:
         for group_id, drawn in prompts.items()
     ]
     # Memory that runs out then does so in the first batch.
-    return tuple(sorted(groups, key=lambda group: (-group.size.pixels, group.size) if group.size else (0,)))
+    return tuple(sorted(groups, key=_sampling_order))
+
+
+def _sampling_order(group: GroupPlan) -> tuple[object, ...]:
+    """Put large images first, and what is sampled at once together."""
+    return (-group.size.pixels, group.size, -len(group.sources)) if group.size else (0, -len(group.sources))
 
 
 def plan_round(

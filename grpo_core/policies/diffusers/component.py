@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_core.actions import TokenBatch
+from grpo_core.images import SourceImage
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.diffusers.prompt_cache import PromptCache
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings, SavedPipeline, call_settings
@@ -43,7 +44,13 @@ class DiffusersDenoising(DenoisingComponent):
         """Whether embeddings of several prompts would have to be padded, so that a row would depend on the others."""
         return not self.prompts.pads_to_one_length
 
-    def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
+    def call_arguments(
+        self,
+        prompts: Sequence[str],
+        drafts: TokenBatch | None,
+        size: ImageSize,
+        sources: tuple[SourceImage, ...] = (),
+    ) -> Mapping[str, Any]:
         """Return the arguments of the pipeline's call for these rows."""
         given = call_settings(self.saved, self.settings)
         # Some pipelines want as many negative prompts as prompts.
