@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from grpo_core.actions import Sources, TokenBatch
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage
+from grpo_core.images import SourceImage, without_marks
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, sample_tokens, score_tokens
 from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, read_initial_state
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
-from grpo_core.policies.glm_image.sources import SOURCE_ARGUMENTS, SourceEncoder, shared_by_rows, without_marks
+from grpo_core.policies.glm_image.sources import SOURCE_ARGUMENTS, SourceEncoder, shared_by_rows
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.policies.trained.component import TrainedComponent, use_attention
 from grpo_core.policies.trained.lora_and_full import FrozenModel, train_model

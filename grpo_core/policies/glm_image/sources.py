@@ -24,14 +24,6 @@ from grpo_core.streams import ImageSize
 MAX_KEPT = 4096
 """Number of images whose codes are kept; those of an image of 2048 x 2048 pixels are 4096 integers."""
 
-IMAGE_MARK = "<image>"
-"""Where a prompt may name an image; the model reads images before the text."""
-
-
-def without_marks(prompt: str) -> str:
-    """Return a prompt's text without the marks of its images."""
-    return prompt.replace(IMAGE_MARK, "").strip()
-
 
 class SourceEncoder:
     """Encodes source images, each once while its codes are kept; siblings and passes share them.
