@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,22 +110,26 @@ def choose_edits(edits: Sequence[Edit], count: int, seed: int) -> tuple[Edit, ..
     return choose_evenly(edits, count, seed, lambda edit: (*edit.source.words, ("new color", edit.color)))
 
 
-def write_edit_file(edits: Sequence[Edit], file: Path, sources: Path, targets: Path) -> None:
+SOURCES = "sources"
+"""Folder of the source images, beside the prompt file."""
+
+
+def write_edit_file(edits: Sequence[Edit], file: Path, targets: Path) -> None:
     """Write one JSON object per edit, and its two images as PNG.
 
     The columns are prompt, image (the source), target, shape, color (the new one), position and background.
 
     Args:
-        sources: folder of the source images; named in the file by their path from the file's folder.
         targets: folder of the target images, named by their file names.
     """
-    for folder in (file.parent, sources, targets):
+    sources = file.parent / SOURCES
+    for folder in (sources, targets):
         folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for edit in edits:
         for scene, folder in ((edit.source, sources), (edit.target, targets)):
             draw(scene).save(folder / scene.file_name, optimize=True)
-        image = Path(os.path.relpath(sources / edit.source.file_name, file.parent)).as_posix()
-        line = {"prompt": edit.instruction, "image": image, "target": edit.target.file_name}
+        image, target = f"{SOURCES}/{edit.source.file_name}", edit.target.file_name
+        line = {"prompt": edit.instruction, "image": image, "target": target}
         lines.append(json.dumps({**line, **dict(edit.target.words)}))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -92,9 +92,7 @@ def make_glm_image_edit() -> None:
         (EDIT_TRAIN_FILE, seen, recipe.train_prompts),
         (EDIT_HELDOUT_FILE, unseen, recipe.heldout_prompts),
     ):
-        write_edit_file(
-            choose_edits(edits, count, recipe.base.seed), prompts / name, DATA / "sources", DATA / "targets"
-        )
+        write_edit_file(choose_edits(edits, count, recipe.base.seed), prompts / name, DATA / "targets")
 
 
 def make_sd3() -> None:

@@ -52,7 +52,7 @@ def test_wrong_targets_are_as_frequent_as_asked() -> None:
 
 def test_a_prompt_file_names_both_images(tmp_path: Path) -> None:
     chosen = choose_edits(all_edits(), 5, 0)
-    write_edit_file(chosen, tmp_path / "prompts" / "edits.jsonl", tmp_path / "sources", tmp_path / "targets")
+    write_edit_file(chosen, tmp_path / "prompts" / "edits.jsonl", tmp_path / "targets")
     lines = [json.loads(line) for line in (tmp_path / "prompts" / "edits.jsonl").read_text().splitlines()]
     for line, edit in zip(lines, chosen, strict=True):
         assert line["prompt"] == edit.instruction
