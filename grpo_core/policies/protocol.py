@@ -113,7 +113,7 @@ class Policy(Protocol):
         A sample depends on its prompt, its size and its seeds, not on the other rows.
 
         Args:
-            requests: of one image size, with equally many samples; they are sampled at once.
+            requests: of one image size, with equally many sources and samples; they are sampled at once.
 
         Raises:
             NonFiniteError: a log-prob, or the latents of an image, are not finite; the samples are named.

@@ -134,7 +134,12 @@ def _groups(prompts: Mapping[str, DrawnPrompt]) -> tuple[GroupPlan, ...]:
         for group_id, drawn in prompts.items()
     ]
     # Memory that runs out then does so in the first batch.
-    return tuple(sorted(groups, key=lambda group: (-group.size.pixels, group.size) if group.size else (0,)))
+    return tuple(sorted(groups, key=_sampling_order))
+
+
+def _sampling_order(group: GroupPlan) -> tuple[object, ...]:
+    """Put large images first, and what is sampled at once together."""
+    return (-group.size.pixels, group.size, -len(group.sources)) if group.size else (0, -len(group.sources))
 
 
 def plan_round(

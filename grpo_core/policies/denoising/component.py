@@ -84,6 +84,10 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
             sources: the images in the prompt of the rows, in its order.
         """
 
+    def calling(self, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return a context for a call of the pipeline with these arguments, while sampling and while scoring."""
+        return nullcontext()
+
     def latents_argument(self, latents: Float[Tensor, "rows ..."], size: ImageSize) -> Float[Tensor, "rows ..."]:
         """Return latents in the form in which the pipeline's call takes them, from that of its scheduler.
 
@@ -140,7 +144,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         generators = [make_generator(seed) for seed in rows.noise_seeds]
         arguments = {**self._arguments(rows.prompts, rows.drafts, size, rows.sources), "generator": generators}
         slice_decoding(self.pipeline, len(rows.prompts), size)
-        with self._precision():
+        with self._precision(), self.calling(arguments):
             if rows.window_start is None:
                 return self.pipeline(**arguments, output_type="np").images, None
             scheduler = NoisyScheduler.like(self.pipeline.scheduler, self.settings)
@@ -252,7 +256,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         latents = self.latents_argument(before.float() if before.dtype == torch.float16 else before, call.size)
         # Pipelines are called under no_grad; this is the function below the decorator.
         run: Any = vars(type(self.pipeline))["__call__"].__wrapped__
-        with exchanged_scheduler(self.pipeline, scheduler), self._precision():
+        with exchanged_scheduler(self.pipeline, scheduler), self._precision(), self.calling(call.arguments):
             run(self.pipeline, **call.arguments, latents=latents, output_type="latent")
 
     def velocities(self, actions: DenoisingBatch) -> Float[Tensor, "batch ..."]:
