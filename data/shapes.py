@@ -9,9 +9,10 @@ the blends of a preview cell of which a sprite covers a quarter, a half or three
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -71,6 +72,21 @@ class Scene:
         article = "an" if self.color[0] in "aeiou" else "a"
         place = "in the center" if self.position == "center" else f"at the {self.position}"
         return f"{article} {self.color} {self.shape} {place} on a {self.background} background"
+
+    @property
+    def words(self) -> tuple[tuple[str, str], ...]:
+        """Each field's name and value."""
+        return (
+            ("color", self.color),
+            ("shape", self.shape),
+            ("position", self.position),
+            ("background", self.background),
+        )
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file with its image."""
+        return "-".join(value for _, value in self.words).replace(" ", "-") + ".png"
 
 
 def all_scenes() -> tuple[Scene, ...]:
@@ -199,16 +215,33 @@ def choose_scenes(scenes: Sequence[Scene], count: int, seed: int) -> tuple[Scene
     Raises:
         ValueError: there are fewer scenes than count.
     """
-    if count > len(scenes):
-        raise ValueError(f"count is {count}, but there are only {len(scenes)} scenes")
-    left = [scenes[i] for i in np.random.default_rng(seed).permutation(len(scenes))]
-    chosen: list[Scene] = []
+    return choose_evenly(scenes, count, seed, lambda scene: scene.words)
+
+
+T = TypeVar("T")
+
+
+def choose_evenly(
+    items: Sequence[T], count: int, seed: int, words_of: Callable[[T], Sequence[tuple[str, str]]]
+) -> tuple[T, ...]:
+    """Choose items so that each of their words is about equally frequent.
+
+    Args:
+        seed: orders the items before the choice, which is greedy.
+
+    Raises:
+        ValueError: there are fewer items than count.
+    """
+    if count > len(items):
+        raise ValueError(f"count is {count}, but there are only {len(items)} to choose from")
+    left = [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
+    chosen: list[T] = []
     used: dict[tuple[str, str], int] = {}
     for _ in range(count):
-        scene = min(left, key=lambda candidate: sum(used.get(word, 0) for word in _words(candidate)))
-        left.remove(scene)
-        chosen.append(scene)
-        for word in _words(scene):
+        item = min(left, key=lambda candidate: sum(used.get(word, 0) for word in words_of(candidate)))
+        left.remove(item)
+        chosen.append(item)
+        for word in words_of(item):
             used[word] = used.get(word, 0) + 1
     return tuple(chosen)
 
@@ -223,19 +256,9 @@ def write_prompt_file(scenes: Sequence[Scene], file: Path, targets: Path) -> Non
     targets.mkdir(parents=True, exist_ok=True)
     lines = []
     for scene in scenes:
-        name = "-".join(value for _, value in _words(scene)).replace(" ", "-") + ".png"
-        draw(scene).save(targets / name, optimize=True)
-        lines.append(json.dumps({"prompt": scene.caption, "target": name, **dict(_words(scene))}))
+        draw(scene).save(targets / scene.file_name, optimize=True)
+        lines.append(json.dumps({"prompt": scene.caption, "target": scene.file_name, **dict(scene.words)}))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _words(scene: Scene) -> tuple[tuple[str, str], ...]:
-    return (
-        ("color", scene.color),
-        ("shape", scene.shape),
-        ("position", scene.position),
-        ("background", scene.background),
-    )
 
 
 @dataclass(frozen=True)
@@ -264,10 +287,15 @@ def draw_imperfect_corpus(
     rng = np.random.default_rng(seed)
     index = rng.integers(len(scenes), size=count)
     cells = np.stack([_draw_imperfect(scenes[i], mistakes, rng) for i in index])
-    palette = np.array([*COLORS.values(), *BACKGROUNDS.values()], dtype=np.uint8)
-    stray = rng.random(cells.shape[:3]) < mistakes.speckle_probability
-    cells[stray] = palette[rng.integers(len(palette), size=int(stray.sum()))]
+    add_speckles(cells, mistakes.speckle_probability, rng)
     return index, cells
+
+
+def add_speckles(cells: NDArray[np.uint8], probability: float, rng: np.random.Generator) -> None:
+    """Give each cell of images, uint8 [images, 8, 8, 3], a random colour with this probability, in place."""
+    palette = np.array([*COLORS.values(), *BACKGROUNDS.values()], dtype=np.uint8)
+    stray = rng.random(cells.shape[:3]) < probability
+    cells[stray] = palette[rng.integers(len(palette), size=int(stray.sum()))]
 
 
 def _draw_imperfect(scene: Scene, mistakes: Mistakes, rng: np.random.Generator) -> NDArray[np.uint8]:

@@ -1,6 +1,7 @@
 """Train a shipped tiny model again from its recipe: weights, files, measurements, prompt files.
 
-`python -m data.tiny_models glm-image`, `sd3` or `text`; the same recipe gives the same weights on the same machine.
+`python -m data.tiny_models glm-image`, `glm-image-edit`, `sd3` or `text`; the same recipe gives the same weights on the
+same machine.
 """
 
 import argparse
@@ -17,14 +18,19 @@ import torch
 
 import data.tiny_sd3 as sd3
 import data.tiny_text as text
+from data.edits import HELDOUT_FILE as EDIT_HELDOUT_FILE
+from data.edits import TRAIN_FILE as EDIT_TRAIN_FILE
+from data.edits import choose_edits, split_edits, write_edit_file
 from data.shapes import HELDOUT_FILE, TRAIN_FILE, choose_scenes, split_scenes, write_prompt_file
-from data.tiny_glm_image import components, training
+from data.tiny_glm_image import components, editing, training
 from data.training import ProgressCallback, write_recipe
+from grpo_core.policies.glm_image.loading import load_pipeline
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 DATA = Path(__file__).parent
+_MEASURED_EDITS = 60
 LINES = 20
 """Lines that a training prints, each with its last loss."""
 
@@ -56,6 +62,37 @@ def make_glm_image() -> None:
         (HELDOUT_FILE, unseen, recipe.heldout_prompts),
     ):
         write_prompt_file(choose_scenes(scenes, count, recipe.seed), DATA / "prompts" / name, DATA / "targets")
+
+
+def make_glm_image_edit() -> None:
+    """Make the tiny GLM-Image that edits, from the shipped tiny GLM-Image; some pairs of colours it has never seen."""
+    recipe = editing.TinyEditRecipe()
+    seen, unseen = split_edits(recipe.base.seed, recipe.heldout_fraction)
+    base = load_pipeline(str(DATA / "models" / "tiny-glm-image"), dtype=torch.float32, device=torch.device("cpu"))
+    pipeline = editing.build_editor(base)
+
+    def train() -> Mapping[str, object]:
+        token_model = editing.train_token_editor(pipeline, recipe, _progress("train token model"))
+        decoder = editing.train_decoder_on_sources(pipeline, recipe, _progress("train decoder"))
+        return {"token_model": token_model, "decoder": {"final_loss": decoder}}
+
+    def measure(folder: Path) -> list[object]:
+        chosen = choose_edits(unseen, _MEASURED_EDITS, recipe.base.seed)
+        return [
+            {"temperature": warm, **asdict(editing.evaluate_tiny_editor(folder, chosen, temperature=warm))}
+            for warm in (1.0, 0.7)
+        ]
+
+    def save(folder: Path) -> None:
+        components.save_tiny_model(pipeline, folder)
+
+    replace_model("tiny-glm-image-edit", recipe, components.LIBRARIES, train, save, measure)
+    prompts = DATA / "prompts"
+    for name, edits, count in (
+        (EDIT_TRAIN_FILE, seen, recipe.train_prompts),
+        (EDIT_HELDOUT_FILE, unseen, recipe.heldout_prompts),
+    ):
+        write_edit_file(choose_edits(edits, count, recipe.base.seed), prompts / name, DATA / "targets")
 
 
 def make_sd3() -> None:
@@ -136,7 +173,7 @@ def _progress(stage: str) -> ProgressCallback:
 
 
 MODELS: Mapping[str, Callable[[], None]] = MappingProxyType(
-    {"glm-image": make_glm_image, "sd3": make_sd3, "text": make_text}
+    {"glm-image": make_glm_image, "glm-image-edit": make_glm_image_edit, "sd3": make_sd3, "text": make_text}
 )
 
 if __name__ == "__main__":

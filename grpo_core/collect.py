@@ -16,17 +16,23 @@ from grpo_core.records import BrokenImage, ComparedLogprobs, GroupRequest, Rollo
 from grpo_core.streams import ImageSize, Stream
 
 
-class _OfOneSize(Protocol):
+class _Drawn(Protocol):
     @property
     def size(self) -> ImageSize | None: ...
 
+    @property
+    def sources(self) -> Sequence[object]: ...
 
-G = TypeVar("G", bound=_OfOneSize)
+
+G = TypeVar("G", bound=_Drawn)
 
 
 def sampled_at_once(groups: Sequence[G], prompts_per_batch: int) -> Iterator[Sequence[G]]:
-    """Split groups into batches, in order: neighbours of one image size, at most `prompts_per_batch` of them."""
-    for _, neighbours in itertools.groupby(groups, lambda group: group.size):
+    """Split groups into batches, in order: neighbours that can be sampled together, at most `prompts_per_batch`.
+
+    These have one image size, and equally many source images, of which models take equally many per row.
+    """
+    for _, neighbours in itertools.groupby(groups, lambda group: (group.size, len(group.sources))):
         same = list(neighbours)
         for start in range(0, len(same), prompts_per_batch):
             yield same[start : start + prompts_per_batch]
@@ -40,7 +46,7 @@ def collect_rollouts(
     with_reference: bool = False,
     rows_per_pass: int = 8,
 ) -> Iterator[RolloutGroup]:
-    """Sample and render every group, in order; up to `prompts_per_batch` groups of one size are sampled at once.
+    """Sample and render every group, in order; up to `prompts_per_batch` alike ones are sampled at once.
 
     Args:
         with_reference: record the log-probs of policy and reference too, for a KL inside the reward.

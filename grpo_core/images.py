@@ -18,6 +18,9 @@ MAX_ASPECT_PERCENT = 2
 WINDOW = 11
 """Side of SSIM's Gaussian window in pixels; also the smallest image, because only complete windows count."""
 
+IMAGE_MARK = "<image>"
+"""The place of a source image in a plain text."""
+
 _READABLE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
@@ -60,13 +63,16 @@ class SourceImage:
         """Name a file by its digest."""
         return cls(hashlib.sha256(content).hexdigest(), content)
 
-    def open(self) -> Image.Image:
+    def open(self, place: str | None = None) -> Image.Image:
         """Decode it as 8-bit RGB, upright, transparent parts over white.
 
+        Args:
+            place: what names it in errors; None: its digest.
+
         Raises:
-            InputError: not a complete image of at most MAX_PIXELS; names the digest.
+            InputError: not a complete image of at most MAX_PIXELS.
         """
-        place = f"source image {self.digest[:16]}"
+        place = place or f"source image {self.digest[:16]}"
         try:
             return to_rgb(open_image(self.content, place), place)
         except InputError:
@@ -74,6 +80,11 @@ class SourceImage:
         except (OSError, ValueError, SyntaxError) as error:
             hint = f"It is not a complete image ({type(error).__name__}). Give PNG, JPEG, WebP or BMP."
             raise InputError(place, f"{len(self.content)} bytes", hint) from error
+
+
+def without_marks(prompt: str) -> str:
+    """Return a plain text without the marks of its images, for a model that is given these apart from the text."""
+    return prompt.replace(IMAGE_MARK, "").strip()
 
 
 def encode_png(image: Image.Image) -> bytes:

@@ -32,6 +32,7 @@ from grpo_core.settings import Truncation
 from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
 
 MODEL = Path(data.__file__).parent / "models" / "tiny-glm-image"
+EDIT_MODEL = MODEL.with_name("tiny-glm-image-edit")
 LORA = LoraSettings(rank=4, alpha=8.0, targets=LANGUAGE_MODEL_LINEARS)
 # Of different lengths, so that a batch of them is padded on the left.
 PROMPTS = (

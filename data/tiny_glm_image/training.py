@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import GlmImagePipeline
+from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
@@ -162,26 +163,35 @@ def train_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe, on_step: Progr
     """
     train_scenes, _ = split_scenes(recipe.seed, recipe.heldout_fraction)
     large_tokens = draw_corpus(train_scenes, recipe).tokens[:, PREVIEW_GRID**2 :]
-    with torch.no_grad():
-        glyphs = [pipeline._get_glyph_embeds([f'"{text}"']) for text in _GLYPH_TEXTS]
+    glyphs = glyph_embeddings(pipeline)
     generator = torch.Generator().manual_seed(recipe.seed)
 
     def loss() -> Tensor:
         tokens = _draw_tokens(large_tokens, recipe.decoder_batch, generator)
         glyph = glyphs[int(torch.randint(len(glyphs), (1,), generator=generator))]
-        return _flow_matching_loss(pipeline, tokens, glyph, recipe, generator)
+        return flow_matching_loss(pipeline, tokens, glyph, recipe, generator)
 
     parameters = pipeline.transformer.parameters()
     return train(pipeline.transformer, parameters, recipe.decoder_learning_rate, recipe.decoder_steps, loss, on_step)
 
 
+@torch.no_grad()
+def glyph_embeddings(pipeline: GlmImagePipeline) -> list[Tensor]:
+    """Embed examples of quoted texts, each float [1, ids, width]."""
+    return [pipeline._get_glyph_embeds([f'"{text}"']) for text in _GLYPH_TEXTS]
+
+
 def _draw_tokens(large_tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Draw corpus images, and as many grids in which a random share of the cells has random codes.
+    rows = torch.randint(len(large_tokens), (count,), generator=generator)
+    return scramble_tokens(large_tokens[rows], generator)
+
+
+def scramble_tokens(tokens: Tensor, generator: torch.Generator) -> Tensor:
+    """Keep a quarter of the images, int64 [images, 64]; of the others a random share of the cells gets random codes.
 
     A policy in training samples grids that are not in the corpus, and the decoder has to render those too.
     """
-    rows = torch.randint(len(large_tokens), (count,), generator=generator)
-    tokens = large_tokens[rows]
+    count = len(tokens)
     share = torch.rand(count, 1, generator=generator) * (torch.arange(count) % 4 > 0).unsqueeze(1)
     replaced = torch.rand(tokens.shape, generator=generator) < share
     return torch.where(replaced, torch.randint(CODEBOOK_SIZE, tokens.shape, generator=generator), tokens)
@@ -198,9 +208,21 @@ def _draw_times(count: int, generator: torch.Generator) -> Tensor:
     return torch.where(torch.rand(count, generator=generator) < _PURE_NOISE, 1.0, shifted)
 
 
-def _flow_matching_loss(
-    pipeline: GlmImagePipeline, tokens: Tensor, glyph: Tensor, recipe: TinyRecipe, generator: torch.Generator
+def flow_matching_loss(
+    pipeline: GlmImagePipeline,
+    tokens: Tensor,
+    glyph: Tensor,
+    recipe: TinyRecipe,
+    generator: torch.Generator,
+    sources: GlmImageKVCache | None = None,
 ) -> Tensor:
+    """Return the weighted mean squared error of the velocity of images, at random times.
+
+    Args:
+        tokens: int64 [images, 64], of the large grid.
+        glyph: of all images.
+        sources: keys and values of a source image to read; where tokens are dropped it is read all the same.
+    """
     count = len(tokens)
     cells = decode_tokens(tokens) / recipe.latent_std
     clean = cells.repeat_interleave(CELL_PIXELS, 2).repeat_interleave(CELL_PIXELS, 3)
@@ -219,6 +241,7 @@ def _flow_matching_loss(
         timestep=time * pipeline.scheduler.config.num_train_timesteps - 1,
         target_size=torch.full((count, 2), float(IMAGE_PIXELS)),
         crop_coords=torch.zeros(count, 2),
+        kv_caches=sources,
         return_dict=False,
     )[0]
     row_loss = F.mse_loss(velocity, noise - clean, reduction="none").mean(dim=(1, 2, 3))

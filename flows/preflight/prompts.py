@@ -3,18 +3,21 @@
 import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from configs.schema import RunConfig
 from configs.sections import DatasetSection, ImageRolloutSection
 from configs.training import RewardSection
 from grpo_core.errors import InputError
-from grpo_core.images import fits_reward, shown_bounds
+from grpo_core.images import fits_reward, require_aspect, shown_bounds
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
-from grpo_core.streams import ImageSize
+from grpo_core.streams import MAX_PIXELS, ImageSize
 from tasks.prompts.curriculum import PromptSet
-from tasks.prompts.read import LONG_PROMPT, DatasetChoice, Prompt, PromptFile, read_prompts
+from tasks.prompts.hub import DatasetChoice
+from tasks.prompts.read import LONG_PROMPT, Prompt, PromptFile, read_prompts
+from tasks.prompts.sources import SourceColumns
 from tasks.prompts.targets import pair_targets, read_sizes, size_place
 from tasks.reports.text import one_line, printable
 
@@ -85,6 +88,7 @@ def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[Prompt
         also=roles,
         limit=dataset.limit if dataset.streaming else None,
         choice=choice,
+        images=_source_columns(config, dataset),
     )
     default = default_size(config, dataset)
     # Of a text model, columns of these names are ordinary ones.
@@ -96,11 +100,27 @@ def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[Prompt
     return file, limited
 
 
+def _source_columns(config: RunConfig, dataset: DatasetSection) -> SourceColumns | None:
+    """Return which columns are images in prompts; None where all are columns like any other.
+
+    Many datasets have an image in each row that is no part of the prompt, so only a kind of policy that is there to
+    look at images reads them without being told.
+    """
+    if dataset.image_column is None and not policy_family(config.policy.kind).reads_images:
+        return None
+    return SourceColumns(dataset.image_column, dataset.max_image_pixels or MAX_PIXELS, dataset.limit)
+
+
 def _notes(dataset: DatasetSection, file: PromptFile, prompts: PromptSet) -> Iterator[str]:
     if dataset.prompt_column is None and file.column != "prompt":
         yield f"the prompts are column {file.column}"
     if file.commit is not None and file.commit != dataset.revision:
         yield f"commit {file.commit}; set revision to it, and the prompts stay these when the dataset changes"
+    if images := [source for prompt in prompts.prompts for source in prompt.sources]:
+        shown = sum(bool(prompt.sources) for prompt in prompts.prompts)
+        where = f" (column {', '.join(file.source_columns)})" if file.source_columns else ""
+        largest = max((source.size for source in images), key=lambda size: size.pixels)
+        yield f"{shown} of {len(prompts.prompts)} prompts have images, {len(images)}{where}; the largest is {largest}"
     lengths = {row: len(prompt.text) for row, prompt in enumerate(prompts.prompts, start=1)}
     longer = [row for row, length in lengths.items() if length > LONG_PROMPT]
     if longer:
@@ -176,6 +196,7 @@ def check_rewards(config: RunConfig, prompts: PromptFiles) -> Iterator[InputErro
         columns = {*filter(None, [reward.needs_column]), *(section.where or {})}
         for column in sorted(columns):
             yield from _column_problems(config, prompts, section, f"{place}.{section.label}", column, parts)
+        yield from _source_problems(config, prompts, section, reward, place, parts)
         yield from reward_problems(place, section, reward)
         yield from token_problems(config, section, reward, f"{place}.{section.label}")
         yield from _size_problems(config, prompts, section, reward, place, parts)
@@ -212,6 +233,43 @@ def _column_problems(
                 if dataset.columns is not None and column not in dataset.columns:
                     hint += f" Only those listed as {part}.columns go along: add it there."
                 yield InputError(place, column, hint)
+
+
+def _source_problems(
+    config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, place: str, parts: Sequence[str]
+) -> Iterator[InputError]:
+    """Report a dataset in which a prompt lacks the image that the reward compares with, or has it in another aspect."""
+    if reward.needs_source is None:
+        return
+    for part in parts:
+        for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
+            if known is None:
+                continue
+            meant = (
+                (prompt, size)
+                for prompt, size in zip(known.prompts, known.sizes, strict=False)
+                if section.scores_prompt(dataset.name, prompt.columns)
+            )
+            problems = (
+                _source_problem(prompt, size, reward, f"{place}.{section.label}, {own}") for prompt, size in meant
+            )
+            # Of a file with one such prompt the others are mostly alike.
+            yield from islice((each for each in problems if each is not None), 1)
+
+
+def _source_problem(prompt: Prompt, size: ImageSize, reward: Reward, place: str) -> InputError | None:
+    index = reward.needs_source
+    assert index is not None
+    if len(prompt.sources) <= index:
+        hint = f"The reward compares with image {index + 1} of each prompt; give this one that many, or leave it out."
+        return InputError(f"{place}, prompt {prompt.prompt_id}", f"{len(prompt.sources)} images", hint)
+    source = prompt.sources[index]
+    try:
+        if reward.squeezes_reference:
+            require_aspect(source.size, size, place)
+    except InputError as error:
+        return InputError(f"{place}, {source.place}", f"image of {source.size} pixels", error.hint)
+    return None
 
 
 def _size_problems(

@@ -171,6 +171,16 @@ class Reward(abc.ABC):
         return False
 
     @property
+    def needs_source(self) -> int | None:
+        """Which image in the prompt, from 0, a sample needs to have a score; None: none."""
+        return None
+
+    @property
+    def squeezes_reference(self) -> bool:
+        """Whether the image that a sample is compared with is squeezed to its size, and so needs its aspect ratio."""
+        return False
+
+    @property
     def needs_column(self) -> str | None:
         """The column of the prompt file without which no sample has a score."""
         return None
@@ -224,6 +234,7 @@ class Reward(abc.ABC):
         prompts: Sequence[str] | None = None,
         targets: Sequence[Image.Image | None] | None = None,
         group_ids: Sequence[str] | None = None,
+        source_images: Sequence[Sequence[Image.Image]] | None = None,
         **columns: Sequence[object],
     ) -> list[Score]:
         """Score images or texts outside of a run: `build_reward("ssim")([image], targets=[target])`.
@@ -233,12 +244,13 @@ class Reward(abc.ABC):
             prompts: one per output; None for empty ones.
             targets: the target image of each output; None where there is none.
             group_ids: the same for siblings; None: all outputs are siblings.
+            source_images: the images in the prompt of each output.
             columns: other columns of a prompt file, one value per output.
 
         Raises:
             InputError: an argument that the reward needs is missing, or has another length; as :meth:`score`.
         """
-        return score_samples(self, _loose_batch(self, outputs, prompts, targets, group_ids, columns))
+        return score_samples(self, _loose_batch(self, outputs, prompts, targets, group_ids, source_images, columns))
 
     @abc.abstractmethod
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
@@ -258,6 +270,7 @@ def _loose_batch(
     prompts: Sequence[str] | None,
     targets: Sequence[Image.Image | None] | None,
     group_ids: Sequence[str] | None,
+    source_images: Sequence[Sequence[Image.Image]] | None,
     columns: Mapping[str, Sequence[object]],
 ) -> ScoringBatch:
     """Return outputs that come from no run as a batch, with everything that the reward needs."""
@@ -272,10 +285,14 @@ def _loose_batch(
         raise InputError(place, type(outputs[0]).__name__, f"It scores {' or '.join(reward.media)}s.")
     if reward.needs_target and targets is None:
         raise InputError(f"{place}, targets", None, "It compares with target images: give one per output, or None.")
+    if reward.needs_source is not None and source_images is None:
+        hint = "It compares with an image in the prompt: give a list of images per output."
+        raise InputError(f"{place}, source_images", None, hint)
     if reward.needs_column is not None and reward.needs_column not in columns:
         hint = f"It reads this column of the prompts: give {reward.needs_column}=[...] with one value per output."
         raise InputError(f"{place}, {reward.needs_column}", None, hint)
-    given = {"prompts": prompts, "targets": targets, "group_ids": group_ids, **columns}
+    named = {"prompts": prompts, "targets": targets, "group_ids": group_ids, "source_images": source_images}
+    given = {**named, **columns}
     for name, values in given.items():
         if values is not None and len(values) != len(outputs):
             raise InputError(f"{place}, {name}", f"{len(values)} values", f"Give one per output: {len(outputs)}.")
@@ -287,6 +304,7 @@ def _loose_batch(
         columns=columns,
         completions=texts,
         group_ids=["all"] * len(outputs) if group_ids is None else group_ids,
+        source_images=source_images or (),
     )
 
 

@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor, nn
 
-from grpo_core.actions import DenoisingBatch, TokenBatch
+from grpo_core.actions import DenoisingBatch, Sources, TokenBatch
+from grpo_core.images import SourceImage
 from grpo_core.policies.denoising.rows import DenoisedGroup, SampleRows, by_group, image_of, slice_decoding
 from grpo_core.policies.denoising.scheduler import (
     NoisyScheduler,
@@ -64,17 +65,28 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         return False
 
     @abstractmethod
-    def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
+    def call_arguments(
+        self,
+        prompts: Sequence[str],
+        drafts: TokenBatch | None,
+        size: ImageSize,
+        sources: tuple[SourceImage, ...] = (),
+    ) -> Mapping[str, Any]:
         """Return the arguments of the pipeline's call for these rows, guidance included.
 
         It runs without gradients. Prompts have to be given as embeddings, or the text encoders run in every pass.
         `num_inference_steps`, `generator`, `latents` and `output_type` are added by the caller.
 
         Args:
-            prompts: one per row.
+            prompts: one per row; one and the same where there are sources.
             drafts: one per row; None for a pipeline without tokens.
             size: of all rows' images.
+            sources: the images in the prompt of the rows, in its order.
         """
+
+    def calling(self, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return a context for a call of the pipeline with these arguments, while sampling and while scoring."""
+        return nullcontext()
 
     def latents_argument(self, latents: Float[Tensor, "rows ..."], size: ImageSize) -> Float[Tensor, "rows ..."]:
         """Return latents in the form in which the pipeline's call takes them, from that of its scheduler.
@@ -105,27 +117,34 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         # Images without noisy steps equal those of the exported pipeline, whose adapters are not merged.
         noisy = rows.window_start is not None and self.settings.sde_window_size > 0
         with self.trained.merged() if noisy and self.autocast is None else nullcontext():
-            for part in self._calls(rows.prompts, rows_per_call):
+            for part in self._calls(rows, rows_per_call):
                 levels, steps = self._denoise(rows.select(part), size)
                 images += [image_of(each) for each in levels]
                 sampled += [] if steps is None else [steps]
         return list(by_group(requests, images, sampled))
 
-    def _calls(self, prompts: Sequence[str], rows_per_call: int) -> Iterator[range]:
+    def _calls(self, rows: SampleRows, rows_per_call: int) -> Iterator[range]:
         """Yield the rows of each call, in order."""
         start = 0
-        for _, run in itertools.groupby(prompts, lambda prompt: prompt if self.one_prompt_per_call else None):
+        for _, run in itertools.groupby(map(self._shared, rows.prompts, _by_row(rows.sources, len(rows.prompts)))):
             stop = start + len(list(run))
             yield from (range(first, min(first + rows_per_call, stop)) for first in range(start, stop, rows_per_call))
             start = stop
+
+    def _shared(self, prompt: str, sources: tuple[SourceImage, ...]) -> Hashable:
+        """Return what rows have in common that one call can make: their source images, and with these the prompt.
+
+        Pipelines take source images for all rows of a call; embeddings of a prompt may depend on its images.
+        """
+        return (prompt if sources or self.one_prompt_per_call else None), sources
 
     @torch.no_grad()
     def _denoise(self, rows: SampleRows, size: ImageSize) -> tuple[Any, SampledActions | None]:
         """Run the pipeline once; return levels in [0, 1] and the noisy steps."""
         generators = [make_generator(seed) for seed in rows.noise_seeds]
-        arguments = {**self._arguments(rows.prompts, rows.drafts, size), "generator": generators}
+        arguments = {**self._arguments(rows.prompts, rows.drafts, size, rows.sources), "generator": generators}
         slice_decoding(self.pipeline, len(rows.prompts), size)
-        with self._precision():
+        with self._precision(), self.calling(arguments):
             if rows.window_start is None:
                 return self.pipeline(**arguments, output_type="np").images, None
             scheduler = NoisyScheduler.like(self.pipeline.scheduler, self.settings)
@@ -157,6 +176,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
                 first_steps=(scheduler.window.start,) * count,
                 sizes=(size,) * count,
                 drafts=rows.drafts,
+                sources=rows.sources,
             ),
             # An empty window has no log-probs to stack.
             rollout_logprobs=torch.stack(scheduler.logprobs, 1).cpu() if scheduler.logprobs else torch.zeros(count, 0),
@@ -206,17 +226,16 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
 
     def _call(self, actions: DenoisingBatch, rows: list[int]) -> "_Call":
         part = actions.select(rows)
-        arguments = self._arguments(part.prompts, part.drafts, part.sizes[0])
+        arguments = self._arguments(part.prompts, part.drafts, part.sizes[0], part.sources)
         # States first: each is contiguous, as while sampling. Some products in 16 bits round differently over strides.
         return _Call(rows, arguments, part.sizes[0], part.first_steps[0], torch.stack(part.states, 1).to(self._device))
 
     def _alike(self, actions: DenoisingBatch) -> list[list[int]]:
-        """Group rows that one call can score: of one size and window, and of one prompt where the pipeline needs it."""
+        """Group rows that one call can score: of one size and window, and with all that `_shared` names in common."""
         found: dict[Hashable, list[int]] = {}
-        for row, (prompt, size, first) in enumerate(
-            zip(actions.prompts, actions.sizes, actions.first_steps, strict=True)
-        ):
-            found.setdefault((size, first, prompt if self.one_prompt_per_call else None), []).append(row)
+        shared = map(self._shared, actions.prompts, _by_row(actions.sources, len(actions)))
+        for row, key in enumerate(zip(actions.sizes, actions.first_steps, shared, strict=True)):
+            found.setdefault(key, []).append(row)
         return list(found.values())
 
     @torch.no_grad()
@@ -237,7 +256,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         latents = self.latents_argument(before.float() if before.dtype == torch.float16 else before, call.size)
         # Pipelines are called under no_grad; this is the function below the decorator.
         run: Any = vars(type(self.pipeline))["__call__"].__wrapped__
-        with exchanged_scheduler(self.pipeline, scheduler), self._precision():
+        with exchanged_scheduler(self.pipeline, scheduler), self._precision(), self.calling(call.arguments):
             run(self.pipeline, **call.arguments, latents=latents, output_type="latent")
 
     def velocities(self, actions: DenoisingBatch) -> Float[Tensor, "batch ..."]:
@@ -269,9 +288,16 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         return torch.tensor([row for call in calls for row in call.rows], device=self._device).argsort()
 
     @torch.no_grad()
-    def _arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> dict[str, Any]:
+    def _arguments(
+        self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize, sources: Sources | None
+    ) -> dict[str, Any]:
+        shared = sources[0] if sources else ()
         steps = {"num_inference_steps": self.settings.num_inference_steps}
-        return {**self.call_arguments(prompts, drafts, size), **steps}
+        return {**self.call_arguments(prompts, drafts, size, shared), **steps}
+
+
+def _by_row(sources: Sources | None, rows: int) -> Sources:
+    return ((),) * rows if sources is None else sources
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import nn
 
-from grpo_core.actions import DenoisingBatch, TokenBatch
+from grpo_core.actions import DenoisingBatch, Sources, TokenBatch, join_sources
 from grpo_core.errors import InputError
 from grpo_core.records import BrokenImage, GroupRequest, SampledActions
 from grpo_core.streams import ImageSize
@@ -74,6 +74,7 @@ class SampleRows:
         step_seeds: of the noisy steps; empty without them.
         window_start: index of the first noisy step; None: every step is deterministic.
         drafts: the tokens that the images are made of; None for a pipeline without tokens.
+        sources: the images in the prompts; None: no prompt has any.
     """
 
     prompts: tuple[str, ...]
@@ -82,6 +83,7 @@ class SampleRows:
     step_seeds: tuple[int, ...]
     window_start: int | None
     drafts: TokenBatch | None
+    sources: Sources | None
 
     @classmethod
     def of(cls, requests: Sequence[GroupRequest], drafts: TokenBatch | None) -> "SampleRows":
@@ -94,6 +96,12 @@ class SampleRows:
             step_seeds=tuple(itertools.chain(*(request.step_seeds for request in requests))),
             window_start=window_start,
             drafts=drafts,
+            sources=join_sources(
+                [
+                    (len(request.sample_ids), (request.sources,) * len(request.sample_ids) if request.sources else None)
+                    for request in requests
+                ]
+            ),
         )
 
     def select(self, rows: range) -> "SampleRows":
@@ -106,6 +114,7 @@ class SampleRows:
             step_seeds=self.step_seeds[part],
             window_start=self.window_start,
             drafts=None if self.drafts is None else self.drafts.select(rows),
+            sources=None if self.sources is None else self.sources[part],
         )
 
 

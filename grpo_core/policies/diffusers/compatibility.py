@@ -12,7 +12,7 @@ import diffusers
 import torch
 import transformers
 
-from grpo_core.actions import DenoisingBatch
+from grpo_core.actions import DenoisingBatch, Sources
 from grpo_core.errors import InputError, first_line
 from grpo_core.policies.denoising.rows import DenoisedGroup
 from grpo_core.policies.diffusers.component import DiffusersDenoising
@@ -24,6 +24,7 @@ from grpo_core.policies.diffusers.saved_pipeline import (
     read_saved_pipeline,
 )
 from grpo_core.policies.diffusers.small_copy import small_copy
+from grpo_core.policies.diffusers.trial_sources import alike_sources, reduced_sources, trial_sources
 from grpo_core.policies.pipeline_files import INDEX_FILE, find_model_file
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.settings import TrainingChoice
@@ -39,7 +40,13 @@ _STEPS = 2
 _PIXELS = 32
 """A trial's images have this height, or the next that the pipeline makes, and twice the width: a swap shows."""
 
-_CONFIGS = ("model_index.json", "config.json", "scheduler_config.json", "tokenizer_config.json")
+_CONFIGS = (
+    "model_index.json",
+    "config.json",
+    "scheduler_config.json",
+    "tokenizer_config.json",
+    "preprocessor_config.json",
+)
 _TRIED: dict[tuple[str, object], tuple[bool, str | None]] = {}
 
 
@@ -112,7 +119,7 @@ def try_copy(folder: Path, saved: SavedPipeline, settings: DiffusersSettings) ->
     diffusers.utils.logging.set_verbosity_error()
     transformers.utils.logging.set_verbosity_error()
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), reduced_sources(saved.class_name):
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             copy = small_copy(folder, saved, partial(_run, saved, chosen))
@@ -153,7 +160,9 @@ def _trial_settings(saved: SavedPipeline, settings: DiffusersSettings) -> Diffus
 
 def _run(saved: SavedPipeline, settings: DiffusersSettings, pipeline: Any) -> None:
     """Call the pipeline as diffusers does, with one prompt and its own scheduler."""
-    fixed = saved.pipeline_class.fixed_arguments(settings.size)
+    fixed, sources = saved.pipeline_class.fixed_arguments(settings.size), saved.pipeline_class.sources
+    if sources is not None and sources.required:
+        fixed["image"] = sources.argument(alike_sources(settings.size, sources)[:1], settings.size)
     pipeline.set_progress_bar_config(disable=True)
     pipeline(
         prompt=_PROMPTS[0],
@@ -171,8 +180,9 @@ def why_incompatible(
 ) -> str | None:
     """Return why a pipeline cannot be sampled and scored here; None if it can.
 
-    Images of two prompts of different lengths are drawn twice with the same seeds, and scored. Log-probs are compared
-    in fp32 and above: in 16 bits rounding is as large as some faults.
+    Images of two prompts of different lengths are drawn twice with the same seeds, and scored; where a pipeline takes
+    source images also with such of two sizes, which it has to look at. Log-probs are compared in fp32 and above: in 16
+    bits rounding is as large as some faults.
 
     Args:
         denoising: the component; its settings are the same afterwards.
@@ -183,7 +193,9 @@ def why_incompatible(
     chosen = _trial_settings(denoising.saved, own)
     denoising.settings = chosen if size is None else replace(chosen, height=size.height, width=size.width)
     try:
-        return _differences(denoising, rows_per_call)
+        sources = trial_sources(denoising.settings.size, denoising.saved.pipeline_class.sources)
+        tried = (_differences(denoising, rows_per_call, each) for each in sources)
+        return next((reason for reason in tried if reason is not None), None)
     except Exception as error:
         # The pipeline's own code may raise anything on arguments that it does not expect.
         return f"sampling and scoring images of two prompts fails ({first_line(error)})"
@@ -191,14 +203,16 @@ def why_incompatible(
         denoising.settings = own
 
 
-def _differences(denoising: DiffusersDenoising, rows_per_call: int) -> str | None:
-    first, again = (_actions(_sampled(denoising, rows_per_call)) for _ in range(2))
+def _differences(denoising: DiffusersDenoising, rows_per_call: int, sources: Sources | None) -> str | None:
+    first, again = (_actions(_sampled(denoising, rows_per_call, sources)) for _ in range(2))
     if not all(torch.equal(one, other) for one, other in zip(first[0].states, again[0].states, strict=True)):
         return "two calls with the same seeds give different images"
     denoising.prepare_for_update()
-    starts = range(0, len(_PROMPTS), rows_per_call)
+    starts = range(0, len(first[0]), rows_per_call)
     parts = [first[0].select(range(start, start + rows_per_call)) for start in starts]
     scored = torch.cat([denoising.logprobs(part).logprobs for part in parts])
+    if sources is not None and not _looks_at_sources(denoising, first[0].select(range(rows_per_call))):
+        return "log-probs are the same with another source image, so it does not look at it"
     if torch.is_grad_enabled() and not scored.requires_grad:
         return "its log-probs have no gradient"
     largest = float((scored.detach().cpu() - first[1]).abs().max())
@@ -208,17 +222,29 @@ def _differences(denoising: DiffusersDenoising, rows_per_call: int) -> str | Non
     return None
 
 
-def _sampled(denoising: DiffusersDenoising, rows_per_call: int) -> list[DenoisedGroup]:
+@torch.no_grad()
+def _looks_at_sources(denoising: DiffusersDenoising, actions: DenoisingBatch) -> bool:
+    argument = denoising.saved.pipeline_class.sources
+    assert argument is not None
+    pairs = [((each,),) * len(actions) for each in alike_sources(denoising.settings.size, argument)]
+    one, other = (denoising.logprobs(replace(actions, sources=own)).logprobs for own in pairs)
+    return not torch.equal(one, other)
+
+
+def _sampled(denoising: DiffusersDenoising, rows_per_call: int, sources: Sources | None) -> list[DenoisedGroup]:
+    """Draw images of both prompts: one each, or two each with source images, which are given for both."""
     size: ImageSize = denoising.settings.size
+    each = range(1 if sources is None else 2)
     requests = [
         GroupRequest(
             prompt=prompt,
-            sample_ids=(f"trial.{row}",),
-            seeds=(row,),
-            noise_seeds=(row,),
-            step_seeds=(row + len(_PROMPTS),),
+            sample_ids=tuple(f"trial.{row}.{sample}" for sample in each),
+            seeds=tuple(row + 10 * sample for sample in each),
+            noise_seeds=tuple(row + 10 * sample for sample in each),
+            step_seeds=tuple(row + len(_PROMPTS) + 10 * sample for sample in each),
             size=size,
             window_start=0,
+            sources=() if sources is None else sources[row],
         )
         for row, prompt in enumerate(_PROMPTS)
     ]

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_core.actions import TokenBatch
+from grpo_core.images import SourceImage, without_marks
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.diffusers.prompt_cache import PromptCache
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings, SavedPipeline, call_settings
@@ -37,19 +38,43 @@ class DiffusersDenoising(DenoisingComponent):
         super().__init__(pipeline, settings, trained, autocast=autocast)
         self.saved = saved
         self.prompts = PromptCache(pipeline)
+        if saved.pipeline_class.sources is not None:
+            _encode_in_own_dtype(pipeline.vae)
 
     @property
     def one_prompt_per_call(self) -> bool:
         """Whether embeddings of several prompts would have to be padded, so that a row would depend on the others."""
         return not self.prompts.pads_to_one_length
 
-    def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
-        """Return the arguments of the pipeline's call for these rows."""
+    def call_arguments(
+        self,
+        prompts: Sequence[str],
+        drafts: TokenBatch | None,
+        size: ImageSize,
+        sources: tuple[SourceImage, ...] = (),
+    ) -> Mapping[str, Any]:
+        """Return the arguments of the pipeline's call for these rows.
+
+        Raises:
+            InputError: a source image cannot be decoded.
+        """
+        edited, texts = self._source_arguments(sources, prompts, size)
         given = call_settings(self.saved, self.settings)
         # Some pipelines want as many negative prompts as prompts.
-        by_row = {name: [value] * len(prompts) for name, value in given.items() if isinstance(value, str)}
-        fixed = self.saved.pipeline_class.fixed_arguments(size)
-        return {**given, **by_row, **fixed, "prompt": list(prompts), "height": size.height, "width": size.width}
+        by_row = {name: [value] * len(texts) for name, value in given.items() if isinstance(value, str)}
+        fixed = {**self.saved.pipeline_class.fixed_arguments(size), **edited}
+        return {**given, **by_row, **fixed, "prompt": texts, "height": size.height, "width": size.width}
+
+    def _source_arguments(
+        self, sources: tuple[SourceImage, ...], prompts: Sequence[str], size: ImageSize
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return what a call with these source images is given beside the prompts, and its prompts."""
+        if not sources:
+            return {}, list(prompts)
+        argument = self.saved.pipeline_class.sources
+        assert argument is not None, "prompts with images were refused"
+        edited = {"image": argument.argument(sources, size), "num_images_per_prompt": len(prompts)}
+        return edited, [without_marks(prompts[0])]
 
     def latents_argument(self, latents: Float[Tensor, "rows ..."], size: ImageSize) -> Float[Tensor, "rows ..."]:
         """Return latents in the form in which the pipeline's call takes them, from that of its scheduler."""
@@ -76,3 +101,9 @@ class DiffusersDenoising(DenoisingComponent):
         finally:
             del self.pipeline.prepare_latents
         return self.latents_argument(prepared[0][0], ImageSize(arguments["width"], arguments["height"]))
+
+
+def _encode_in_own_dtype(vae: Any) -> None:
+    """Let an autoencoder take images of any dtype: Z-Image Omni gives it bfloat16, whatever its weights are."""
+    encode = vae.encode
+    vae.encode = lambda pixels, *args, **kwargs: encode(pixels.to(vae.dtype), *args, **kwargs)

@@ -1,10 +1,11 @@
-"""Text-to-image pipelines of diffusers as a kind of policy; prompts that no text encoder reads to their end."""
+"""Pipelines of diffusers that make or edit images, as a kind of policy; what of prompts these cannot read."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
+from grpo_core.images import without_marks
 from grpo_core.policies.diffusers.saved_pipeline import (
     DiffusersSettings,
     SavedPipeline,
@@ -13,6 +14,7 @@ from grpo_core.policies.diffusers.saved_pipeline import (
     read_saved_pipeline,
     refuse_size,
 )
+from grpo_core.policies.diffusers.source_images import refuse_sources
 from grpo_core.policies.pipeline_files import find_model_file, refuse_missing_folder, refuse_missing_weights
 from grpo_core.policies.protocol import PolicyFamily, read_settings
 from grpo_core.streams import Modality, Stream
@@ -68,6 +70,7 @@ class DiffusersFamily:
 
     modality: Modality = "image"
     streams: tuple[Stream, ...] = ("denoising",)
+    reads_images: bool = False
 
     def settings(self, values: Mapping[str, Any]) -> DiffusersSettings:
         """Return the sampling settings from a configuration section or a stored row."""
@@ -104,14 +107,12 @@ class DiffusersFamily:
         prompts: Sequence[str],
         images: Sequence[Sequence["ImageSize"]] = (),
     ) -> None:
-        """Raise InputError if a prompt is longer than what the pipeline reads."""
-        if any(images):
-            raise InputError(
-                "data.prompts", f"{sum(map(len, images))} images", "This model takes no images in prompts."
-            )
+        """Raise InputError if a prompt is longer, or has more or fewer source images, than what the pipeline reads."""
         saved = read_saved_pipeline(model)
         if saved is not None:
-            refuse_cut_prompts(model, saved, settings, prompts)
+            refuse_sources(saved.class_name, saved.pipeline_class.sources, saved.pixel_unit, prompts, images)
+            texts = [without_marks(prompt) for prompt in prompts] if any(images) else prompts
+            refuse_cut_prompts(model, saved, settings, texts)
 
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the pipeline with trained weights in its transformer, and its other parts as they are."""

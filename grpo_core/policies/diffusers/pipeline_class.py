@@ -1,7 +1,8 @@
 """What a class of pipeline can do: of those that were tried from a table, of any other from its signature.
 
-Any text-to-image pipeline can be trained whose own `__call__` makes every denoising step through its scheduler and lets
-everything else be given: the prompts, the size, the first latents, and that latents are returned undecoded.
+Any pipeline that makes images from text, or edits images by it, can be trained whose own `__call__` makes every
+denoising step through its scheduler and lets everything else be given: the prompts and their source images, the size,
+the first latents, and that latents are returned undecoded.
 """
 
 import inspect
@@ -11,12 +12,14 @@ from functools import cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+from grpo_core.policies.diffusers.source_images import SOURCES, SourceArgument
 from grpo_core.streams import ImageSize
 
 _NEEDED = ("prompt", "height", "width", "num_inference_steps", "generator", "latents", "output_type")
 _GUIDANCE = ("guidance_scale", "true_cfg_scale")
-# An `image` may be a condition that can be left out.
-_OTHER_INPUTS = ("control_image", "mask_image", "masked_image_latents", "video", "num_frames", "prior_token_ids")
+_OTHER_INPUTS = (
+    *("control_image", "mask", "mask_image", "masked_image_latents", "video", "num_frames", "prior_token_ids"),
+)
 
 _SWITCHED_OFF = ("use_pe", "enable_prompt_rewrite", "use_resolution_binning", "_auto_resize")
 """Arguments that let a pipeline replace what it was given: its prompt by that of an unseeded language model, so that
@@ -39,6 +42,7 @@ class PipelineClass:
         switched_off: arguments of its `__call__` that are passed as False, whatever their defaults.
         takes_area: whether its `max_area` in pixels overrides the size.
         spatial_latents: whether its `latents` are [rows, C, h, w] where its scheduler sees [rows, h w, C].
+        sources: how it takes the source images of a prompt; None: it makes images from text alone.
         problem: why its denoising cannot be trained, as a sentence; None if it can.
     """
 
@@ -49,6 +53,7 @@ class PipelineClass:
     switched_off: tuple[str, ...] = ()
     takes_area: bool = False
     spatial_latents: bool = False
+    sources: SourceArgument | None = None
     problem: str | None = None
 
     def fixed_arguments(self, size: ImageSize) -> dict[str, object]:
@@ -65,9 +70,10 @@ def _tried(guidance: float | None, length: int | None = None, **differing: Any) 
 
 _FLUX = _tried(3.5, 512, call={"true_cfg_scale": 1.0}, packs=True, longest_prompt=512)
 _FLUX_2 = PipelineClass({"guidance_scale": 4.0, "max_sequence_length": 512}, packs=True, spatial_latents=True)
+_QWEN_IMAGE = _tried(None, 512, call={"true_cfg_scale": 4.0}, packs=True, longest_prompt=1024)
 _Z_IMAGE = _tried(5.0, 512, no_guidance=0)
 
-TRIED: Mapping[str, PipelineClass] = MappingProxyType(
+_CLASSES: Mapping[str, PipelineClass] = MappingProxyType(
     {
         "AuraFlowPipeline": _tried(3.5, 256),
         "BriaFiboPipeline": _tried(5, 3000, packs=True, longest_prompt=3000),
@@ -84,12 +90,18 @@ TRIED: Mapping[str, PipelineClass] = MappingProxyType(
         "LuminaPipeline": _tried(4.0, 256),
         "NucleusMoEImagePipeline": _tried(4.0, packs=True),
         "OvisImagePipeline": _tried(5.0, 256, call={"negative_prompt": ""}, packs=True, longest_prompt=256),
-        "QwenImagePipeline": _tried(None, 512, call={"true_cfg_scale": 4.0}, packs=True, longest_prompt=1024),
+        "QwenImageEditPipeline": _QWEN_IMAGE,
+        "QwenImageEditPlusPipeline": _QWEN_IMAGE,
+        "QwenImagePipeline": _QWEN_IMAGE,
         "SanaPipeline": _tried(4.5, 300, call={"negative_prompt": ""}, switched_off=("use_resolution_binning",)),
         "StableDiffusion3Pipeline": _tried(7.0, 256, longest_prompt=512),
         "ZImageOmniPipeline": _Z_IMAGE,
         "ZImagePipeline": _Z_IMAGE,
     }
+)
+
+TRIED: Mapping[str, PipelineClass] = MappingProxyType(
+    {name: replace(each, sources=SOURCES.get(name)) for name, each in _CLASSES.items()}
 )
 """Classes of diffusers of which a tiny pipeline with random weights was trained; they are known without an import."""
 
@@ -120,8 +132,16 @@ def describe_class(pipeline: Any) -> PipelineClass:
         switched_off=tuple(each for each in _SWITCHED_OFF if each in call),
         takes_area="max_area" in call,
         spatial_latents=pipeline.__name__ in _SPATIAL_LATENTS,
+        sources=_sources(pipeline, call),
         problem=_problem(pipeline, call),
     )
+
+
+def _sources(pipeline: Any, call: Mapping[str, object]) -> SourceArgument | None:
+    """Return how a class takes source images: one image, if the class is not one of SOURCES."""
+    if "image" not in call:
+        return None
+    return SOURCES.get(pipeline.__name__) or SourceArgument(required=not _makes_images_from_text(pipeline))
 
 
 def _guides_below_one(pipeline: Any) -> bool:
@@ -139,9 +159,11 @@ def _problem(pipeline: Any, call: Mapping[str, object]) -> str | None:
     if missing := [each for each in _NEEDED if each not in call]:
         return f"Its call takes no {', '.join(missing)}."
     if other := [each for each in _OTHER_INPUTS if each in call]:
-        return f"It does not make images from text alone: its call takes {', '.join(other)}."
-    if "image" in call and not _makes_images_from_text(pipeline):
-        return "It does not make images from text alone: its call takes an image."
+        return f"It needs more than a prompt and source images: its call takes {', '.join(other)}."
+    if "strength" in call:
+        return "It starts from its image with noise in it, and not from noise."
+    if "image" in call and "num_images_per_prompt" not in call:
+        return "Its call takes an image and no num_images_per_prompt."
     if not any(each in call for each in _GUIDANCE):
         return "Its guidance is not an argument of its call."
     parts = inspect.signature(pipeline.__init__).parameters

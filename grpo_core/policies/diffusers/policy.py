@@ -1,4 +1,4 @@
-"""A text-to-image pipeline behind the Policy protocol; each prompt is encoded once."""
+"""A pipeline that makes or edits images, behind the Policy protocol; each prompt is encoded once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class DiffusersPolicy:
-    """A pipeline that makes images from prompts alone."""
+    """A pipeline that makes images from prompts, or from prompts with source images."""
 
     def __init__(self, denoising: DiffusersDenoising) -> None:
         """Wrap the component; `load` is the usual way."""

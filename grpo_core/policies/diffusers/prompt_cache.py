@@ -1,5 +1,6 @@
 """The prompts of a pipeline, encoded once each, by the content of what its encoders are given."""
 
+import copy
 import hashlib
 import inspect
 from collections import OrderedDict
@@ -16,6 +17,7 @@ MAX_BYTES = 512 * 1024**2
 """Embeddings that are kept at most, on the device of the text encoders; the oldest are dropped first."""
 
 
+_COPIES = "num_images_per_prompt"
 _PROBES = ("a", "a cat and a dog " * 40)
 """Some pipelines pad to multiples of 8, 16 or more ids."""
 
@@ -45,12 +47,17 @@ class PromptCache:
             ValueError: prompts whose embeddings have several lengths.
         """
         given = self._signature.bind(*args, **kwargs).arguments
+        times = given.get(_COPIES, 1)
+        if times > 1:
+            given[_COPIES] = 1
         lists = {name: value for name, value in given.items() if _is_by_row(name, value)}
         rows = list(zip(*lists.values(), strict=True)) or [()]
         singles = {row: {**given, **{name: [value] for name, value in zip(lists, row, strict=True)}} for row in rows}
         found = {row: self._encoded(single) for row, single in singles.items()}
-        growth = self._growth(singles[rows[0]], found[rows[0]])
-        return _joined([found[row] for row in rows], growth)
+        results = [found[row] for row in rows for _ in range(times)]
+        if len(results) == 1:
+            return copy.deepcopy(results[0])
+        return _joined(results, self._growth(singles[rows[0]], results[0], copies=times > 1))
 
     @cached_property
     def pads_to_one_length(self) -> bool:
@@ -73,13 +80,23 @@ class PromptCache:
             self._forget()
         return self._results[key]
 
-    def _growth(self, single: dict[str, Any], result: Any) -> Any:
-        """Return which dimensions of a result belong to the rows; others, such as those of position ids, do not."""
-        kind = content_digest({name: "row" if _is_by_row(name, value) else value for name, value in single.items()})
+    def _growth(self, single: dict[str, Any], result: Any, *, copies: bool) -> Any:
+        """Return which dimensions of a result belong to the rows; others, such as those of position ids, do not.
+
+        Args:
+            copies: whether rows are copies of one prompt; an encoder that reads images has one for each prompt.
+        """
+
+        def found() -> Any:
+            two = self._encode_rows({**single, _COPIES: 2}, 1) if copies else self._encode_rows(single, 2)
+            return _growing(result, two)
+
+        values = {name: "row" if _is_by_row(name, value) else _kind(value) for name, value in single.items()}
+        kind = content_digest({**values, "copies": copies})
         if kind is None:
-            return _growing(result, self._encode_rows(single, 2))
+            return found()
         if kind not in self._growths:
-            self._growths[kind] = _growing(result, self._encode_rows(single, 2))
+            self._growths[kind] = found()
         return self._growths[kind]
 
     def _encode_rows(self, single: dict[str, Any], rows: int) -> Any:
@@ -96,6 +113,13 @@ class PromptCache:
 def _is_by_row(name: str, value: Any) -> bool:
     """Return whether an argument has one item a row; Sana's instructions are a list of lines for all rows."""
     return isinstance(value, list) and "prompt" in name
+
+
+def _kind(value: Any) -> Any:
+    """Return an argument without the pixels of its images."""
+    if isinstance(value, list):
+        return [_kind(each) for each in value]
+    return "image" if isinstance(value, Image.Image) else value
 
 
 def content_digest(value: Any) -> str | None:

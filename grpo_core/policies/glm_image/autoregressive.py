@@ -87,9 +87,10 @@ class EncodedPrompts:
     """Prompts encoded for the autoregressive model, left-padded to one length.
 
     Attributes:
-        input_ids: prompt ids with the grid tags and the image's start token.
+        input_ids: ids of source images, each between its start and end token, and of the prompt, with the grid tags and
+            the image's start token.
         attention_mask: 1 for a prompt id, 0 for left padding.
-        position_ids: (time, height, width) position of every prompt id, of every token of both grids in the
+        position_ids: (time, height, width) position of every prompt id, of every token of the grids in the
             order they are sampled, and of the end slot.
     """
 
@@ -136,26 +137,40 @@ def refuse_reserved_tokens(processor: GlmImageProcessor, prompt: str) -> None:
             raise InputError("prompt", prompt, f"Remove {token!r}: the model reads it as structure, not as text.")
 
 
-def encode_prompts(model: Any, processor: GlmImageProcessor, prompts: Sequence[str], size: ImageSize) -> EncodedPrompts:
+Codes = Int[Tensor, "_ _"]
+"""The ids of a source image in its rows and columns, which the vision tower and its quantizer give it."""
+
+
+def encode_prompts(
+    model: Any,
+    processor: GlmImageProcessor,
+    prompts: Sequence[str],
+    size: ImageSize,
+    sources: Sequence[Sequence[Codes]] = (),
+) -> EncodedPrompts:
     """Encode distinct prompts for one image size.
 
     Args:
         model: the inner GlmImageModel, which computes the positions.
         processor: the pipeline's processor.
         prompts: at least one.
+        sources: codes of the source images of each prompt, at least one each; empty where no prompt has any.
 
     Raises:
         InputError: a prompt contains a reserved tag.
     """
     for prompt in prompts:
         refuse_reserved_tokens(processor, prompt)
-    messages = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in prompts]
-    inputs = processor.apply_chat_template(
-        messages,
-        tokenize=True,
-        return_dict=True,
-        processor_kwargs={"padding": True, "target_h": size.height, "target_w": size.width, "return_tensors": "pt"},
-    )
+    if sources:
+        inputs = _edit_inputs(processor, prompts, size, sources)
+    else:
+        messages = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in prompts]
+        inputs = processor.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=True,
+            processor_kwargs={"padding": True, "target_h": size.height, "target_w": size.width, "return_tensors": "pt"},
+        )
     device = next(model.parameters()).device
     ids, mask = inputs["input_ids"].to(device), inputs["attention_mask"].to(device)
     with torch.no_grad():
@@ -170,6 +185,35 @@ def encode_prompts(model: Any, processor: GlmImageProcessor, prompts: Sequence[s
     return EncodedPrompts(ids, mask, torch.cat([prompt_positions, grid_positions.to(prompt_positions.dtype)], -1))
 
 
+def _edit_inputs(
+    processor: GlmImageProcessor, prompts: Sequence[str], size: ImageSize, sources: Sequence[Sequence[Codes]]
+) -> dict[str, Tensor]:
+    """Return what the processor gives for prompts with images, except that the codes are in their places already.
+
+    The processor itself takes pixels, which the model would encode in every pass.
+    """
+    texts, grids = [], []
+    rows, columns, *_ = processor._get_target_shape(size.height, size.width)
+    tags = f"{processor.grid_bos_token}{rows} {columns}{processor.grid_eos_token}{processor.bos_token}"
+    for prompt, codes in zip(prompts, sources, strict=True):
+        content = [*({"type": "image"} for _ in codes), {"type": "text", "text": prompt}]
+        # The template writes one mark per image.
+        start, *others = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False).split(
+            processor.image_token
+        )
+        marked = (processor.image_token * each.numel() + text for each, text in zip(codes, others, strict=True))
+        texts.append(start + "".join(marked) + tags)
+        grids += [*([1, *each.shape] for each in codes), [1, rows, columns]]
+    inputs = dict(processor.tokenizer(texts, padding=True, return_tensors="pt"))
+    ids, flat = inputs["input_ids"], torch.cat([each.flatten().cpu() for codes in sources for each in codes])
+    return {
+        **inputs,
+        "input_ids": ids.masked_scatter(ids == processor.image_token_id, flat.to(ids.dtype)),
+        "image_grid_thw": torch.tensor(grids),
+        "images_per_sample": torch.tensor([len(codes) + 1 for codes in sources]),
+    }
+
+
 @torch.no_grad()
 def sample_tokens(
     model: nn.Module,
@@ -182,7 +226,7 @@ def sample_tokens(
     temperature: float,
     truncation: Truncation,
 ) -> tuple[Int[Tensor, "samples time"], Float[Tensor, "samples time"], TokenSupport | None]:
-    """Sample both grids of every image, without the end slot.
+    """Sample the grids of every image, without the end slot.
 
     Args:
         model: GlmImageForConditionalGeneration, bare or wrapped by peft.
@@ -249,7 +293,7 @@ def score_tokens(
 
     Args:
         model: GlmImageForConditionalGeneration, bare or wrapped.
-        token_ids: both grids, preview first; a short grid is padded on the right, with any ids.
+        token_ids: both grids, preview first, or an edit's one; a short grid is padded on the right, with any ids.
         support: the ids each token was sampled from; None without truncation.
         entropy: whether entropies are computed too.
     """

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
 from grpo_core.policies.denoising.settings import refuse_scheduler
-from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
+from grpo_core.policies.glm_image.settings import PROMPT_TOKENS, GlmImageSettings, read_pixel_unit, token_grids
 from grpo_core.policies.pipeline_files import (
     INDEX_FILE,
     find_model_file,
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained.settings import TrainingChoice
 
-PROMPT_TOKENS = 256
-"""Assumed number of ids of the longest prompt of a batch, grid tags included."""
-
 _PIPELINE = "GlmImagePipeline"
 
 
@@ -37,6 +34,7 @@ class GlmImageFamily:
 
     modality: Modality = "image"
     streams: tuple[Stream, ...] = ("tokens", "denoising")
+    reads_images: bool = False
 
     def settings(self, values: Mapping[str, Any]) -> GlmImageSettings:
         """Return the sampling settings from a configuration section or a stored row."""
@@ -79,14 +77,12 @@ class GlmImageFamily:
         prompts: Sequence[str],
         images: Sequence[Sequence["ImageSize"]] = (),
     ) -> None:
-        """Raise InputError if a prompt contains the model's reserved tags."""
-        if any(images):
-            raise InputError(
-                "data.prompts", f"{sum(map(len, images))} images", "This model takes no images in prompts."
-            )
-        from grpo_core.policies.glm_image.loading import refuse_unusable_prompts
+        """Raise InputError if a prompt contains the model's reserved tags, or source images that it cannot read."""
+        from grpo_core.policies.glm_image.loading import refuse_unusable_prompts, refuse_unusable_sources
 
         refuse_unusable_prompts(model, prompts)
+        if any(images):
+            refuse_unusable_sources(model, settings, prompts, images)
 
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the pipeline with trained weights in its trained parts, and its other parts as they are."""

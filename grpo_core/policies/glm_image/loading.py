@@ -17,13 +17,20 @@ from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DMode
 from torch import Tensor, nn
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration, GlmImageProcessor, T5Config, T5EncoderModel
 
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.denoising.rows import load_frozen
 from grpo_core.policies.glm_image.autoregressive import refuse_reserved_tokens
 from grpo_core.policies.glm_image.processor import UnitProcessor
+from grpo_core.policies.glm_image.settings import (
+    PROMPT_TOKENS,
+    GlmImageSettings,
+    SourceLimits,
+    read_pixel_unit,
+    refuse_coarse_codes,
+)
 from grpo_core.policies.pipeline_files import refuse_missing_folder
 from grpo_core.policies.trained.whole import TrainedPart
-from grpo_core.streams import Stream
+from grpo_core.streams import ImageSize, Stream
 
 RELEASED_MODEL = "zai-org/GLM-Image"
 AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER = "vision_language_encoder", "transformer", "vae", "text_encoder"
@@ -267,3 +274,35 @@ def refuse_unusable_prompts(model: str, prompts: Sequence[str]) -> None:
     processor = GlmImageProcessor.from_pretrained(model, subfolder="processor")
     for prompt in dict.fromkeys(prompts):
         refuse_reserved_tokens(processor, prompt)
+
+
+def refuse_unusable_sources(
+    model: str, settings: GlmImageSettings, prompts: Sequence[str], images: Sequence[Sequence[ImageSize]]
+) -> None:
+    """Refuse source images that the model cannot read; only configurations are loaded.
+
+    Args:
+        images: sizes of the source images of each prompt.
+
+    Raises:
+        InputError: the model cannot edit, an image is too long, or a prompt has more images than the token model has
+            positions for; names every such prompt.
+    """
+    limits = SourceLimits.of(GlmImageProcessor.from_pretrained(model, subfolder="processor").image_processor)
+    unit = read_pixel_unit(model)
+    if unit is not None:
+        refuse_coarse_codes(model, limits.unit, unit)
+    positions = int(find_configs(model).autoregressive.text_config.max_position_embeddings)
+    errors = []
+    for prompt, sizes in zip(prompts, images, strict=True):
+        try:
+            read = [limits.nearest(size) for size in sizes]
+        except InputError as error:
+            errors.append(InputError(f"source image of the prompt {prompt[:60]!r}", error.value, error.hint))
+            continue
+        # Each image, its start and its end, then the text and the image that is made.
+        made = settings.size.pixels // limits.unit**2 + PROMPT_TOKENS
+        if made + sum(size.pixels // limits.unit**2 + 2 for size in read) > positions:
+            hint = f"Token model, text and images have {positions} positions together; give fewer or smaller images."
+            errors.append(InputError(f"images of the prompt {prompt[:60]!r}", f"{len(read)} images", hint))
+    raise_all(errors)

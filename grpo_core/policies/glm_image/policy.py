@@ -1,21 +1,24 @@
 """GLM-Image behind the Policy protocol: a token model that writes an image, and a decoder that paints it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from diffusers import GlmImagePipeline
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from grpo_core.actions import TokenBatch
+from grpo_core.actions import Sources, TokenBatch
 from grpo_core.errors import InputError
+from grpo_core.images import SourceImage, without_marks
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, sample_tokens, score_tokens
 from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, read_initial_state
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
+from grpo_core.policies.glm_image.sources import SOURCE_ARGUMENTS, SourceEncoder, shared_by_rows
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.policies.trained.component import TrainedComponent, use_attention
 from grpo_core.policies.trained.lora_and_full import FrozenModel, train_model
@@ -36,7 +39,7 @@ train_token_model = partial(train_model, default_targets=LANGUAGE_MODEL_LINEARS,
 
 
 class GlmImageTokens(TrainedComponent[TokenBatch]):
-    """The stream of image tokens: a preview grid, then the large grid."""
+    """The stream of image tokens: a preview grid, then the large grid; of an edit the large grid alone."""
 
     def __init__(
         self,
@@ -45,13 +48,16 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         trained: TrainedModel,
         *,
         autocast: torch.dtype | None = None,
+        sources: SourceEncoder | None = None,
     ) -> None:
         """Combine the parts.
 
         Args:
             trained: the pipeline's autoregressive model, or the frozen one where only the decoder is trained.
+            sources: encodes source images; None: one of its own.
         """
         self.pipeline = pipeline
+        self.sources = sources or SourceEncoder(pipeline)
         self.trained = trained
         self.autocast = autocast
         self.sample_with(settings)
@@ -67,7 +73,7 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
 
     @property
     def max_length(self) -> int:
-        """Number of tokens of both grids of an image of the settings' size."""
+        """Number of tokens of both grids of an image of the settings' size; an edit has fewer."""
         return self.grids.tokens
 
     @property
@@ -79,47 +85,63 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
     def _base(self) -> Any:
         return self.pipeline.vision_language_encoder
 
-    def grids_of(self, size: ImageSize) -> TokenGrids:
-        """Return the grids of an image of this size; InputError if it cannot be generated."""
-        return token_grids(size, pixel_unit(self.pipeline))
+    def grids_of(self, size: ImageSize, *, edit: bool = False) -> TokenGrids:
+        """Return the grids of an image of this size, drawn or edited; InputError if it cannot be generated."""
+        grids = token_grids(size, pixel_unit(self.pipeline))
+        return grids.of_edit if edit else grids
 
     def sizes_of(self, tokens: TokenBatch) -> tuple[ImageSize, ...]:
         """Return the size of each row's image."""
         return tokens.sizes or (self.settings.size,) * len(tokens)
 
-    def _encode(self, prompts: Sequence[str], size: ImageSize) -> EncodedPrompts:
-        return encode_prompts(self._base.model, self.pipeline.processor, prompts, size)
+    def _encode(self, prompts: Sequence[str], size: ImageSize, sources: Sources | None = None) -> EncodedPrompts:
+        """Encode prompts for one size; all of them have source images, or none has."""
+        model, processor = self._base.model, self.pipeline.processor
+        if sources is None:
+            return encode_prompts(model, processor, prompts, size)
+        codes = [[self.sources.codes(source) for source in own] for own in sources]
+        return encode_prompts(model, processor, [without_marks(prompt) for prompt in prompts], size, codes)
 
     def _encode_rows(self, tokens: TokenBatch) -> EncodedPrompts:
-        """Encode the prompt of each row for the size of its image; each distinct pair is encoded once."""
-        pairs = list(zip(self.sizes_of(tokens), tokens.prompts, strict=True))
-        by_size: dict[ImageSize, dict[str, None]] = {}
-        for size, prompt in pairs:
-            by_size.setdefault(size, {})[prompt] = None
-        distinct = ((size, prompt) for size, prompts in by_size.items() for prompt in prompts)
-        place = {pair: index for index, pair in enumerate(distinct)}
-        rows = torch.tensor([place[pair] for pair in pairs], device=self._device)
-        # The processor reads prompts of one size at a time.
-        encoded = [self._encode(list(prompts), size) for size, prompts in by_size.items()]
+        """Encode the prompt of each row for the size of its image; each distinct combination is encoded once."""
+        sources = tokens.sources or ((),) * len(tokens)
+        inputs = list(zip(self.sizes_of(tokens), tokens.prompts, sources, strict=True))
+        # The processor reads prompts of one size at a time, all with source images or all without.
+        alike: dict[tuple[ImageSize, bool], dict[tuple[str, tuple[SourceImage, ...]], None]] = {}
+        for size, prompt, own in inputs:
+            alike.setdefault((size, bool(own)), {})[prompt, own] = None
+        distinct = ((size, prompt, own) for (size, _), prompts in alike.items() for prompt, own in prompts)
+        place = {each: index for index, each in enumerate(distinct)}
+        rows = torch.tensor([place[each] for each in inputs], device=self._device)
+        encoded = [
+            self._encode([prompt for prompt, _ in pairs], size, tuple(own for _, own in pairs) if edited else None)
+            for (size, edited), pairs in alike.items()
+        ]
         return EncodedPrompts.join(encoded).select(rows)
 
     def sample(
-        self, prompts: Sequence[str], group_size: int, seeds: Sequence[int], size: ImageSize | None = None
+        self,
+        prompts: Sequence[str],
+        group_size: int,
+        seeds: Sequence[int],
+        size: ImageSize | None = None,
+        sources: Sources | None = None,
     ) -> SampledTokens:
         """Sample `group_size` token sequences for each prompt, siblings next to each other.
 
         Args:
             seeds: len(prompts) * group_size seeds, one per sequence.
             size: of the images; None: that of the settings.
+            sources: the source images of each prompt, at least one each; None: no prompt has any.
         """
         size = size or self.settings.size
-        encoded = self._encode(list(prompts), size)
+        encoded = self._encode(list(prompts), size, sources)
         with self._sampling():
             ids, logprobs, support = sample_tokens(
                 self.trained.model,
                 encoded,
                 group_size=group_size,
-                tokens=self.grids_of(size).tokens,
+                tokens=self.grids_of(size, edit=sources is not None).tokens,
                 seeds=seeds,
                 vocabulary=self.vocabulary,
                 temperature=self.settings.temperature,
@@ -127,7 +149,8 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
             )
         rows = tuple(prompt for prompt in prompts for _ in range(group_size))
         mask = torch.ones(ids.shape, dtype=torch.bool)
-        tokens = TokenBatch(rows, ids.cpu(), mask, self.settings.temperature, support, (size,) * len(rows))
+        own = None if sources is None else tuple(each for each in sources for _ in range(group_size))
+        tokens = TokenBatch(rows, ids.cpu(), mask, self.settings.temperature, support, (size,) * len(rows), own)
         lengths = encoded.attention_mask.sum(-1).repeat_interleave(group_size).cpu()
         # The size of an image determines its number of tokens.
         finished = torch.ones(len(rows), dtype=torch.bool)
@@ -135,11 +158,11 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
 
     def _score(self, model: nn.Module, actions: TokenBatch, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
         assert not kl, "the KL over image codes is estimated from log-probs"
-        sizes = self.sizes_of(actions)
-        for size in dict.fromkeys(sizes):
-            require_fit(
-                actions.select([row for row, own in enumerate(sizes) if own == size]), self.grids_of(size), size
-            )
+        edited = [bool(own) for own in actions.sources or ((),) * len(actions)]
+        kinds = list(zip(self.sizes_of(actions), edited, strict=True))
+        for size, edit in dict.fromkeys(kinds):
+            alike = actions.select([row for row, own in enumerate(kinds) if own == (size, edit)])
+            require_fit(alike, self.grids_of(size, edit=edit), size)
         device = self._device
         with self._precision():
             return score_tokens(
@@ -176,15 +199,41 @@ class GlmImageDecoder(DenoisingComponent):
     pipeline: GlmImagePipeline
     settings: GlmImageSettings
 
+    def __init__(
+        self,
+        pipeline: GlmImagePipeline,
+        settings: GlmImageSettings,
+        trained: TrainedModel,
+        *,
+        autocast: torch.dtype | None = None,
+        sources: SourceEncoder | None = None,
+    ) -> None:
+        """Combine the parts.
+
+        Args:
+            trained: the pipeline's diffusion transformer, or the frozen one where only the token model is trained.
+            sources: encodes source images; None: one of its own.
+        """
+        super().__init__(pipeline, settings, trained, autocast=autocast)
+        self.sources = sources or SourceEncoder(pipeline)
+
     @property
     def one_prompt_per_call(self) -> bool:
         """True: glyph embeddings of several prompts are padded to one length, and the padding is not masked."""
         return True
 
-    def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
+    def call_arguments(
+        self,
+        prompts: Sequence[str],
+        drafts: TokenBatch | None,
+        size: ImageSize,
+        sources: tuple[SourceImage, ...] = (),
+    ) -> Mapping[str, Any]:
         """Return the arguments of the pipeline's call for rows of one prompt."""
         assert drafts is not None, "an image is made of tokens"
         grids, device = token_grids(size, pixel_unit(self.pipeline)), self.pipeline.transformer.device
+        if sources:
+            grids = grids.of_edit
         require_fit(drafts, grids, size)
         token_ids, loss_mask = _fitted(drafts.token_ids, grids), _fitted(drafts.loss_mask, grids)
         # Of one row: the encoder's last bits depend on the number of rows.
@@ -195,7 +244,16 @@ class GlmImageDecoder(DenoisingComponent):
             "height": size.height,
             "width": size.width,
             "guidance_scale": self.settings.guidance_scale,
+            **(self.sources.decoder_arguments(sources, len(prompts)) if sources else {}),
         }
+
+    def start_latents(self, arguments: Mapping[str, Any]) -> Float[Tensor, "rows ..."]:
+        """Return the latents that the pipeline would start from, which do not depend on source images."""
+        return super().start_latents({name: arguments[name] for name in arguments if name not in SOURCE_ARGUMENTS})
+
+    def calling(self, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Let rows share the keys and values of their source images."""
+        return shared_by_rows(self.pipeline.transformer) if "image" in arguments else nullcontext()
 
 
 def _fitted(values: Int[Tensor, "rows time"], grids: TokenGrids) -> Int[Tensor, "rows full"]:
@@ -298,15 +356,19 @@ class GlmImagePolicy:
                 base_name=model,
                 initial_state=partial(initial_state, "denoising"),
             )
+        sources = SourceEncoder(pipeline)
+        painting = autocast if "denoising" in choices else None
         return cls(
-            GlmImageTokens(pipeline, settings, tokens, autocast=autocast),
-            GlmImageDecoder(pipeline, settings, denoising, autocast=autocast if "denoising" in choices else None),
+            GlmImageTokens(pipeline, settings, tokens, autocast=autocast, sources=sources),
+            GlmImageDecoder(pipeline, settings, denoising, autocast=painting, sources=sources),
             tuple(choices),
         )
 
     def sample(self, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:
         """Sample the tokens of all groups at once, then paint group by group."""
-        for request, drafts in sample_drafts(requests, self.tokens.sample):
+        sources = tuple(request.sources for request in requests)
+        sample = partial(self.tokens.sample, sources=sources if any(sources) else None)
+        for request, drafts in sample_drafts(requests, sample):
             (painted,) = self.decoder.sample(
                 [request],
                 drafts.actions,

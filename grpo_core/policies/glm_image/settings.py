@@ -1,11 +1,13 @@
 """The sampling settings of images, the token grids of an image size, and checks of files that load no weights.
 
-The model writes a small preview grid first, then the large grid that the decoder reads.
+From text the model writes a small preview grid first, then the large grid that the decoder reads. An edit of source
+images has no preview.
 """
 
 import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveInt
 
@@ -14,6 +16,9 @@ from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.pipeline_files import find_model_file
 from grpo_core.settings import ImageSettings, TokenSamplingSettings
 from grpo_core.streams import ImageSize, nearest_multiple
+
+PROMPT_TOKENS = 256
+"""Assumed number of ids of the longest prompt of a batch, grid tags included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,11 @@ class TokenGrids:
         """Number of sampled tokens per image, without the end slot that follows."""
         return self.preview.tokens + self.large.tokens
 
+    @property
+    def of_edit(self) -> "TokenGrids":
+        """The grids of an image of this size that is made of source images: without a preview."""
+        return TokenGrids(preview=Grid(0, 0), large=self.large)
+
 
 def preview_grid(large: Grid, unit: int) -> Grid:
     """Return a grid of about (unit / 2)^2 cells with the large grid's aspect; at unit 32 it is 16 x 16."""
@@ -87,6 +97,72 @@ def nearest_size(size: ImageSize, unit: int) -> ImageSize:
     sides = nearest_multiple(size, unit)
     longest = min(sides) * (unit // 2) ** 2
     return ImageSize(*(min(side, longest) for side in sides))
+
+
+MAX_SOURCE_ASPECT = 4
+"""Largest long side of a source image in short sides; the model's image processor refuses more."""
+
+
+@dataclass(frozen=True)
+class SourceLimits:
+    """The sizes of source images that token model and decoder read alike.
+
+    Both resize an image by rules of their own, so it is given to both in a size that neither changes.
+
+    Attributes:
+        smallest: short side in pixels, at least.
+        largest: long side in pixels, at most.
+        unit: pixels along one side of a source's token; sides are multiples of it.
+    """
+
+    smallest: int
+    largest: int
+    unit: int
+
+    @classmethod
+    def of(cls, image_processor: Any) -> "SourceLimits":
+        """Return the limits of the model's image processor, which halves an image before it cuts patches."""
+        size = image_processor.size
+        return cls(
+            # The two are numbers of pixels, whatever their names say.
+            smallest=round(math.sqrt(size["shortest_edge"])),
+            largest=round(math.sqrt(size["longest_edge"])),
+            unit=2 * image_processor.patch_size * image_processor.merge_size,
+        )
+
+    def nearest(self, size: ImageSize) -> ImageSize:
+        """Return the size to which a source image of this size is resized.
+
+        Raises:
+            InputError: the long side is over MAX_SOURCE_ASPECT short sides.
+        """
+        if max(size) > MAX_SOURCE_ASPECT * min(size):
+            hint = f"The long side of a source image has at most {MAX_SOURCE_ASPECT} short sides; crop it."
+            raise InputError("source image", f"{size} pixels", hint)
+        scale = max(1.0, self.smallest / min(size))
+        scale = min(scale, self.largest / max(size))
+        sides = [max(self.unit, round(side * scale / self.unit) * self.unit) for side in size]
+        # Rounding can lengthen the long side and shorten the other.
+        return ImageSize(*(min(side, MAX_SOURCE_ASPECT * min(sides)) for side in sides))
+
+
+def refuse_coarse_codes(model: str, code_unit: int, unit: int) -> None:
+    """Refuse source images for a model whose halves would read them in grids of different sizes.
+
+    Args:
+        model: its folder or name, for the error.
+        code_unit: pixels of a source image along one side of a code.
+        unit: pixels along one side of a large token.
+
+    Raises:
+        InputError: they differ.
+    """
+    if code_unit != unit:
+        hint = (
+            f"It cannot edit images: its vision tower has a code for {code_unit} pixels of a source image, and its "
+            f"tokens are {unit} pixels. Take a model that can, as data/models/tiny-glm-image-edit, or drop the images."
+        )
+        raise InputError("policy.model", model, hint)
 
 
 def read_pixel_unit(model: str) -> int | None:

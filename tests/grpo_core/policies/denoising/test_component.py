@@ -128,7 +128,9 @@ def test_a_broken_image_is_reported_and_can_be_viewed() -> None:
 
 
 class Damaged(RandomComponent):
-    def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
+    def call_arguments(
+        self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize, sources: tuple[Any, ...] = ()
+    ) -> Mapping[str, Any]:
         found = dict(super().call_arguments(prompts, drafts, size))
         found["pooled_prompt_embeds"] = found["pooled_prompt_embeds"].clone()
         found["pooled_prompt_embeds"][[row for row, prompt in enumerate(prompts) if prompt == "bad"]] = torch.nan

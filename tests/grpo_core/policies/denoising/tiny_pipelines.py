@@ -45,7 +45,9 @@ class RandomComponent(DenoisingComponent):
         super().__init__(pipeline, *args, **options)
         self.arguments = arguments
 
-    def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
+    def call_arguments(
+        self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize, sources: tuple[Any, ...] = ()
+    ) -> Mapping[str, Any]:
         found = self.arguments(prompts, self.settings.guidance_scale, next(self.trained.model.parameters()).dtype)
         return {"height": size.height, "width": size.width, **found}
 

@@ -24,6 +24,7 @@ from grpo_core.policies.diffusers.pipeline_class import PipelineClass
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, read_saved_pipeline
 from grpo_core.policies.diffusers.small_copy import MAX_PARAMETERS, small_copy
+from grpo_core.policies.diffusers.source_images import SourceArgument
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tests.grpo_core.policies.diffusers.tiny_classes import MAKE_CLASS, settings_of
 from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, load, save, settings
@@ -79,6 +80,7 @@ def test_a_class_with_needs_of_its_own_is_tried(tmp_path: Path, name: str) -> No
 # A class whose needs are not met, and what the reason names.
 UNMET: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "latents in another form": ("flux2_klein", {"spatial_latents": False}, "sampling and scoring"),
+    "sources that are large enough": ("flux2_klein", {"sources": SourceArgument(most=1)}, "too small"),
     "prompts that a language model rewrites": ("ernie_image", {"switched_off": ()}, "same seeds"),
 }
 

@@ -17,10 +17,12 @@ from tests.grpo_core.policies.diffusers.tiny_pipelines import (
     SPECIAL,
     flux,
     qwen_config,
+    qwen_image,
     qwen_tokenizer,
     settings,
     t5_encoder,
     t5_tokenizer,
+    z_image,
 )
 
 
@@ -93,6 +95,52 @@ def _padded(tokenizer: Any) -> Any:
 def flux_kontext() -> Any:
     own = flux()
     return diffusers.FluxKontextPipeline(**own.components)
+
+
+def _qwen_image_edit(pipeline_class: Any) -> Any:
+    own = qwen_image()
+    tokenizer, ids = own.tokenizer, {}
+    for name in ("image_pad", "video_pad", "vision_start", "vision_end"):
+        tokenizer.add_tokens([f"<|{name}|>"], special_tokens=True)
+        ids[f"{name.removesuffix('_pad')}_token_id"] = tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+    config = own.text_encoder.config
+    text = {**config.text_config.to_dict(), "bos_token_id": 0, "eos_token_id": 0}
+    config = type(config)(text_config=text, vision_config=config.vision_config.to_dict(), **ids)
+    # A patch of 28 pixels is one id.
+    images = transformers.Qwen2VLImageProcessor(min_pixels=4 * 28**2, max_pixels=16 * 28**2)
+    processor = transformers.Qwen2VLProcessor(images, tokenizer, transformers.Qwen2VLVideoProcessor())
+    encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    return pipeline_class(own.scheduler, own.vae, encoder, tokenizer, processor, own.transformer)
+
+
+def qwen_image_edit() -> Any:
+    return _qwen_image_edit(diffusers.QwenImageEditPipeline)
+
+
+def qwen_image_edit_plus() -> Any:
+    return _qwen_image_edit(diffusers.QwenImageEditPlusPipeline)
+
+
+def z_image_omni() -> Any:
+    own = z_image()
+    config = {name: each for name, each in own.transformer.config.items() if not name.startswith("_")}
+    torch.manual_seed(0)
+    transformer = diffusers.ZImageTransformer2DModel(**{**config, "siglip_feat_dim": 16, "axes_lens": [256, 128, 128]})
+    for name, parameter in transformer.named_parameters():
+        if name.endswith("pad_token"):
+            torch.nn.init.normal_(parameter)
+    vision = transformers.Siglip2VisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, patch_size=16, num_patches=16
+    )
+    return diffusers.ZImageOmniPipeline(
+        own.scheduler,
+        own.vae,
+        own.text_encoder,
+        own.tokenizer,
+        transformer,
+        transformers.Siglip2VisionModel(vision),
+        transformers.Siglip2ImageProcessor(patch_size=16, max_num_patches=16),
+    )
 
 
 def sana() -> Any:
@@ -225,6 +273,9 @@ MAKE_CLASS: dict[str, Callable[[], Any]] = {
     "flux2": flux2,
     "flux2_klein": flux2_klein,
     "flux_kontext": flux_kontext,
+    "qwen_image_edit": qwen_image_edit,
+    "qwen_image_edit_plus": qwen_image_edit_plus,
+    "z_image_omni": z_image_omni,
     "sana": sana,
     "cogview4": cogview4,
     "lumina": lumina,
@@ -233,7 +284,14 @@ MAKE_CLASS: dict[str, Callable[[], Any]] = {
 }
 
 # A letter is an id, and some templates have more letters than the prompt.
-_LENGTHS = {"flux2": 400, "sana": 200, "ernie_image": None}
+_LENGTHS = {"flux2": 400, "sana": 200, "ernie_image": None, "qwen_image_edit": 512, "qwen_image_edit_plus": 512}
+
+# Those that make no image without a source.
+NEED_SOURCES = ("qwen_image_edit", "qwen_image_edit_plus")
+
+# Those that also edit; the one of two takes one image a prompt, the other any number.
+EDITS = ("flux_kontext", "flux2", "flux2_klein", *NEED_SOURCES, "z_image_omni")
+SEVERAL = ("flux2", "flux2_klein", "qwen_image_edit_plus", "z_image_omni")
 
 
 def settings_of(name: str, **changes: Any) -> DiffusersSettings:

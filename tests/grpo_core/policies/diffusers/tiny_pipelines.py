@@ -11,6 +11,7 @@ import transformers
 from tokenizers import pre_tokenizers
 from torch import nn
 
+from grpo_core.images import SourceImage
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.policies.trained.lora_and_full import LoraModel
@@ -182,7 +183,13 @@ def load(
 
 
 def request(
-    prompt: str = "a red dot", samples: int = 3, *, window_start: int | None = 1, seed: int = 0, size: Any = None
+    prompt: str = "a red dot",
+    samples: int = 3,
+    *,
+    window_start: int | None = 1,
+    seed: int = 0,
+    size: Any = None,
+    sources: tuple[SourceImage, ...] = (),
 ) -> GroupRequest:
     return GroupRequest(
         prompt=prompt,
@@ -192,4 +199,5 @@ def request(
         step_seeds=() if window_start is None else tuple(seed + 100 + row for row in range(samples)),
         size=size,
         window_start=window_start,
+        sources=sources,
     )

@@ -5,14 +5,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diffusers import GlmImagePipeline
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import GlmImageProcessor
+from transformers.models.glm_image.image_processing_pil_glm_image import smart_resize
 
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts
 from grpo_core.policies.glm_image.processor import UnitProcessor
-from grpo_core.policies.glm_image.settings import Grid, TokenGrids, nearest_size, preview_grid, token_grids
+from grpo_core.policies.glm_image.settings import (
+    Grid,
+    SourceLimits,
+    TokenGrids,
+    nearest_size,
+    preview_grid,
+    token_grids,
+)
 from grpo_core.streams import MAX_PIXELS, ImageSize
 from tests.tiny_policies import PROMPTS
 
@@ -65,6 +73,45 @@ def test_the_nearest_size_can_be_generated(width: int, height: int, unit: int) -
     assert token_grids(nearest, unit).preview.tokens
     assert nearest.pixels <= MAX_PIXELS
     assert not any(side % unit for side in nearest)
+
+
+# The released model's and the tiny one's.
+LIMITS = (SourceLimits(512, 2048, 32), SourceLimits(64, 256, 8))
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from(LIMITS))
+def test_the_stock_image_processor_only_halves_what_a_source_is_resized_to(
+    width: int, height: int, limits: SourceLimits
+) -> None:
+    assume(max(width, height) <= 4 * min(width, height))
+    found = limits.nearest(ImageSize(width, height))
+    smallest, largest = limits.smallest**2, limits.largest**2
+    resized = smart_resize(found.height, found.width, limits.unit // 2, min_pixels=smallest, max_pixels=largest)
+    assert resized == (found.height // 2, found.width // 2)
+    assert not any(side % limits.unit for side in found)
+    assert limits.nearest(found) == found
+
+
+@pytest.mark.parametrize(
+    ("size", "resized"),
+    [
+        ((512, 512), "512x512"),
+        ((300, 300), "512x512"),
+        ((300, 600), "512x1024"),
+        ((1000, 750), "992x736"),
+        ((3000, 1500), "2048x1024"),
+        # Scaled up for its short side, at most until the long side is at its limit.
+        ((2048, 512), "2048x512"),
+        ((4, 1), "2048x512"),
+    ],
+)
+def test_sources_of_the_released_model_by_hand(size: tuple[int, int], resized: str) -> None:
+    assert str(LIMITS[0].nearest(ImageSize(*size))) == resized
+
+
+def test_a_long_source_is_refused() -> None:
+    with pytest.raises(InputError, match="at most 4 short sides"):
+        LIMITS[0].nearest(ImageSize(512, 2049))
 
 
 STATE = ("rope_deltas", "_cached_decode_position_ids", "_prefill_len")

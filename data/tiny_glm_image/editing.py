@@ -1,0 +1,292 @@
+"""The tiny GLM-Image that edits: a vision tower set by hand, and both trainings continued on edits.
+
+It starts from the shipped model, whose tower has one code for four of its tokens and was never trained.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import GlmImagePipeline
+from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
+from PIL import Image
+from torch import Tensor
+from transformers import GlmImageConfig, GlmImageForConditionalGeneration
+from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
+
+from data.edits import Edit, EditCorpus, draw_edit_corpus, split_edits
+from data.shapes import (
+    CELL_PIXELS,
+    GRID,
+    IMAGE_PIXELS,
+    PREVIEW_GRID,
+    codebook,
+    decode_tokens,
+    draw,
+    encode_cells,
+    split_scenes,
+)
+from data.tiny_glm_image.components import TinyRecipe
+from data.tiny_glm_image.training import (
+    GROUP_SIZE,
+    draw_corpus,
+    encode_scenes,
+    flow_matching_loss,
+    glyph_embeddings,
+    scramble_tokens,
+    token_losses,
+)
+from data.training import ImageQuality, ProgressCallback, measure_images, train
+from grpo_core.images import SourceImage, encode_png
+from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.processor import UnitProcessor
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained.settings import TrainingChoice
+from grpo_core.records import GroupRequest
+from grpo_core.seeds import derive_seed
+from grpo_core.streams import ImageSize
+
+_LARGE = slice(PREVIEW_GRID**2, None)
+_SIZE = ImageSize(IMAGE_PIXELS, IMAGE_PIXELS)
+
+
+@dataclass(frozen=True)
+class TinyEditRecipe:
+    """How the tiny GLM-Image learns to edit; the same recipe gives the same weights on the same machine.
+
+    Attributes:
+        base: of the model that it starts from.
+        heldout_fraction: share of the pairs of colours, before and after, that the training never sees.
+        corpus_size: edits drawn for the training.
+        speckle_probability, unedited_probability: mistakes in their targets, see :func:`data.edits.draw_edit_corpus`.
+        autoregressive_steps, autoregressive_learning_rate: of the token model.
+        edit_batch, caption_batch: edits and captions in each of its batches.
+        decoder_steps, decoder_learning_rate: of the decoder; half of its batches have a source image.
+        train_prompts, heldout_prompts: sizes of the prompt files for training with rewards.
+    """
+
+    base: TinyRecipe = field(default_factory=TinyRecipe)
+    heldout_fraction: float = 0.1
+    corpus_size: int = 4096
+    speckle_probability: float = 0.05
+    unedited_probability: float = 0.2
+    autoregressive_steps: int = 600
+    edit_batch: int = 24
+    caption_batch: int = 8
+    autoregressive_learning_rate: float = 4e-3
+    decoder_steps: int = 200
+    decoder_learning_rate: float = 1e-3
+    train_prompts: int = 60
+    heldout_prompts: int = 12
+
+
+_CHANNELS = 8
+_VISION = {
+    "depth": 1,
+    "hidden_size": _CHANNELS,
+    "num_heads": 1,
+    "image_size": IMAGE_PIXELS,
+    # The image processor halves a source, so that a code covers as many of its pixels as a token of the image.
+    "patch_size": CELL_PIXELS // 2,
+    "intermediate_size": _CHANNELS,
+}
+
+
+def build_editor(pipeline: GlmImagePipeline) -> GlmImagePipeline:
+    """Return a pipeline with a tower for source images, whose codes are the nearest colours of the codebook."""
+    old = pipeline.vision_language_encoder
+    codes = old.config.vq_config.num_embeddings
+    config = GlmImageConfig(
+        text_config=old.config.text_config.to_dict(),
+        vision_config=_VISION,
+        vq_config={"embed_dim": _CHANNELS, "num_embeddings": codes, "latent_channels": _CHANNELS},
+        image_token_id=old.config.image_token_id,
+        image_start_token_id=old.config.image_start_token_id,
+        image_end_token_id=old.config.image_end_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = GlmImageForConditionalGeneration(config)
+    model.generation_config = old.generation_config
+    model.model.language_model.load_state_dict(old.model.language_model.state_dict())
+    model.lm_head.load_state_dict(old.lm_head.state_dict())
+    _set_tower(model.model)
+    image_processor = GlmImageImageProcessorPil(
+        patch_size=_VISION["patch_size"],
+        temporal_patch_size=1,
+        merge_size=1,
+        size={"shortest_edge": IMAGE_PIXELS**2, "longest_edge": 16 * IMAGE_PIXELS**2},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+    read = pipeline.processor
+    processor = UnitProcessor(image_processor, read.tokenizer, chat_template=read.chat_template, unit=read.unit)
+    parts = {**pipeline.components, "vision_language_encoder": model.eval(), "processor": processor}
+    editor = GlmImagePipeline(**parts)
+    editor.set_progress_bar_config(disable=True)
+    return editor
+
+
+@torch.no_grad()
+def _set_tower(model: Any) -> None:
+    """Let the quantizer find the colour c of the codebook that is nearest to a patch's mean colour x.
+
+    It takes the code e with the largest cosine to z; all e have length 1. With z = (x, 1, 0) and
+    e = s (c, -|c|^2 / 2, r), where r makes up the length, that is the largest s (x c - |c|^2 / 2), so the smallest
+    |x - c|^2.
+    """
+    colors = torch.from_numpy(codebook()) / 127.5 - 1
+    for parameter in [*model.visual.parameters(), *model.vqmodel.parameters()]:
+        parameter.zero_()
+    patch = model.visual.patch_embed.proj
+    # Blocks whose outputs are zero add nothing; a constant for the fourth channel, where each mean colour is.
+    for channel in range(3):
+        patch.weight[channel, channel] = 1 / patch.weight[0, 0].numel()
+    patch.bias[3] = 1.0
+    convolution = model.vqmodel.quant_conv
+    convolution.weight.copy_(torch.eye(_CHANNELS)[:, :, None, None])
+    halves = -colors.square().sum(-1, keepdim=True) / 2
+    known = torch.cat([colors, halves], -1)
+    known = known / (1.01 * known.norm(dim=-1).max())
+    rest = (1 - known.square().sum(-1, keepdim=True)).sqrt()
+    model.vqmodel.quantize.embedding.weight[:, :5] = torch.cat([known, rest], -1)
+
+
+def _draw_corpus(edits: Sequence[Edit], recipe: TinyEditRecipe) -> EditCorpus:
+    return draw_edit_corpus(
+        edits,
+        recipe.corpus_size,
+        recipe.base.seed,
+        speckle_probability=recipe.speckle_probability,
+        unedited_probability=recipe.unedited_probability,
+    )
+
+
+def _encode_edits(pipeline: GlmImagePipeline, corpus: EditCorpus) -> tuple[EncodedPrompts, Tensor]:
+    sources = encode_cells(corpus.sources)[:, _LARGE].reshape(-1, 1, GRID, GRID)
+    encoded = encode_prompts(
+        pipeline.vision_language_encoder.model,
+        pipeline.processor,
+        [edit.instruction for edit in corpus.edits],
+        _SIZE,
+        [list(each) for each in sources],
+    )
+    return encoded, encode_cells(corpus.targets)[:, _LARGE]
+
+
+def train_token_editor(
+    pipeline: GlmImagePipeline, recipe: TinyEditRecipe, on_step: ProgressCallback | None = None
+) -> dict[str, float]:
+    """Train the token model in place on edits and, so that it does not forget them, on captions.
+
+    Returns:
+        The mean loss over the last twentieth of the steps, and that of clean held-out edits, nats per token.
+
+    Raises:
+        NonFiniteError: the loss is NaN or infinite.
+    """
+    model, base = pipeline.vision_language_encoder, recipe.base
+    train_edits, heldout_edits = split_edits(base.seed, recipe.heldout_fraction)
+    edits, edit_tokens = _encode_edits(pipeline, _draw_corpus(train_edits, recipe))
+    scenes, _ = split_scenes(base.seed, base.heldout_fraction)
+    captions, caption_corpus = encode_scenes(pipeline, scenes), draw_corpus(scenes, base)
+    trained = [p for name, p in model.named_parameters() if "visual" not in name and "vqmodel" not in name]
+    generator = torch.Generator().manual_seed(base.seed)
+
+    def loss() -> Tensor:
+        rows = torch.randint(recipe.corpus_size, (recipe.edit_batch,), generator=generator)
+        of_edits = token_losses(pipeline, edits.select(rows), edit_tokens[rows]).mean()
+        rows = torch.randint(base.corpus_size, (recipe.caption_batch,), generator=generator)
+        encoded = captions.select(caption_corpus.scene_index[rows])
+        share = recipe.caption_batch / (recipe.edit_batch + recipe.caption_batch)
+        return torch.lerp(of_edits, token_losses(pipeline, encoded, caption_corpus.tokens[rows]).mean(), share)
+
+    final = train(model, trained, recipe.autoregressive_learning_rate, recipe.autoregressive_steps, loss, on_step)
+    clean = draw_edit_corpus(heldout_edits, 64, base.seed, speckle_probability=0.0, unedited_probability=0.0)
+    with torch.no_grad():
+        heldout = token_losses(pipeline, *_encode_edits(pipeline, clean)).mean().item()
+    return {"final_loss": final, "heldout_edit_loss": heldout}
+
+
+def train_decoder_on_sources(
+    pipeline: GlmImagePipeline, recipe: TinyEditRecipe, on_step: ProgressCallback | None = None
+) -> float:
+    """Train the decoder in place by flow matching; in half of the batches it reads a source image.
+
+    Returns:
+        Weighted mean squared error of the velocity over the last twentieth of the steps, in latent units.
+
+    Raises:
+        NonFiniteError: the loss is NaN or infinite.
+    """
+    base = recipe.base
+    train_edits, _ = split_edits(base.seed, recipe.heldout_fraction)
+    corpus = _draw_corpus(train_edits, recipe)
+    sources, targets = (encode_cells(cells)[:, _LARGE] for cells in (corpus.sources, corpus.targets))
+    glyphs = glyph_embeddings(pipeline)
+    generator = torch.Generator().manual_seed(base.seed)
+
+    def loss() -> Tensor:
+        rows = torch.randint(recipe.corpus_size, (base.decoder_batch,), generator=generator)
+        tokens = scramble_tokens(targets[rows], generator)
+        glyph = glyphs[int(torch.randint(len(glyphs), (1,), generator=generator))]
+        cache = None
+        if torch.rand((), generator=generator) < 0.5:
+            cache = _write_source(pipeline, sources[rows[:1]], glyph, base)
+        return flow_matching_loss(pipeline, tokens, glyph, base, generator, cache)
+
+    # It was loaded frozen.
+    parameters = pipeline.transformer.requires_grad_(True).parameters()
+    return train(pipeline.transformer, parameters, recipe.decoder_learning_rate, recipe.decoder_steps, loss, on_step)
+
+
+def _write_source(pipeline: GlmImagePipeline, tokens: Tensor, glyph: Tensor, recipe: TinyRecipe) -> GlmImageKVCache:
+    """Return the keys and values of one source image, int64 [1, 64], as the pipeline writes them."""
+    cache = GlmImageKVCache(pipeline.transformer.config.num_layers)
+    cache.set_mode("write")
+    cells = decode_tokens(tokens) / recipe.latent_std
+    prior = tokens.view(-1, GRID, GRID).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten()
+    pipeline.transformer(
+        hidden_states=cells.repeat_interleave(CELL_PIXELS, 2).repeat_interleave(CELL_PIXELS, 3),
+        encoder_hidden_states=glyph[:, :0],
+        prior_token_id=prior,
+        prior_token_drop=torch.zeros_like(prior, dtype=torch.bool),
+        timestep=torch.zeros(1),
+        target_size=torch.full((1, 2), float(IMAGE_PIXELS)),
+        crop_coords=torch.zeros(1, 2),
+        kv_caches=cache,
+    )
+    cache.set_mode("read")
+    return cache
+
+
+def evaluate_tiny_editor(folder: Path, edits: Sequence[Edit], *, temperature: float) -> ImageQuality:
+    """Sample and measure images of each edit, with the policy of training with rewards.
+
+    Args:
+        folder: the saved model.
+    """
+    settings = GlmImageSettings(
+        height=IMAGE_PIXELS, width=IMAGE_PIXELS, temperature=temperature, num_inference_steps=4, guidance_scale=1.0
+    )
+    policy = GlmImagePolicy.load(str(folder), settings, {"tokens": TrainingChoice(lora=None)})
+    requests = [edit_request(edit, place) for place, edit in enumerate(edits)]
+    rendered = [output for group in policy.sample(requests) for output in group.outputs]
+    images = [each for each in rendered if isinstance(each, Image.Image)]
+    assert len(images) == len(rendered), "the tiny model's decoder gives finite pixels"
+    return measure_images(images, [edit.target for edit in edits for _ in range(GROUP_SIZE)], group_size=GROUP_SIZE)
+
+
+def edit_request(edit: Edit, place: int) -> GroupRequest:
+    """Return the request for `GROUP_SIZE` images of an edit, the `place`-th of a list."""
+    rows = range(place * GROUP_SIZE, (place + 1) * GROUP_SIZE)
+    return GroupRequest(
+        edit.instruction,
+        sample_ids=tuple(str(row) for row in rows),
+        seeds=tuple(derive_seed(0, "tokens", row) for row in rows),
+        noise_seeds=(derive_seed(0, "noise", place),) * GROUP_SIZE,
+        sources=(SourceImage.of(encode_png(draw(edit.source))),),
+    )

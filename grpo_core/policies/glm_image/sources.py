@@ -1,0 +1,129 @@
+"""Source images of an edit: their codes for the token model, and their keys and values in the decoder.
+
+The model's own image-to-image path encodes the sources in every pass, and in diffusers 0.42 it fails: it concatenates
+features of which the quantizer wants a list. Codes depend on the image alone, since tower and quantizer are frozen. So
+they are computed once and stand among the ids of the prompt, and no pass needs pixels.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers import GlmImagePipeline
+from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
+from PIL import Image
+
+from grpo_core.images import SourceImage
+from grpo_core.policies.glm_image.autoregressive import Codes
+from grpo_core.policies.glm_image.loading import pixel_unit
+from grpo_core.policies.glm_image.settings import SourceLimits, refuse_coarse_codes
+from grpo_core.streams import ImageSize
+
+MAX_KEPT = 4096
+"""Number of images whose codes are kept; those of an image of 2048 x 2048 pixels are 4096 integers."""
+
+
+class SourceEncoder:
+    """Encodes source images, each once while its codes are kept; siblings and passes share them.
+
+    Attributes:
+        limits: of the sizes that both halves of the model read alike.
+    """
+
+    def __init__(self, pipeline: GlmImagePipeline) -> None:
+        self._pipeline = pipeline
+        self._processor = pipeline.processor.image_processor
+        self._model: Any = pipeline.vision_language_encoder
+        self._kept: OrderedDict[str, Codes] = OrderedDict()
+        self.limits = SourceLimits.of(self._processor)
+
+    def image(self, source: SourceImage) -> Image.Image:
+        """Decode a source in the size in which both halves read it.
+
+        Raises:
+            InputError: it is not a complete image, or too long; names its digest.
+        """
+        image = source.open()
+        size = self.limits.nearest(ImageSize(*image.size))
+        return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+
+    def codes(self, source: SourceImage) -> Codes:
+        """Return the codes of a source, on the CPU.
+
+        Raises:
+            InputError: it is not a complete image, or too long; names its digest.
+        """
+        if source.digest not in self._kept:
+            self._kept[source.digest] = self._encode(self.image(source))
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(source.digest)
+        return self._kept[source.digest]
+
+    @torch.no_grad()
+    def _encode(self, image: Image.Image) -> Codes:
+        refuse_coarse_codes(self._pipeline.name_or_path, self.limits.unit, pixel_unit(self._pipeline))
+        device = next(self._model.parameters()).device
+        inputs = self._processor(images=[image], return_tensors="pt")
+        grid = inputs["image_grid_thw"].to(device)
+        # Alone and in the dtype of its weights: the nearest code must depend on neither other images nor the caller.
+        with torch.autocast(device.type, enabled=False):
+            features = self._model.get_image_features(inputs["pixel_values"].to(device), grid).pooler_output
+            codes: torch.Tensor = self._model.get_image_tokens(list(features), grid)
+        _, rows, columns = grid[0].tolist()
+        assert (columns, rows) == tuple(side // self.limits.unit for side in image.size), "one code per unit"
+        return codes.reshape(rows, columns).cpu()
+
+    def decoder_arguments(self, sources: Sequence[SourceImage], rows: int) -> dict[str, Any]:
+        """Return the arguments of the pipeline's call for rows with the same sources."""
+        device = self._model.device
+        codes = [self.codes(source) for source in sources]
+        # As for the image that is made: each token covers two by two patches.
+        doubled = [each.repeat_interleave(2, 0).repeat_interleave(2, 1) for each in codes]
+        grids = torch.tensor([[1, *each.shape] for each in doubled], device=device)
+        return {
+            "image": [[self.image(source) for source in sources]] * rows,
+            "prior_token_image_ids": [torch.cat([each.flatten() for each in doubled]).to(device)] * rows,
+            "source_image_grid_thw": [grids] * rows,
+        }
+
+
+SOURCE_ARGUMENTS = ("image", "prior_token_image_ids", "source_image_grid_thw")
+"""Names of what `SourceEncoder.decoder_arguments` gives."""
+
+
+@contextmanager
+def shared_by_rows(transformer: Any) -> Iterator[None]:
+    """Let the rows of a call of the pipeline, whose sources are the same, share the sources' keys and values.
+
+    The pipeline passes the sources of each row through the decoder. Here those of the first row are, with gradients
+    where they are enabled, and the cache gives them to all rows. A pass that reads the cache gets a copy of its lists:
+    a layer that is recomputed in the backward pass reads them again, after the pipeline has emptied its own.
+    """
+    forward, replaced = transformer.forward, vars(transformer).get("forward")
+
+    def shared(*args: Any, kv_caches: GlmImageKVCache | None = None, **kwargs: Any) -> Any:
+        if kv_caches is not None and kv_caches[0].mode == "write" and kv_caches[0].current_sample_idx > 0:
+            return None
+        if kv_caches is not None and kv_caches[0].mode == "read":
+            kv_caches = _copied(kv_caches)
+        return forward(*args, kv_caches=kv_caches, **kwargs)
+
+    transformer.forward = shared
+    try:
+        yield
+    finally:
+        if replaced is None:
+            del transformer.forward
+        else:
+            transformer.forward = replaced
+
+
+def _copied(caches: GlmImageKVCache) -> GlmImageKVCache:
+    copied = GlmImageKVCache(caches.num_layers)
+    copied.set_mode("read")
+    for own, layer in zip(copied.caches, caches.caches, strict=True):
+        own.k_caches, own.v_caches = list(layer.k_caches), list(layer.v_caches)
+    return copied

@@ -1,0 +1,384 @@
+"""Pipelines that edit images are sampled, scored, trained and exported with the source images of their prompts."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.flux.pipeline_flux_kontext import calculate_shift
+from PIL import Image
+from torch import Tensor, nn
+
+from grpo_core.actions import DenoisingBatch
+from grpo_core.collect import collect_rollouts, join_groups
+from grpo_core.errors import InputError
+from grpo_core.images import SourceImage, encode_png
+from grpo_core.policies.diffusers import compatibility
+from grpo_core.policies.diffusers.family import FAMILY
+from grpo_core.policies.diffusers.policy import DiffusersPolicy
+from grpo_core.policies.diffusers.source_images import SOURCES
+from grpo_core.policies.diffusers.trial_sources import reduced_sources
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.records import GroupRequest, RolloutGroup
+from grpo_core.seeds import make_generator
+from grpo_core.streams import ImageSize
+from grpo_core.update.nft_update import update_by_nft
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.policy_update import update_policy
+from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
+from tests.grpo_core.policies.diffusers.tiny_classes import EDITS, MAKE_CLASS, NEED_SOURCES, SEVERAL, settings_of
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, load, request, save
+
+PROMPTS = ("make it red", "let a much larger green square stand next to the ring")
+
+
+@pytest.fixture(scope="module")
+def saved_edit(tmp_path_factory: pytest.TempPathFactory) -> SavedFolder:
+    """The folder of a tiny pipeline by its name; never changed."""
+    folders: dict[str, Path] = {}
+
+    def find(name: str) -> Path:
+        if name not in folders:
+            folders[name] = save(name, tmp_path_factory.mktemp(name) / "pipeline", MAKE_CLASS)
+        return folders[name]
+
+    return find
+
+
+@pytest.fixture(autouse=True)
+def small_sources() -> Iterator[None]:
+    """Two classes scale their sources to a megapixel, whatever the size of the image."""
+    with reduced_sources("QwenImageEditPipeline"), reduced_sources("QwenImageEditPlusPipeline"):
+        yield
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    levels = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    return Image.fromarray(levels).resize((width, height), Image.Resampling.NEAREST)
+
+
+def source(width: int = 64, height: int = 64, seed: int = 0) -> SourceImage:
+    return SourceImage.of(encode_png(picture(width, height, seed)))
+
+
+def edits(name: str, samples: int = 3, **options: Any) -> list[GroupRequest]:
+    """Requests of two prompts, whose sources have several sizes, and where possible several numbers."""
+    several = (source(64, 96, 2), source(64, 64, 3)) if name in SEVERAL else (source(64, 96, 2),)
+    first, second = PROMPTS
+    return [
+        request(first, samples, sources=(source(96, 64, 1),), **options),
+        request(second, samples, sources=several, **options),
+    ]
+
+
+def sampled(policy: DiffusersPolicy, requests: list[GroupRequest]) -> list[RolloutGroup]:
+    return list(collect_rollouts(policy, requests, prompts_per_batch=2))
+
+
+def steps_of(groups: list[RolloutGroup]) -> tuple[DenoisingBatch, Tensor]:
+    rows = join_groups(groups, torch.zeros(len(groups), len(groups[0].outputs)), "denoising")
+    assert isinstance(rows.actions, DenoisingBatch)
+    return rows.actions, rows.rollout_logprobs
+
+
+# The others differ from these by their encoders and latents alone.
+QUICK = ("flux_kontext", "flux2_klein", "qwen_image_edit")
+BY_NAME = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EDITS]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_stored_log_probs_are_found_again_with_the_source_and_not_with_another(
+    saved_edit: SavedFolder, name: str
+) -> None:
+    # Three samples in calls of two and one, scored in calls of three.
+    chosen = settings_of(name, decode_batch_size=2)
+    policy = load(saved_edit(name), chosen)
+    for window_start in (0, 1):
+        requests = edits(name, window_start=window_start)
+        groups = sampled(policy, requests)
+        for group in groups:
+            assert [image.size for image in group.outputs if isinstance(image, Image.Image)] == [chosen.size] * 3
+        actions, stored = steps_of(groups)
+        assert actions.sources == tuple(each.sources for each in requests for _ in range(3))
+        order = [4, 0, 5, 2, 1, 3]
+        scored = policy.denoising.logprobs(actions.select(order)).logprobs.detach()
+        torch.testing.assert_close(scored, stored[order], atol=1e-6, rtol=0)
+    own = actions.sources
+    assert own is not None
+    other = tuple((source(seed=9), *each[1:]) for each in own)
+    moved = policy.denoising.logprobs(replace(actions, sources=other)).logprobs.detach() - stored
+    assert (moved.abs().amax(1) > 0).all()
+    if name in SEVERAL:
+        exchanged = (*own[:3], *(each[::-1] for each in own[3:]))
+        moved = policy.denoising.logprobs(replace(actions, sources=exchanged)).logprobs.detach() - stored
+        assert (moved[3:].abs().amax(1) > 0).all()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_images_of_the_ode_are_the_pipeline_s_own(saved_edit: SavedFolder, name: str) -> None:
+    chosen, folder = settings_of(name), str(saved_edit(name))
+    policy = DiffusersPolicy.load(folder, chosen, {"denoising": TrainingChoice(LoraSettings(rank=2))})
+    groups = sampled(policy, edits(name, 2, window_start=None))
+    own = diffusers.DiffusionPipeline.from_pretrained(folder)
+    for part in own.components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False)
+    if name == "z_image_omni":
+        # It encodes sources in bfloat16, and the weights are in fp32.
+        encode = own.vae.encode
+        own.vae.encode = lambda pixels: encode(pixels.float())
+    for group, asked in zip(groups, edits(name), strict=True):
+        images = [each.open() for each in asked.sources]
+        own_arguments: dict[str, Any] = {"image": images if name in SEVERAL else images[0]}
+        if name in NEED_SOURCES:
+            own_arguments |= {"true_cfg_scale": 4.0, "negative_prompt": " "}
+        else:
+            own_arguments |= {"guidance_scale": 4.0}
+        if name == "flux_kontext":
+            own_arguments |= {"max_area": 32 * 32, "_auto_resize": False}
+            own_arguments["image"] = images[0].resize(scaled(images[0].size), Image.Resampling.LANCZOS)
+        expected = own(
+            prompt=asked.prompt,
+            height=32,
+            width=32,
+            num_inference_steps=5,
+            num_images_per_prompt=2,
+            max_sequence_length=chosen.max_sequence_length,
+            generator=[make_generator(seed) for seed in range(2)],
+            **own_arguments,
+        ).images
+        for image, wanted in zip(group.outputs, expected, strict=True):
+            assert isinstance(image, Image.Image)
+            assert abs(np.asarray(image).astype(int) - np.asarray(wanted)).max() <= 1
+
+
+def scaled(size: tuple[int, int]) -> tuple[int, int]:
+    """The size of as many pixels as an image of 32 x 32 has."""
+    share = math.sqrt(32 * 32 / (size[0] * size[1]))
+    return round(size[0] * share), round(size[1] * share)
+
+
+def test_text_encoders_run_once_for_a_prompt_and_its_images(saved_edit: SavedFolder) -> None:
+    """Embeddings depend on the image by its content: a sibling shares them, another image does not."""
+    policy = load(
+        saved_edit("qwen_image_edit"), settings_of("qwen_image_edit", decode_batch_size=2, guidance_scale=1.0)
+    )
+    runs: list[Tensor] = []
+    encoder = policy.denoising.pipeline.text_encoder
+    encoder.register_forward_hook(lambda module, given, found: runs.append(found.hidden_states[-1]))
+    first = request(PROMPTS[0], 3, sources=(source(),))
+    (group,) = sampled(policy, [first])
+    policy.denoising.logprobs(steps_of([group])[0])
+    once = len(runs)
+    # Once for the embeddings, and once for which of their dimensions belong to rows.
+    assert once == 2
+    sampled(policy, [replace(first, sources=(source(),))])
+    assert len(runs) == once
+    sampled(policy, [replace(first, sources=(source(seed=1),))])
+    assert len(runs) == once + 1
+    assert not torch.equal(runs[0], runs[-1])
+
+
+def test_marks_of_images_are_not_part_of_the_text(saved_edit: SavedFolder) -> None:
+    policy = load(saved_edit("flux_kontext"), settings_of("flux_kontext"))
+    plain, marked = (request(text, 1, sources=(source(),)) for text in ("make it red", "<image> make it red"))
+    (one,), (other,) = sampled(policy, [plain]), sampled(policy, [marked])
+    assert one.outputs[0] == other.outputs[0]
+
+
+# --- gradients
+
+
+def plain_script_gradient(folder: Path, groups: list[RolloutGroup], advantages: Tensor) -> dict[str, Tensor]:
+    """The gradient of GRPO's loss at a ratio of 1, by calls of FLUX.1 Kontext's parts alone, sample by sample."""
+    pipe = diffusers.FluxKontextPipeline.from_pretrained(folder)
+    pipe.transformer.train().requires_grad_(True)
+    tokens = (32 // 4) ** 2
+    pipe.scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / 5, 5), mu=calculate_shift(tokens, 256, 4096, 0.5, 1.15))
+    sigmas, loss = pipe.scheduler.sigmas, torch.zeros(())
+    for group, own in zip(groups, advantages, strict=True):
+        actions = group.streams["denoising"].actions
+        assert isinstance(actions, DenoisingBatch)
+        image = group.request.sources[0].open()
+        width, height = (side // 4 * 4 for side in scaled(image.size))
+        with torch.no_grad():
+            embeds, pooled, text_ids = pipe.encode_prompt(group.request.prompt, None, max_sequence_length=64)
+            pixels = pipe.image_processor.preprocess(
+                pipe.image_processor.resize(image.resize(scaled(image.size), Image.Resampling.LANCZOS), height, width)
+            )
+            latents = pipe.vae.encode(pixels).latent_dist.mode()
+            latents = (latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
+        packed = latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        ids = torch.cat([grid(8, 8, 0), grid(height // 4, width // 4, 1)])
+        for states, advantage in zip(actions.states, own, strict=True):
+            for step in range(2):
+                before, after, index = states[step].float(), states[step + 1].float(), 1 + step
+                sigma, dt = sigmas[index], sigmas[index] - sigmas[index + 1]
+                velocity = pipe.transformer(
+                    hidden_states=torch.cat([before[None], packed], 1),
+                    timestep=sigma[None],
+                    guidance=torch.tensor([4.0]),
+                    pooled_projections=pooled,
+                    encoder_hidden_states=embeds,
+                    txt_ids=text_ids,
+                    img_ids=ids,
+                    return_dict=False,
+                )[0][0, :tokens]
+                # Flow-GRPO (arXiv:2505.05470), eq. 9.
+                eta = 0.7 * (sigma / (1 - sigma)).sqrt()
+                mean = before - (velocity + eta**2 / (2 * sigma) * (before + (1 - sigma) * velocity)) * dt
+                density = torch.distributions.Normal(mean, eta * dt.sqrt()).log_prob(after).mean()
+                loss = loss - advantage * density / (2 * advantages.numel())
+    loss.backward()
+    return {name: each.grad for name, each in pipe.transformer.named_parameters() if each.grad is not None}
+
+
+def grid(rows: int, columns: int, kind: int) -> Tensor:
+    """Kontext's positions: 0 for the image to make and 1 for its source, then row and column."""
+    places = [(kind, row, column) for row in range(rows) for column in range(columns)]
+    return torch.tensor(places, dtype=torch.float32)
+
+
+def test_the_gradient_of_an_update_is_that_of_a_plain_script(saved_edit: SavedFolder) -> None:
+    folder = saved_edit("flux_kontext")
+    policy = load(folder, settings_of("flux_kontext"), lora=False)
+    groups = sampled(policy, edits("flux_kontext", 2))
+    advantages = torch.tensor([[1.0, -0.5], [0.25, -2.0]])
+    expected = plain_script_gradient(folder, groups, advantages)
+    optimizer = PolicyOptimizer(policy.denoising.trainable_parameters(), OptimizerSettings(learning_rate=1e-6))
+    rows, chosen = join_groups(groups, advantages, "denoising"), UpdateSettings(loss="grpo", micro_batch_size=3)
+    update_policy(policy.denoising, optimizer, rows, replace(chosen, max_grad_norm=1e9), seed=0)
+    # The first moment of AdamW after one step is a tenth of the gradient.
+    state = optimizer.state()
+    assert set(expected) >= {"x_embedder.weight"}
+    largest = max(float(each.abs().max()) for each in expected.values())
+    for name, wanted in expected.items():
+        found = 10 * state[f"{name}|exp_avg"]
+        torch.testing.assert_close(found, wanted, atol=1e-4 * largest, rtol=1e-3)
+
+
+# --- training and export
+
+
+def test_an_exported_edit_pipeline_draws_what_the_policy_draws(saved_edit: SavedFolder, tmp_path: Path) -> None:
+    base, weights, folder = saved_edit("flux2_klein"), tmp_path / "weights", tmp_path / "export"
+    policy = load(base, settings_of("flux2_klein"))
+    for each in (weights, folder):
+        each.mkdir()
+    policy.denoising.save_weights(weights)
+    FAMILY.save_whole(base, {"denoising": weights}, folder, dtype=torch.float32)
+    exported = diffusers.Flux2KleinPipeline.from_pretrained(folder)
+    (group,) = sampled(policy, [request(samples=1, sources=(source(), source(seed=1)), window_start=None)])
+
+    def drawn(image: list[Image.Image]) -> np.ndarray:
+        size = {"height": 32, "width": 32, "num_inference_steps": 5, "max_sequence_length": 64}
+        made = exported(image, "a red dot", generator=[make_generator(0)], guidance_scale=4.0, **size)
+        return np.asarray(made.images[0]).astype(int)
+
+    own = [each.open() for each in group.request.sources]
+    assert abs(np.asarray(group.outputs[0]) - drawn(own)).max() <= 1
+    assert abs(np.asarray(group.outputs[0]) - drawn(own[::-1])).max() > 0
+
+
+def test_diffusion_nft_sees_the_source(saved_edit: SavedFolder) -> None:
+    chosen = settings_of("flux2_klein", sde_window_size=0)
+
+    def trained(sources: tuple[SourceImage, ...]) -> Tensor:
+        policy = load(saved_edit("flux2_klein"), chosen)
+        (group,) = sampled(policy, [request(samples=2, sources=(source(),), window_start=chosen.num_inference_steps)])
+        rows = join_groups([group], torch.tensor([[1.0, -1.0]]), "denoising")
+        assert isinstance(rows.actions, DenoisingBatch)
+        rows = replace(rows, actions=replace(rows.actions, sources=(sources,) * 2))
+        optimizer = PolicyOptimizer(policy.denoising.trainable_parameters(), OptimizerSettings(learning_rate=1e-3))
+        update_by_nft(policy.denoising, optimizer, rows, NftSettings(micro_batch_size=2), seed=0)
+        return torch.cat([each.detach().flatten() for each in policy.denoising.trainable_parameters().values()])
+
+    first = trained((source(),))
+    assert torch.equal(first, trained((source(),)))
+    assert not torch.equal(first, trained((source(seed=1),)))
+
+
+# --- bad input
+
+
+def test_prompts_that_do_not_fit_the_class_are_refused(saved_edit: SavedFolder) -> None:
+    sizes = [ImageSize(64, 64)]
+
+    def refuse(name: str, *images: list[ImageSize]) -> None:
+        prompts = ["make it red", "make it <image>blue"][: len(images)]
+        FAMILY.refuse_prompts(str(saved_edit(name)), settings_of(name), prompts, images)
+
+    for name in EDITS:
+        refuse(name, sizes, sizes)
+    for name in SEVERAL:
+        refuse(name, sizes * 3, sizes)
+    cases: list[tuple[str, list[ImageSize], str, str]] = [
+        ("qwen_image_edit", [], "0 source images", "QwenImageEditPipeline edits an image"),
+        ("qwen_image_edit_plus", [], "0 source images", "QwenImageEditPlusPipeline edits an image"),
+        ("qwen_image_edit", sizes * 2, "2 source images", "takes 1 of them"),
+        ("flux_kontext", sizes * 2, "2 source images", "takes 1 of them"),
+        ("bria", sizes, "1 source images", "makes images from text alone"),
+        ("flux2", [ImageSize(64, 63)], "source image of 64x63 pixels", "at least 64 pixels"),
+        ("flux2", [ImageSize(64, 513)], "source image of 64x513 pixels", "at most 8 times"),
+        ("flux_kontext", [ImageSize(3, 8)], "source image of 3x8 pixels", "at least 4 pixels"),
+    ]
+    for name, given, value, hint in cases:
+        before = sizes if name != "bria" else []
+        with pytest.raises(InputError, match=hint) as refused:
+            refuse(name, before, given)
+        assert (refused.value.place, refused.value.value) == ("prompt", value)
+        assert "make it <image>blue" in refused.value.hint
+    for name in NEED_SOURCES:
+        with pytest.raises(InputError, match="edits an image"):
+            FAMILY.refuse_prompts(str(saved_edit(name)), settings_of(name), PROMPTS)
+
+
+def test_a_pipeline_with_a_mask_is_refused(saved_edit: SavedFolder, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved_edit("flux_kontext"), tmp_path / "masked"))
+    index = folder / "model_index.json"
+    for name, argument in (("FluxKontextInpaintPipeline", "mask_image"), ("BriaFiboEditPipeline", "mask")):
+        index.write_text(index.read_text().replace("FluxKontextPipeline", name))
+        with pytest.raises(InputError, match=f"source images: its call takes {argument}") as refused:
+            FAMILY.refuse_unusable(str(folder), settings_of("flux_kontext"))
+        assert refused.value.place == "policy.model"
+        index.write_text(index.read_text().replace(name, "FluxKontextPipeline"))
+
+
+def test_a_source_that_cannot_be_decoded_is_named(saved_edit: SavedFolder) -> None:
+    policy = load(saved_edit("flux_kontext"), settings_of("flux_kontext"))
+    broken = SourceImage.of(source().content[:60])
+    with pytest.raises(InputError, match="cannot be decoded") as refused:
+        sampled(policy, [request(sources=(broken,))])
+    assert broken.digest[:16] in str(refused.value.place)
+
+
+def test_a_pipeline_that_does_not_look_at_its_source_is_refused(
+    saved_edit: SavedFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load(saved_edit("flux2_klein"), settings_of("flux2_klein"))
+    assert compatibility.why_incompatible(policy.denoising) is None
+    prepare = policy.denoising.pipeline.prepare_image_latents
+
+    def blind(*args: Any, **kwargs: Any) -> Any:
+        latents, ids = prepare(*args, **kwargs)
+        return torch.zeros_like(latents), ids
+
+    monkeypatch.setattr(policy.denoising.pipeline, "prepare_image_latents", blind)
+    assert "does not look at it" in str(compatibility.why_incompatible(policy.denoising))
+
+
+def test_sources_above_the_image_s_size_are_scaled_down_for_kontext_alone() -> None:
+    large = SourceImage.of(encode_png(picture(128, 64, 0)))
+    size = ImageSize(32, 64)
+    kontext = SOURCES["FluxKontextPipeline"].argument((large,), size)
+    # 2048 pixels at 2:1 are 64 x 32.
+    assert kontext.size == (64, 32)
+    (reference,) = SOURCES["Flux2Pipeline"].argument((large,), size)
+    assert reference.size == (128, 64)
+    assert SOURCES["FluxKontextPipeline"].argument((large,), ImageSize(128, 128)).size == (128, 64)

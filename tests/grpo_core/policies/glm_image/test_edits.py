@@ -1,0 +1,414 @@
+"""Edits of source images: what is sampled and scored is what the stock classes compute, and other sources are seen."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import GlmImagePipeline
+from PIL import Image
+from torch import Tensor
+
+from data.edits import Edit, all_edits
+from data.shapes import draw
+from data.tiny_glm_image.editing import build_editor
+from grpo_core.actions import DenoisingBatch, Sources, TokenBatch
+from grpo_core.collect import collect_rollouts, join_groups
+from grpo_core.errors import InputError
+from grpo_core.images import SourceImage, encode_png
+from grpo_core.parity import ParityError, ParityTolerance
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.records import GroupRequest, RolloutGroup
+from grpo_core.streams import STREAMS, ImageSize
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.policy_update import update_policy
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings
+from tests.grpo_core.policies.trained.tiny_models import disturb
+from tests.tiny_policies import EDIT_MODEL, MODEL, build_policy
+
+# At 128 x 64 pixels the decoder's timesteps and sigmas differ.
+SETTINGS = GlmImageSettings(height=64, width=128, num_inference_steps=4, guidance_scale=1.5, sde_window_size=2)
+FULL, ADAPTERS = TrainingChoice(lora=None), TrainingChoice(LoraSettings(rank=4, alpha=8.0))
+CODES = 73
+
+
+def source(edit: Edit, size: tuple[int, int] = (64, 64)) -> SourceImage:
+    """The edit's source image; larger ones show it on a larger canvas."""
+    canvas = Image.new("RGB", size, (20, 20, 20))
+    canvas.paste(draw(edit.source))
+    return SourceImage.of(encode_png(canvas))
+
+
+EDITS = all_edits()[::700]
+SQUARE, WIDE, OTHER = source(EDITS[0]), source(EDITS[1], (128, 64)), source(EDITS[2])
+# Two prompts of one text and other images, as edits have them, of different sizes and lengths.
+PROMPTS: list[tuple[str, tuple[SourceImage, ...]]] = [
+    ("make the circle blue", (SQUARE,)),
+    ("make the circle blue", (WIDE,)),
+    ('<image> write "OPEN" at the top', (OTHER,)),
+]
+
+
+def loaded(choice: TrainingChoice = ADAPTERS, settings: GlmImageSettings = SETTINGS, noise: float = 0.02) -> Any:
+    policy = GlmImagePolicy.load(str(EDIT_MODEL), settings, dict.fromkeys(STREAMS, choice))
+    for component in policy.components.values():
+        disturb(component.trainable_parameters(), noise)
+    return policy
+
+
+def request(prompt: str, sources: tuple[SourceImage, ...], window_start: int | None = 1) -> GroupRequest:
+    names = tuple(f"{prompt[:6]} {[each.digest[:4] for each in sources]} {row}" for row in range(3))
+    # The first of two drafts twice.
+    return GroupRequest(prompt, names, (5, 5, 6), (1, 1, 1), (11, 12, 13), window_start=window_start, sources=sources)
+
+
+MIXED = [
+    *(request(*prompt) for prompt in PROMPTS),
+    request("join them", (OTHER, SQUARE)),
+    request("a red circle", ()),
+]
+
+
+@pytest.fixture(scope="module")
+def collected() -> tuple[GlmImagePolicy, list[RolloutGroup]]:
+    """Adapters away from zero, groups of one and two sources and of none; not to be changed."""
+    policy = loaded()
+    return policy, list(collect_rollouts(policy, MIXED, prompts_per_batch=4))
+
+
+def tokens_of(groups: Sequence[RolloutGroup]) -> tuple[TokenBatch, Tensor]:
+    rows = join_groups(groups, torch.ones(len(groups), 3))
+    assert isinstance(rows.actions, TokenBatch)
+    return rows.actions, rows.rollout_logprobs
+
+
+def steps_of(groups: Sequence[RolloutGroup]) -> tuple[DenoisingBatch, Tensor]:
+    rows = join_groups(groups, torch.ones(len(groups), 3), "denoising")
+    assert isinstance(rows.actions, DenoisingBatch)
+    return rows.actions, rows.rollout_logprobs
+
+
+# --- the stock processor and model as the oracle
+
+
+def stock_inputs(policy: GlmImagePolicy, prompts: Sequence[tuple[str, Sequence[SourceImage]]]) -> Any:
+    content = [
+        [
+            *({"type": "image", "image": policy.tokens.sources.image(each)} for each in sources),
+            {"type": "text", "text": text},
+        ]
+        for text, sources in prompts
+    ]
+    kwargs = {"padding": True, "target_h": 64, "target_w": 128, "return_tensors": "pt"}
+    messages = [[{"role": "user", "content": each}] for each in content]
+    return policy.tokens.pipeline.processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, processor_kwargs=kwargs
+    )
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_ids_and_positions_are_those_of_the_processor_and_the_model(
+    collected: tuple[GlmImagePolicy, list[RolloutGroup]], sources: int
+) -> None:
+    policy, _ = collected
+    prompts = [("make the circle blue", (SQUARE, WIDE)[:sources]), ("make it", (WIDE, OTHER)[:sources])]
+    inputs, model = stock_inputs(policy, prompts), policy.tokens._base.model
+    features = model.get_image_features(
+        inputs["pixel_values"], inputs["image_grid_thw"], inputs["images_per_sample"]
+    ).pooler_output
+    ids = inputs["input_ids"]
+    ids = ids.masked_scatter(ids == policy.tokens._base.config.image_token_id, model.get_image_tokens(features))
+    expected, _ = model.get_rope_index(
+        inputs["input_ids"], inputs["image_grid_thw"], inputs["images_per_sample"], inputs["attention_mask"]
+    )
+    decoded = model._cached_decode_position_ids.permute(1, 0, 2)
+    encoded = policy.tokens._encode([text for text, _ in prompts], SETTINGS.size, tuple(own for _, own in prompts))
+    assert torch.equal(encoded.input_ids, ids)
+    assert torch.equal(encoded.attention_mask, inputs["attention_mask"])
+    assert torch.equal(encoded.position_ids, torch.cat([expected, decoded], -1))
+
+
+@torch.no_grad()
+def test_log_probs_are_those_of_the_models_own_prefill_and_decode(
+    collected: tuple[GlmImagePolicy, list[RolloutGroup]],
+) -> None:
+    """With pixels, token by token, and the positions that the model keeps for itself after its prefill."""
+    policy, groups = collected
+    tokens, logprobs = tokens_of(groups[1:2])
+    inputs = stock_inputs(policy, PROMPTS[1:2])
+    attention = inputs.pop("attention_mask")
+    with policy.tokens._sampling():
+        output = policy.tokens._base(**inputs, attention_mask=attention, use_cache=True)
+        expected = []
+        for token in tokens.token_ids[0]:
+            expected.append(torch.log_softmax(output.logits[0, -1, :CODES], -1)[token])
+            attention = torch.cat([attention, attention.new_ones(1, 1)], 1)
+            output = policy.tokens._base(
+                input_ids=token.reshape(1, 1),
+                attention_mask=attention,
+                past_key_values=output.past_key_values,
+                use_cache=True,
+            )
+    assert len(expected) == 8 * 16
+    torch.testing.assert_close(torch.stack(expected), logprobs[0], rtol=0, atol=1e-4)
+
+
+def test_images_are_those_of_the_pipeline_itself() -> None:
+    """The stock pipeline takes each row's sources through its decoder; here they are shared."""
+    policy = loaded(FULL, noise=0.0)
+    (group,) = collect_rollouts(policy, [request(*PROMPTS[1], window_start=None)], prompts_per_batch=1)
+    codes = policy.tokens.sources.codes(WIDE)
+    doubled = codes.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    large = group.streams["tokens"].actions.token_ids.reshape(-1, 8, 16)
+    own = policy.decoder.pipeline(
+        [PROMPTS[1][0]] * 3,
+        image=[[WIDE.open()]] * 3,
+        height=64,
+        width=128,
+        prior_token_ids=large.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1),
+        prior_token_image_ids=[doubled.flatten()] * 3,
+        source_image_grid_thw=[torch.tensor([[1, 16, 32]])] * 3,
+        generator=[torch.Generator().manual_seed(1) for _ in range(3)],
+        num_inference_steps=4,
+        guidance_scale=1.5,
+    ).images
+    assert [image.tobytes() for image in group.outputs] == [image.tobytes() for image in own]
+    other = list(collect_rollouts(policy, [request(PROMPTS[1][0], (), window_start=None)], prompts_per_batch=1))
+    assert other[0].outputs[0].tobytes() != own[0].tobytes()
+
+
+# --- stored and recomputed
+
+
+@torch.no_grad()
+def test_stored_and_recomputed_log_probs_of_fresh_weights_agree(tiny_pipeline: GlmImagePipeline) -> None:
+    """In fp32, where the shipped model is off by up to 1e-4 in single tokens: its attention is sharp."""
+    policy = build_policy(build_editor(tiny_pipeline), height=64, width=128, disturbed=0.02)
+    for sources in (((SQUARE,), (WIDE,), (OTHER,)), ((OTHER, SQUARE), (WIDE, OTHER), (SQUARE, SQUARE))):
+        sampled = policy.tokens.sample([text for text, _ in PROMPTS], group_size=2, seeds=range(6), sources=sources)
+        policy.tokens.prepare_for_update()
+        found = policy.tokens.logprobs(sampled.actions).logprobs
+        torch.testing.assert_close(found, sampled.rollout_logprobs, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_stored_and_recomputed_log_probs_agree_in_double_precision() -> None:
+    policy = loaded()
+    policy.tokens.trained.model.double()
+    groups = list(collect_rollouts(policy, MIXED, prompts_per_batch=4))
+    for component in policy.components.values():
+        component.prepare_for_update()
+    tokens, logprobs = tokens_of(groups)
+    assert tokens.loss_mask.sum(-1).tolist() == [128] * 12 + [138] * 3
+    found = torch.where(tokens.loss_mask, policy.tokens.logprobs(tokens).logprobs, 0.0)
+    torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-6)
+    for row in (4, 10, 14):
+        alone = policy.tokens.logprobs(tokens.select([row]).trimmed()).logprobs
+        torch.testing.assert_close(alone[0], found[row, : alone.shape[1]], rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_stored_and_recomputed_steps_agree(collected: tuple[GlmImagePolicy, list[RolloutGroup]]) -> None:
+    policy, groups = collected
+    policy.decoder.prepare_for_update()
+    steps, logprobs = steps_of(groups)
+    torch.testing.assert_close(policy.decoder.logprobs(steps).logprobs, logprobs, rtol=0, atol=1e-6)
+    for row in (4, 10, 14):
+        alone = policy.decoder.logprobs(steps.select([row])).logprobs
+        torch.testing.assert_close(alone[0], logprobs[row], rtol=0, atol=1e-6)
+
+
+MISTAKES: dict[str, Sources | None] = {
+    "another image": ((SQUARE,), (OTHER,), (OTHER,), (OTHER, SQUARE)),
+    "a missing image": ((SQUARE,), (WIDE,), (), (OTHER, SQUARE)),
+    "no image": None,
+    "an exchanged pair": ((SQUARE,), (WIDE,), (OTHER,), (SQUARE, OTHER)),
+    "images of another prompt": ((WIDE,), (SQUARE,), (OTHER,), (OTHER, SQUARE)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_gate_refuses_other_sources_and_names_the_samples(
+    collected: tuple[GlmImagePolicy, list[RolloutGroup]], mistake: str
+) -> None:
+    policy, groups = collected
+    rows, wrong = join_groups(groups[:4], torch.ones(4, 3)), MISTAKES[mistake]
+    by_row = None if wrong is None else tuple(each for each in wrong for _ in range(3))
+    tokens = rows.actions
+    assert isinstance(tokens, TokenBatch)
+    assert tokens.sources is not None
+    assert by_row != tokens.sources
+    off = [True] * 12 if by_row is None else [a != b for a, b in zip(by_row, tokens.sources, strict=True)]
+    optimizer = PolicyOptimizer(policy.tokens.trainable_parameters(), OptimizerSettings(1e-3))
+    with pytest.raises(ParityError) as refused:
+        update_policy(
+            policy.tokens,
+            optimizer,
+            replace(rows, actions=replace(tokens, sources=by_row)),
+            UpdateSettings(micro_batch_size=12),
+            seed=0,
+        )
+    assert refused.value.report.max_difference > 1
+    assert set(refused.value.report.worst_samples) <= {
+        name for name, wrong in zip(rows.sample_ids, off, strict=True) if wrong
+    }
+
+
+def test_a_decoder_with_other_sources_is_far_beyond_its_tolerance(
+    collected: tuple[GlmImagePolicy, list[RolloutGroup]],
+) -> None:
+    policy, groups = collected
+    rows = join_groups(groups[:1], torch.ones(1, 3), "denoising")
+    steps = rows.actions
+    assert isinstance(steps, DenoisingBatch)
+    optimizer = PolicyOptimizer(policy.decoder.trainable_parameters(), OptimizerSettings(1e-3))
+    for wrong in (((OTHER,),) * 3, None):
+        with pytest.raises(ParityError):
+            update_policy(
+                policy.decoder,
+                optimizer,
+                replace(rows, actions=replace(steps, sources=wrong)),
+                UpdateSettings(micro_batch_size=3, clip_range=1e-4),
+                seed=0,
+                parity=ParityTolerance(1e-5, 1e-6),
+            )
+
+
+# --- gradients
+
+
+def gradient_of_update(policy: GlmImagePolicy, stream: Any, groups: list[RolloutGroup], advantages: Tensor) -> Any:
+    """The gradient of one optimizer step, out of the optimizer's first moment."""
+    component, rows = policy.components[stream], join_groups(groups, advantages, stream)
+    optimizer = PolicyOptimizer(component.trainable_parameters(), OptimizerSettings(1e-9, betas=(0.5, 0.999)))
+    settings = UpdateSettings(micro_batch_size=3, max_grad_norm=1e9, clip_range=1e-4)
+    update_policy(component, optimizer, rows, settings, seed=0, parity=ParityTolerance(1e-5, 1e-6))
+    return {name: 2 * value for name, value in optimizer.state().items() if name.endswith("|exp_avg")}
+
+
+ADVANTAGES = torch.tensor([[1.0, -0.5, 0.25], [-1.0, 2.0, 0.5], [0.0, 1.0, -1.0]])
+
+
+def test_the_token_models_gradient_is_that_of_a_plain_script() -> None:
+    policy = loaded(FULL, noise=0.0)
+    groups = list(collect_rollouts(policy, [request(*prompt) for prompt in PROMPTS], prompts_per_batch=3))
+    found = gradient_of_update(policy, "tokens", groups, ADVANTAGES)
+    # Pixels go through the tower in this pass, and the loss is written out: at a ratio of 1 it is -A log p.
+    model = policy.tokens._base
+    model.zero_grad()
+    for prompt, group, advantages in zip(PROMPTS, groups, ADVANTAGES, strict=True):
+        inputs = stock_inputs(policy, [(prompt[0].removeprefix("<image> "), prompt[1])] * 3)
+        tokens = group.streams["tokens"].actions.token_ids
+        positions, _ = model.model.get_rope_index(
+            inputs["input_ids"], inputs["image_grid_thw"], inputs["images_per_sample"], inputs["attention_mask"]
+        )
+        decoded = model.model._cached_decode_position_ids.permute(1, 0, 2)
+        length = inputs["input_ids"].shape[1]
+        attention = torch.cat([inputs["attention_mask"], torch.ones_like(tokens[:, 1:])], 1)
+        logits = model(
+            input_ids=torch.cat([inputs["input_ids"], tokens[:, :-1]], 1),
+            attention_mask=attention,
+            position_ids=torch.cat([positions, decoded], -1)[:, :, : attention.shape[1]],
+            **{name: inputs[name] for name in ("pixel_values", "image_grid_thw", "images_per_sample")},
+        ).logits[:, length - 1 :, :CODES]
+        chosen = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        (-(advantages[:, None] * chosen).sum() / (9 * 128)).backward()
+    model.model.rope_deltas = model.model._cached_decode_position_ids = model.model._prefill_len = None
+    for name, parameter in policy.tokens.trainable_parameters().items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[f"{name}|exp_avg"], parameter.grad, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_decoders_gradient_is_that_of_the_pipeline_without_sharing(
+    monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+) -> None:
+    """The pass that writes the cache has a part in it: without that part the gradient is another."""
+    policy = loaded(TrainingChoice(lora=None, gradient_checkpointing=checkpointing), noise=0.0)
+    groups = list(collect_rollouts(policy, [request(*prompt) for prompt in PROMPTS], prompts_per_batch=3))
+    written: list[bool] = []
+    handle = policy.decoder.pipeline.transformer.register_forward_hook(
+        lambda module, args, kwargs, output: written.append(kwargs["kv_caches"][0].mode == "write"), with_kwargs=True
+    )
+    found = gradient_of_update(policy, "denoising", groups, ADVANTAGES)
+    handle.remove()
+    assert sum(written) == 3 * 3
+    plain = loaded(FULL, noise=0.0)
+    monkeypatch.setattr("grpo_core.policies.glm_image.policy.shared_by_rows", lambda transformer: torch.enable_grad())
+    rows = join_groups(groups, ADVANTAGES, "denoising")
+    logprobs = plain.decoder.logprobs(rows.actions).logprobs
+    (-(rows.advantages[:, None] * logprobs).sum() / logprobs.numel()).backward()
+    for name, parameter in plain.decoder.trainable_parameters().items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[f"{name}|exp_avg"], parameter.grad, rtol=1e-3, atol=1e-7)
+
+
+# --- sources are encoded once
+
+
+def test_codes_are_computed_once_per_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, encoded = loaded(), list[tuple[int, int]]()
+    original = policy.tokens.sources._encode
+
+    def counted(image: Image.Image) -> Tensor:
+        encoded.append(image.size)
+        return original(image)
+
+    monkeypatch.setattr(policy.tokens.sources, "_encode", counted)
+    groups = list(collect_rollouts(policy, [request(*prompt) for prompt in PROMPTS], prompts_per_batch=2))
+    policy.tokens.logprobs(tokens_of(groups)[0])
+    policy.decoder.logprobs(steps_of(groups)[0])
+    again = SourceImage.of(SQUARE.content)
+    assert torch.equal(policy.tokens.sources.codes(again), policy.tokens.sources.codes(SQUARE))
+    assert encoded == [(64, 64), (128, 64), (64, 64)]
+
+
+def test_codes_do_not_depend_on_autocast() -> None:
+    policy = loaded(noise=0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = policy.tokens.sources.codes(WIDE)
+    assert torch.equal(found, loaded(noise=0.0).tokens.sources.codes(WIDE))
+
+
+def test_small_sources_are_read_as_their_enlargement() -> None:
+    policy = loaded(noise=0.0)
+    image = draw(EDITS[0].source).resize((40, 33), Image.Resampling.NEAREST)
+    small = SourceImage.of(encode_png(image))
+    enlarged = SourceImage.of(encode_png(image.resize((80, 64), Image.Resampling.BICUBIC)))
+    assert policy.tokens.sources.codes(small).shape == (8, 10)
+    assert torch.equal(policy.tokens.sources.codes(small), policy.tokens.sources.codes(enlarged))
+
+
+# --- refusals
+
+
+def test_images_that_cannot_be_read_are_refused_before_a_model_loads() -> None:
+    from grpo_core.policies.glm_image.family import FAMILY
+
+    square, long = ImageSize(64, 64), ImageSize(64, 258)
+    FAMILY.refuse_prompts(str(EDIT_MODEL), SETTINGS, ["make it blue", "a red circle"], [(square, square), ()])
+    with pytest.raises(InputError, match="at most 4 short sides") as refused:
+        FAMILY.refuse_prompts(str(EDIT_MODEL), SETTINGS, ["make it blue", "and red"], [(square,), (long,)])
+    assert "and red" in refused.value.place
+    with pytest.raises(InputError, match="4096 positions") as refused:
+        FAMILY.refuse_prompts(str(EDIT_MODEL), SETTINGS, ["make it blue"], [(ImageSize(256, 256),) * 4])
+    assert refused.value.value == "4 images"
+    with pytest.raises(InputError, match="code for 32 pixels") as refused:
+        FAMILY.refuse_prompts(str(MODEL), SETTINGS, ["make it blue"], [(square,)])
+    assert refused.value.place == "policy.model"
+
+
+def test_a_model_that_cannot_edit_refuses_sources(shipped_pipeline: GlmImagePipeline) -> None:
+    from grpo_core.policies.glm_image.sources import SourceEncoder
+
+    with pytest.raises(InputError, match="code for 32 pixels"):
+        SourceEncoder(shipped_pipeline).codes(SQUARE)
+
+
+def test_a_truncated_source_is_refused_by_its_digest(collected: tuple[GlmImagePolicy, list[RolloutGroup]]) -> None:
+    broken = SourceImage.of(SQUARE.content[:-100])
+    with pytest.raises(InputError, match=broken.digest[:16]):
+        collected[0].tokens.sources.codes(broken)
