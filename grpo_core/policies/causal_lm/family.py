@@ -109,7 +109,8 @@ class CausalLMFamily:
                 "the model has no small copy to be tried on; a run tries it with its weights before it samples"
             )
         if choice.lora is not None and choice.lora.targets is None:
-            notes += filter(None, [describe_left_out(trained)])
+            adapted: Any = trained.model
+            notes += filter(None, [describe_left_out(adapted.get_base_model())])
         return tuple(notes)
 
     def sizes(
