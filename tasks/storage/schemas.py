@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from grpo_core.streams import STREAMS, Modality, Stream
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """The one version of stored tables that this program writes and reads."""
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -117,6 +117,8 @@ _TEXTS = [
     ("stop", pa.string()),  # JSON list
     ("system_prompt", pa.string()),
     ("chat_template", pa.bool_()),  # null: as the tokenizer has it
+    ("min_pixels", pa.int64()),  # of images in prompts; null: as the image processor has it
+    ("max_pixels", pa.int64()),
 ]
 
 

@@ -190,13 +190,19 @@ def print_messages(
     return printed
 
 
-def require_room(prompt: str, length: int, settings: CausalLMSettings, context: int | None) -> None:
-    """Raise InputError for a prompt that leaves no room for a completion of full length."""
+def require_room(prompt: str, length: int, settings: CausalLMSettings, context: int | None, of_images: int = 0) -> None:
+    """Raise InputError for a prompt that leaves no room for a completion of full length.
+
+    Args:
+        length: number of its ids.
+        context: number of ids that the model can read; None if unbounded.
+        of_images: how many of its ids are placeholders of images.
+    """
     room = None if context is None else context - settings.max_completion_length
     if room is not None and length > room:
         shown = prompt if len(prompt) <= 80 else f"{prompt[:80]}..."
         hint = (
-            f"It has {length} ids, and at most {room} leave room for max_completion_length "
+            f"It has {length} ids{f', {of_images} of them of its images' if of_images else ''}, and at most {room} leave room for max_completion_length "
             f"{settings.max_completion_length} in the model's {context}. Shorten it, or lower "
             "rollout.max_completion_length."
         )

@@ -177,7 +177,9 @@ class _Written:
     def add(self, index: int, logits: Float[Tensor, "rows ids"]) -> None:
         """Sample the token at `index` of every row that has not ended."""
         rule, rows = self.rule, self.rows
-        distribution = truncate(vocabulary_logprobs(logits, rule.vocabulary, rule.temperature, rule.forbidden), rule.truncation)
+        distribution = truncate(
+            vocabulary_logprobs(logits, rule.vocabulary, rule.temperature, rule.forbidden), rule.truncation
+        )
         sampled = draw_tokens(distribution, self.uniforms[rows, index])
         if self.recorder is not None:
             self.recorder.add(distribution[self.active], rows[self.active].tolist())
@@ -273,9 +275,7 @@ def _inputs(
     return {
         "input_ids": torch.cat([encoded.input_ids, torch.where(loss_mask, token_ids, 0)], 1),
         "attention_mask": torch.cat([encoded.attention_mask, loss_mask.to(encoded.attention_mask.dtype)], 1),
-        "position_ids": torch.cat(
-            [encoded.position_ids, encoded.positions(torch.where(loss_mask, positions, 0))], -1
-        ),
+        "position_ids": torch.cat([encoded.position_ids, encoded.positions(torch.where(loss_mask, positions, 0))], -1),
         **encoded.arguments(token_ids.shape[1]),
     }
 
