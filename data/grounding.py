@@ -135,6 +135,11 @@ def split_scenes(seed: int, *, train: int, heldout: int, shapes: int = 1) -> tup
     return seen, unseen
 
 
+PROMPT_FILES = {1: ("grounding_train.parquet", "grounding_heldout.parquet")} | {
+    2: ("grounding_two_train.parquet", "grounding_two_heldout.parquet")
+}
+"""Training and held-out prompts, by the number of shapes in an image."""
+
 _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 _SCHEMA = pa.schema({"prompt": pa.string(), "image": _IMAGE, "box": pa.list_(pa.int32())})
 # What the library `datasets` needs to show the column as images.
@@ -143,6 +148,13 @@ _FEATURES = {
     "image": {"_type": "Image"},
     "box": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "List"},
 }
+
+
+def write_prompt_files(folder: Path, seed: int, *, train: int, heldout: int) -> None:
+    """Write the prompt files of one shape in an image and of two, with so many rows each."""
+    for shapes, names in PROMPT_FILES.items():
+        for scenes, name in zip(split_scenes(seed, train=train, heldout=heldout, shapes=shapes), names, strict=True):
+            write_scenes(scenes, folder / name)
 
 
 def write_scenes(scenes: Sequence[GroundingScene], file: Path) -> None:
@@ -161,3 +173,24 @@ def png_of(scene: GroundingScene) -> bytes:
     buffer = io.BytesIO()
     scene.draw().save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
+
+
+MEDGROUND_FILE = "train.json"
+_ENLARGED = 8
+
+
+def write_medground_example(folder: Path, seed: int, count: int) -> None:
+    """Write data as MedGround-R1 reads it: an array of objects with image, problem and solution, and the images.
+
+    The images, 448 x 448 pixels, show shapes and not X-rays; file names are relative to the folder.
+    """
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number, scene in enumerate(split_scenes(seed, train=count, heldout=0, shapes=2)[0]):
+        name, asked = f"images/{number:02d}.png", scene.shapes[0]
+        image = scene.draw().resize((_ENLARGED * SIDE, _ENLARGED * SIDE), Image.Resampling.NEAREST)
+        image.save(folder / name, "PNG", optimize=True)
+        problem = f"Please give the bounding box of the region that this phrase describes: {asked.color} {asked.shape}."
+        rows.append({"image": name, "problem": problem, "solution": [_ENLARGED * edge for edge in asked.box]})
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    (folder / MEDGROUND_FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")

@@ -106,36 +106,51 @@ class BoxIouReward(Reward):
         return [NOT_APPLICABLE if wanted[row] is None else self._score_row(batch, row) for row in range(len(batch))]
 
     def _score_row(self, batch: ScoringBatch, row: int) -> Score:
-        place = f"rewards.box_iou, sample {batch.sample_ids[row]}"
         columns = {name: values[row] for name, values in batch.columns.items()}
         sizes = [image.size for image in batch.source_images[row]] if batch.source_images else []
-        size = self._size_of(columns, sizes, place)
-        wanted = wanted_boxes(columns[self.column], f"{place}, column {self.column}", size)
+        try:
+            wanted, size, extent = self._data_of(columns, sizes)
+        except InputError as error:
+            place = f"rewards.box_iou, sample {batch.sample_ids[row]}, {error.place}"
+            raise InputError(place, error.value, error.hint) from error
         given = read_boxes(batch.completions[row])
-        if size is not None:
-            extent = self._extent(size, place)
+        if size is not None and extent is not None:
             given = [None if box is None else _rescaled(box, extent, size) for box in given]
         raw = matched_iou(given, wanted)
         return Score(raw if self.threshold is None else matched_iou(given, wanted, self.threshold), raw)
 
-    def _size_of(self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]], place: str) -> Size | None:
-        """Return the image's width and height in pixels; None where they are not known and not needed."""
+    def check_prompt(self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]]) -> None:
+        """Refuse a prompt with wrong boxes, boxes beyond its image, or an image of unknown or impossible size."""
+        if columns.get(self.column) is not None:
+            self._data_of(columns, sizes)
+
+    def _data_of(
+        self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]]
+    ) -> tuple[list[Box], Size | None, Size | None]:
+        """Return the wanted boxes, the image's size, and the coordinates of its lower right corner in a completion.
+
+        The latter two are None where the size is neither known nor needed.
+        """
+        size = self._size_of(columns, sizes)
+        wanted = wanted_boxes(columns[self.column], f"column {self.column}", size)
+        return wanted, size, None if size is None else self._extent(size)
+
+    def _size_of(self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]]) -> Size | None:
         if sizes:
             if self.image >= len(sizes):
                 hint = f"The prompt has {len(sizes)} images, and the first is number 0."
-                raise InputError(f"{place}, image", self.image, hint)
+                raise InputError("image", self.image, hint)
             return sizes[self.image]
         if self.coordinates == "pixels":
             return None
-        width, height = (_side(columns, name, place) for name in (self.width_column, self.height_column))
+        width, height = (_side(columns, name) for name in (self.width_column, self.height_column))
         return width, height
 
-    def _extent(self, size: Size, place: str) -> Size:
-        """Return the coordinates of the image's lower right corner in the completion."""
+    def _extent(self, size: Size) -> Size:
         if self.coordinates == "input_pixels":
             if max(size) > MAX_ASPECT * min(size):
                 hint = f"The processor takes images of at most {MAX_ASPECT} to 1: crop it."
-                raise InputError(f"{place}, image", f"{size[0]:g}x{size[1]:g} pixels", hint)
+                raise InputError("image", f"{size[0]:g}x{size[1]:g} pixels", hint)
             return resized_size(size, self.factor, self.min_pixels, self.max_pixels)
         return {"pixels": size, "thousand": (1000.0, 1000.0), "unit": (1.0, 1.0)}[self.coordinates]
 
@@ -268,11 +283,11 @@ def _is_within(box: Box, extent: Size) -> bool:
     return min(box[:2]) >= 0 and box[2] <= extent[0] and box[3] <= extent[1]
 
 
-def _side(columns: Mapping[str, object], column: str, place: str) -> float:
+def _side(columns: Mapping[str, object], column: str) -> float:
     side = columns.get(column)
     if not isinstance(side, int | float) or isinstance(side, bool) or not 1 <= side <= MAX_COORDINATE:
         hint = "Give the image's width and height in pixels, or set coordinates: pixels."
-        raise InputError(f"{place}, column {column}", side, hint)
+        raise InputError(f"column {column}", side, hint)
     return float(side)
 
 

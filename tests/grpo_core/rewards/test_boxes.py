@@ -247,6 +247,17 @@ def test_a_wanted_box_beyond_the_image_names_the_sample_and_the_column() -> None
         assert refusal(seen, "[0,0,1,1]", box, (40, 40)) == ("rewards.box_iou, sample s0, column box", box)
 
 
+def test_a_prompt_is_refused_before_anything_is_sampled() -> None:
+    reward = BoxIouReward(coordinates="thousand")
+    reward.check_prompt({"box": [0, 0, 40, 40]}, [(40, 40)])
+    reward.check_prompt({"box": [0, 0, 40, 40], "width": 40, "height": 40}, [])
+    reward.check_prompt({"box": None}, [])
+    reward.check_prompt({}, [])
+    assert refusal(reward.check_prompt, {"box": [0, 0, 41, 40]}, [(40, 40)]) == ("column box", [0, 0, 41, 40])
+    assert refusal(reward.check_prompt, {"box": "4"}, [(40, 40)]) == ("column box", "4")
+    assert refusal(reward.check_prompt, {"box": [0, 0, 4, 4]}, []) == ("column width", None)
+
+
 def test_boxes_are_in_the_image_that_is_chosen() -> None:
     two = [Image.new("RGB", size) for size in ((10, 20), (200, 100))]
     row = replace(batch("[500,500,1000,1000]", [100, 50, 200, 100]), source_images=[two])
