@@ -21,7 +21,7 @@ MANIFEST_ENDING = ".manifest.json"
 _OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range", "streams")
 _OF_ONE_FILE = (
     *("prompts", "split", "subset", "revision", "streaming", "prompt_column", "columns", "limit"),
-    *("targets", "target_column", "height", "width"),
+    *("targets", "target_column", "image_column", "max_image_pixels", "height", "width"),
 )
 
 
@@ -30,6 +30,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
     return [
         *_datasets(config),
         *_sizes(config),
+        *_images(config),
         *_messages(config),
         *reward_contradictions(config),
         *stream_contradictions(config),
@@ -83,6 +84,15 @@ def _sizes(config: RunConfig) -> Iterator[InputError]:
                 yield InputError(f"{where}.{name}", value, "Texts have no size; leave it out.")
             elif len(given) == 1:
                 yield InputError(f"{where}.{name}", value, "Give width and height, or neither for the rollout's.")
+
+
+def _images(config: RunConfig) -> Iterator[InputError]:
+    """Yield every bound of images in prompts where no column has any."""
+    for where, dataset in config.datasets:
+        read = dataset.image_column is not None or policy_family(config.policy.kind).reads_images
+        if dataset.max_image_pixels is not None and not read:
+            hint = "No images are read from these prompts; name their image_column, or leave this out."
+            yield InputError(f"{where}.max_image_pixels", dataset.max_image_pixels, hint)
 
 
 def _messages(config: RunConfig) -> Iterator[InputError]:

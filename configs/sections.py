@@ -26,7 +26,7 @@ from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.settings import LoraSettings
 from grpo_core.settings import ImageSettings
-from grpo_core.streams import STREAMS, Stream
+from grpo_core.streams import MAX_PIXELS, STREAMS, Stream
 
 
 class KeepPoliciesSection(Section):
@@ -182,6 +182,14 @@ class _OnePromptFile(Section):
     limit: PositiveInt | None = Field(None, description="use only the first prompts, this many")
     targets: str | None = Field(None, description="folder of target images, paired by index or by target_column")
     target_column: str | None = None
+    image_column: str | None = Field(
+        None,
+        min_length=1,
+        description="images in the prompts, to edit or to look at; null: none, or of a vision model image and images",
+    )
+    max_image_pixels: int | None = Field(
+        None, gt=0, le=MAX_PIXELS, description="largest width times height of an image in a prompt; null: 8192 x 8192"
+    )
     height: PositiveInt | None = Field(None, description="of images whose row gives no size; null: the rollout's")
     width: PositiveInt | None = Field(None, description="of images whose row gives no size; null: the rollout's")
 

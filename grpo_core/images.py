@@ -60,13 +60,16 @@ class SourceImage:
         """Name a file by its digest."""
         return cls(hashlib.sha256(content).hexdigest(), content)
 
-    def open(self) -> Image.Image:
+    def open(self, place: str | None = None) -> Image.Image:
         """Decode it as 8-bit RGB, upright, transparent parts over white.
 
+        Args:
+            place: what names it in errors; None: its digest.
+
         Raises:
-            InputError: not a complete image of at most MAX_PIXELS; names the digest.
+            InputError: not a complete image of at most MAX_PIXELS.
         """
-        place = f"source image {self.digest[:16]}"
+        place = place or f"source image {self.digest[:16]}"
         try:
             return to_rgb(open_image(self.content, place), place)
         except InputError:

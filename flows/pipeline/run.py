@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import yaml
@@ -35,6 +36,7 @@ from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
 from tasks.progress import Silence, listen, log
 from tasks.prompts.curriculum import PromptSet, PromptStatistics, draw_prompts
+from tasks.prompts.sources import SourceReference
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS
 from tasks.runs.lookup import record_start, require_schema, write_description
@@ -61,6 +63,17 @@ class Run:
     training: tuple[PromptSet, ...]
     heldout: tuple[PromptSet, ...]
     start: PolicyRef | None = None
+
+    @cached_property
+    def source_references(self) -> Mapping[str, SourceReference]:
+        """The images in all prompts, by digest."""
+        prompts = (prompt for each in (*self.training, *self.heldout) for prompt in each.prompts)
+        return {source.digest: source for prompt in prompts for source in prompt.sources}
+
+    @cached_property
+    def stored_sources(self) -> set[str]:
+        """Digests of the images that this start has stored or verified."""
+        return set()
 
     @property
     def base_policy(self) -> PolicyRef:

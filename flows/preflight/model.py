@@ -60,8 +60,10 @@ def _size_problems(config: RunConfig, prompts: PromptFiles) -> list[InputError]:
 def refuse_prompt_texts(config: RunConfig, sets: Sequence[PromptSet]) -> None:
     """Raise InputError when the model cannot read one of the prompts; only its tokenizer is loaded."""
     family = policy_family(config.policy.kind)
-    texts = [prompt.text for each in sets for prompt in each.prompts]
-    family.refuse_prompts(source_of(config), config.rollout, texts)
+    prompts = [prompt for each in sets for prompt in each.prompts]
+    images = [[source.size for source in prompt.sources] for prompt in prompts]
+    texts = [prompt.text for prompt in prompts]
+    family.refuse_prompts(source_of(config), config.rollout, texts, images if any(images) else ())
 
 
 def trained_model(config: RunConfig) -> ModelSpec:

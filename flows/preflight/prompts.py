@@ -12,9 +12,11 @@ from grpo_core.images import fits_reward, shown_bounds
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
-from grpo_core.streams import ImageSize
+from grpo_core.streams import MAX_PIXELS, ImageSize
 from tasks.prompts.curriculum import PromptSet
-from tasks.prompts.read import LONG_PROMPT, DatasetChoice, Prompt, PromptFile, read_prompts
+from tasks.prompts.hub import DatasetChoice
+from tasks.prompts.read import LONG_PROMPT, Prompt, PromptFile, read_prompts
+from tasks.prompts.sources import SourceColumns
 from tasks.prompts.targets import pair_targets, read_sizes, size_place
 from tasks.reports.text import one_line, printable
 
@@ -85,6 +87,7 @@ def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[Prompt
         also=roles,
         limit=dataset.limit if dataset.streaming else None,
         choice=choice,
+        images=_source_columns(config, dataset),
     )
     default = default_size(config, dataset)
     # Of a text model, columns of these names are ordinary ones.
@@ -96,11 +99,27 @@ def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[Prompt
     return file, limited
 
 
+def _source_columns(config: RunConfig, dataset: DatasetSection) -> SourceColumns | None:
+    """Return which columns are images in prompts; None where all are columns like any other.
+
+    Many datasets have an image in each row that is no part of the prompt, so only a kind of policy that is there to
+    look at images reads them without being told.
+    """
+    if dataset.image_column is None and not policy_family(config.policy.kind).reads_images:
+        return None
+    return SourceColumns(dataset.image_column, dataset.max_image_pixels or MAX_PIXELS, dataset.limit)
+
+
 def _notes(dataset: DatasetSection, file: PromptFile, prompts: PromptSet) -> Iterator[str]:
     if dataset.prompt_column is None and file.column != "prompt":
         yield f"the prompts are column {file.column}"
     if file.commit is not None and file.commit != dataset.revision:
         yield f"commit {file.commit}; set revision to it, and the prompts stay these when the dataset changes"
+    if images := [source for prompt in prompts.prompts for source in prompt.sources]:
+        shown = sum(bool(prompt.sources) for prompt in prompts.prompts)
+        where = f" (column {', '.join(file.source_columns)})" if file.source_columns else ""
+        largest = max((source.size for source in images), key=lambda size: size.pixels)
+        yield f"{shown} of {len(prompts.prompts)} prompts have images, {len(images)}{where}; the largest is {largest}"
     lengths = {row: len(prompt.text) for row, prompt in enumerate(prompts.prompts, start=1)}
     longer = [row for row, length in lengths.items() if length > LONG_PROMPT]
     if longer:

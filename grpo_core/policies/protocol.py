@@ -126,10 +126,12 @@ class PolicyFamily(Protocol):
     Attributes:
         modality: what it generates.
         streams: of its components that can be trained, in the order of STREAMS.
+        reads_images: whether the columns image and images of a prompt file are images in prompts without being named.
     """
 
     modality: Modality
     streams: tuple[Stream, ...]
+    reads_images: bool
 
     def settings(self, values: Mapping[str, Any]) -> Any:
         """Return the frozen sampling settings from a configuration section or a stored row."""

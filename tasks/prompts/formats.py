@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -134,6 +135,22 @@ ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
 
 
+IMAGE_ROWS = 16
+"""Rows whose images are in memory at once."""
+
+
+class ImageRow(NamedTuple):
+    """The columns of a row that have images: names, data: URIs, or bytes.
+
+    Attributes:
+        values: by column.
+        again: reads a column of the row once more, so that nobody has to keep its bytes; None where they are kept.
+    """
+
+    values: Mapping[str, object]
+    again: Callable[[str], object] | None = None
+
+
 @dataclass(frozen=True)
 class PromptTable:
     """The rows of one prompt file.
@@ -141,14 +158,16 @@ class PromptTable:
     Attributes:
         place: for errors.
         columns: names of its columns, in their order; none if it has no rows.
-        binary: names of those that have no JSON values, such as images, and are never read.
-        read: yields the rows with those of the given columns that a row has.
+        binary: names of those that have no JSON values, such as images.
+        read: yields the rows with those of the given columns that a row has; no binary ones.
+        read_images: yields these columns of the same rows, which may be binary.
     """
 
     place: str
     columns: tuple[str, ...]
     binary: frozenset[str]
     read: Callable[[Collection[str]], Iterator[PromptRow]]
+    read_images: Callable[[Collection[str]], Iterator[ImageRow]]
 
 
 def open_table(file: InputFile, *, in_folder: bool) -> PromptTable:
@@ -187,7 +206,12 @@ def _table_of(rows: Sequence[PromptRow], place: str) -> PromptTable:
         for row in rows:
             yield PromptRow(row.place, {name: value for name, value in row.values.items() if name in columns})
 
-    return PromptTable(place, tuple(dict.fromkeys(name for row in rows for name in row.values)), frozenset(), read)
+    def read_images(columns: Collection[str]) -> Iterator[ImageRow]:
+        for row in rows:
+            yield ImageRow({name: row.values.get(name) for name in columns})
+
+    found = tuple(dict.fromkeys(name for row in rows for name in row.values))
+    return PromptTable(place, found, frozenset(), read, read_images)
 
 
 def _open_parquet(file: InputFile, place: str) -> PromptTable:
@@ -201,8 +225,28 @@ def _open_parquet(file: InputFile, place: str) -> PromptTable:
             records = (record for batch in parquet.iter_batches(columns=wanted) for record in batch.to_pylist())
             yield from plain_rows(records, wanted, place)
 
+    def read_images(columns: Collection[str]) -> Iterator[ImageRow]:
+        wanted = [name for name in schema.names if name in columns]
+        with _parquet(file, place) as parquet:
+            # A batch without columns has no rows either.
+            batches = parquet.iter_batches(batch_size=IMAGE_ROWS, columns=wanted or schema.names[:1])
+            records = (record for batch in batches for record in batch.to_pylist())
+            for number, record in enumerate(records):
+                yield ImageRow({name: record[name] for name in wanted}, partial(_read_cell, file, place, number))
+
     binary = frozenset(field.name for field in schema if has_bytes(field.type))
-    return PromptTable(place, tuple(schema.names), binary, read)
+    return PromptTable(place, tuple(schema.names), binary, read, read_images)
+
+
+def _read_cell(file: InputFile, place: str, row: int, column: str) -> object:
+    """Read one cell of a Parquet file; None if the file has lost the row."""
+    with _parquet(file, place) as parquet:
+        for group in range(parquet.num_row_groups):
+            rows = parquet.metadata.row_group(group).num_rows
+            if row < rows:
+                return parquet.read_row_group(group, columns=[column])[column][row].as_py()
+            row -= rows
+    return None
 
 
 @contextmanager

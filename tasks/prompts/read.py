@@ -3,145 +3,26 @@
 import hashlib
 import json
 import posixpath
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
 
-from grpo_core.errors import InputError, first_line
+from grpo_core.errors import InputError
 from grpo_core.streams import has_visible_text
 from tasks.prompts.files import PromptRow, file_ending, find_files, nearest_names
-from tasks.prompts.formats import ENDINGS, PromptTable, convert_numbers, has_bytes, open_table, plain_rows
-
-SPLIT = "train"
-"""The split that is read when none is named."""
-
-_NAME = re.compile(r"(?P<hub>hf://(datasets/)?)?(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-
-
-@dataclass(frozen=True)
-class DatasetChoice:
-    """Which part of a `datasets` repository is read, and how.
-
-    Attributes:
-        split: name of the split, or a slice of one such as `train[:1000]`; None for `train`.
-        subset: name of the configuration; None where there is only one.
-        revision: branch, tag or commit of the Hub; None for `main`.
-        streaming: read over the network while rows are wanted, instead of downloading all files first.
-    """
-
-    split: str | None = None
-    subset: str | None = None
-    revision: str | None = None
-    streaming: bool = False
-
-
-def names_dataset(source: str, choice: DatasetChoice) -> bool:
-    """Return whether prompts are read with `datasets`: a name on the Hub, or a choice that only `datasets` knows.
-
-    A bare `owner/name` is a path if its folder exists here, and a name on the Hub otherwise.
-    """
-    if choice != DatasetChoice():
-        return True
-    match = _NAME.fullmatch(source)
-    if match is None or file_ending(source) in ENDINGS:
-        return False
-    return match["hub"] is not None or not Path(source).parent.exists()
-
-
-def open_dataset(source: str, choice: DatasetChoice, limit: int | None) -> tuple[PromptTable, str | None]:
-    """Open the rows of a dataset.
-
-    Args:
-        limit: rows to read of a stream; a downloaded split is read completely.
-
-    Returns:
-        The rows, and the commit of the Hub that they are of; None for a folder, and offline.
-
-    Raises:
-        InputError: no such dataset, subset, split or revision; no network; or `datasets` is not installed.
-    """
-    place = f"data.prompts: {source}"
-    if choice.streaming and limit is None:
-        raise InputError(
-            "data.streaming", True, "A stream has no end that is known before: set limit to its first rows."
-        )
-    path, revision, commit = _located(source, choice)
-    with _one_message(source):
-        import datasets
-
-        found = datasets.load_dataset(
-            path, choice.subset, split=choice.split or SPLIT, revision=commit or revision, streaming=choice.streaming
-        )
-        features = found.features
-        if features is None:
-            # Of a stream whose files do not state their columns.
-            features = found._resolve_features().features
-    binary = frozenset(field.name for field in features.arrow_schema if has_bytes(field.type))
-
-    def read(columns: Collection[str]) -> Iterator[PromptRow]:
-        wanted = [name for name in features if name in columns and name not in binary]
-        with _one_message(source):
-            rows: Iterator[Mapping[str, Any]] = iter(found.select_columns(wanted))
-            yield from plain_rows(islice(rows, limit) if choice.streaming else rows, wanted, place)
-
-    return PromptTable(place, tuple(features), binary, read), commit
-
-
-def _located(source: str, choice: DatasetChoice) -> tuple[str, str | None, str | None]:
-    """Return the path or name for `datasets`, the revision, and the commit that the Hub says it is now."""
-    match = _NAME.fullmatch(source)
-    if Path(source).exists() or match is None:
-        if choice.revision is not None:
-            raise InputError("data.revision", choice.revision, "A folder has no revisions; leave it out.")
-        return source, None, None
-    if match["revision"] and choice.revision:
-        raise InputError("data.revision", choice.revision, f"The name says {match['revision']} already; give one.")
-    repo, revision = match["repo"], match["revision"] or choice.revision
-    with _one_message(source):
-        import huggingface_hub
-
-        if huggingface_hub.is_offline_mode():
-            # The cache has what it has; `datasets` says so where it has nothing.
-            return repo, revision, None
-        return repo, revision, huggingface_hub.HfApi().dataset_info(repo, revision=revision).sha
-
-
-@contextmanager
-def _one_message(source: str) -> Iterator[None]:
-    """Turn the errors of `datasets` and of the Hub into InputError."""
-    try:
-        from datasets.exceptions import DatasetsError
-    except ImportError as error:
-        hint = "Datasets are read with the package `datasets`: install it (pip install 'grpo-staged[datasets]')."
-        raise InputError("data.prompts", source, hint) from error
-    try:
-        yield
-    except InputError:
-        raise
-    # The errors of the Hub are among the second and third.
-    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-        reason = first_line(error).rstrip(".")
-        raise InputError("data.prompts", source, f"It cannot be read ({reason}). {_way_out(source, reason)}") from error
-
-
-def _way_out(source: str, reason: str) -> str:
-    import huggingface_hub
-
-    if "split" in reason.lower() or "config" in reason.lower():
-        return "Set split and subset to names that the dataset has."
-    if huggingface_hub.is_offline_mode() and not Path(source).exists():
-        return "HF_HUB_OFFLINE forbids downloads: unset it, or name a file or folder of this machine."
-    folder = Path(source).parent
-    near = nearest_names(Path(source).name, [each.name for each in folder.iterdir()]) if folder.is_dir() else ""
-    return f"Correct the name, or check the network{f'; {folder} has {near}' if near else ''}."
-
+from tasks.prompts.formats import ENDINGS, ImageRow, PromptTable, convert_numbers, open_table
+from tasks.prompts.hub import DatasetChoice, names_dataset, open_dataset
+from tasks.prompts.sources import (
+    PromptWithSources,
+    SourceColumns,
+    SourceReference,
+    choose_source_columns,
+    read_sources,
+)
 
 PROMPT_COLUMNS = (("prompt",), ("prompt_en",), ("prompt_raw",), ("prompts",), ("instruction",), ("caption", "text"))
 """Names of the prompt column, in upper or lower case; the first group that a file has one name of is used.
@@ -161,16 +42,18 @@ class Prompt:
     """One prompt of a set.
 
     Attributes:
-        prompt_id: 16 hexadecimal digits from the text and its number of earlier occurrences in the set;
-            independent of file format, path and other columns.
-        text: the prompt without surrounding white space.
+        prompt_id: 16 hexadecimal digits from the text, the digests of its images and its number of earlier
+            occurrences in the set; independent of file format, path and other columns.
+        text: the prompt without surrounding white space; of one with images, with a mark or a block for each or none.
         columns: the other columns that go along, by name, as plain JSON values; an empty cell of a CSV or TSV file is
             None.
+        sources: its images, in their order.
     """
 
     prompt_id: str
     text: str
     columns: Mapping[str, object] = field(hash=False)
+    sources: tuple[SourceReference, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,12 +65,14 @@ class PromptFile:
         column: the column of the prompts, of messages several; `prompt` for plain text.
         prompts: in the order of the file; of a folder, in the natural order of its files' names.
         commit: of a dataset of the Hub: the commit that was read; None where it is not known.
+        source_columns: the columns with the images in prompts.
     """
 
     folder: str
     column: str
     prompts: tuple[Prompt, ...]
     commit: str | None = None
+    source_columns: tuple[str, ...] = ()
 
 
 def read_prompts(
@@ -198,6 +83,7 @@ def read_prompts(
     also: Collection[str] = (),
     limit: int | None = None,
     choice: DatasetChoice | None = None,
+    images: SourceColumns | None = None,
 ) -> PromptFile:
     """Read the prompts of a file, of all files of a folder, which have one ending, or of a `datasets` repository.
 
@@ -214,10 +100,12 @@ def read_prompts(
         limit: use only the first prompts, this many. The complete file is still read and must be well-formed; of a
             stream nothing else is read.
         choice: split, subset and revision of a dataset; None for the defaults.
+        images: where the images in prompts are, which go along with the prompt and in no column; None: prompts are
+            texts, and columns of images are like any other.
 
     Raises:
         InputError: the file or dataset cannot be read, is malformed, or has no prompts; a prompt is missing, not text,
-            or invisible; or a column is unknown, ambiguous or binary.
+            or invisible; a column is unknown, ambiguous or binary; or an image cannot be used.
     """
     if limit is not None and limit < 1:
         raise InputError("data.limit", limit, "Give at least 1, or leave it out for all prompts.")
@@ -241,14 +129,23 @@ def read_prompts(
     binary = {name for table in tables for name in table.binary}
     for name in sorted(chosen & binary):
         raise InputError(f"{place}, column {name}", "bytes", "A prompt is text. Write the column as text.")
-    _refuse_columns(columns or (), found, binary, place)
+    of_images = () if images is None else choose_source_columns(found, images, place)
+    _refuse_columns(columns or (), found, binary, of_images, place)
     wanted = set(found) if columns is None else {*columns, *also}
-    rows = _read_rows(tables, chosen, (wanted & set(found)) - binary)
+    rows = _read_rows(tables, chosen, (wanted & set(found)) - binary - set(of_images))
     if not typed:
         convert_numbers(rows, text_columns=lambda name: name in chosen or _is_known(name))
     if not rows:
         raise InputError(place, "no prompts", "Put at least one prompt into the file.")
-    return PromptFile(folder, ", ".join(roles.values()), _named(rows[:limit], roles), commit)
+    rows = rows[:limit]
+    texts = [_prompt_text(row, roles[""]) if "" in roles else _messages(row, roles) for row in rows]
+    if images is None:
+        contents = [PromptWithSources(text, ()) for text in texts]
+    else:
+        read = chain.from_iterable(table.read_images(of_images) for table in tables)
+        cells = read if of_images else repeat(ImageRow({}))
+        contents = read_sources(rows, texts, cells, images, folder)
+    return PromptFile(folder, ", ".join(roles.values()), _named(rows, contents, roles), commit, of_images)
 
 
 def _read_rows(tables: Sequence[PromptTable], chosen: Collection[str], along: Collection[str]) -> list[PromptRow]:
@@ -259,15 +156,18 @@ def _read_rows(tables: Sequence[PromptTable], chosen: Collection[str], along: Co
     return [row for table in tables for row in table.read({*chosen, *along})]
 
 
-def _named(rows: Iterable[PromptRow], roles: Mapping[str, str]) -> tuple[Prompt, ...]:
-    seen: Counter[str] = Counter()
+def _named(
+    rows: Iterable[PromptRow], contents: Iterable[PromptWithSources], roles: Mapping[str, str]
+) -> tuple[Prompt, ...]:
+    seen: Counter[tuple[str, ...]] = Counter()
     prompts = []
-    for row in rows:
-        text = _prompt_text(row, roles[""]) if "" in roles else _messages(row, roles)
+    for row, (text, sources) in zip(rows, contents, strict=True):
         others = {name: value for name, value in row.values.items() if name not in roles.values()}
-        prompt_id = hashlib.sha256(json.dumps([text, seen[text]]).encode()).hexdigest()[:16]
-        prompts.append(Prompt(prompt_id, text, others))
-        seen[text] += 1
+        content = (text, *(each.digest for each in sources))
+        described = [text, seen[content], *content[1:]]
+        prompt_id = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+        prompts.append(Prompt(prompt_id, text, others, sources))
+        seen[content] += 1
     return tuple(prompts)
 
 
@@ -293,8 +193,13 @@ def _is_known(name: str) -> bool:
     return any(name.lower() in group for group in PROMPT_COLUMNS)
 
 
-def _refuse_columns(columns: Sequence[str], found: Sequence[str], binary: Collection[str], place: str) -> None:
+def _refuse_columns(
+    columns: Sequence[str], found: Sequence[str], binary: Collection[str], images: Collection[str], place: str
+) -> None:
     for name in columns:
+        if name in images:
+            hint = "It has the images in the prompts, which rewards get as source_images: leave it out here."
+            raise InputError("data.columns", name, hint)
         if name not in found:
             hint = f"{place} has no such column. Nearest: {nearest_names(name, found)}."
             raise InputError("data.columns", name, hint)

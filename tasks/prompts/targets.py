@@ -3,16 +3,16 @@
 import hashlib
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from PIL import ExifTags, Image
+from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.images import open_image, require_aspect, to_rgb
 from grpo_core.streams import ImageSize
 from tasks.prompts.files import join_uri, list_input_folder, nearest_names, read_input_file
+from tasks.prompts.images import IMAGE_ENDINGS, complete_image, name_inside, upright_size
 from tasks.prompts.read import Prompt
 
 SIZE_COLUMNS = ("width", "height", "size")
@@ -72,10 +72,6 @@ def _numbers(form: re.Pattern[str], value: object, place: str, hint: str) -> tup
     if found is None:
         raise InputError(place, value, hint)
     return tuple(map(int, found.groups()))
-
-
-TARGET_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-"""Endings of file names that are images, in upper or lower case."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,7 @@ def load_target(reference: TargetReference) -> Image.Image:
     if digest != reference.sha256:
         hint = f"It was {reference.sha256} when the prompts were read. Put that file back, or start the run again."
         raise InputError(f"{place}: {reference.uri}", f"sha256 {digest}", hint)
-    with _complete_image(reference.uri, place):
+    with complete_image(reference.uri, place):
         image = open_image(content, f"{place}: {reference.uri}")
         image.load()
     return to_rgb(image, f"{place}: {reference.uri}")
@@ -178,22 +174,15 @@ def _named_in_column(prompt: Prompt, row: int, column: str) -> str | None:
     if value is None:
         return None
     place = f"{_place(prompt, row)}, column {column}"
-    if not isinstance(value, str) or not value.strip():
-        raise InputError(place, value, "Write the file name of an image there, or null for no target.")
-    name = posixpath.normpath(value)
-    # A prompt file may come from anywhere: it must not choose which other files are read.
-    if posixpath.isabs(value) or name == ".." or name.startswith(("../", "~")) or "::" in value or "://" in value:
-        raise InputError(place, value, "The name leads out of the folder of targets. Name a file inside it.")
-    if not name.lower().endswith(TARGET_ENDINGS):
-        raise InputError(place, value, f"Targets are {', '.join(TARGET_ENDINGS)}. Convert the image to one of these.")
-    return name
+    empty = "Write the file name of an image there, or null for no target."
+    return name_inside(value, place, folder="the folder of targets", empty=empty)
 
 
 def _images_by_index(folder: str, count: int) -> tuple[str, ...]:
     names = [
         name
         for name in list_input_folder(folder, place="data.targets")
-        if name.lower().endswith(TARGET_ENDINGS) and not name.startswith(".")
+        if name.lower().endswith(IMAGE_ENDINGS) and not name.startswith(".")
     ]
     if len(names) != count:
         some = f" ({nearest_names('', names)})" if names else ""
@@ -240,7 +229,7 @@ def _common_start(texts: Sequence[str]) -> str:
 
 def _refer(uri: str, place: str, size: tuple[int, int] | None) -> TargetReference:
     content = read_input_file(uri, place=place)
-    with _complete_image(uri, place):
+    with complete_image(uri, place):
         image = open_image(content, f"{place}: {uri}")
         # Pillow verifies a PNG's checksums without decoding it; other formats have none.
         if image.format == "PNG":
@@ -249,23 +238,5 @@ def _refer(uri: str, place: str, size: tuple[int, int] | None) -> TargetReferenc
             image.load()
         if size is not None:
             # Pillow cannot read from an image after verifying it.
-            require_aspect(_shown_size(open_image(content, f"{place}: {uri}")), size, f"{place}: {uri}")
+            require_aspect(upright_size(open_image(content, f"{place}: {uri}")), size, f"{place}: {uri}")
     return TargetReference(uri, hashlib.sha256(content).hexdigest())
-
-
-@contextmanager
-def _complete_image(uri: str, place: str) -> Iterator[None]:
-    """Turn the errors of decoding an image into InputError."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (OSError, ValueError, SyntaxError) as error:
-        hint = f"It is not a complete image ({type(error).__name__}). Give PNG, JPEG, WebP or BMP."
-        raise InputError(place, uri, hint) from error
-
-
-def _shown_size(image: Image.Image) -> tuple[int, int]:
-    """Return the upright width and height after the EXIF orientation, without decoding."""
-    turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
-    return (image.height, image.width) if turned else image.size

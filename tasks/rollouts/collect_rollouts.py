@@ -25,6 +25,7 @@ from tasks.progress import progress_of
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
 from tasks.rollouts.rows import rollout_columns
+from tasks.rollouts.sources import named_by, read_sources
 from tasks.rollouts.streams import state_rows, token_metrics
 from tasks.runs.layout import (
     IMAGES,
@@ -147,7 +148,8 @@ def collect_rollouts_task(
         reset_peak_memory()
         report_progress = progress_of(title, len(plan.groups) * plan.group_size)
         sampler = resource(ResidentPolicy).at(policy, model, rollout, placement)
-        requests = [plan.request(group) for group in plan.groups]
+        sources = read_sources(store, named_by(plan))
+        requests = [plan.request(group, sources) for group in plan.groups]
         groups = collect_rollouts(sampler, requests, prompts_per_batch=prompts_per_batch, with_reference=with_reference)
         modality, noisy = model.family.modality, plan.window_start is not None
         with store.staging() as staged:
@@ -204,6 +206,7 @@ def draw_baseline_task(baseline: Baseline, plan: RolloutPlan, placement: Placeme
         **{name: [getattr(group, name) for group in groups] for name in ("group_id", "prompt_id", "dataset", "prompt")},
         "iteration": [plan.iteration] * len(groups),
         "columns": [json.dumps(group.columns, ensure_ascii=False, sort_keys=True) for group in groups],
+        "sources": [group.sources for group in groups],
         "target_uri": [group.target_uri for group in groups],
         "target_sha256": [group.target_sha256 for group in groups],
         "token_ids": [[] for _ in groups],

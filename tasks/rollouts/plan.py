@@ -5,6 +5,7 @@ from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from grpo_core.images import SourceImage
 from grpo_core.records import GroupRequest
 from grpo_core.seeds import derive_seed
 from grpo_core.streams import ImageSize
@@ -24,6 +25,7 @@ class GroupPlan(BaseModel):
         target_uri: the prompt's target image, if it has one.
         target_sha256: of that file.
         size: of the images; None for texts.
+        sources: digests of the images in the prompt, in their order.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -36,6 +38,8 @@ class GroupPlan(BaseModel):
     target_uri: str | None
     target_sha256: str | None
     size: ImageSize | None = None
+    # Left out of JSON where there are none, so that digests of such plans do not depend on it.
+    sources: tuple[str, ...] = Field((), exclude_if=lambda digests: not digests)
 
 
 class Place(NamedTuple):
@@ -86,8 +90,12 @@ class RolloutPlan(BaseModel):
         counts = self.images_of_samples or (1,) * self.group_size
         return tuple(Place(sample, image) for sample, count in enumerate(counts) for image in range(count))
 
-    def request(self, group: GroupPlan) -> GroupRequest:
-        """Return the ids and seeds of a group's samples; images of a token sample have one token seed."""
+    def request(self, group: GroupPlan, sources: Mapping[str, SourceImage] | None = None) -> GroupRequest:
+        """Return the ids and seeds of a group's samples; images of a token sample have one token seed.
+
+        Args:
+            sources: the images in the prompts by digest; None where no prompt has any.
+        """
         places = self.places
         samples = range(len(places))
         noise = [0 if self.shared_noise else sample for sample in samples]
@@ -100,6 +108,7 @@ class RolloutPlan(BaseModel):
             step_seeds=tuple(derive_seed(self.seed, "step", group.group_id, sample) for sample in steps),
             size=group.size,
             window_start=self.window_start,
+            sources=tuple((sources or {})[digest] for digest in group.sources),
         )
 
     def _names(self) -> list[str]:
@@ -120,6 +129,7 @@ def _groups(prompts: Mapping[str, DrawnPrompt]) -> tuple[GroupPlan, ...]:
             target_uri=drawn.target.uri if drawn.target else None,
             target_sha256=drawn.target.sha256 if drawn.target else None,
             size=drawn.size,
+            sources=tuple(source.digest for source in drawn.prompt.sources),
         )
         for group_id, drawn in prompts.items()
     ]

@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 from PIL import Image
 
+from grpo_core.actions import Sources
 from grpo_core.images import encode_png
 from grpo_core.records import BrokenImage, RolloutGroup, SampledActions
 from grpo_core.streams import Stream
@@ -26,13 +27,13 @@ class StoredStream:
     Attributes:
         columns: returns a group's columns of the stream, one row per sample.
         read: returns the actions of rows of the table. Its arguments are the rows, the local folders of the rollouts, a
-            folder for local files, and the maximum number of actions of a row.
+            folder for local files, the maximum number of actions of a row, and the images in each row's prompt.
         max_length: column with that number.
         unread: patterns of the artifact's files that its update does not need.
     """
 
     columns: Callable[[RolloutGroup], Mapping[str, Sequence[Any]]]
-    read: Callable[[pl.DataFrame, Sequence[Path], Path, int], SampledActions]
+    read: Callable[[pl.DataFrame, Sequence[Path], Path, int, Sources | None], SampledActions]
     max_length: str
     unread: tuple[str, ...]
 
@@ -63,6 +64,7 @@ def rollout_columns(
         "dataset": planned.dataset,
         "prompt": planned.prompt,
         "columns": json.dumps(planned.columns, ensure_ascii=False, sort_keys=True),
+        "sources": planned.sources,
         "target_uri": planned.target_uri,
         "target_sha256": planned.target_sha256,
         "policy_version": policy.version,

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from grpo_core.actions import DenoisingBatch, TokenBatch, TokenSupport
+from grpo_core.actions import DenoisingBatch, Sources, TokenBatch, TokenSupport
 from grpo_core.records import RolloutGroup, SampledActions, SampledTokens
 from grpo_core.streams import ImageSize
 from tasks.metrics import COMPLETION_LENGTH, DRAFTS, TOKENS
@@ -67,7 +67,9 @@ def sample_files(folders: Sequence[Path]) -> list[Path]:
     return [path for folder in folders for path in sorted(folder.glob(PARTS))]
 
 
-def read_tokens(table: pl.DataFrame, folders: Sequence[Path], scratch: Path, max_length: int) -> SampledActions:
+def read_tokens(
+    table: pl.DataFrame, folders: Sequence[Path], scratch: Path, max_length: int, sources: Sources | None = None
+) -> SampledActions:
     """Return the stored tokens of a table's rows.
 
     The tokens of all rows are in memory at once, about 13 bytes each. The ids that a truncated sampler could choose, up
@@ -78,25 +80,29 @@ def read_tokens(table: pl.DataFrame, folders: Sequence[Path], scratch: Path, max
         folders: local folders of the rollouts.
         scratch: folder for local files that the tokens are read from.
         max_length: of SampledActions.
+        sources: the images in each row's prompt; None: no prompt has any.
 
     Raises:
         ValueError: rows of several temperatures, or with and without a stored support.
     """
     ids = _mapped_support_ids(sample_files(folders), table["sample_id"], scratch)
     return SampledActions(
-        actions=read_token_batch(table, _support(table, ids)),
+        actions=read_token_batch(table, _support(table, ids), sources),
         rollout_logprobs=padded(table["rollout_logprobs"]),
         finished=table["finished"].to_torch(),
         max_length=max_length,
     )
 
 
-def read_token_batch(table: pl.DataFrame, support: TokenSupport | None = None) -> TokenBatch:
+def read_token_batch(
+    table: pl.DataFrame, support: TokenSupport | None = None, sources: Sources | None = None
+) -> TokenBatch:
     """Return the stored token ids of a table's rows, padded on the right.
 
     Args:
         table: with the columns prompt, token_ids, loss_mask and temperature, of images also width and height.
         support: the ids that could be sampled; not needed to make images of the tokens.
+        sources: the images in each row's prompt; None: no prompt has any.
 
     Raises:
         ValueError: rows of several temperatures.
@@ -113,6 +119,7 @@ def read_token_batch(table: pl.DataFrame, support: TokenSupport | None = None) -
         temperature=temperatures[0] if temperatures else 1.0,
         support=support,
         sizes=tuple(map(ImageSize, table["width"], table["height"])) if "width" in table.columns else None,
+        sources=sources,
     )
 
 
@@ -199,7 +206,9 @@ def _to_bytes(state: Tensor) -> bytes:
     return state.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def read_denoising(table: pl.DataFrame, folders: Sequence[Path], scratch: Path, max_length: int) -> SampledActions:
+def read_denoising(
+    table: pl.DataFrame, folders: Sequence[Path], scratch: Path, max_length: int, sources: Sources | None = None
+) -> SampledActions:
     """Return the stored noisy steps of a table's rows, with the drafts that their images are made of.
 
     The states stay on disk, and microbatches read their own.
@@ -209,6 +218,7 @@ def read_denoising(table: pl.DataFrame, folders: Sequence[Path], scratch: Path, 
         folders: local folders of the rollouts.
         scratch: folder for local files that the states are read from; it must stay while they are used.
         max_length: of SampledActions.
+        sources: the images in each row's prompt; None: no prompt has any.
 
     Raises:
         ValueError: a sample without states, or drafts of several temperatures.
@@ -218,7 +228,8 @@ def read_denoising(table: pl.DataFrame, folders: Sequence[Path], scratch: Path, 
         states=map_states(folders, table["sample_id"], scratch),
         first_steps=tuple(table["window_start"]),
         sizes=tuple(map(ImageSize, table["width"], table["height"])),
-        drafts=read_token_batch(table) if "token_ids" in table.columns else None,
+        drafts=read_token_batch(table, sources=sources) if "token_ids" in table.columns else None,
+        sources=sources,
     )
     return SampledActions(
         actions=steps,

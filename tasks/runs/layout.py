@@ -10,6 +10,7 @@ policies/000001/<stream>                                   what an update made o
 evaluations/000001/..., guardrails/<label>                 held-out prompts, sampled by version 1
 evaluations_of/<prompts>/000001/...                        the same with other prompts or settings
 rescored/<name>/iteration_000001/...                       other rewards over stored rollouts
+sources/<sha256>                                           an image in prompts, as the file that it was
 trackers.json, tensorboard                                 what trackers call the run; TensorBoard's logs
 
 Beside them the storage keeps `quarantine/` (damaged and replaced files) and `.incoming/` (unfinished files):
@@ -41,6 +42,9 @@ POLICIES, EVALUATIONS, OTHER_EVALUATIONS = "policies", "evaluations", "evaluatio
 RESCORED, ANALYSIS = "rescored", "analysis"
 STORED, RECOMPUTED = "stored", "recomputed"
 """Names of advantages that are no rescoring: those of the run, and those computed again from its rewards."""
+
+SOURCES = "sources"
+"""Folder of the images in prompts."""
 
 LOCKED_APART = (f"{RESCORED}/*", f"{EVALUATIONS}/*", f"{OTHER_EVALUATIONS}/*/*")
 """Patterns of the folders that commands lock without locking the run."""
@@ -82,6 +86,11 @@ def metrics_file(iteration: int) -> str:
 def policy_folder(version: int) -> str:
     """Return the artifact of a policy version."""
     return f"{POLICIES}/{version:06d}"
+
+
+def source_file(digest: str) -> str:
+    """Return the file of an image in prompts, by its sha256."""
+    return f"{SOURCES}/{digest}"
 
 
 def evaluation_folder(version: int, others: str | None = None) -> str:

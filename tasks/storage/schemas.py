@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from grpo_core.streams import STREAMS, Modality, Stream
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """The one version of stored tables that this program writes and reads."""
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -55,6 +55,7 @@ _SAMPLE = [
     ("sibling", pa.int32()),
     ("prompt", pa.string()),
     ("columns", pa.string()),  # JSON of the prompt file's other columns
+    ("sources", pa.list_(pa.string())),  # sha256 of the images in the prompt, in their order
 ]
 _TOKENS = [
     ("token_ids", pa.list_(pa.int32())),

@@ -19,6 +19,7 @@ from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.step import RatioStepMetrics, StepMetrics, UpdateResult
 from tasks.rollouts.rows import STORED_STREAMS
+from tasks.rollouts.sources import digests_in, read_sources, sources_of
 from tasks.rollouts.streams import sample_files
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -80,6 +81,7 @@ def read_training_rows(
         max_staleness: maximum number of versions between a row's policy and this one; 0: only rows of this one.
 
     Raises:
+        InputError: the image of a prompt is missing or damaged.
         ValueError: the rollouts were sampled by other weights than the policy's and none may be stale, or no sample
             has a reward, or all rows are too stale, or states are missing.
     """
@@ -113,7 +115,8 @@ def read_training_rows(
             "more staleness, or take rollouts of nearer versions"
         )
     first = table.row(0, named=True)
-    sampled = stored.read(kept, folders, fetched, first[stored.max_length])
+    images = read_sources(store, digests_in(kept), (reference.run for reference in rollouts))
+    sampled = stored.read(kept, folders, fetched, first[stored.max_length], sources_of(kept, images))
     return StoredRows(
         rows=TrainingRows(
             **vars(sampled),

@@ -31,6 +31,7 @@ class CausalLMFamily:
 
     modality: Modality = "text"
     streams: tuple[Stream, ...] = ("tokens",)
+    reads_images: bool = False
 
     def settings(self, values: Mapping[str, Any]) -> CausalLMSettings:
         """Return the sampling settings from a configuration section or a stored row."""

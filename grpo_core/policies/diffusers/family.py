@@ -68,6 +68,7 @@ class DiffusersFamily:
 
     modality: Modality = "image"
     streams: tuple[Stream, ...] = ("denoising",)
+    reads_images: bool = False
 
     def settings(self, values: Mapping[str, Any]) -> DiffusersSettings:
         """Return the sampling settings from a configuration section or a stored row."""

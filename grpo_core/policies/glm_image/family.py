@@ -37,6 +37,7 @@ class GlmImageFamily:
 
     modality: Modality = "image"
     streams: tuple[Stream, ...] = ("tokens", "denoising")
+    reads_images: bool = False
 
     def settings(self, values: Mapping[str, Any]) -> GlmImageSettings:
         """Return the sampling settings from a configuration section or a stored row."""

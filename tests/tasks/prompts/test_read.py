@@ -15,8 +15,9 @@ import polars as pl
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.prompts import read as hub
-from tasks.prompts.read import DatasetChoice, names_dataset, read_prompts
+from tasks.prompts import hub
+from tasks.prompts.hub import DatasetChoice, names_dataset
+from tasks.prompts.read import read_prompts
 from tests.tasks.stage_calls import Write, parquet_bytes, read, refusal, texts
 
 CARD = """---

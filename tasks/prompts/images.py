@@ -1,0 +1,60 @@
+"""Image files that prompts name, as targets or sources: which names are allowed, and errors in their content."""
+
+import posixpath
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from PIL import ExifTags, Image
+
+from grpo_core.errors import InputError
+from grpo_core.streams import ImageSize
+
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+"""Endings of file names that are images, in upper or lower case."""
+
+_FORMATS = "Give PNG, JPEG, WebP or BMP."
+
+
+def name_inside(value: object, place: str, *, folder: str, empty: str) -> str:
+    """Return a file name of a prompt's row, normalised, as a path below a folder.
+
+    Args:
+        place: of the cell, for errors.
+        folder: what the folder is called in errors.
+        empty: what to do about a value that is no name.
+
+    Raises:
+        InputError: not text, not an image's ending, or a name that leads out of the folder.
+    """
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(place, value, empty)
+    name = posixpath.normpath(value)
+    # A prompt file may come from anywhere: it must not choose which other files are read.
+    if posixpath.isabs(value) or name == ".." or name.startswith(("../", "~")) or "::" in value or "://" in value:
+        raise InputError(place, value, f"The name leads out of {folder}. Name a file inside it.")
+    if not name.lower().endswith(IMAGE_ENDINGS):
+        raise InputError(place, value, f"Images are {', '.join(IMAGE_ENDINGS)}. Convert it to one of these.")
+    return name
+
+
+@contextmanager
+def complete_image(named: object, place: str) -> Iterator[None]:
+    """Turn the errors of decoding an image into InputError.
+
+    Args:
+        named: the file's name, or what else says which image it is.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError, SyntaxError, struct.error) as error:
+        hint = f"It is not a complete image ({type(error).__name__}). {_FORMATS}"
+        raise InputError(place, named, hint) from error
+
+
+def upright_size(image: Image.Image) -> ImageSize:
+    """Return the upright width and height after the EXIF orientation, without decoding."""
+    turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+    return ImageSize(image.height, image.width) if turned else ImageSize(*image.size)

@@ -1,0 +1,102 @@
+"""Where the images stand in a prompt: `<image>` marks as verl writes them, and image blocks as TRL does.
+
+A plain text keeps its marks. In messages each mark becomes a block, so that a policy finds blocks only; a block that
+has its image in it, as the processors of transformers take it, is split into the block and the image.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from grpo_core.errors import InputError
+
+MARK = "<image>"
+"""The place of an image in a text."""
+
+_IMAGE_KINDS = ("image", "image_url")
+_PAYLOADS = ("image", "path", "url", "image_url", "bytes")
+
+
+class MarkedPrompt(NamedTuple):
+    """A prompt in which every image is a mark of a plain text or a block `{"type": "image"}` of messages.
+
+    Attributes:
+        text: the prompt; messages are JSON.
+        marks: how many images it says it has; 0 also where it leaves their place open.
+        payloads: the image of each block that has one in it.
+    """
+
+    text: str
+    marks: int
+    payloads: tuple[object, ...]
+
+
+def mark_images(text: str, place: str) -> MarkedPrompt:
+    """Find the marks and the image blocks of a prompt.
+
+    Raises:
+        InputError: a message has other content than texts and images, or only some image blocks have their image.
+    """
+    messages = _read_messages(text)
+    if messages is None:
+        return MarkedPrompt(text, text.count(MARK), ())
+    if all(isinstance(message["content"], str) and MARK not in message["content"] for message in messages):
+        return MarkedPrompt(text, 0, ())
+    payloads: list[object] = []
+    written = [{**message, "content": _blocks(message["content"], payloads, place)} for message in messages]
+    given = tuple(payload for payload in payloads if payload is not None)
+    if given and len(given) < len(payloads):
+        hint = "Give every image block its image, or none and a column of images."
+        raise InputError(place, f"{len(given)} images in {len(payloads)} image blocks", hint)
+    return MarkedPrompt(json.dumps(written, ensure_ascii=False), len(payloads), given)
+
+
+def require_match(prompt: MarkedPrompt, images: int, place: str) -> None:
+    """Refuse a prompt with another number of marks than it has images; none leave the place to the policy.
+
+    Raises:
+        InputError: with both numbers.
+    """
+    if prompt.marks not in ({0, images} if images else {0}):
+        hint = f"Write {MARK} (or an image block) once per image, or never: then the images come before the text."
+        raise InputError(place, f"{prompt.marks} marks for {images} images", hint)
+
+
+def _read_messages(text: str) -> list[dict[str, Any]] | None:
+    """Return the messages of a prompt that is a JSON list of them; None for a plain text."""
+    if not text.startswith("["):
+        return None
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(found, list) or not found:
+        return None
+    known = all(isinstance(each, dict) and isinstance(each.get("content"), str | list) for each in found)
+    return found if known else None
+
+
+def _blocks(content: str | list[object], payloads: list[object], place: str) -> list[dict[str, str]]:
+    """Return a message's content as blocks of text and image, and add each image block's image, or None."""
+    found: list[dict[str, str]] = []
+    for block in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if not isinstance(block, Mapping) or block.get("type") not in ("text", *_IMAGE_KINDS):
+            kind = block.get("type") if isinstance(block, Mapping) else block
+            raise InputError(f"{place}, message content", kind, "Blocks are of type text or image.")
+        if block["type"] == "text":
+            for part in _split(str(block.get("text") or "")):
+                found.append(part)
+                payloads += [None] * (part["type"] == "image")
+        else:
+            found.append({"type": "image"})
+            payloads.append(next((block[name] for name in _PAYLOADS if block.get(name) is not None), None))
+    return found
+
+
+def _split(text: str) -> Iterator[dict[str, str]]:
+    """Yield the text between marks, unless it is empty, and an image block for each mark."""
+    for number, part in enumerate(text.split(MARK)):
+        if number:
+            yield {"type": "image"}
+        if part:
+            yield {"type": "text", "text": part}

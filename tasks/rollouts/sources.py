@@ -1,0 +1,124 @@
+"""The images in prompts as a run keeps them: one file each, named by its digest, verified when it is read.
+
+A run stores what a plan names before it is sampled, and again where a file is damaged and the prompt file still has the
+image. Every later stage reads the files by the digests in the rows of the rollouts.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+
+import polars as pl
+
+from grpo_core.actions import Sources
+from grpo_core.errors import InputError
+from grpo_core.images import SourceImage
+from tasks.progress import log
+from tasks.prompts.sources import SourceReference
+from tasks.rollouts.plan import RolloutPlan
+from tasks.runs.layout import source_file
+from tasks.storage.artifacts.store import ArtifactStore
+
+_THREADS = 16
+
+
+def store_sources(
+    store: ArtifactStore, plan: RolloutPlan, references: Mapping[str, SourceReference], known: set[str]
+) -> None:
+    """Make sure that the run has every image of a plan's prompts, and that it is valid; what is damaged is set aside.
+
+    Args:
+        references: the images of the prompts that were read, by digest.
+        known: digests that this process has stored or verified, to which those of the plan are added.
+
+    Raises:
+        InputError: an image is neither stored nor in the prompts, or cannot be decoded.
+    """
+    wanted = {digest: where for digest, where in named_by(plan).items() if digest not in known}
+
+    def ensure(named: tuple[str, str]) -> None:
+        digest, where = named
+        content = store.read_file(source_file(digest))
+        if content is not None and _digest(content) == digest:
+            return
+        if content is not None:
+            store.quarantine([source_file(digest)], reason=f"it has sha256 {_digest(content)[:12]}")
+            log(f"{store.run}/{source_file(digest)} is damaged and was set aside; it is read from the prompts again")
+        reference = references.get(digest)
+        if reference is None:
+            raise _missing(store, digest, where, "missing")
+        content = reference.load()
+        # The complete image, which may not have been decoded before: the error names its row.
+        SourceImage(digest, content).open(reference.place)
+        store.write_file(source_file(digest), content)
+
+    if wanted:
+        # Files of a bucket take long one after another.
+        with ThreadPoolExecutor(min(len(wanted), _THREADS)) as pool:
+            for done in [pool.submit(copy_context().run, ensure, each) for each in wanted.items()]:
+                done.result()
+    known.update(wanted)
+
+
+def named_by(plan: RolloutPlan) -> dict[str, str]:
+    """Return the digests of the images of a plan's prompts, each with the first prompt that has it."""
+    found: dict[str, str] = {}
+    for group in plan.groups:
+        for digest in group.sources:
+            found.setdefault(digest, f"prompt {group.prompt_id}")
+    return found
+
+
+def read_sources(store: ArtifactStore, wanted: Mapping[str, str], runs: Iterable[str] = ()) -> dict[str, SourceImage]:
+    """Read stored images by their digests, every file verified.
+
+    Args:
+        wanted: who has each, by digest, for errors.
+        runs: that the rollouts are of, if not of this one; a file with the digest is the right one wherever it is.
+
+    Raises:
+        InputError: a file is missing or damaged everywhere, with the digest and who has the image.
+    """
+    places = list(dict.fromkeys([store.run, *runs]))
+    return {digest: SourceImage(digest, _read(store, digest, where, places)) for digest, where in wanted.items()}
+
+
+def _read(store: ArtifactStore, digest: str, where: str, runs: Sequence[str]) -> bytes:
+    found = "missing"
+    earlier = (each for run in runs for each in store.earlier_runs(run))
+    for run in (each for some in (runs, earlier) for each in some):
+        content = store.read_shared(f"{run}/{source_file(digest)}")
+        if content is not None:
+            if _digest(content) == digest:
+                return content
+            found = f"sha256 {_digest(content)}"
+    raise _missing(store, digest, where, found)
+
+
+def _missing(store: ArtifactStore, digest: str, where: str, found: str) -> InputError:
+    hint = (
+        f"It is an image of {where}. Start the run again with the prompt file that has it, which restores it, or put "
+        "the file back from a copy."
+    )
+    return InputError(f"{store.run}/{source_file(digest)}", found, hint)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def digests_in(table: pl.DataFrame) -> dict[str, str]:
+    """Return the digests that rows of rollouts name, each with the first sample that has it."""
+    found: dict[str, str] = {}
+    if "sources" in table.columns:
+        for sample_id, digests in table.select("sample_id", "sources").iter_rows():
+            for digest in digests or ():
+                found.setdefault(digest, f"sample {sample_id}")
+    return found
+
+
+def sources_of(table: pl.DataFrame, read: Mapping[str, SourceImage]) -> Sources | None:
+    """Return the images of each row of rollouts, from those that were read; None if no row has any."""
+    rows = tuple(tuple(read[digest] for digest in digests or ()) for digests in table["sources"].to_list())
+    return rows if any(rows) else None
