@@ -312,7 +312,7 @@ class TinyVisionReport:
         boxes: share of answers that are a box.
         other_shape_iou: IoU of the answer and the last shape of the image, which is another one if there are two.
         wrong_image_iou: IoU where each question came with another scene's image.
-        constant_box_iou: IoU of the best answer that is the same for all images.
+        constant_box_iou: IoU of the same answer to all questions, the best for the training prompts.
         iou_group_std: Bessel-corrected standard deviation of the IoU among answers to one question: what a reward can
             distinguish; 0 for a temperature of 0.
     """
@@ -334,7 +334,7 @@ def evaluate_tiny_vision_model(
 ) -> TinyVisionReport:
     """Sample `group_size` answers about each held-out scene and measure them; one at a temperature of 0."""
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-    seen, unseen = split_scenes(recipe.seed, train=recipe.corpus_size, heldout=recipe.heldout_prompts, shapes=shapes)
+    seen, unseen = split_scenes(recipe.seed, train=recipe.train_prompts, heldout=recipe.heldout_prompts, shapes=shapes)
     group_size = group_size if temperature else 1
     corpus = encode_scenes(processor, unseen)
     sample = partial(sample_ious, model, processor, temperature=temperature, group_size=group_size, seed=seed)

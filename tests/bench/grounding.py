@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import polars as pl
 import torch
-from datasets import Value, load_dataset
+from datasets import Features, Value, load_dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor, PrinterCallback, logging
 from trl import GRPOTrainer
 
@@ -108,7 +108,7 @@ def build_trainer(config: RunConfig, shapes: int, folder: str) -> Any:
         score.__name__ = reward.name
         return score
 
-    rows = rows.map(as_messages, features=rows.features | features)
+    rows = rows.map(as_messages, features=Features(rows.features | features))
     trainer = GRPOTrainer(
         model=AutoModelForImageTextToText.from_pretrained(config.policy.model, dtype=torch.float32),
         processing_class=AutoProcessor.from_pretrained(config.policy.model),
