@@ -20,6 +20,7 @@ from configs.sections import (
     RunSection,
     StorageSection,
     TextRolloutSection,
+    VisionRolloutSection,
 )
 from configs.training import (
     AdvantagesSection,
@@ -45,6 +46,7 @@ _ROLLOUTS: Mapping[Kind, type[RolloutSection]] = {
     "glm_image": GlmImageRolloutSection,
     "diffusers": DiffusersRolloutSection,
     "causal_lm": TextRolloutSection,
+    "vision_lm": VisionRolloutSection,
 }
 """The section `rollout` by policy.kind."""
 

@@ -25,6 +25,7 @@ from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.settings import LoraSettings
+from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from grpo_core.settings import ImageSettings
 from grpo_core.streams import MAX_PIXELS, STREAMS, Stream
 
@@ -73,7 +74,7 @@ class LoraSection(Section, LoraSettings):
     """Low-rank adapters over the frozen model; the names are peft's."""
 
 
-Kind = Literal["glm_image", "diffusers", "causal_lm"]
+Kind = Literal["glm_image", "diffusers", "causal_lm", "vision_lm"]
 
 
 class PolicySection(Section):
@@ -88,8 +89,8 @@ class PolicySection(Section):
         min_length=1,
         # The validators below hand on what was JSON as Python values, in which a tuple is a list.
         strict=False,
-        description="of glm_image: tokens, denoising (its decoder), or both; of diffusers: denoising; of causal_lm: "
-        "tokens",
+        description="of glm_image: tokens, denoising (its decoder), or both; of diffusers: denoising; of causal_lm "
+        "and vision_lm: tokens",
     )
     revision: str | None = Field(None, min_length=1, description="branch, tag or commit of a hub name; null: main")
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = Field(
@@ -109,6 +110,9 @@ class PolicySection(Section):
         None, min_length=1, description="LoRA to start from: a folder, RUN@VERSION of the storage root, or a hub name"
     )
     frozen: str | None = Field(None, description="regular expression: parameters frozen when lora is null")
+    freeze_vision: bool = Field(
+        True, description="of vision_lm: train the language model alone, not what encodes its images"
+    )
     gradient_checkpointing: bool = Field(False, description="less memory in the update, one more forward pass")
 
     @model_validator(mode="before")
@@ -325,7 +329,11 @@ class TextRolloutSection(_GroupsSection, CausalLMSettings):
     """How groups of texts are sampled."""
 
 
-RolloutSection = GlmImageRolloutSection | DiffusersRolloutSection | TextRolloutSection
+class VisionRolloutSection(TextRolloutSection, VisionLMSettings):
+    """How groups of texts about images are sampled."""
+
+
+RolloutSection = GlmImageRolloutSection | DiffusersRolloutSection | VisionRolloutSection | TextRolloutSection
 
 
 class StagePlacement(Section):

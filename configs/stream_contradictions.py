@@ -44,6 +44,8 @@ def _trained(config: RunConfig) -> Iterator[InputError]:
     if len(set(policy.train)) < len(policy.train) or not set(policy.train) <= set(known):
         hint = f"A policy of kind {policy.kind} trains {' or '.join(known)}, each named once; or leave it out."
         yield InputError("policy.train", list(policy.train), hint)
+    if not policy.freeze_vision and policy.kind != "vision_lm":
+        yield InputError("policy.freeze_vision", False, "Only a policy of kind vision_lm encodes images; leave it out.")
 
 
 def _noise(config: RunConfig) -> Iterator[InputError]:

@@ -158,8 +158,9 @@ def _described(folder: Path) -> dict[str, object]:
     images = (folder / INDEX_FILE).is_file()
     config = folder / "transformer" / CONFIG_FILE if images else folder / CONFIG_FILE
     stated = json.loads(config.read_text()).get("dtype") if config.is_file() else None
+    sees = any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
     return {
-        "kind": _pipeline_kind(folder) if images else "causal_lm",
+        "kind": _pipeline_kind(folder) if images else "vision_lm" if sees else "causal_lm",
         "dtype": stated if stated in ("float32", "bfloat16") else "bfloat16",
     }
 

@@ -1,6 +1,7 @@
 """Log-probs of given tokens over the ids that could be sampled, in fp32, one chunk of tokens at a time."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,14 +17,22 @@ Head = Callable[[Tensor], Tensor]
 
 
 def vocabulary_logprobs(
-    logits: Float[Tensor, "*batch ids"], vocabulary: int, temperature: float
+    logits: Float[Tensor, "*batch ids"],
+    vocabulary: int,
+    temperature: float,
+    forbidden: Int[Tensor, " forbidden"] | None = None,
 ) -> Float[Tensor, "*batch vocabulary"]:
     """Compute the log-probs of the first `vocabulary` ids, in fp32 for logits of any dtype.
 
     Sampling and scoring both go through here: the same temperature and the same restriction on both sides is
     what makes stored and recomputed log-probs agree.
+
+    Args:
+        forbidden: ids below `vocabulary` that are left out too, such as placeholders of images; None: there are none.
     """
     scaled = logits[..., :vocabulary].float()
+    if forbidden is not None:
+        scaled = scaled.index_fill(-1, forbidden, -torch.inf)
     return torch.log_softmax(scaled if temperature == 1 else scaled / temperature, dim=-1)
 
 
@@ -50,6 +59,7 @@ def score_hidden(
     vocabulary: int,
     temperature: float,
     support: TokenSupport | None = None,
+    forbidden: Int[Tensor, " forbidden"] | None = None,
     entropy: Entropies = "constant",
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> ActionLogprobs:
@@ -66,6 +76,7 @@ def score_hidden(
             the head returns them unchanged: only one chunk of them is in fp32 at a time.
         token_ids: any ids where the mask is False.
         support: the ids each token was sampled from; None without truncation.
+        forbidden: ids below `vocabulary` that are left out; None: there are none.
         entropy: whether entropies are computed too; constants cost no backward pass.
         chunk_tokens: tokens whose logits are in memory at once.
     """
@@ -73,8 +84,11 @@ def score_hidden(
     states, ids = hidden[places].split(chunk_tokens), token_ids[places].split(chunk_tokens)
     possible = [None] * len(ids) if support is None else _by_chunk(support, loss_mask, chunk_tokens)
     *chunks, last = zip(states, ids, possible, strict=True)
-    scored = [_without_keeping(_score_chunk, head, *chunk, vocabulary, temperature, entropy) for chunk in chunks]
-    scored.append(_score_chunk(head, *last, vocabulary, temperature, entropy))
+    score = partial(
+        _score_chunk, head, vocabulary=vocabulary, temperature=temperature, forbidden=forbidden, entropy=entropy
+    )
+    scored = [_without_keeping(score, *chunk) for chunk in chunks]
+    scored.append(score(*last))
     logprobs, entropies = torch.cat(scored, 1)
     if entropy != "differentiable":
         entropies = entropies.detach()
@@ -98,13 +112,14 @@ def _score_chunk(
     possible: TokenSupport | None,
     vocabulary: int,
     temperature: float,
+    forbidden: Int[Tensor, " forbidden"] | None,
     entropy: Entropies,
 ) -> Float[Tensor, "2 tokens"]:
     """Compute log-prob and entropy of each token.
 
     They are one tensor: what a loss leaves unused would be computed again in the backward pass and kept to its end.
     """
-    logprobs = vocabulary_logprobs(head(states), vocabulary, temperature)
+    logprobs = vocabulary_logprobs(head(states), vocabulary, temperature, forbidden)
     if possible is not None:
         outside = ~_possible_ids(possible, vocabulary, logprobs.device)
         logprobs = logprobs.masked_fill(outside, -torch.inf).log_softmax(-1)

@@ -11,4 +11,5 @@ denoising/      the denoising steps of any flow-matching pipeline as actions
 glm_image/      GLM-Image: an autoregressive model over image tokens, then a diffusion decoder
 diffusers/      any text-to-image pipeline of diffusers with a flow-matching Euler scheduler
 causal_lm/      any causal language model of transformers
+vision_lm/      any vision-language model of transformers
 """

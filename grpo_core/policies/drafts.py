@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from grpo_core.actions import Sources
 from grpo_core.errors import NonFiniteError
 from grpo_core.records import GroupRequest, SampledTokens
 from grpo_core.streams import ImageSize
 
-SampleTokens = Callable[[Sequence[str], int, Sequence[int], ImageSize | None], SampledTokens]
-"""Prompts, drafts per prompt, one seed per draft, and the size of the images -> drafts of one prompt side by side."""
+SampleTokens = Callable[[Sequence[str], int, Sequence[int], ImageSize | None, Sources | None], SampledTokens]
+"""Prompts, drafts per prompt, one seed per draft, the size of the images, and the source images of each prompt (None:
+no prompt has any) -> drafts of one prompt side by side."""
 
 
 def sample_drafts(
@@ -27,7 +29,14 @@ def sample_drafts(
     count = len(seeds[0])
     assert all(len(each) == count for each in seeds), "equally many drafts"
     prompts = [request.prompt for request in requests]
-    sampled = sample(prompts, count, [seed for each in seeds for seed in each], requests[0].size)
+    sources = tuple(request.sources for request in requests)
+    sampled = sample(
+        prompts,
+        count,
+        [seed for each in seeds for seed in each],
+        requests[0].size,
+        sources if any(sources) else None,
+    )
     rows = [
         [place * count + own.index(seed) for seed in request.seeds]
         for place, (request, own) in enumerate(zip(requests, seeds, strict=True))

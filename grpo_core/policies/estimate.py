@@ -249,7 +249,8 @@ class TrainingEstimate:
         checkpointed = self.choice.gradient_checkpointing
         values = rows * sizes.passes * sizes.positions * sizes.width
         # Checkpointing keeps each block's input and computes one block at a time again (arXiv:1604.06174).
-        kept = values * sizes.steps * sizes.blocks * (b if checkpointed else _KEPT_BY_BLOCK[b])
+        kept_values = values * sizes.steps * sizes.blocks + rows * sizes.encoder_values
+        kept = kept_values * (b if checkpointed else _KEPT_BY_BLOCK[b])
         block = values * (2 * _MADE_BY_BLOCK * b + (_KEPT_BY_BLOCK[b] if checkpointed else 0))
         which = "each block's input" if checkpointed else "every block's"
         formula = f"{rows} rows x {sizes.steps * sizes.passes} passes x {sizes.positions} positions: {which}"

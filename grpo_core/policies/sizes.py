@@ -27,6 +27,7 @@ class ComponentSizes:
         scored: tokens of a row that are scored; 0 for denoising.
         vocabulary: ids that they can be.
         whole_logits: all logits are computed at once, because another operation follows the output head.
+        encoder_values: hidden values of a row in all blocks of an encoder that is trained too; 0 without one.
     """
 
     trained: TrainedModel
@@ -38,6 +39,7 @@ class ComponentSizes:
     scored: int = 0
     vocabulary: int = 0
     whole_logits: bool = False
+    encoder_values: int = 0
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,16 @@ def _choice(
         _refuse_other_base(policy, str(config.get("base_model_name_or_path") or ""), config.get("revision"))
         settings = stored
     hub = (policy.model, policy.revision) if policy.revision is not None else None
-    return TrainingChoice(settings, policy.frozen, reference, policy.gradient_checkpointing, seed, adapter, hub)
+    return TrainingChoice(
+        settings,
+        policy.frozen,
+        reference,
+        policy.gradient_checkpointing,
+        seed,
+        adapter,
+        hub,
+        freeze_vision=policy.freeze_vision,
+    )
 
 
 def _component_adapter(folder: Path, stream: Stream, policy: PolicySection) -> Path:

@@ -69,6 +69,8 @@ def rollout_columns(
         "target_sha256": planned.target_sha256,
         "policy_version": policy.version,
         "policy_digest": policy.digest,
+        # Settings that only some models of a modality have.
+        **dict.fromkeys(("min_pixels", "max_pixels")),
         **{name: _plain(value) for name, value in asdict(settings).items()},
         **({} if request.size is None else request.size._asdict()),
     }

@@ -211,7 +211,7 @@ class RunView(RunHistory):
         """What one of its samples is called."""
         section = self.config.get("policy")
         kind = section.get("kind") if isinstance(section, Mapping) else None
-        return "completion" if kind == "causal_lm" else "image"
+        return "completion" if kind in ("causal_lm", "vision_lm") else "image"
 
     @property
     def stream(self) -> Stream:

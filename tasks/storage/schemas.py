@@ -118,6 +118,8 @@ _TEXTS = [
     ("stop", pa.string()),  # JSON list
     ("system_prompt", pa.string()),
     ("chat_template", pa.bool_()),  # null: as the tokenizer has it
+    ("min_pixels", pa.int64()),  # of images in prompts; null: as the image processor has it
+    ("max_pixels", pa.int64()),
 ]
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from grpo_core.actions import TokenBatch
+from grpo_core.actions import Sources, TokenBatch
 from grpo_core.logprobs import entropy_of, gather_logprobs
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.records import (
@@ -58,7 +58,12 @@ class TablePolicy:
 
     @torch.no_grad()
     def sample_tokens(
-        self, prompts: Sequence[str], group_size: int, seeds: Sequence[int], size: ImageSize | None = None
+        self,
+        prompts: Sequence[str],
+        group_size: int,
+        seeds: Sequence[int],
+        size: ImageSize | None = None,
+        sources: Sources | None = None,
     ) -> SampledTokens:
         self.batches.append((tuple(prompts), size))
         rows = tuple(prompt for prompt in prompts for _ in range(group_size))

@@ -22,8 +22,22 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 512
 """Assumed number of ids of the longest prompt of a batch."""
 
+UNTRIED = "the model has no small copy to be tried on; a run tries it with its weights before it samples"
+"""What a person should know about such a model."""
+
 _AFTER_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Configuration fields that announce an operation after the output head."""
+
+
+def after_head(text: Any) -> bool:
+    """Return whether the configuration of a language model announces an operation after its output head."""
+    return any(getattr(text, name, None) not in (None, 1, 1.0) for name in _AFTER_HEAD)
+
+
+def stored_stop(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a stored row with its stop texts as a list; a table keeps them as JSON."""
+    stop = values.get("stop", ())
+    return {**values, "stop": json.loads(stop) if isinstance(stop, str) else stop}
 
 
 class CausalLMFamily:
@@ -35,9 +49,7 @@ class CausalLMFamily:
 
     def settings(self, values: Mapping[str, Any]) -> CausalLMSettings:
         """Return the sampling settings from a configuration section or a stored row."""
-        stop = values.get("stop", ())
-        # A table keeps it as a JSON list.
-        return read_settings(CausalLMSettings, {**values, "stop": json.loads(stop) if isinstance(stop, str) else stop})
+        return read_settings(CausalLMSettings, stored_stop(values))
 
     def policy_class(self) -> "type[CausalLMPolicy]":
         """Import its libraries and return the class."""
@@ -106,11 +118,10 @@ class CausalLMFamily:
         config, choice = read_config(model), choices["tokens"]
         trained, notes = build_on_meta(model, config, choice), []
         if not refuse_incompatible(model, config):
-            notes.append(
-                "the model has no small copy to be tried on; a run tries it with its weights before it samples"
-            )
+            notes.append(UNTRIED)
         if choice.lora is not None and choice.lora.targets is None:
-            notes += filter(None, [describe_left_out(trained)])
+            adapted: Any = trained.model
+            notes += filter(None, [describe_left_out(adapted.get_base_model())])
         return tuple(notes)
 
     def sizes(
@@ -137,7 +148,7 @@ class CausalLMFamily:
             positions=length,
             scored=settings.max_completion_length,
             vocabulary=text.vocab_size,
-            whole_logits=any(getattr(text, name, None) not in (None, 1, 1.0) for name in _AFTER_HEAD),
+            whole_logits=after_head(text),
         )
         return ModelSizes(
             networks={"weights": parameters},

@@ -5,7 +5,8 @@ import re
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,44 +25,65 @@ from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import TrainingChoice
 
 _TOKENIZER_FILES = (
+    "*processor_config.json",
     *("tokenizer*", "chat_template*", "additional_chat_templates", "special_tokens_map.json", "added_tokens.json"),
     *("vocab*", "merges.txt", "*.model", "*.tiktoken"),
 )
-_UNREADABLE = (OSError, ValueError, HFValidationError, StrictDataclassError, SafetensorError, pickle.UnpicklingError)
+UNREADABLE = (OSError, ValueError, HFValidationError, StrictDataclassError, SafetensorError, pickle.UnpicklingError)
 
 
-def _place(model: str) -> str:
+def place_of(model: str) -> str:
+    """Return the folder that a model is loaded from, or its hub name."""
     path = Path(model).expanduser()
     return str(path) if path.is_dir() else model
 
 
-def _refusal(model: str, what: str, error: Exception) -> InputError:
+def refusal(model: str, what: str, error: Exception) -> InputError:
+    """Return the error for a part of a model that cannot be read."""
     first_line = str(error).strip().splitlines()[0]
     hint = f"Its {what} cannot be read. Give a folder with complete files, or a hub name that is cached or reachable "
     return InputError("policy.model", model, f"{hint}({first_line}).")
 
 
-def read_config(model: str) -> Any:
-    """Read the configuration of a causal language model; no weights are opened.
+@dataclass(frozen=True)
+class ModelKind:
+    """A kind of language models by the class of transformers that loads them.
+
+    Attributes:
+        auto: that class.
+        classes: names of the models' classes by model type.
+        described: the kind in words, for errors.
+    """
+
+    auto: Any
+    classes: Mapping[str, str | Sequence[str]]
+    described: str
+
+
+CAUSAL_LM = ModelKind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model")
+
+
+def read_config(model: str, kind: ModelKind = CAUSAL_LM) -> Any:
+    """Read the configuration of a language model; no weights are opened.
 
     Args:
         model: a folder written by `save_pretrained`, or a hub name.
+        kind: that it has to be of.
 
     Raises:
         InputError: it does not exist, cannot be read, or is another kind of model.
     """
     refuse_missing_folder(model)
     try:
-        config = AutoConfig.from_pretrained(_place(model), trust_remote_code=False)
-    except _UNREADABLE as error:
-        raise _refusal(model, "configuration", error) from error
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    causal = {name for names in classes for name in ((names,) if isinstance(names, str) else names)}
+        config = AutoConfig.from_pretrained(place_of(model), trust_remote_code=False)
+    except UNREADABLE as error:
+        raise refusal(model, "configuration", error) from error
+    known = {name for names in kind.classes.values() for name in ((names,) if isinstance(names, str) else names)}
     kinds = list(config.architectures or [])
     # transformers adds a random head to a model without one, and to an encoder.
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (kinds and not causal.intersection(kinds)):
+    if config.model_type not in kind.classes or (kinds and not known.intersection(kinds)):
         found = ", ".join(kinds) or config.model_type
-        hint = f"It is {found}, not a causal language model; give one that transformers' AutoModelForCausalLM loads."
+        hint = f"It is {found}, not a {kind.described}; give one that transformers' {kind.auto.__name__} loads."
         raise InputError("policy.model", model, hint)
     return config
 
@@ -79,9 +101,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         InputError: there is none, or it cannot be read.
     """
     try:
-        return AutoTokenizer.from_pretrained(_place(model), trust_remote_code=False)
-    except _UNREADABLE as error:
-        raise _refusal(model, "tokenizer", error) from error
+        return AutoTokenizer.from_pretrained(place_of(model), trust_remote_code=False)
+    except UNREADABLE as error:
+        raise refusal(model, "tokenizer", error) from error
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -91,24 +113,25 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         copy(path, target / path.name)
 
 
-def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:
+def load_model(model: str, *, dtype: torch.dtype, device: torch.device, kind: ModelKind = CAUSAL_LM) -> Any:
     """Load the model in evaluation mode.
 
     Args:
         model: a folder written by `save_pretrained`, or a hub name.
+        kind: that it has to be of.
 
     Raises:
         InputError: it does not exist, is another kind of model, or lacks weights.
     """
-    read_config(model)
+    read_config(model, kind)
     # Its progress bars would break ours.
     transformers.utils.logging.disable_progress_bar()
     try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            _place(model), dtype=dtype, output_loading_info=True, trust_remote_code=False, weights_only=True
+        loaded, report = kind.auto.from_pretrained(
+            place_of(model), dtype=dtype, output_loading_info=True, trust_remote_code=False, weights_only=True
         )
-    except _UNREADABLE as error:
-        raise _refusal(model, "weights", error) from error
+    except UNREADABLE as error:
+        raise refusal(model, "weights", error) from error
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         hint = f"Its files lack weights, or have them in another shape: {', '.join(missing[:3])}. Save it again."
@@ -158,8 +181,6 @@ def train_causal_lm(
 
 def build_on_meta(model: str, config: Any, choice: TrainingChoice) -> TrainedModel:
     """Build the model on the meta device and apply the choice."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config)
     return train_causal_lm(base, choice, base_name=model, initial_state=dict)
@@ -200,10 +221,12 @@ def _adapted(model: nn.Module) -> Iterator[nn.Parameter]:
             yield module.get_base_layer().weight
 
 
-def describe_left_out(trained: TrainedModel) -> str | None:
-    """Say which matrices of a model get no adapter, with their share of all parameters; None if each has one."""
-    model: Any = trained.model
-    base = model.get_base_model()
+def describe_left_out(base: Any) -> str | None:
+    """Say which matrices of a model get no adapter, with their share of all parameters; None if each has one.
+
+    Args:
+        base: inside peft's wrapper.
+    """
     left_out = matrices_without_adapter(base)
     if not left_out:
         return None

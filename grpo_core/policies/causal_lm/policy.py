@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from grpo_core.actions import TokenBatch
+from grpo_core.actions import Sources, TokenBatch
+from grpo_core.errors import InputError
+from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.causal_lm.loading import (
     context_length,
@@ -38,7 +40,14 @@ CPU = torch.device("cpu")
 
 
 class CausalLMPolicy(TrainedComponent[TokenBatch]):
-    """A text model that answers prompts; it is its only component."""
+    """A text model that answers prompts; it is its only component.
+
+    Attributes:
+        vocabulary: ids [0, vocabulary) can be sampled.
+        forbidden: except these; None: there are none.
+    """
+
+    forbidden: Tensor | None = None
 
     def __init__(
         self,
@@ -108,14 +117,18 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     def _model(self) -> Any:
         return _unwrapped(self.trained.model)
 
-    def _encode(self, prompts: Sequence[str]) -> EncodedPrompts:
+    def _encode(self, prompts: Sequence[str], sources: Sequence[Sequence[SourceImage]] = ()) -> EncodedPrompts:
+        """Encode prompts, each with its source images; none where they are left out."""
+        if any(sources):
+            raise InputError("prompt", prompts[0], "A model of texts does not see images; use policy.kind vision_lm.")
         return encode_prompts(self.tokenizer, self.settings, prompts, context=self.context, device=self._device)
 
-    def _distinct(self, prompts: Sequence[str]) -> tuple[EncodedPrompts, Tensor]:
-        """Encode the distinct prompts, and return the index of each given prompt among them."""
-        places = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
-        rows = torch.tensor([places[prompt] for prompt in prompts], device=self._device)
-        return self._encode(list(places)), rows
+    def _distinct(self, prompts: Sequence[str], sources: Sources | None) -> tuple[EncodedPrompts, Tensor]:
+        """Encode the distinct prompts with their images, and return the index of each given prompt among them."""
+        given = list(zip(prompts, sources or ((),) * len(prompts), strict=True))
+        places = {each: index for index, each in enumerate(dict.fromkeys(given))}
+        rows = torch.tensor([places[each] for each in given], device=self._device)
+        return self._encode([prompt for prompt, _ in places], [images for _, images in places]), rows
 
     @property
     def components(self) -> Mapping[Stream, "CausalLMPolicy"]:
@@ -128,13 +141,26 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
             yield RolloutGroup(request, {"tokens": drafts}, tuple(self.decode(drafts.actions)))
 
     def sample_tokens(
-        self, prompts: Sequence[str], group_size: int, seeds: Sequence[int], size: ImageSize | None = None
+        self,
+        prompts: Sequence[str],
+        group_size: int,
+        seeds: Sequence[int],
+        size: ImageSize | None = None,
+        sources: Sources | None = None,
     ) -> SampledTokens:
-        """Sample `group_size` token sequences for each prompt, siblings next to each other."""
+        """Sample `group_size` token sequences for each prompt, siblings next to each other.
+
+        Args:
+            prompts: of the groups.
+            group_size: samples of each.
+            seeds: one per sample.
+            size: has to be None.
+            sources: the source images of each prompt; None: no prompt has any.
+        """
         assert size is None, "texts have no size"
         settings = self.settings
         requested = tuple(prompt for prompt in prompts for _ in range(group_size))
-        encoded, rows = self._distinct(requested)
+        images = None if sources is None else tuple(each for each in sources for _ in range(group_size))
         rule = SamplingRule(
             vocabulary=self.vocabulary,
             temperature=settings.temperature,
@@ -142,9 +168,11 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
             ends=self.ends,
             stops=self.stops,
             max_tokens=settings.max_completion_length,
+            forbidden=self.forbidden,
         )
-        with self._sampling():
-            return sample_completions(self._model, encoded, requested, rows, rule, seeds)
+        with torch.no_grad(), self._sampling():
+            encoded, rows = self._distinct(requested, images)
+            return sample_completions(self._model, encoded, requested, rows, rule, seeds, images)
 
     def decode(self, tokens: TokenBatch) -> list[str]:
         """Return the completions as texts, without special tokens, and cut before the first stop text."""
@@ -159,8 +187,8 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     def _score(self, model: nn.Module, actions: TokenBatch, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
         assert not kl, "the KL over a vocabulary is estimated from log-probs"
         device = self._device
-        encoded, rows = self._distinct(actions.prompts)
         with self._precision():
+            encoded, rows = self._distinct(actions.prompts, actions.sources)
             return score_completions(
                 _unwrapped(model),
                 encoded.select(rows),
@@ -171,6 +199,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
                 support=actions.support,
                 entropy=entropy,
                 whole_logits=self.whole_logits,
+                forbidden=self.forbidden,
             )
 
 

@@ -5,8 +5,9 @@ another text, and log-probs depend on the batch by nats without a warning.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -17,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""`role`, and `content`: a text, or for a model that sees images a list of blocks."""
 
 # Some templates print today's date, so the prompt would differ when it is scored on another day. transformers
 # hands a template no functions but its own, so theirs is hidden by a macro.
@@ -30,6 +32,17 @@ _FIRST_OF_2025 = (
 )
 
 
+@runtime_checkable
+class PromptInputs(Protocol):
+    """What a model reads of each prompt beside its ids, such as the features of its images."""
+
+    def select(self, rows: Int[Tensor, " rows"]) -> "PromptInputs":
+        """Return those of these prompts, in this order, repetitions allowed."""
+
+    def arguments(self, time: int) -> Mapping[str, Any]:
+        """Return the model's arguments for the prompts with `time` tokens of their completions."""
+
+
 @dataclass(frozen=True)
 class EncodedPrompts:
     """Encoded prompts, left-padded to one length.
@@ -37,12 +50,15 @@ class EncodedPrompts:
     Attributes:
         input_ids: zero where padded.
         attention_mask: 1 for a prompt id, 0 for left padding.
-        position_ids: counted from the first id of the prompt; 0 where padded.
+        position_ids: counted from the first id of the prompt; 0 where padded. For models whose ids have a place in
+            time, height and width, one row of each.
+        further: what else the model reads; None: nothing.
     """
 
     input_ids: Int[Tensor, "prompts length"]
     attention_mask: Int[Tensor, "prompts length"]
-    position_ids: Int[Tensor, "prompts length"]
+    position_ids: Int[Tensor, "prompts length"] | Int[Tensor, "3 prompts length"]
+    further: PromptInputs | None = None
 
     @property
     def length(self) -> int:
@@ -54,16 +70,38 @@ class EncodedPrompts:
         """Number of ids of each prompt."""
         return self.attention_mask.sum(-1)
 
+    @property
+    def first_positions(self) -> Int[Tensor, " prompts"]:
+        """Position of the first token of each prompt's completion, after the last of the prompt."""
+        last = self.position_ids.amax(-1)
+        return (last if last.ndim == 1 else last.amax(0)) + 1
+
+    def positions(self, places: Int[Tensor, "prompts time"]) -> Int[Tensor, "..."]:
+        """Return positions of completions in the form of those of the prompts; all places of a token are the same."""
+        return places if self.position_ids.ndim == 2 else places.expand(3, -1, -1)
+
+    def arguments(self, time: int = 0) -> Mapping[str, Any]:
+        """Return what else the model reads, for the prompts with `time` tokens of their completions."""
+        return {} if self.further is None else self.further.arguments(time)
+
     def select(self, rows: Int[Tensor, " rows"]) -> "EncodedPrompts":
         """Return these prompts, in this order, repetitions allowed."""
-        return EncodedPrompts(self.input_ids[rows], self.attention_mask[rows], self.position_ids[rows])
+        further = None if self.further is None else self.further.select(rows)
+        return EncodedPrompts(self.input_ids[rows], self.attention_mask[rows], self.position_ids[..., rows, :], further)
 
 
-def read_messages(prompt: str) -> list[Message] | None:
+def _is_text(content: object) -> bool:
+    return isinstance(content, str)
+
+
+def read_messages(prompt: str, is_content: Callable[[object], bool] = _is_text) -> list[Message] | None:
     """Return the messages of a prompt that is a conversation; None for a plain text.
 
-    A conversation is a JSON list of objects with exactly the texts `role` and `content`, as prompt columns of
+    A conversation is a JSON list of objects with exactly a text `role` and a `content`, as prompt columns of
     conversational datasets are stored; any other text is plain, JSON or not.
+
+    Args:
+        is_content: says whether a value can be the content of a message.
     """
     if not prompt.lstrip().startswith("["):
         return None
@@ -76,7 +114,7 @@ def read_messages(prompt: str) -> list[Message] | None:
     for message in found:
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
             return None
-        if not all(isinstance(text, str) for text in message.values()):
+        if not isinstance(message["role"], str) or not is_content(message["content"]):
             return None
     return found
 
@@ -114,40 +152,57 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings, p
             raise InputError("prompt", prompt, hint)
         ids: list[int] = tokenizer(prompt)["input_ids"]
     else:
-        ids = tokenizer(_printed(tokenizer, settings, prompt, messages), add_special_tokens=False)["input_ids"]
+        text = print_messages(tokenizer, settings, messages or [{"role": "user", "content": prompt}], prompt)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise InputError("prompt", prompt, "It has no ids: the model needs at least one to start from.")
     return ids
 
 
-def _printed(
-    tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings, prompt: str, messages: list[Message] | None
+def print_messages(
+    tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings, messages: Sequence[Message], prompt: str
 ) -> str:
-    messages = messages or [{"role": "user", "content": prompt}]
-    if settings.system_prompt is not None and all(message["role"] != "system" for message in messages):
-        messages = [{"role": "system", "content": settings.system_prompt}, *messages]
+    """Format a conversation with the chat template, after the system prompt of the settings if it has none.
+
+    Args:
+        messages: at least one; all contents are texts, or all are lists of blocks.
+        prompt: as it was given, for errors.
+
+    Raises:
+        InputError: the template refuses it.
+    """
+    system = settings.system_prompt
+    if system is not None and all(message["role"] != "system" for message in messages):
+        content = system if isinstance(messages[0]["content"], str) else [{"type": "text", "text": system}]
+        messages = [{"role": "system", "content": content}, *messages]
     continued = messages[-1]["role"] == "assistant"
     template = tokenizer.get_chat_template()
     try:
         printed: str = tokenizer.apply_chat_template(
-            messages,
+            list(messages),
             chat_template=_FIRST_OF_2025 + template if _CLOCK in template else template,
             tokenize=False,
             add_generation_prompt=not continued,
             continue_final_message=continued,
         )
-    except (TemplateError, ValueError) as error:
+    except (TemplateError, ValueError, TypeError) as error:
         raise InputError("prompt", prompt, f"The chat template refuses it ({error}).") from error
     return printed
 
 
-def require_room(prompt: str, length: int, settings: CausalLMSettings, context: int | None) -> None:
-    """Raise InputError for a prompt that leaves no room for a completion of full length."""
+def require_room(prompt: str, length: int, settings: CausalLMSettings, context: int | None, of_images: int = 0) -> None:
+    """Raise InputError for a prompt that leaves no room for a completion of full length.
+
+    Args:
+        length: number of its ids.
+        context: number of ids that the model can read; None if unbounded.
+        of_images: how many of its ids are placeholders of images.
+    """
     room = None if context is None else context - settings.max_completion_length
     if room is not None and length > room:
         shown = prompt if len(prompt) <= 80 else f"{prompt[:80]}..."
         hint = (
-            f"It has {length} ids, and at most {room} leave room for max_completion_length "
+            f"It has {length} ids{f', {of_images} of them of its images' if of_images else ''}, and at most {room} leave room for max_completion_length "
             f"{settings.max_completion_length} in the model's {context}. Shorten it, or lower "
             "rollout.max_completion_length."
         )

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from grpo_core.actions import TokenBatch, TokenSupport
+from grpo_core.actions import Sources, TokenBatch, TokenSupport
 from grpo_core.logprobs import gather_logprobs, score_hidden, vocabulary_logprobs
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
 from grpo_core.policies.kv_cache import grow_in_place
@@ -90,6 +90,7 @@ class SamplingRule:
         ends: ids that end a row; they are sampled and trained as any other.
         stops: texts that end a row; None: there are none.
         max_tokens: of a row.
+        forbidden: ids below `vocabulary` that cannot be sampled; None: there are none.
     """
 
     vocabulary: int
@@ -98,6 +99,7 @@ class SamplingRule:
     ends: tuple[int, ...]
     stops: StopTexts | None
     max_tokens: int
+    forbidden: Int[Tensor, " forbidden"] | None = None
 
 
 @torch.no_grad()
@@ -108,6 +110,7 @@ def sample_completions(
     rows: Int[Tensor, " rows"],
     rule: SamplingRule,
     seeds: Sequence[int],
+    sources: Sources | None = None,
 ) -> SampledTokens:
     """Sample one completion per row; the loop ends when every row has ended.
 
@@ -115,6 +118,7 @@ def sample_completions(
         encoded: distinct prompts.
         prompts: that each row continues.
         rows: their indices among the encoded ones.
+        sources: the source images of each row's prompt; None: no prompt has any.
     """
     step = model(
         input_ids=encoded.input_ids,
@@ -122,14 +126,15 @@ def sample_completions(
         position_ids=encoded.position_ids,
         use_cache=True,
         logits_to_keep=1,
+        **encoded.arguments(),
     )
     cache, logits = step.past_key_values, step.logits[rows, -1]
     # The samples of a prompt share its prefill.
     cache.batch_select_indices(rows)
     grow_in_place(cache, encoded.length + rule.max_tokens)
-    prompt_lengths, attention = encoded.lengths[rows], encoded.attention_mask[rows]
+    attention = encoded.attention_mask[rows]
     attention = nn.functional.pad(attention, (0, rule.max_tokens), value=1)
-    lengths = prompt_lengths
+    positions = encoded.first_positions[rows]
     written = _Written(len(rows), rule, uniform_numbers(seeds, rule.max_tokens), logits.device)
     for index in range(rule.max_tokens):
         written.add(index, logits)
@@ -140,16 +145,16 @@ def sample_completions(
         if len(kept) <= 0.75 * len(written.rows):
             written.keep(kept)
             cache.batch_select_indices(kept)
-            lengths, attention = lengths[kept], attention[kept]
+            positions, attention = positions[kept], attention[kept]
         logits = model(
             input_ids=written.ids[written.rows, index : index + 1],
             attention_mask=attention[:, : encoded.length + index + 1],
-            position_ids=(lengths + index).unsqueeze(-1),
+            position_ids=encoded.positions((positions + index).unsqueeze(-1)),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-    return written.sampled(prompts, index + 1, prompt_lengths)
+    return written.sampled(prompts, sources, index + 1, encoded.lengths[rows])
 
 
 class _Written:
@@ -172,7 +177,9 @@ class _Written:
     def add(self, index: int, logits: Float[Tensor, "rows ids"]) -> None:
         """Sample the token at `index` of every row that has not ended."""
         rule, rows = self.rule, self.rows
-        distribution = truncate(vocabulary_logprobs(logits, rule.vocabulary, rule.temperature), rule.truncation)
+        distribution = truncate(
+            vocabulary_logprobs(logits, rule.vocabulary, rule.temperature, rule.forbidden), rule.truncation
+        )
         sampled = draw_tokens(distribution, self.uniforms[rows, index])
         if self.recorder is not None:
             self.recorder.add(distribution[self.active], rows[self.active].tolist())
@@ -198,11 +205,13 @@ class _Written:
             stopped[place] = stops.completed(own)
         return torch.tensor(stopped, device=sampled.device)
 
-    def sampled(self, prompts: tuple[str, ...], time: int, prompt_lengths: Int[Tensor, " rows"]) -> SampledTokens:
+    def sampled(
+        self, prompts: tuple[str, ...], sources: Sources | None, time: int, prompt_lengths: Int[Tensor, " rows"]
+    ) -> SampledTokens:
         """Return the first `time` tokens, on the CPU; ids and log-probs after the end of a row are zero."""
         support = None if self.recorder is None else self.recorder.support()
         ids, mask = self.ids[:, :time].cpu(), self.mask[:, :time].cpu()
-        tokens = TokenBatch(prompts, ids, mask, self.rule.temperature, support)
+        tokens = TokenBatch(prompts, ids, mask, self.rule.temperature, support, sources=sources)
         logprobs, finished = self.logprobs[:, :time].cpu(), self.finished.cpu()
         return SampledTokens(tokens, logprobs, finished, self.rule.max_tokens, prompt_lengths.cpu())
 
@@ -221,6 +230,7 @@ def score_completions(
     support: TokenSupport | None,
     entropy: Entropies,
     whole_logits: bool,
+    forbidden: Int[Tensor, " forbidden"] | None = None,
 ) -> ActionLogprobs:
     """Compute log-probs of stored tokens with the positions, padding, support and temperature of their sampling.
 
@@ -230,6 +240,7 @@ def score_completions(
         support: the ids each token was sampled from; None without truncation.
         entropy: whether entropies are computed too.
         whole_logits: take the logits from the model, because its head does not give them (`head_gives_logits`).
+        forbidden: ids below `vocabulary` that could not be sampled; None: there are none.
     """
     time = token_ids.shape[1]
     inputs = _inputs(encoded, token_ids[:, :-1], loss_mask[:, :-1])
@@ -250,20 +261,22 @@ def score_completions(
         vocabulary=vocabulary,
         temperature=temperature,
         support=support,
+        forbidden=forbidden,
         entropy=entropy,
     )
 
 
 def _inputs(
     encoded: EncodedPrompts, token_ids: Int[Tensor, "rows fed"], loss_mask: Bool[Tensor, "rows fed"]
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Join prompts with the completions' tokens, each with its position."""
     places = torch.arange(token_ids.shape[1], device=token_ids.device)
-    positions = encoded.lengths.unsqueeze(-1) + places
+    positions = encoded.first_positions.unsqueeze(-1) + places
     return {
         "input_ids": torch.cat([encoded.input_ids, torch.where(loss_mask, token_ids, 0)], 1),
         "attention_mask": torch.cat([encoded.attention_mask, loss_mask.to(encoded.attention_mask.dtype)], 1),
-        "position_ids": torch.cat([encoded.position_ids, torch.where(loss_mask, positions, 0)], 1),
+        "position_ids": torch.cat([encoded.position_ids, encoded.positions(torch.where(loss_mask, positions, 0))], -1),
+        **encoded.arguments(token_ids.shape[1]),
     }
 
 

@@ -9,7 +9,7 @@ from diffusers import GlmImagePipeline
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from grpo_core.actions import TokenBatch
+from grpo_core.actions import Sources, TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.drafts import sample_drafts
@@ -104,14 +104,21 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         return EncodedPrompts.join(encoded).select(rows)
 
     def sample(
-        self, prompts: Sequence[str], group_size: int, seeds: Sequence[int], size: ImageSize | None = None
+        self,
+        prompts: Sequence[str],
+        group_size: int,
+        seeds: Sequence[int],
+        size: ImageSize | None = None,
+        sources: Sources | None = None,
     ) -> SampledTokens:
         """Sample `group_size` token sequences for each prompt, siblings next to each other.
 
         Args:
             seeds: len(prompts) * group_size seeds, one per sequence.
             size: of the images; None: that of the settings.
+            sources: has to be None.
         """
+        assert sources is None, "prompts are texts"
         size = size or self.settings.size
         encoded = self._encode(list(prompts), size)
         with self._sampling():

@@ -59,6 +59,7 @@ class TrainingChoice:
         adapter: folder of a stored adapter in peft's format that training starts from; its own settings are used, and
             `lora` are the same.
         hub: name and revision of a model that is loaded from a copy of that revision, for saved adapters.
+        freeze_vision: of a vision-language model, train the language model alone, not what encodes its images.
 
     Raises:
         InputError: `frozen` is not a regular expression, or is set together with `lora`.
@@ -71,6 +72,7 @@ class TrainingChoice:
     seed: int = 0
     adapter: Path | None = None
     hub: tuple[str, str] | None = None
+    freeze_vision: bool = True
 
     @property
     def starts_as_base(self) -> bool:

@@ -1,0 +1,204 @@
+"""Vision-language models as a kind of policy; their libraries are imported on first use."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.family import PROMPT_TOKENS, after_head, stored_stop
+from grpo_core.policies.causal_lm.settings import CONFIG_FILE, refuse_missing_folder
+from grpo_core.policies.pipeline_files import find_model_file
+from grpo_core.policies.protocol import PolicyFamily, read_settings
+from grpo_core.policies.vision_lm.settings import VisionLMSettings
+from grpo_core.streams import Modality, Stream
+
+if TYPE_CHECKING:
+    import torch
+
+    from grpo_core.policies.sizes import ModelSizes
+    from grpo_core.policies.trained.settings import TrainingChoice
+    from grpo_core.policies.vision_lm.policy import VisionLMPolicy
+    from grpo_core.streams import ImageSize
+
+IMAGE_SIDE = 1024
+"""Assumed width and height of a prompt's one image, in pixels, before the processor scales it."""
+
+_PROCESSED = 64
+"""Prompts with the largest images whose ids are counted before a run; those of any others count when they are read."""
+
+
+class VisionLMFamily:
+    """Vision-language models as a PolicyFamily."""
+
+    modality: Modality = "text"
+    streams: tuple[Stream, ...] = ("tokens",)
+
+    def settings(self, values: Mapping[str, Any]) -> VisionLMSettings:
+        """Return the sampling settings from a configuration section or a stored row."""
+        return read_settings(VisionLMSettings, stored_stop(values))
+
+    def policy_class(self) -> "type[VisionLMPolicy]":
+        """Import its libraries and return the class."""
+        from grpo_core.policies.vision_lm.policy import VisionLMPolicy
+
+        return VisionLMPolicy
+
+    def refuse_missing(self, model: str) -> None:
+        """Raise InputError if a given folder is missing or contains no model."""
+        refuse_missing_folder(model)
+
+    def refuse_unusable(self, model: str, settings: VisionLMSettings) -> None:
+        """Raise InputError if the model or these settings cannot be used; only local files are read."""
+        from grpo_core.policies.causal_lm.loading import context_length, read_config
+        from grpo_core.policies.vision_lm.compatibility import refuse_incompatible
+        from grpo_core.policies.vision_lm.loading import VISION_LM, load_processor
+        from grpo_core.policies.vision_lm.prompts import image_sizes, print_prompt
+
+        self.refuse_missing(model)
+        if find_model_file(model, CONFIG_FILE) is None:
+            return
+        config, processor = read_config(model, VISION_LM), load_processor(model)
+        image_sizes(processor, settings)
+        print_prompt(processor, settings, "", 1)
+        refuse_incompatible(model, config, processor)
+        context = context_length(config)
+        if context is not None and settings.max_completion_length >= context:
+            hint = f"The model reads {context} ids, prompt and completion together; set it lower."
+            raise InputError("rollout.max_completion_length", settings.max_completion_length, hint)
+
+    def refuse_prompts(
+        self,
+        model: str,
+        settings: VisionLMSettings,
+        prompts: Sequence[str],
+        images: Sequence[Sequence["ImageSize"]] = (),
+    ) -> None:
+        """Raise InputError if the model cannot read one of the prompts.
+
+        Images are processed blank, those of the prompts with the most pixels.
+        """
+        from PIL import Image
+
+        from grpo_core.policies.causal_lm.loading import context_length, read_config
+        from grpo_core.policies.causal_lm.prompts import require_room
+        from grpo_core.policies.vision_lm.loading import VISION_LM, load_processor
+        from grpo_core.policies.vision_lm.prompts import find_placeholders, printed_ids, process_prompt
+
+        config, processor = read_config(model, VISION_LM), load_processor(model)
+        context, placeholders = context_length(config), find_placeholders(config, processor)
+        given = list(dict.fromkeys(zip(prompts, map(tuple, images or ((),) * len(prompts)), strict=True)))
+        sets = dict.fromkeys(sizes for _, sizes in given if sizes)
+        largest = sorted(sets, key=lambda sizes: sum(size.width * size.height for size in sizes))[-_PROCESSED:]
+        added: dict[tuple[ImageSize, ...], int] = {}
+        for prompt, sizes in given:
+            if not sizes:
+                ids = process_prompt(processor, settings, prompt, [], placeholders).ids
+                require_room(prompt, len(ids), settings, context)
+                continue
+            printed = len(printed_ids(processor, settings, prompt, len(sizes)))
+            if sizes in largest and sizes not in added:
+                blank = [Image.new("RGB", tuple(size)) for size in sizes]
+                added[sizes] = len(process_prompt(processor, settings, prompt, blank, placeholders).ids) - printed
+            of_images = added.get(sizes, 0)
+            require_room(prompt, printed + of_images, settings, context, of_images=of_images)
+
+    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
+        """Write the model with trained weights, and the files of its processor and tokenizer as they are."""
+        import torch
+
+        from grpo_core.policies.causal_lm.loading import copy_tokenizer, load_model
+        from grpo_core.policies.trained.whole import save_whole
+        from grpo_core.policies.vision_lm.loading import VISION_LM
+
+        cpu = torch.device("cpu")
+        save_whole(weights["tokens"], folder, lambda: load_model(str(base), dtype=dtype, device=cpu, kind=VISION_LM))
+        copy_tokenizer(base, folder)
+
+    def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
+        """Return what adapters leave out, and whether the model has yet to be tried; it is built on the meta device.
+
+        Raises:
+            InputError: the choice matches nothing in the model.
+        """
+        from grpo_core.policies.causal_lm.family import UNTRIED
+        from grpo_core.policies.causal_lm.loading import describe_left_out, read_config
+        from grpo_core.policies.vision_lm.compatibility import refuse_incompatible
+        from grpo_core.policies.vision_lm.loading import VISION_LM, build_on_meta, load_processor
+
+        config, choice = read_config(model, VISION_LM), choices["tokens"]
+        trained, notes = build_on_meta(model, config, choice), []
+        if not refuse_incompatible(model, config, load_processor(model)):
+            notes.append(UNTRIED)
+        if choice.lora is not None and choice.lora.targets is None:
+            adapted: Any = trained.model
+            base = adapted.get_base_model()
+            # A frozen encoder is meant to have none.
+            notes += filter(None, [describe_left_out(base.get_decoder() if choice.freeze_vision else base)])
+        return tuple(notes)
+
+    def sizes(
+        self,
+        model: str,
+        settings: VisionLMSettings,
+        choices: Mapping[Stream, "TrainingChoice"],
+        images: Sequence["ImageSize"],
+    ) -> "ModelSizes":
+        """Count the model, with the longest prompt as PROMPT_TOKENS and one image of IMAGE_SIDE."""
+        from PIL import Image
+
+        from grpo_core.policies.causal_lm.loading import read_config
+        from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters
+        from grpo_core.policies.vision_lm.loading import VISION_LM, build_on_meta, language_parameters, load_processor
+        from grpo_core.policies.vision_lm.prompts import find_placeholders, process_prompt
+
+        config, choice, processor = read_config(model, VISION_LM), choices["tokens"], load_processor(model)
+        text, trained = config.get_text_config(), build_on_meta(model, config, choice)
+        adapted: Any = trained.model
+        base = adapted.get_base_model() if choice.lora is not None else adapted
+        language = language_parameters(base)
+        encoder = sum(each.numel() for each in base.parameters() if id(each) not in language)
+        adapters = sum(each.numel() for each in trained.trainable_parameters().values()) if choice.lora else 0
+        parameters = count_parameters(base) - adapters
+        if not choice.freeze_vision:
+            encoder -= sum(
+                each.numel() for each in base.parameters() if each.requires_grad and id(each) not in language
+            )
+        image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE))
+        processed = process_prompt(processor, settings, "", [image], find_placeholders(config, processor))
+        of_image = processed.ids.count(config.image_token_id)
+        # The last sampled token is never fed back.
+        length = PROMPT_TOKENS + of_image + settings.max_completion_length - 1
+        component = ComponentSizes(
+            trained=trained,
+            width=text.hidden_size,
+            blocks=text.num_hidden_layers,
+            positions=length,
+            scored=settings.max_completion_length,
+            vocabulary=text.vocab_size,
+            whole_logits=after_head(text),
+            encoder_values=0 if choice.freeze_vision else _encoder_values(config, processed.pixels),
+        )
+        return ModelSizes(
+            networks={"language model": parameters - encoder, "image encoder": encoder},
+            components={"tokens": component},
+            described=(
+                f"{parameters / 1e6:.4g} M parameters in {text.num_hidden_layers} layers and an image encoder of "
+                f"{encoder / 1e6:.3g} M, {of_image} ids for an image of {IMAGE_SIDE}x{IMAGE_SIDE}"
+            ),
+            cached=length * cached_values(text),
+            head=text.vocab_size,
+        )
+
+
+def _encoder_values(config: Any, pixels: Mapping[str, Any]) -> int:
+    """Return the hidden values of an image in all blocks of the encoder, by its pixels and patches."""
+    vision = config.vision_config
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size
+    blocks = getattr(vision, "depth", None) or vision.num_hidden_layers
+    patch = vision.patch_size[0] if isinstance(vision.patch_size, list | tuple) else vision.patch_size
+    values = int(pixels["pixel_values"].numel())
+    frames = getattr(vision, "temporal_patch_size", 1)
+    return values // (3 * frames * patch**2) * int(width) * int(blocks)
+
+
+FAMILY: PolicyFamily = VisionLMFamily()

@@ -1,0 +1,127 @@
+"""Vision-language models behind the Policy protocol: a causal language model that reads features of images."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from grpo_core.images import SourceImage
+from grpo_core.policies.causal_lm.loading import load_model, read_config
+from grpo_core.policies.causal_lm.policy import CPU, CausalLMPolicy
+from grpo_core.policies.causal_lm.prompts import EncodedPrompts, require_room
+from grpo_core.policies.trained.component import refuse_unscaled_float16, use_attention
+from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.settings import TrainingChoice
+from grpo_core.policies.vision_lm.compatibility import refuse_incompatible, refuse_incompatible_model
+from grpo_core.policies.vision_lm.encoding import PromptStore, ReadPrompt, encode_read, read_prompt
+from grpo_core.policies.vision_lm.features import ImageFeatures, image_features
+from grpo_core.policies.vision_lm.loading import VISION_LM, is_vision_frozen, load_processor, train_vision_lm
+from grpo_core.policies.vision_lm.prompts import find_placeholders, image_sizes, process_prompt
+from grpo_core.policies.vision_lm.settings import VisionLMSettings
+from grpo_core.streams import Stream
+
+
+class VisionLMPolicy(CausalLMPolicy):
+    """A language model that answers prompts with images; it is its only component.
+
+    The features of a prompt's images are computed once, and shared by its samples, the passes over them and the
+    reference, while what computes them is frozen; where it is trained, they are computed once a pass.
+
+    Attributes:
+        processor: reads prompts.
+        placeholders: ids that stand for images.
+        vision_frozen: whether an image's features never change.
+    """
+
+    settings: VisionLMSettings
+
+    def __init__(
+        self,
+        trained: TrainedModel,
+        processor: Any,
+        settings: VisionLMSettings,
+        *,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """Combine the parts; `load` is the usual way.
+
+        Raises:
+            InputError: processor and model do not belong together, or the settings need what the processor lacks.
+        """
+        self.processor, self._held = processor, PromptStore()
+        super().__init__(trained, processor.tokenizer, settings, autocast=autocast)
+        self.placeholders = find_placeholders(self._model.config, processor)
+        left_out = [token for token in self.placeholders.ids if token < self.vocabulary and token not in self.ends]
+        self.forbidden = torch.tensor(left_out, dtype=torch.long, device=self._device)
+        self.vision_frozen = is_vision_frozen(self._model)
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        settings: VisionLMSettings,  # type: ignore[override]
+        choices: Mapping[Stream, TrainingChoice],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+        autocast: torch.dtype | None = None,
+        attn_implementation: str | None = None,
+    ) -> "VisionLMPolicy":
+        """Load by folder or hub name.
+
+        Raises:
+            InputError: no such model, one that cannot be sampled and scored here, no processor, or adapter targets that
+                match nothing.
+        """
+        refuse_unscaled_float16(dtype, autocast)
+        processor = load_processor(model)
+        tried = refuse_incompatible(model, read_config(model, VISION_LM), processor)
+        base = load_model(model, dtype=dtype, device=device, kind=VISION_LM)
+        use_attention(base, attn_implementation)
+        if not tried:
+            refuse_incompatible_model(model, base, processor)
+        trained = train_vision_lm(
+            base,
+            choices["tokens"],
+            base_name=model,
+            initial_state=lambda: load_model(model, dtype=dtype, device=CPU, kind=VISION_LM).state_dict(),
+        )
+        return cls(trained, processor, settings, autocast=autocast)
+
+    def sample_with(self, settings: VisionLMSettings) -> None:  # type: ignore[override]
+        """Use these settings for sampling, rendering and reading prompts from this call on."""
+        image_sizes(self.processor, settings)
+        super().sample_with(settings)
+
+    def _encode(self, prompts: Sequence[str], sources: Sequence[Sequence[SourceImage]] = ()) -> EncodedPrompts:
+        """Encode prompts, each with its source images; none where they are left out."""
+        given = [tuple(images) for images in sources] if sources else [()] * len(prompts)
+        read, features = [], []
+        for prompt, images in zip(prompts, given, strict=True):
+            each, own = self._read(prompt, images)
+            read.append(each)
+            features.append(own)
+        return encode_read(self._model, read, features, self.placeholders.completion_type)
+
+    def _read(self, prompt: str, images: tuple[SourceImage, ...]) -> tuple[ReadPrompt, ImageFeatures | None]:
+        """Return a prompt and the features of its images, those that are kept or computed now."""
+        settings = self.settings
+        # All that a prompt's ids and pixels depend on.
+        own = (settings.system_prompt, settings.chat_template, settings.min_pixels, settings.max_pixels)
+        key = (prompt, images, own)
+        if (read := self._held.get(key)) is None:
+            opened = [image.open() for image in images]
+            processed = process_prompt(self.processor, settings, prompt, opened, self.placeholders)
+            count = processed.ids.count(self.placeholders.image)
+            require_room(prompt, len(processed.ids), settings, self.context, of_images=count)
+            read = read_prompt(self._model, processed)
+            self._held.put(key, read)
+        if read.features is not None:
+            return read, read.features.to(self._device)
+        if not read.processed.pixels:
+            return read, None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
+            features = image_features(self._model, read.processed.pixels)
+        if self.vision_frozen:
+            self._held.put(key, read.keeping(features))
+        return read, features
