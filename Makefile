@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 CONFIG ?= configs/tiny.yaml
 
-.PHONY: help install train test test-postgresql test-slow test-chaos test-attacks check format bench bench-pools tiny-model tiny-edit-model tiny-text-model tiny-sd3 curves ui lock clean
+.PHONY: help install train test test-postgresql test-slow test-chaos test-attacks check format bench bench-pools tiny-model tiny-edit-model tiny-text-model tiny-vision-model tiny-sd3 curves ui lock clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 18
 
@@ -66,6 +66,9 @@ tiny-edit-model: $(STAMP)  ## train the shipped tiny GLM-Image that edits again 
 
 tiny-text-model: $(STAMP)  ## train the shipped tiny text model again from its recipe
 	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models text
+
+tiny-vision-model: $(STAMP)  ## train the shipped tiny vision model again from its recipe
+	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models vision
 
 tiny-sd3: $(STAMP)  ## train the shipped tiny Stable Diffusion 3 again from its recipe
 	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models sd3

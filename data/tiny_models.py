@@ -1,7 +1,7 @@
 """Train a shipped tiny model again from its recipe: weights, files, measurements, prompt files.
 
-`python -m data.tiny_models glm-image`, `glm-image-edit`, `sd3` or `text`; the same recipe gives the same weights on the
-same machine.
+`python -m data.tiny_models glm-image`, `glm-image-edit`, `sd3`, `text` or `vision`; the same recipe gives the same
+weights on the same machine.
 """
 
 import argparse
@@ -18,9 +18,12 @@ import torch
 
 import data.tiny_sd3 as sd3
 import data.tiny_text as text
+import data.tiny_vision as vision
 from data.edits import HELDOUT_FILE as EDIT_HELDOUT_FILE
 from data.edits import TRAIN_FILE as EDIT_TRAIN_FILE
 from data.edits import choose_edits, split_edits, write_edit_file
+from data.grounding import PROMPT_FILES, write_medground_example
+from data.grounding import write_prompt_files as write_grounding_files
 from data.shapes import HELDOUT_FILE, TRAIN_FILE, choose_scenes, split_scenes, write_prompt_file
 from data.tiny_glm_image import components, editing, training
 from data.training import ProgressCallback, write_recipe
@@ -137,6 +140,32 @@ def make_text() -> None:
     text.write_prompt_files(recipe, DATA / "prompts")
 
 
+def make_vision() -> None:
+    """Make the tiny vision model and the drawn images of its prompts; it has never seen the held-out images."""
+    recipe = vision.TinyVisionRecipe()
+    processor = vision.build_processor(recipe)
+    model = vision.build_model(recipe, processor)
+
+    def train() -> Mapping[str, object]:
+        steps = _progress("train vision model")
+        return {"final_loss": vision.train_model(model, processor, recipe, steps)}
+
+    def measure(folder: Path) -> list[object]:
+        return [
+            asdict(vision.evaluate_tiny_vision_model(folder, recipe, shapes=shapes, temperature=warm))
+            for shapes in PROMPT_FILES
+            for warm in (1.0, 0.0)
+        ]
+
+    def save(folder: Path) -> None:
+        vision.save_tiny_vision_model(model, processor, folder)
+
+    replace_model("tiny-vision", recipe, vision.LIBRARIES, train, save, measure)
+    sizes = {"train": recipe.train_prompts, "heldout": recipe.heldout_prompts}
+    write_grounding_files(DATA / "prompts", recipe.seed, **sizes)
+    write_medground_example(DATA / "medground", recipe.seed, recipe.medground_prompts)
+
+
 def replace_model(
     name: str,
     recipe: "DataclassInstance",
@@ -173,7 +202,13 @@ def _progress(stage: str) -> ProgressCallback:
 
 
 MODELS: Mapping[str, Callable[[], None]] = MappingProxyType(
-    {"glm-image": make_glm_image, "glm-image-edit": make_glm_image_edit, "sd3": make_sd3, "text": make_text}
+    {
+        "glm-image": make_glm_image,
+        "glm-image-edit": make_glm_image_edit,
+        "sd3": make_sd3,
+        "text": make_text,
+        "vision": make_vision,
+    }
 )
 
 if __name__ == "__main__":

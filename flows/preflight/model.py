@@ -7,7 +7,7 @@ import torch
 
 from configs.schema import RunConfig
 from configs.validation import error_at
-from flows.preflight.prompts import PromptFiles, first_sizes, sizes_of
+from flows.preflight.prompts import PromptFiles, first_of, sizes_of
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.component import refuse_unavailable_attention
@@ -54,7 +54,7 @@ def _size_problems(config: RunConfig, prompts: PromptFiles) -> list[InputError]:
             refuse(source, config.rollout.model_copy(update=size._asdict()))
         except InputError as error:
             problems.append(InputError(where, str(size), error.hint))
-    return first_sizes(problems)
+    return first_of(problems)
 
 
 def refuse_prompt_texts(config: RunConfig, sets: Sequence[PromptSet]) -> None:

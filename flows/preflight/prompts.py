@@ -176,13 +176,13 @@ def sizes_of(
                 yield size, f"{default}.width and height" if size == default_size(config, dataset) else by_row
 
 
-def first_sizes(problems: list[InputError]) -> list[InputError]:
+def first_of(problems: list[InputError], what: str = "sizes") -> list[InputError]:
     """Return the first problems; the last of them says how many there are besides."""
     more = len(problems) - MAX_PROBLEMS
     if more <= 0:
         return problems
     *shown, last = problems[:MAX_PROBLEMS]
-    return [*shown, InputError(last.place, last.value, f"{last.hint} {more} more sizes are refused.")]
+    return [*shown, InputError(last.place, last.value, f"{last.hint} {more} more {what} are refused.")]
 
 
 def check_rewards(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
@@ -200,6 +200,7 @@ def check_rewards(config: RunConfig, prompts: PromptFiles) -> Iterator[InputErro
         yield from reward_problems(place, section, reward)
         yield from token_problems(config, section, reward, f"{place}.{section.label}")
         yield from _size_problems(config, prompts, section, reward, place, parts)
+        yield from _prompt_problems(config, prompts, section, reward, parts)
 
 
 def reward_problems(place: str, section: RewardSection, reward: Reward) -> Iterator[InputError]:
@@ -290,4 +291,22 @@ def _size_problems(
         if not fits_reward(size, reward.min_side, reward.max_aspect):
             hint = f"It needs {shown_bounds(reward.min_side, reward.max_aspect)}; this is the size of {where}."
             problems.append(InputError(f"{place}.reward", f"{section.reward} of {size} pixels", hint))
-    return first_sizes(problems)
+    return first_of(problems)
+
+
+def _prompt_problems(
+    config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, parts: Collection[str]
+) -> list[InputError]:
+    """Return an error for each prompt whose data a reward cannot score with."""
+    problems = []
+    for part in parts:
+        for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
+            for row, prompt in enumerate(known.prompts, 1) if known else ():
+                if not section.scores_prompt(dataset.name, prompt.columns):
+                    continue
+                try:
+                    reward.check_prompt(prompt.columns, [source.size for source in prompt.sources])
+                except InputError as error:
+                    place = size_place(dataset.prompts, row).replace("data.", f"{own}.", 1)
+                    problems.append(InputError(f"{place}, {error.place}", error.value, error.hint))
+    return first_of(problems, "rows")

@@ -16,7 +16,7 @@ Rewards, one per module, each a frozen dataclass whose fields are its settings:
 - ``preference``: pickscore, hpsv2; ``judge``: a language model as judge; ``reward_model``: a text reward model.
 - ``image_statistics``: properties of an image, whatever it shows: jpeg, edge_density, sharpness, colour_entropy.
 - ``diversity``: how unlike one another the images of a group are.
-- ``text``: rewards of texts: answer, format, box_iou.
+- ``text``: rewards of texts: answer, format; ``boxes``: of boxes in texts: box_iou.
 - ``functions``: any function written for TRL; ``remote``: any scorer behind HTTP.
 
 To add a reward, write its module and name it in ``registry``; raise its ``version`` whenever the same sample would

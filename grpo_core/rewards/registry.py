@@ -103,7 +103,7 @@ REWARDS: Mapping[str, str] = MappingProxyType(
         "diversity": "diversity:DiversityReward",
         "answer": "text:AnswerReward",
         "format": "text:FormatReward",
-        "box_iou": "text:BoxIouReward",
+        "box_iou": "boxes:BoxIouReward",
         "reward_model": "reward_model:RewardModelReward",
         "judge": "judge:JudgeReward",
         "function": "functions:FunctionReward",

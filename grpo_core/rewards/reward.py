@@ -227,6 +227,17 @@ class Reward(abc.ABC):
         """List what prevents scoring (missing weights, wrong digest), each with its hint. Loads no model."""
         return []
 
+    def check_prompt(self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+        """Refuse a prompt whose data no sample could be scored with, before anything is sampled. Loads no model.
+
+        Args:
+            columns: the other columns of the prompt file.
+            sizes: width and height of the images in the prompt, in pixels.
+
+        Raises:
+            InputError: `place` is ``column <name>``, or what else of the prompt is wrong.
+        """
+
     def __call__(
         self,
         outputs: Sequence[Image.Image] | Sequence[str],

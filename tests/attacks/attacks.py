@@ -303,6 +303,12 @@ _FORMS: Mapping[str, tuple[str, float]] = {
     "every tag twice": ("<think>x</think><answer>x</answer>" * 2, 0.0),
     "tags around a dot": ("<think>.</think><answer>.</answer>", 1.0),
 }
+_BOXED_FORMS: Mapping[str, tuple[str, float]] = {
+    "tags around a dot": ("<think>.</think><answer>.</answer>", 0.0),
+    "a box without braces": ("<think>.</think><answer>[1, 2, 3, 4]</answer>", 0.0),
+    "a box in the reasoning": ("<think>{[1, 2, 3, 4]}</think><answer>.</answer>", 0.0),
+    "a box in braces around a dot": ("<think>.</think><answer>{[1, 2, 3, 4]}</answer>", 1.0),
+}
 _BOXES: Mapping[str, tuple[str, float]] = {
     "nothing": ("", 0.0),
     "an empty list": ("<answer>[]</answer>", 0.0),
@@ -318,6 +324,8 @@ _BOXES: Mapping[str, tuple[str, float]] = {
     "corners that are not numbers": ("[nan, nan, inf, inf] [null, null, null, null]", 0.0),
     "corners in the wrong order": ("[20, 20, 10, 10]", 0.0),
     "a box without end": ("[-1e308, -1e308, 1e308, 1e308]", 0.0),
+    "the box in bare numbers, and others": ("10 10 20 20 30 30 40 40", 0.0),
+    "every bare number up to 99": (" ".join(map(str, range(100))), 0.0),
 }
 _VERDICTS: Mapping[str, tuple[Sequence[tuple[str, str]], float | None]] = {
     "a quoted score, and then its own one in words": (
@@ -352,6 +360,8 @@ def text_attacks() -> list[Attack]:
         attacks.append(Attack("answer", what, batch, at_most))
         attacks.append(Attack("answer", what, batch, 0.0, {"mode": "exact"}))
     attacks += [Attack("format", what, make_texts(text), at_most) for what, (text, at_most) in _FORMS.items()]
+    for what, (text, at_most) in _BOXED_FORMS.items():
+        attacks.append(Attack("format", what, make_texts(text), at_most, {"format": "think_answer_box"}))
     for what, (text, at_most) in _BOXES.items():
         attacks.append(Attack("box_iou", what, make_texts(text, columns={"box": [BOX]}), at_most))
     for what, (said, least) in _VERDICTS.items():

@@ -57,16 +57,36 @@ def build_trainer(config: RunConfig, folder: str | Path, steps: int) -> Any:
         folder: where it may write.
         steps: optimizer steps of `trainer.train()`, each with rollouts of its own.
     """
-    rollout, update = config.rollout, config.update
-    assert isinstance(rollout, TextRolloutSection)
-    assert isinstance(update, UpdateSection)
     assert config.data.prompts is not None
     rows = [
         {"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.columns["answer"]}
         for prompt in read_prompts(config.data.prompts).prompts
     ]
+    logging.disable_progress_bar()
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(config.policy.model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(config.policy.model),
+        reward_funcs=answer_reward,
+        train_dataset=Dataset.from_list(rows),
+        args=trl_settings(config, folder, steps),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def trl_settings(config: RunConfig, folder: str | Path, steps: int, **more: Any) -> GRPOConfig:
+    """The settings of a configuration as TRL names them.
+
+    Args:
+        folder: where it may write.
+        steps: optimizer steps, each with rollouts of its own.
+        more: settings that the configuration does not have under another name.
+    """
+    rollout, update = config.rollout, config.update
+    assert isinstance(rollout, TextRolloutSection)
+    assert isinstance(update, UpdateSection)
     microbatches = config.rows_of("tokens") // update.micro_batch_size
-    settings = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(folder),
         seed=config.run.seed,
         max_steps=steps,
@@ -93,17 +113,8 @@ def build_trainer(config: RunConfig, folder: str | Path, steps: int) -> Any:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **more,
     )
-    logging.disable_progress_bar()
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(config.policy.model, dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(config.policy.model),
-        reward_funcs=answer_reward,
-        train_dataset=Dataset.from_list(rows),
-        args=settings,
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
 
 
 class _StepEnds(TrainerCallback):
@@ -257,7 +268,9 @@ def train_with_trl(seed: int) -> list[float]:
         return [float(entry["reward"]) for entry in trainer.state.log_history if "reward" in entry]
 
 
-def draw(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> None:
+def draw(
+    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], what: str = "tiny text model", to: Path = FIGURE
+) -> None:
     """Plot the rewards of each seed as a thin line, their mean as a thick one."""
     import matplotlib
 
@@ -271,11 +284,12 @@ def draw(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> 
             axes.plot(places, curve, color=colour, linewidth=0.8, alpha=0.35)
         means = [statistics.fmean(values) for values in zip(*curves, strict=True)]
         axes.plot(places, means, color=colour, linewidth=2.2, label=name)
-    axes.set(xlabel="iteration", ylabel="mean training reward", title=f"tiny text model, {len(ours)} seeds each")
+    axes.set(xlabel="iteration", ylabel="mean training reward", title=f"{what}, {len(ours)} seeds each")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="lower right")
     figure.tight_layout()
-    figure.savefig(FIGURE)
+    figure.savefig(to)
+    plt.close(figure)
 
 
 def main() -> None:

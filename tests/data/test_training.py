@@ -15,6 +15,7 @@ from data.shapes import BACKGROUNDS, Scene, all_scenes, draw
 from data.tiny_glm_image.components import TinyRecipe
 from data.tiny_sd3 import TinySd3Recipe
 from data.tiny_text import TinyTextRecipe
+from data.tiny_vision import TinyVisionRecipe
 from data.training import build_cell_autoencoder, measure_images, read_scene
 
 
@@ -47,6 +48,7 @@ def test_a_noisy_image_is_read_as_its_scene(scene: Scene) -> None:
         ("tiny-glm-image", TinyRecipe(), 5_000_000),
         ("tiny-sd3", TinySd3Recipe(), 6_000_000),
         ("tiny-text", TinyTextRecipe(), 2_000_000),
+        ("tiny-vision", TinyVisionRecipe(), 1_500_000),
     ],
 )
 def test_a_shipped_model_is_small_and_names_the_recipe_of_the_source(name: str, recipe: Any, most_bytes: int) -> None:

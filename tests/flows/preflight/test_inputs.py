@@ -138,6 +138,17 @@ class TestSizes:
         files = [f"{part}.prompts={file}" for part, file in both.items()]
         run_checks(read_config(TINY, [*files, f"rewards={json.dumps([meant])}"]))
 
+    def test_a_row_that_a_reward_cannot_score_with(self, tmp_path: Path) -> None:
+        boxes = [[0, 0, 4, 4], [4, 0, 0, 4], None, *([[4, 0, 0, 4]] * 6)]
+        path = prompt_file(tmp_path, json.dumps([{"prompt": "where?", "box": box} for box in boxes]), "prompts.json")
+        rewards = 'rewards=[{"reward": "box_iou"}]'
+        errors = refused(tmp_path, f"evaluate.prompts={path}", f"data.prompts={path}", rewards, config=TINY_TEXT)
+        assert [(error.place, error.value) for error in errors] == [
+            (f"data.prompts: {path}, row {row}, column box", [4, 0, 0, 4]) for row in (2, 4, 5, 6, 7)
+        ]
+        # Two more of the training prompts, and seven held-out ones.
+        assert errors[-1].hint.endswith("9 more rows are refused.")
+
 
 class TestTargets:
     def test_an_unusable_image(self, tmp_path: Path) -> None:

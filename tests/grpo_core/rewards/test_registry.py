@@ -63,7 +63,8 @@ WRONG: dict[str, dict[str, tuple[object, ...]]] = {
     "answer": {"column": ("", 3, None), "mode": ("loose",)},
     "format": {"mode": ("loose",), "format": ("think",), "pattern": ("(a", "", 4)},
     "box_iou": {"column": ("",), "width_column": (None,), "coordinates": ("percent",)}
-    | {"threshold": (0, 1.5, math.nan, True, "0.5")},
+    | {"threshold": (0, 1.5, math.nan, True, "0.5"), "image": (-1, 0.5, True)}
+    | {"factor": NOT_A_NUMBER_OF, "min_pixels": NOT_A_NUMBER_OF, "max_pixels": (0, 3135, 1e6)},
     "reward_model": {"model": (3, " "), "model_sha256": NOT_A_DIGEST, "scale": ("tanh",)}
     | {"max_length": NOT_A_NUMBER_OF, "device": NOT_A_DEVICE},
     "judge": {
@@ -111,6 +112,7 @@ def test_a_wrong_setting_is_named_with_its_value(name: str, setting: str) -> Non
     [
         ("format", {"pattern": "a", "format": "think_answer"}, "pattern"),
         ("format", {"pattern": "a", "mode": "partial"}, "mode"),
+        ("box_iou", {"min_pixels": 5, "max_pixels": 4}, "max_pixels"),
         ("text_accuracy", {"engine": "tesseract", "cls": False}, "cls"),
         ("text_accuracy", {"engine": "tesseract", "max_side_len": 768}, "max_side_len"),
         ("edge_density", {"low": 9.0, "high": 8.0}, "high"),

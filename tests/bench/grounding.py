@@ -1,0 +1,167 @@
+"""The tiny vision model beside TRL's GRPOTrainer: learning curves of finding shapes in drawn images.
+
+`python -m tests.bench.grounding` trains it here and in TRL with the same model, prompts, images, rewards and three
+seeds, writes docs/grounding_curves.png and prints a table, with what can be reached without the image; `two` does the
+same with two shapes in each image. The two draw their samples from other random streams, so their curves agree in
+distribution, not point by point.
+"""
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import polars as pl
+import torch
+from datasets import Features, Value, load_dataset
+from transformers import AutoModelForImageTextToText, AutoProcessor, PrinterCallback, logging
+from trl import GRPOTrainer
+
+from configs.loader import read_config
+from configs.schema import RunConfig
+from data.grounding import PROMPT_FILES, split_scenes
+from data.tiny_vision import TinyVisionRecipe, encode_scenes, evaluate_tiny_vision_model, sample_ious
+from grpo_core.rewards.registry import build_reward
+from grpo_core.rewards.reward import ScoringBatch
+from tasks.process import CHECKOUT
+from tests.bench.text_iteration import SEEDS, draw, trl_settings
+
+CONFIG = CHECKOUT / "configs" / "tiny_grounding.yaml"
+FIGURES = {1: CHECKOUT / "docs" / "grounding_curves.png", 2: CHECKOUT / "docs" / "grounding_two_curves.png"}
+RECIPE = TinyVisionRecipe()
+
+
+class Curve(NamedTuple):
+    """The mean training reward of each iteration, held-out IoU before and after, CPU seconds."""
+
+    rewards: list[float]
+    heldout: tuple[float, float]
+    seconds: float
+
+
+def configured(shapes: int, seed: int, root: str) -> RunConfig:
+    """The shipped configuration, with the prompts of this many shapes in an image."""
+    train, heldout = (f"data/prompts/{name}" for name in PROMPT_FILES[shapes])
+    overrides = [f"data.prompts={train}", f"evaluate.prompts={heldout}", f"storage.root={root}"]
+    return read_config(CONFIG, [*overrides, f"run.seed={seed}", f"run.name=seed{seed}"])
+
+
+def train_here(shapes: int, seed: int) -> Curve:
+    """Train through the real flow and read the run's own tables."""
+    from flows.training.train import train
+
+    with tempfile.TemporaryDirectory() as root:
+        begun = time.process_time()
+        asyncio.run(train(configured(shapes, seed, root)))
+        seconds = time.process_time() - begun
+        table = pl.read_parquet(f"{root}/seed{seed}/iteration_*/metrics.parquet").sort("iteration")
+        rewards = table.filter(pl.col("metric") == "reward")["value"].to_list()
+        heldout = table.filter(pl.col("metric") == "heldout/box_iou")["value"].to_list()
+        return Curve(rewards, (heldout[0], heldout[-1]), seconds)
+
+
+def train_with_trl(shapes: int, seed: int) -> Curve:
+    """Train with TRL's trainer at the settings of the configuration."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = configured(shapes, seed, folder)
+        trainer = build_trainer(config, shapes, folder)
+        before = heldout_iou(trainer, config, shapes)
+        begun = time.process_time()
+        trainer.train()
+        seconds = time.process_time() - begun
+        rewards = [float(entry["reward"]) for entry in trainer.state.log_history if "reward" in entry]
+        return Curve(rewards, (before, heldout_iou(trainer, config, shapes)), seconds)
+
+
+def build_trainer(config: RunConfig, shapes: int, folder: str) -> Any:
+    """TRL's trainer with the configuration's model, prompts, images, rewards and settings."""
+    logging.disable_progress_bar()
+    train, _ = PROMPT_FILES[shapes]
+    rows = load_dataset(
+        "parquet", data_files=str(CHECKOUT / "data" / "prompts" / train), split="train", cache_dir=folder
+    )
+    features = {"prompt": [{"role": Value("string"), "content": [{"type": Value("string"), "text": Value("string")}]}]}
+
+    def as_messages(row: dict[str, str]) -> dict[str, object]:
+        text, _, rest = row["prompt"].partition("<image>")
+        assert not rest, "the image comes last"
+        return {
+            "prompt": [{"role": "user", "content": [{"type": "text", "text": text}, {"type": "image", "text": None}]}]
+        }
+
+    rewards = [build_reward(each.reward, each.settings) for each in config.rewards]
+
+    def scored(reward: Any) -> Any:
+        def score(completions: Any, box: Any, **others: Any) -> list[float]:
+            batch = ScoringBatch(
+                sample_ids=[str(place) for place in range(len(box))],
+                prompts=[""] * len(box),
+                completions=[messages[0]["content"] for messages in completions],
+                columns={"box": box},
+                source_images=[[image] for image in others["image"]],
+            )
+            return [float(each.value or 0.0) for each in reward.score(batch)]
+
+        score.__name__ = reward.name
+        return score
+
+    rows = rows.map(as_messages, features=Features(rows.features | features))
+    trainer = GRPOTrainer(
+        model=AutoModelForImageTextToText.from_pretrained(config.policy.model, dtype=torch.float32),
+        processing_class=AutoProcessor.from_pretrained(config.policy.model),
+        reward_funcs=[scored(reward) for reward in rewards],
+        train_dataset=rows,
+        args=trl_settings(
+            config, folder, config.run.iterations, reward_weights=[each.weight for each in config.rewards]
+        ),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def heldout_iou(trainer: Any, config: RunConfig, shapes: int) -> float:
+    """The mean IoU of samples about the held-out images."""
+    _, scenes = split_scenes(RECIPE.seed, train=0, heldout=RECIPE.heldout_prompts, shapes=shapes)
+    model, processor = trainer.model.eval(), trainer.processing_class
+    ious = sample_ious(
+        model, processor, encode_scenes(processor, scenes), scenes, 1.0, config.evaluate.samples_per_prompt
+    )
+    return ious.clamp(min=0).mean().item()
+
+
+def main(shapes: int) -> None:
+    """Train in turn, write the figure and print the table."""
+    torch.set_num_threads(1)
+    ours, theirs = [], []
+    for seed in SEEDS:
+        ours.append(train_here(shapes, seed))
+        theirs.append(train_with_trl(shapes, seed))
+        print(f"seed {seed}: {ours[-1].seconds:.0f} and {theirs[-1].seconds:.0f} CPU seconds", file=sys.stderr)
+    what = "where is the shape?" if shapes == 1 else "where is the shape, of two?"
+    draw([curve.rewards for curve in ours], [curve.rewards for curve in theirs], what, FIGURES[shapes])
+    start = evaluate_tiny_vision_model(
+        CHECKOUT / "data" / "models" / "tiny-vision", RECIPE, shapes=shapes, temperature=1.0
+    )
+    constant, wrong = start.constant_box_iou, start.wrong_image_iou
+    print(f"held-out IoU of the best constant box {constant:.3f}, of the start on wrong images {wrong:.3f}")
+    print("| | reward, first 3 iterations | last 5, by seed | held-out IoU before | after, by seed | CPU seconds |")
+    print("|---|---|---|---|---|---|")
+    for name, curves in (("this project", ours), ("TRL 1.16", theirs)):
+        print(row_of(name, curves))
+
+
+def row_of(name: str, curves: Sequence[Curve]) -> str:
+    """One line of the table."""
+    first = statistics.fmean(reward for curve in curves for reward in curve.rewards[:3])
+    last = ", ".join(f"{statistics.fmean(curve.rewards[-5:]):.3f}" for curve in curves)
+    before = statistics.fmean(curve.heldout[0] for curve in curves)
+    after = ", ".join(f"{curve.heldout[1]:.3f}" for curve in curves)
+    seconds = ", ".join(f"{curve.seconds:.0f}" for curve in curves)
+    return f"| {name} | {first:.3f} | {last} | {before:.3f} | {after} | {seconds} |"
+
+
+if __name__ == "__main__":
+    main(2 if "two" in sys.argv[1:] else 1)
