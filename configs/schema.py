@@ -42,7 +42,7 @@ from grpo_core.policies.trained.settings import Reference
 from grpo_core.streams import STREAMS, Stream
 from grpo_core.update.settings import WITH_LENGTH
 
-_ROLLOUTS: Mapping[Kind, type[RolloutSection]] = {
+ROLLOUTS: Mapping[Kind, type[RolloutSection]] = {
     "glm_image": GlmImageRolloutSection,
     "diffusers": DiffusersRolloutSection,
     "causal_lm": TextRolloutSection,
@@ -86,7 +86,7 @@ class _Given:
 def _read_rollout(given: Any, info: ValidationInfo) -> Any:
     if not isinstance(given, _Given):
         return given
-    return _ROLLOUTS[given.kind].model_validate(given.values, context=info.context)
+    return ROLLOUTS[given.kind].model_validate(given.values, context=info.context)
 
 
 def _read_update(given: Any, info: ValidationInfo) -> Any:
@@ -118,7 +118,7 @@ class ByPolicy(Section):
     def chosen_sections(cls, values: Mapping[str, Any]) -> Mapping[str, type[Section]]:
         """Return the models of the sections whose keys depend on the policy, by their path in the file."""
         given = _Given.of(values.get("policy"), values.get("update", {}))
-        rollout = _ROLLOUTS[given.kind]
+        rollout = ROLLOUTS[given.kind]
         if given.only is not None:
             return {"rollout": rollout, "update": update_section(given.only, given.values)}
         denoising = given.values.get("denoising") if isinstance(given.values, Mapping) else None

@@ -96,7 +96,7 @@ class PolicySection(Section):
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = Field(
         None, description="of the trained model, as in transformers; null: transformers' default"
     )
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of the weights that are loaded")
     autocast: Literal["bfloat16"] | None = Field(
         None, description="compute in 16 bits over float32 weights, while sampling and while training"
     )
@@ -185,7 +185,7 @@ class _OnePromptFile(Section):
     )
     limit: PositiveInt | None = Field(None, description="use only the first prompts, this many")
     targets: str | None = Field(None, description="folder of target images, paired by index or by target_column")
-    target_column: str | None = None
+    target_column: str | None = Field(None, description="file name of each prompt's target image, relative to targets")
     image_column: str | None = Field(
         None,
         min_length=1,
@@ -244,7 +244,9 @@ class EvaluateSection(PromptsSection):
     """Held-out prompts, sampled with fixed seeds before, during and after training."""
 
     every: NonNegativeInt = Field(0, description="iterations between evaluations; 0: before and after only")
-    samples_per_prompt: PositiveInt = 4
+    samples_per_prompt: PositiveInt = Field(
+        4, description="samples of each held-out prompt, always with the same seeds"
+    )
     seed: NonNegativeInt = Field(0, description="of the held-out samples; the same for every training seed")
     num_inference_steps: PositiveInt | None = Field(
         None, description="denoising steps of held-out images, all without noise; null: the rollout's"
@@ -258,7 +260,7 @@ class _GroupsSection(Section):
     training_settings: ClassVar[frozenset[str]] = frozenset({"prompts_per_iteration", "group_size"})
     """Fields without effect on held-out samples."""
 
-    prompts_per_iteration: PositiveInt = 8
+    prompts_per_iteration: PositiveInt = Field(8, description="groups of an iteration")
     group_size: int = Field(8, ge=2, description="samples per prompt; advantages compare siblings, so at least 2")
     prompts_per_batch: PositiveInt = Field(4, description="prompts sampled at once")
 
@@ -368,7 +370,7 @@ class RetrySection(Section):
 class PlacementSection(Section):
     """Where the stages run; it changes results by rounding at most."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run; auto: a GPU if there is one")
     torch_threads: PositiveInt = Field(1, description="measure before raising: on a small shared machine 1 is fastest")
     processes: PositiveInt = Field(1, description="processes of the update on one machine, started once a run")
     sharding: Literal["ddp", "fsdp2"] = Field("ddp", description="ddp: each process has all weights; fsdp2: a share")

@@ -56,7 +56,9 @@ class RewardSection(Section, RewardTerm):
         0, ge=0, le=256, description="processes that score in parallel, one thread each; 0: score in the run's process"
     )
     pool: Name | None = Field(None, description="a work pool for this reward; null: the pool of placement.rewards")
-    settings: dict[str, object] = Field(default_factory=dict)
+    settings: dict[str, object] = Field(
+        default_factory=dict, description="the reward's own; `grpo rewards list` has them"
+    )
 
     @property
     def label(self) -> str:

@@ -1,0 +1,204 @@
+"""The tables of docs/settings.md, from the sections of a configuration.
+
+`python -m tests.configs.settings_page` writes them.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+import configs
+from configs.schema import ROLLOUTS
+from configs.sections import (
+    DataSection,
+    DatasetSection,
+    EvaluateSection,
+    PlacementSection,
+    PolicySection,
+    RunSection,
+    StorageSection,
+)
+from configs.training import (
+    AdvantagesSection,
+    DenoisingUpdateSection,
+    GuardrailsSection,
+    NftUpdateSection,
+    RewardSection,
+    UpdateSection,
+)
+from configs.yaml_files import TRL_NAMES
+
+PAGE = Path(configs.__file__).parent.parent / "docs" / "settings.md"
+BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"
+
+SECTIONS: Mapping[str, tuple[str, tuple[type[BaseModel], ...]]] = {
+    "run": ("", (RunSection,)),
+    "policy": ("", (PolicySection,)),
+    "data": ("", (DataSection,)),
+    "data.datasets.N": (
+        "One entry of `data.datasets`, and of `evaluate.datasets`; the keys of `data` that are not given here apply to "
+        "every entry.",
+        (DatasetSection,),
+    ),
+    "rollout": (
+        "The keys depend on `policy.kind`; where a default differs, each is given.",
+        tuple(ROLLOUTS.values()),
+    ),
+    "rewards.N": (
+        "One entry of the list `rewards`. docs/rewards.md has the rewards and their own settings.",
+        (RewardSection,),
+    ),
+    "advantages": ("", (AdvantagesSection,)),
+    "update": (
+        "Of tokens (tokens), of denoising steps by importance ratios (grpo), and by DiffusionNFT (nft), which "
+        "`update.algorithm` chooses. If both streams are trained, these keys stand under `update.tokens` and "
+        "`update.denoising`.",
+        (UpdateSection, DenoisingUpdateSection, NftUpdateSection),
+    ),
+    "evaluate": ("", (EvaluateSection,)),
+    "guardrails": ("", (GuardrailsSection,)),
+    "placement": ("", (PlacementSection,)),
+    "storage": ("", (StorageSection,)),
+}
+"""Title of a table -> what stands above it, and the sections whose keys it has."""
+
+_VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "rollout": tuple(ROLLOUTS),
+    "update": ("tokens", "grpo", "nft"),
+}
+_ATTRIBUTE = re.compile(r"^        (\w+): (.+(?:\n {12}.+)*)", re.MULTILINE)
+_WORDS = {"string": "text", "boolean": "true or false", "null": "null", "object": "mapping"}
+_BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+
+
+def page() -> str:
+    """All tables of the page."""
+    return "\n".join([BEGIN, "", *(line for title in SECTIONS for line in _table(title)), END])
+
+
+def _table(title: str) -> Iterator[str]:
+    note, sections = SECTIONS[title]
+    names = _VARIANTS.get(title, ("",))
+    rows: dict[str, dict[str, tuple[str, str, str]]] = {}
+    for name, section in zip(names, sections, strict=True):
+        for path, *cells in _rows(section, "", {}):
+            rows.setdefault(path, {})[name] = (cells[0], cells[1], cells[2])
+    yield from (f"## {title}", "", *([note, ""] if note else []))
+    trl = {ours: theirs.partition(".")[2] for theirs, ours in TRL_NAMES.items()}
+    named = any(f"{title}.{path}" in trl for path in rows)
+    yield "| key | type | default | effect |" + (" TRL's name |" if named else "")
+    yield "|---|---|---|---|" + ("---|" if named else "")
+    for path, by_variant in rows.items():
+        only = "" if len(by_variant) == len(names) else f"{', '.join(by_variant)} only: "
+        kind, default = _one_of(by_variant, 0), _one_of(by_variant, 1)
+        effect = next(iter(by_variant.values()))[2]
+        theirs = trl.get(f"{title}.{path}", "")
+        last = f" {f'`{theirs}`' if theirs else ''} |" if named else ""
+        yield f"| `{path}` | {kind} | {default} | {only}{effect} |{last}"
+    yield ""
+
+
+def _one_of(by_variant: Mapping[str, tuple[str, str, str]], index: int) -> str:
+    values = {name: cells[index] for name, cells in by_variant.items()}
+    if len(set(values.values())) == 1:
+        return next(iter(values.values()))
+    return "; ".join(f"{name}: {value}" for name, value in values.items())
+
+
+def _rows(
+    section: type[BaseModel], prefix: str, shown: dict[type[BaseModel], str]
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield path, type, default and effect of each key, those of inner sections with their path, of a kind once."""
+    schema, effects = section.model_json_schema(), _documented(section)
+    for name, field in section.model_fields.items():
+        path, inner = f"{prefix}{name}", _inner(field.annotation)
+        effect = re.sub(r"\bNone\b", "null", field.description or effects.get(name, ""))
+        effect = " ".join(effect.replace("|", "\\|").split()).rstrip(".")
+        if inner is None:
+            factory: Any = field.default_factory
+            yield (
+                path,
+                _type(schema["properties"][name], schema),
+                _shown(factory() if factory else field.default),
+                effect,
+            )
+            continue
+        kind, default = ("section or null", "null") if field.default is None else ("section", "")
+        effect = effect or (inspect.getdoc(inner) or "").partition(".")[0]
+        if inner in shown:
+            yield path, kind, default, f"{effect}; keys as of `{shown[inner]}`"
+            continue
+        shown[inner] = path
+        yield path, kind, default, effect
+        yield from _rows(inner, f"{path}.", shown)
+
+
+def _inner(annotation: Any) -> type[BaseModel] | None:
+    """The section that a key has, or may have."""
+    options = [annotation, *getattr(annotation, "__args__", ())] if not _is_sequence(annotation) else []
+    return next((each for each in options if inspect.isclass(each) and issubclass(each, BaseModel)), None)
+
+
+def _is_sequence(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) in (tuple, list, dict)
+
+
+def _documented(section: type[BaseModel]) -> dict[str, str]:
+    """Return what the docstrings of a section and of the settings it inherits say of their attributes."""
+    found: dict[str, str] = {}
+    for each in reversed(section.__mro__):
+        text = each.__dict__.get("__doc__") or ""
+        attributes = text.partition("Attributes:")[2]
+        found |= {name: " ".join(effect.split()) for name, effect in _ATTRIBUTE.findall(attributes)}
+    return found
+
+
+def _shown(default: object) -> str:
+    if default is PydanticUndefined:
+        return "required"
+    if isinstance(default, BaseModel):
+        return ""
+    if isinstance(default, str):
+        return f"`{default}`"
+    if isinstance(default, float):
+        return f"{default:g}"
+    return json.dumps(default, default=list)
+
+
+def _type(part: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """Write a part of a section's JSON schema in words."""
+    if "$ref" in part:
+        return _type(schema["$defs"][part["$ref"].rpartition("/")[2]], schema)
+    if "anyOf" in part:
+        return " or ".join(dict.fromkeys(_type(each, schema) for each in part["anyOf"]))
+    if "enum" in part:
+        return ", ".join(f"`{json.dumps(each).strip(chr(34))}`" for each in part["enum"])
+    if "const" in part:
+        return f"`{part['const']}`"
+    match part.get("type"):
+        case "array" if "prefixItems" in part:
+            return f"[{', '.join(_type(each, schema) for each in part['prefixItems'])}]"
+        case "array":
+            return f"list of {_type(part.get('items', {}), schema)}"
+        case "integer" | "number" as kind:
+            bounds = [f"{words} {part[bound]:g}" for bound, words in _BOUNDS.items() if bound in part]
+            return " ".join([kind, ", ".join(bounds)]).strip()
+        case kind:
+            return _WORDS.get(kind or "", "any value")
+
+
+def write() -> None:
+    """Put the tables into the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    PAGE.write_text(before + page() + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

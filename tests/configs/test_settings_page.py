@@ -1,0 +1,16 @@
+"""docs/settings.md says every key of a configuration."""
+
+import re
+
+from configs.schema import RunConfig
+from tests.configs.settings_page import PAGE, SECTIONS, page
+
+
+def test_the_page_is_fresh() -> None:
+    assert page() in PAGE.read_text(encoding="utf-8"), "run python -m tests.configs.settings_page"
+
+
+def test_every_section_is_there_and_every_key_has_an_effect() -> None:
+    assert {title.partition(".")[0] for title in SECTIONS} == set(RunConfig.model_fields)
+    without = [row for row in page().splitlines() if re.match(r"\| `[^|]*\|[^|]*\|[^|]*\|\s*\|", row)]
+    assert without == []
