@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 from typer import Argument, Option
@@ -16,16 +16,12 @@ from typer import Argument, Option
 from configs.validation import NAME_PATTERN, Section
 from grpo_core.errors import InputError
 from grpo_core.policies.pipeline_files import find_model_file
-from grpo_core.streams import Modality
 from tasks.process import CHECKOUT
 
-Kind = Literal["image", "diffusers", "text"]
+Kind = Literal["image", "diffusers", "text", "vision"]
 
 CONFIGS = CHECKOUT / "configs" / "init"
 """The commented configurations, by kind; their numbers are those for a model of full size."""
-
-MODALITIES: Mapping[Kind, Modality] = MappingProxyType({"image": "image", "diffusers": "image", "text": "text"})
-"""What each kind generates."""
 
 _SMALL = {
     "run.iterations": "20",
@@ -67,93 +63,30 @@ SHIPPED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "rollout.max_completion_length": "24",
             "update.learning_rate": "5.0e-4",
         },
+        "vision": {
+            **_SMALL,
+            "policy.model": "data/models/tiny-vision",
+            "policy.lora": "null",
+            "rollout.max_completion_length": "6",
+            "update.learning_rate": "1.0e-3",
+        },
     }
 )
 """What each configuration has for the shipped model of its kind instead: YAML by section and key."""
 
-EXAMPLE_PROMPTS: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
-    {
-        "image": tuple(
-            f"a {colour} {shape} in the center on a {background} background"
-            for colour, background in (("red", "white"), ("blue", "gray"), ("green", "black"))
-            for shape in ("circle", "square", "triangle", "heart")
-        ),
-        "text": tuple(
-            f"sort the letters of {word}"
-            for word in [
-                "apple",
-                "river",
-                "stone",
-                "cloud",
-                "table",
-                "green",
-                "mouse",
-                "house",
-                "night",
-                "bread",
-                "water",
-                "train",
-            ]
-        ),
-    }
+EXAMPLES = CHECKOUT / "data" / "init-examples"
+"""Prompts, held-out prompts and a reward function of each kind, which are copied where none are given."""
+
+_EXAMPLES: Mapping[Kind, str] = MappingProxyType({kind: kind for kind in get_args(Kind)} | {"diffusers": "image"})
+_FUNCTIONS: Mapping[str, str] = MappingProxyType(
+    {"image": "middle_colour", "text": "sorted_letters", "vision": "near_the_box"}
 )
-EXAMPLE_HELDOUT: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
-    {
-        "image": tuple(
-            f"a {colour} {shape} in the center on a {background} background"
-            for colour, shape, background in (("red", "circle", "gray"), ("blue", "square", "black"))
-        ),
-        "text": tuple(f"sort the letters of {word}" for word in ("paper", "light")),
-    }
-)
-
-EXAMPLE_REWARD: Mapping[Modality, str] = MappingProxyType(
-    {
-        "image": '''"""One number per image, higher is better; only images of the same prompt are compared."""
-
-from PIL import ImageColor
-
-
-def middle_colour(prompts, images, **columns):
-    """Return the score of each image: here how near its middle is to the colour that the prompt names, from 0 to 1.
-
-    `columns` has the other columns of the prompt file.
-    """
-    scores = []
-    for prompt, image in zip(prompts, images, strict=True):  # a text, and a PIL image, RGB
-        named = [word for word in prompt.lower().split() if word in ImageColor.colormap]
-        wanted = ImageColor.getrgb(named[0] if named else "red")
-        thirds = [side * part // 3 for part in (1, 2) for side in image.size]
-        middle = image.crop(thirds).resize((1, 1)).getpixel((0, 0))
-        scores.append(1 - sum(abs(a - b) for a, b in zip(middle, wanted, strict=True)) / (3 * 255))
-    return scores
-''',
-        "text": '''"""One number per text, higher is better; only texts of the same prompt are compared."""
-
-from difflib import SequenceMatcher
-
-
-def sorted_letters(prompts, completions, **columns):
-    """Return the score of each text: here how near it is to the sorted letters of the prompt's last word, from 0 to 1.
-
-    `columns` has the other columns of the prompt file, such as an answer to compare with.
-    """
-    scores = []
-    for prompt, text in zip(prompts, completions, strict=True):
-        wanted = "".join(sorted(prompt.split()[-1]))
-        scores.append(SequenceMatcher(None, text.strip(), wanted, autojunk=False).ratio())
-    return scores
-''',
-    }
-)
-EXAMPLE_FUNCTION: Mapping[Modality, str] = MappingProxyType({"image": "middle_colour", "text": "sorted_letters"})
-
 
 MAX_COMPLETION_LENGTH = 256
 """Length of a completion if the model has room for it and for a prompt as long."""
 
 OWN = "own"
-CONFIG, PROMPTS, HELDOUT, REWARD = "config.yaml", "prompts.txt", "heldout.txt", "reward.py"
+CONFIG, PROMPTS, HELDOUT, REWARD = "config.yaml", "prompts", "heldout", "reward.py"
 
 
 class InitRequest(Section):
@@ -163,7 +96,7 @@ class InitRequest(Section):
     kind: Kind = Field(
         "image",
         description="of the model: image, GLM-Image; diffusers, a text-to-image pipeline of diffusers; text, a "
-        "language model",
+        "language model; vision, a language model that reads images",
     )
     prompts: Annotated[str | None, Option(metavar="FILE")] = Field(
         None, min_length=1, description="your prompts; by default a file with examples"
@@ -203,21 +136,24 @@ def write_folder(request: InitRequest) -> tuple[list[Path], tuple[str, ...]]:
         raise InputError("DIR", request.folder, "It is there and not empty; name a new folder.")
     if request.targets is not None and request.prompts is None:
         raise InputError("--targets", request.targets, "Give the --prompts that they belong to.")
-    if request.targets is not None and request.kind == "text":
+    if request.targets is not None and request.kind in ("text", "vision"):
         raise InputError("--targets", request.targets, "A language model draws no images; leave it out.")
     files = _files(request, folder)
     # The first folder that does not exist yet.
     made = next((each for each in reversed((folder, *folder.parents)) if not each.exists()), None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path, text in files.items():
-            path.write_text(text, encoding="utf-8")
+        for path, content in files.items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
         notes = _check(folder / CONFIG)
     except UnfitDefaultsError:
         raise
     except BaseException as error:
         for path in files:
             path.unlink(missing_ok=True)
+        for subfolder in {path.parent for path in files} - {folder}:
+            shutil.rmtree(subfolder, ignore_errors=True)
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
         if isinstance(error, OSError):
@@ -251,34 +187,40 @@ def _check(config: Path) -> tuple[str, ...]:
         raise UnfitDefaultsError(*first, more) from error
 
 
-def _files(request: InitRequest, folder: Path) -> Mapping[Path, str]:
-    files, modality = {folder / CONFIG: _config(request, folder)}, MODALITIES[request.kind]
-    if request.prompts is None:
-        files[folder / PROMPTS] = "\n".join(EXAMPLE_PROMPTS[modality]) + "\n"
-        files[folder / HELDOUT] = "\n".join(EXAMPLE_HELDOUT[modality]) + "\n"
-    if request.reward == OWN:
-        files[folder / REWARD] = EXAMPLE_REWARD[modality]
+def _files(request: InitRequest, folder: Path) -> Mapping[Path, bytes]:
+    """Return the content of each file that is written."""
+    examples = EXAMPLES / _EXAMPLES[request.kind]
+    files = {folder / CONFIG: _config(request, folder).encode()}
+    for path in sorted(each for each in examples.rglob("*") if each.is_file()):
+        if request.reward == OWN if path.name == REWARD else request.prompts is None:
+            files[folder / path.relative_to(examples)] = path.read_bytes()
     return files
+
+
+def _example(kind: Kind, stem: str) -> str:
+    """Return the name of an example's file."""
+    (path,) = (EXAMPLES / _EXAMPLES[kind]).glob(f"{stem}.*")
+    return path.name
 
 
 def _config(request: InitRequest, folder: Path) -> str:
     shipped, place = SHIPPED[request.kind], request.folder.rstrip("/")
     name, model = folder.resolve().name, shipped["policy.model"]
     tiny = request.model is None or Path(request.model).expanduser().resolve() == CHECKOUT / model
-    example = f"{place}/{REWARD}:{EXAMPLE_FUNCTION[MODALITIES[request.kind]]}"
+    example = f"{place}/{REWARD}:{_FUNCTIONS[_EXAMPLES[request.kind]]}"
     function = example if request.reward == OWN else request.reward
     reward = f"function\n    settings: {{function: {_quoted(function)}}}"
     values = {
         **(shipped if tiny else {}),
         "run.name": _quoted(name if re.fullmatch(NAME_PATTERN, name) else "mine"),
         "policy.model": _quoted(request.model or _shipped(model)),
-        "data.prompts": _quoted(request.prompts or f"{place}/{PROMPTS}"),
+        "data.prompts": _quoted(request.prompts or f"{place}/{_example(request.kind, PROMPTS)}"),
         "rewards.reward": reward if ":" in function else _quoted(request.reward),
     }
-    if request.kind == "text" and not tiny and (room := _context(request.model)) is not None:
+    if request.kind in ("text", "vision") and not tiny and (room := _context(request.model)) is not None:
         values["rollout.max_completion_length"] = str(min(MAX_COMPLETION_LENGTH, room // 2))
     if request.prompts is None:
-        values["evaluate.prompts"] = _quoted(f"{place}/{HELDOUT}")
+        values["evaluate.prompts"] = _quoted(f"{place}/{_example(request.kind, HELDOUT)}")
     if request.targets is not None:
         values["data.targets"] = _quoted(request.targets)
     text = (CONFIGS / f"{request.kind}.yaml").read_text(encoding="utf-8")

@@ -239,7 +239,7 @@ def ask_for_init(request: "InitRequest") -> "InitRequest":
     console = stderr()
     answers = {
         "kind": Prompt.ask(
-            "Model: image (GLM-Image), diffusers (a text-to-image pipeline) or text",
+            "Model: image (GLM-Image), diffusers (a text-to-image pipeline), text, or vision (texts about images)",
             choices=list(get_args(Kind)),
             default="image",
             console=console,

@@ -16,17 +16,23 @@ from typer.testing import CliRunner
 from configs.loader import read_config
 from flows.command_line.main import application
 from flows.command_line.options import ask_for_init
-from flows.init import CONFIGS, EXAMPLE_FUNCTION, MODALITIES, InitRequest, Kind, write_folder
+from flows.init import CONFIGS, InitRequest, Kind, write_folder
 from flows.preflight.inputs import run_checks
-from grpo_core.policies.protocol import policy_family
 from tests.flows.conftest import Runs, refused
 
-REWARDS = {"image": ("own", "jpeg", "sharpness"), "diffusers": ("own", "jpeg"), "text": ("own", "format")}
+REWARDS = {
+    "image": ("own", "jpeg", "sharpness"),
+    "diffusers": ("own", "jpeg"),
+    "text": ("own", "format"),
+    "vision": ("own", "box_iou"),
+}
 MODELS = {
     "image": "data/models/tiny-glm-image",
     "diffusers": "data/models/tiny-sd3",
     "text": "data/models/tiny-text",
+    "vision": "data/models/tiny-vision",
 }
+KINDS = {"image": "glm_image", "diffusers": "diffusers", "text": "causal_lm", "vision": "vision_lm"}
 
 
 @pytest.fixture
@@ -56,8 +62,7 @@ def test_every_combination_can_be_trained(own: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_configurations_for_models_of_full_size_are_valid(kind: Kind) -> None:
-    config = read_config(CONFIGS / f"{kind}.yaml")
-    assert policy_family(config.policy.kind).modality == MODALITIES[kind]
+    assert read_config(CONFIGS / f"{kind}.yaml").policy.kind == KINDS[kind]
 
 
 def test_an_own_function_is_named_by_its_file(own: Path) -> None:
@@ -72,7 +77,8 @@ def example(folder: Path, kind: Kind) -> Callable[..., list[float]]:
     write(folder, kind=kind)
     written: dict[str, Any] = {}
     exec((folder / "reward.py").read_text(), written)
-    function: Callable[..., list[float]] = written[EXAMPLE_FUNCTION[MODALITIES[kind]]]
+    (reward,) = read_config(folder / "config.yaml").rewards
+    function: Callable[..., list[float]] = written[str(reward.settings["function"]).rpartition(":")[2]]
     return function
 
 
@@ -86,6 +92,8 @@ def test_the_examples_reward_what_their_prompts_ask_for(tmp_path: Path) -> None:
     assert scores == pytest.approx([1, 1 / 3])
     texts = ["aelp", " aelp\n", "", "aexp"]
     assert example(tmp_path / "text", "text")(["sort the letters of pale"] * 4, texts) == [1, 1, 0, 0.75]
+    boxes = ["4 8 20 24", "[4, 8, 20, 14]", "4 8 20", "50 60 70 80"]
+    assert example(tmp_path / "vision", "vision")(boxes, [[4, 8, 20, 24]] * 4) == pytest.approx([1, 0.9, 0, 0])
 
 
 def text_model(folder: Path, positions: int) -> str:
