@@ -239,12 +239,19 @@ def _column_problems(
 def _source_problems(
     config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, place: str, parts: Sequence[str]
 ) -> Iterator[InputError]:
-    """Report a dataset in which a prompt lacks the image that the reward compares with, or has it in another aspect."""
-    if reward.needs_source is None:
-        return
-    for part in parts:
+    """Report a dataset without the images that a reward looks at.
+
+    One that compares with an image of the prompt needs it in each of them; a function gets what there is.
+    """
+    for part in parts if reward.requires_sources else ():
         for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
-            if known is None:
+            if known is None or not section.scores(dataset.name):
+                continue
+            if reward.needs_source is None:
+                if not any(prompt.sources for prompt in known.prompts):
+                    hint = f"It needs source_images, and no prompt of {part} ({dataset.prompts}) has an image; name "
+                    hint += "their image_column, or give the parameter a default."
+                    yield InputError(f"{place}.{section.label}", section.reward, hint)
                 continue
             meant = (
                 (prompt, size)

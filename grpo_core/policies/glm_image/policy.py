@@ -366,9 +366,7 @@ class GlmImagePolicy:
 
     def sample(self, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:
         """Sample the tokens of all groups at once, then paint group by group."""
-        sources = tuple(request.sources for request in requests)
-        sample = partial(self.tokens.sample, sources=sources if any(sources) else None)
-        for request, drafts in sample_drafts(requests, sample):
+        for request, drafts in sample_drafts(requests, self.tokens.sample):
             (painted,) = self.decoder.sample(
                 [request],
                 drafts.actions,
