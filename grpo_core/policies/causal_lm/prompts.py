@@ -200,9 +200,10 @@ def require_room(prompt: str, length: int, settings: CausalLMSettings, context: 
     """
     room = None if context is None else context - settings.max_completion_length
     if room is not None and length > room:
+        those = f", {of_images} of them of its images" if of_images else ""
         shown = prompt if len(prompt) <= 80 else f"{prompt[:80]}..."
         hint = (
-            f"It has {length} ids{f', {of_images} of them of its images' if of_images else ''}, and at most {room} leave room for max_completion_length "
+            f"It has {length} ids{those}, and at most {room} leave room for max_completion_length "
             f"{settings.max_completion_length} in the model's {context}. Shorten it, or lower "
             "rollout.max_completion_length."
         )

@@ -243,7 +243,11 @@ def score_completions(
         forbidden: ids below `vocabulary` that could not be sampled; None: there are none.
     """
     time = token_ids.shape[1]
-    inputs = _inputs(encoded, token_ids[:, :-1], loss_mask[:, :-1])
+    read = token_ids
+    if forbidden is not None:
+        # Its log-prob says that it was never sampled; the model would look for the image of a placeholder.
+        read = token_ids.masked_fill(torch.isin(token_ids, forbidden), 0)
+    inputs = _inputs(encoded, read[:, :-1], loss_mask[:, :-1])
     if whole_logits:
         # One more position than `time` is requested: the slice keeps the last `time` of them.
         states, head = model(**inputs, use_cache=False, logits_to_keep=time).logits, nn.Identity()

@@ -98,7 +98,7 @@ class VisionLMFamily:
                 continue
             printed = len(printed_ids(processor, settings, prompt, len(sizes)))
             if sizes in largest and sizes not in added:
-                blank = [Image.new("RGB", tuple(size)) for size in sizes]
+                blank = [Image.new("RGB", (size.width, size.height)) for size in sizes]
                 added[sizes] = len(process_prompt(processor, settings, prompt, blank, placeholders).ids) - printed
             of_images = added.get(sizes, 0)
             require_room(prompt, printed + of_images, settings, context, of_images=of_images)
@@ -197,12 +197,12 @@ class VisionLMFamily:
 def _encoder_values(config: Any, pixels: Mapping[str, Any]) -> int:
     """Return the hidden values of an image in all blocks of the encoder, by its pixels and patches."""
     vision = config.vision_config
-    width = getattr(vision, "embed_dim", None) or vision.hidden_size
-    blocks = getattr(vision, "depth", None) or vision.num_hidden_layers
-    patch = vision.patch_size[0] if isinstance(vision.patch_size, list | tuple) else vision.patch_size
+    width = int(getattr(vision, "embed_dim", None) or vision.hidden_size)
+    blocks = int(getattr(vision, "depth", None) or vision.num_hidden_layers)
+    patch = int(vision.patch_size[0] if isinstance(vision.patch_size, list | tuple) else vision.patch_size)
     values = int(pixels["pixel_values"].numel())
-    frames = getattr(vision, "temporal_patch_size", 1)
-    return values // (3 * frames * patch**2) * int(width) * int(blocks)
+    frames = int(getattr(vision, "temporal_patch_size", 1))
+    return values // (3 * frames * patch**2) * width * blocks
 
 
 FAMILY: PolicyFamily = VisionLMFamily()

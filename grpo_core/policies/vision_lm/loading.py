@@ -35,6 +35,11 @@ def load_processor(model: str) -> Any:
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         hint = "It has no processor of images; give a folder with preprocessor_config.json, or policy.kind causal_lm."
         raise InputError("policy.model", model, hint)
+    return with_template(processor)
+
+
+def with_template(processor: Any) -> Any:
+    """Give the chat template of a processor to its tokenizer, which formats prompts, and return the processor."""
     if processor.chat_template is not None:
         processor.tokenizer.chat_template = processor.chat_template
     return processor

@@ -7,6 +7,7 @@ images stand one after another, or are padded to the most tiles. One prompt alon
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,7 @@ def find_placeholders(config: Any, processor: Any) -> Placeholders:
         raise InputError("policy.model", config.name_or_path, hint)
     tokenizer, mark = processor.tokenizer, image_mark(processor)
     try:
-        probed = processor(text=[mark], images=[[Image.new("RGB", _SIZE)]], return_tensors="pt")
+        probed = _call(processor, text=[mark], images=[[Image.new("RGB", _SIZE)]])
     except Exception as error:
         # Its code may raise anything.
         hint = f"Its processor cannot process one image of {_SIZE[0]}x{_SIZE[1]} pixels ({first_line(error)})."
@@ -95,6 +96,13 @@ def find_placeholders(config: Any, processor: Any) -> Placeholders:
     types = probed.get(_TOKEN_TYPES)
     of_images = 1 if types is None else int(torch.as_tensor(types)[0][ids == image].amax())
     return Placeholders(image, tuple(sorted((named | added) - of_texts)), 1 - of_images)
+
+
+def _call(processor: Any, **arguments: Any) -> Any:
+    with warnings.catch_warnings():
+        # Some processors read tensors as arrays in a way that numpy deprecates.
+        warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
+        return processor(**arguments, return_tensors="pt")
 
 
 def image_mark(processor: Any) -> str:
@@ -247,19 +255,20 @@ def process_prompt(
         if token in prompt and not (token == MARK and images):
             raise InputError("prompt", prompt, f"Remove {token!r}: the model reads it as a part of an image.")
     try:
-        found = processor(
+        found = _call(
+            processor,
             text=[printed],
             images=[list(images)] if images else None,
             # Only the template adds special tokens, if there is one.
             add_special_tokens=not uses_template(processor.tokenizer, settings),
-            return_tensors="pt",
             **image_sizes(processor, settings),
         )
     except InputError:
         raise
     except Exception as error:
         # Its code may raise anything on images that it does not expect, or on none.
-        raise InputError("prompt", prompt, f"The processor refuses it with {len(images)} images ({first_line(error)}).")
+        hint = f"The processor refuses it with {len(images)} images ({first_line(error)})."
+        raise InputError("prompt", prompt, hint) from error
     values = {name: each for name, each in found.items() if name not in ("attention_mask", "labels")}
     ids = torch.as_tensor(values.pop("input_ids"))[0]
     if not len(ids):

@@ -1,21 +1,27 @@
 """Small vision-language models of twelve families with their processors, made in code, without a hub."""
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers as hf
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from grpo_core.actions import Sources, TokenBatch
 from grpo_core.images import SourceImage, encode_png
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.policies.vision_lm.loading import train_vision_lm
+from grpo_core.policies.vision_lm.loading import train_vision_lm, with_template
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
+from grpo_core.records import SampledTokens
 from tests.grpo_core.policies.trained.tiny_models import disturb
 
 BUILDERS: dict[str, Callable[[str], tuple[Any, Any]]] = {}
@@ -275,9 +281,23 @@ def missing_package(kind: str) -> str | None:
     return None if package is None or importlib.util.find_spec(package) else package
 
 
+FAMILIES = [
+    pytest.param(
+        kind, marks=pytest.mark.skipif(missing_package(kind) is not None, reason=f"install {missing_package(kind)}")
+    )
+    for kind in KINDS
+]
+
+
+def build(kind: str) -> tuple[Any, Any]:
+    """The family's configuration and processor."""
+    config, processor = BUILDERS[kind](kind)
+    return config, with_template(processor)
+
+
 def make_model(kind: str) -> tuple[Any, Any]:
     """A model with seeded weights, of which logits depend on what is read, and its processor."""
-    config, processor = BUILDERS[kind](kind)
+    config, processor = build(kind)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(11)
         model = hf.AutoModelForImageTextToText.from_config(config).float().eval()
@@ -307,3 +327,67 @@ def source(width: int, height: int, seed: int) -> SourceImage:
     random = np.random.default_rng(seed)
     image = Image.fromarray(random.integers(0, 255, (4, 4, 3)).astype(np.uint8))
     return SourceImage.of(encode_png(image.resize((width, height), Image.Resampling.NEAREST)))
+
+
+PROMPTS = ("What is it?", "Compare <image> with <image>, please!", "And the third one, where is it?", "No image.")
+SOURCES = ((source(56, 56, 1),), (source(112, 84, 2), source(60, 90, 3)), (source(112, 112, 4),), ())
+OTHERS = ((source(56, 56, 5),), (source(112, 84, 6), source(60, 90, 7)), (source(112, 112, 8),), ())
+"""Images of several sizes, one prompt with two and one without any; and others of the same sizes."""
+
+
+def requested(kind: str) -> tuple[tuple[str, ...], tuple[tuple[SourceImage, ...], ...]]:
+    """Prompts with their images that the family can read."""
+    count = len(PROMPTS) - (kind in NEEDS_IMAGES)
+    return PROMPTS[:count], SOURCES[:count]
+
+
+def drawn(policy: VisionLMPolicy, kind: str, group_size: int = 3) -> SampledTokens:
+    """Siblings of all prompts."""
+    prompts, sources = requested(kind)
+    return policy.sample_tokens(prompts, group_size, range(len(prompts) * group_size), sources=sources)
+
+
+@torch.no_grad()
+def difference(policy: VisionLMPolicy, sampled: SampledTokens, sources: Sources | None = None) -> float:
+    """The largest between stored and recomputed log-probs, also of other images."""
+    actions = sampled.actions if sources is None else replace(sampled.actions, sources=sources)
+    return float((policy.logprobs(actions).logprobs - sampled.rollout_logprobs).abs().max())
+
+
+def plain_logprobs(policy: VisionLMPolicy, actions: TokenBatch, row: int) -> Tensor:
+    """Of one forward pass over one row alone, given what the family's processor makes of it, pixels included.
+
+    The processor's own call on messages with images, not the project's.
+    """
+    images = [] if actions.sources is None else list(actions.sources[row])
+    texts = actions.prompts[row].split("<image>")
+    blocks: list[dict[str, Any]] = [{"type": "image", "image": each.open()} for each in images]
+    if len(texts) == 1:
+        content = [*blocks, *_as_blocks(texts)]
+    else:
+        content = [part for pair in zip(_as_blocks(texts), [*blocks, None], strict=True) for part in pair if part]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
+        given = policy.processor.apply_chat_template(
+            [[{"role": "user", "content": content}]],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"return_tensors": "pt"},
+        )
+    ids = actions.token_ids[row, actions.loss_mask[row]]
+    given = {name: value for name, value in given.items() if name != "labels"}
+    length = given["input_ids"].shape[1]
+    # PaliGemma's type 1 is that of what the model writes, the others' that of images.
+    suffix = {"attention_mask": 1, "token_type_ids": int(policy._model.config.model_type == "paligemma")}
+    for name in [each for each in given if each.endswith(("attention_mask", "token_type_ids")) and "pixel" not in each]:
+        given[name] = torch.nn.functional.pad(given[name], (0, len(ids)), value=suffix.get(name, 0))
+    given["input_ids"] = torch.cat([given["input_ids"], ids.unsqueeze(0)], 1)
+    logits = policy._model(**given, use_cache=False).logits[0, length - 1 : -1, : policy.vocabulary]
+    allowed = logits.float().index_fill(-1, torch.tensor(policy.placeholders.ids), -torch.inf)
+    return allowed.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def _as_blocks(texts: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text} for text in texts]

@@ -1,0 +1,129 @@
+"""Gradients of a vision-language model: those of a plain script, with its features computed once or once a pass."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_core.errors import InputError
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.policies.vision_lm.loading import language_parameters, train_vision_lm
+from grpo_core.policies.vision_lm.policy import VisionLMPolicy
+from tests.grpo_core.policies.vision_lm.tiny_families import FAMILIES, drawn, make_model, make_policy, plain_logprobs
+
+LORA = TrainingChoice(LoraSettings(rank=2, alpha=4.0))
+FULL = TrainingChoice(None, freeze_vision=False)
+
+
+def gradients(policy: VisionLMPolicy) -> dict[str, torch.Tensor]:
+    found = {name: each.grad for name, each in policy._model.named_parameters() if each.grad is not None}
+    policy._model.zero_grad()
+    return {name: each.clone() for name, each in found.items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, each in found.items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(each, expected[name], rtol=1e-3, atol=1e-4 * max(scale, 1e-2), msg=name)
+
+
+@pytest.mark.parametrize("choice", [LORA, FULL], ids=["adapters", "all weights"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_gradients_are_those_of_a_plain_script(kind: str, choice: TrainingChoice) -> None:
+    """It runs each row alone, with its pixels, through the model's own forward pass."""
+    policy = make_policy(kind, choice=choice)
+    actions = drawn(policy, kind, group_size=2).actions
+    policy.prepare_for_update()
+    weights = torch.linspace(-1, 1, actions.token_ids.numel()).view_as(actions.token_ids) * actions.loss_mask
+    (policy.logprobs(actions).logprobs * weights).sum().backward()
+    found = gradients(policy)
+    for row in range(len(actions)):
+        plain = plain_logprobs(policy, actions, row)
+        (plain * weights[row, : len(plain)]).sum().backward()
+    assert_same(found, gradients(policy))
+    language = language_parameters(policy._model)
+    outside = {name for name, each in policy._model.named_parameters() if id(each) not in language}
+    assert bool(outside & found.keys()) == (choice is FULL)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_features_are_computed_once_and_give_the_gradients_of_those_of_every_pass(kind: str) -> None:
+    policy = make_policy(kind, choice=LORA)
+    calls = count_features(policy)
+    actions = drawn(policy, kind).actions
+    assert len(calls) == 3
+    found = []
+    for once in (True, False):
+        policy.vision_frozen = once
+        policy._held.held.clear()
+        calls.clear()
+        for _ in range(2):
+            policy.logprobs(actions).logprobs.sum().backward()
+        policy.logprobs(actions.select([4, 0, 3])).logprobs.sum().backward()
+        assert len(calls) == (3 if once else 3 + 3 + 2)
+        found.append(gradients(policy))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
+
+
+def count_features(policy: VisionLMPolicy) -> list[Any]:
+    calls: list[Any] = []
+    body, compute = policy._model.base_model, policy._model.base_model.get_image_features
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        calls.append(named)
+        return compute(*arguments, **named)
+
+    body.get_image_features = counted
+    return calls
+
+
+@pytest.mark.parametrize("choice", [LORA, FULL], ids=["adapters", "all weights"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3"])
+def test_recomputed_activations_give_the_same_gradients(kind: str, choice: TrainingChoice) -> None:
+    found = []
+    for recomputed in (False, True):
+        own = TrainingChoice(choice.lora, freeze_vision=choice.freeze_vision, gradient_checkpointing=recomputed)
+        policy = make_policy(kind, choice=own)
+        actions = drawn(policy, kind).actions
+        policy.prepare_for_update()
+        policy.logprobs(actions).logprobs.sum().backward()
+        found.append(gradients(policy))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_adapters_are_in_the_language_model_alone_unless_asked_for(kind: str) -> None:
+    model, _ = make_model(kind)
+    decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
+    linears = {name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    expected = {name for name in linears if name.startswith(f"{decoder}.")}
+    for frozen in (True, False):
+        fresh, _ = make_model(kind)
+        choice = TrainingChoice(LoraSettings(rank=2), freeze_vision=frozen)
+        names = train_vision_lm(fresh, choice, base_name=kind).trainable_parameters()
+        adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in names}
+        assert adapted == expected if frozen else adapted > expected
+
+
+def test_targets_in_frozen_vision_are_refused() -> None:
+    model, _ = make_model("llava")
+    with pytest.raises(InputError, match="freeze_vision") as caught:
+        train_vision_lm(model, TrainingChoice(LoraSettings(targets=r".*\.q_proj")), base_name="llava")
+    assert caught.value.place == "policy.lora.targets"
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
+def test_without_adapters_frozen_vision_keeps_its_weights(kind: str) -> None:
+    policy = make_policy(kind, choice=TrainingChoice(None, reference="device"))
+    assert policy.vision_frozen
+    language = language_parameters(policy._model)
+    assert {id(each) for each in policy.trainable_parameters().values()} <= language
+    sampled = drawn(policy, kind)
+    with torch.no_grad():
+        reference = policy.reference_logprobs(sampled.actions)
+        again = policy.logprobs(sampled.actions).logprobs
+    # The policy was disturbed, its reference was not.
+    assert float((reference - again).abs().max()) > 1e-3
+    assert float((again - sampled.rollout_logprobs).abs().max()) < 1e-5
