@@ -32,6 +32,7 @@ class VisionLMFamily:
 
     modality: Modality = "text"
     streams: tuple[Stream, ...] = ("tokens",)
+    reads_images: bool = True
 
     def settings(self, values: Mapping[str, Any]) -> VisionLMSettings:
         """Return the sampling settings from a configuration section or a stored row."""
@@ -144,6 +145,7 @@ class VisionLMFamily:
         images: Sequence["ImageSize"],
     ) -> "ModelSizes":
         """Count the model, with the longest prompt as PROMPT_TOKENS and one image of IMAGE_SIDE."""
+        import torch
         from PIL import Image
 
         from grpo_core.policies.causal_lm.loading import read_config
@@ -164,7 +166,9 @@ class VisionLMFamily:
                 each.numel() for each in base.parameters() if each.requires_grad and id(each) not in language
             )
         image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE))
-        processed = process_prompt(processor, settings, "", [image], find_placeholders(config, processor))
+        # An estimate is made on the meta device, where a processor cannot count patches.
+        with torch.device("cpu"):
+            processed = process_prompt(processor, settings, "", [image], find_placeholders(config, processor))
         of_image = processed.ids.count(config.image_token_id)
         # The last sampled token is never fed back.
         length = PROMPT_TOKENS + of_image + settings.max_completion_length - 1
