@@ -18,9 +18,10 @@ from tasks.prompts.read import Prompt
 from tasks.prompts.sources import SourceReference
 from tasks.rollouts.collect_rollouts import collect_rollouts_task, draw_baseline_task
 from tasks.rollouts.plan import RolloutPlan, plan_round
-from tasks.rollouts.sources import read_sources, sources_of, store_sources
+from tasks.rollouts.sources import store_sources
 from tasks.rollouts.streams import read_denoising, state_rows
 from tasks.runs.layout import source_file
+from tasks.runs.sources import read_sources, sources_of
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.parquet import TableWriter
