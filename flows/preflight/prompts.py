@@ -196,9 +196,9 @@ def check_rewards(config: RunConfig, prompts: PromptFiles) -> Iterator[InputErro
         columns = {*filter(None, [reward.needs_column]), *(section.where or {})}
         for column in sorted(columns):
             yield from _column_problems(config, prompts, section, f"{place}.{section.label}", column, parts)
-        yield from _source_problems(config, prompts, section, reward, place, parts)
         yield from reward_problems(place, section, reward)
         yield from token_problems(config, section, reward, f"{place}.{section.label}")
+        yield from _source_problems(config, prompts, section, reward, f"{place}.{section.label}", parts)
         yield from _size_problems(config, prompts, section, reward, place, parts)
         yield from _prompt_problems(config, prompts, section, reward, parts)
 
@@ -220,6 +220,29 @@ def token_problems(config: RunConfig, section: RewardSection, reward: Reward, pl
         yield InputError(place, section.reward, f"{hint}parameter a default, or choose another reward.")
 
 
+def _source_problems(
+    config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, place: str, parts: Sequence[str]
+) -> Iterator[InputError]:
+    """Report a reward that must see the images in prompts, where those of a dataset that it scores do not fit it."""
+    for part in parts if reward.requires_sources else ():
+        for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
+            if known is None or not section.scores(dataset.name):
+                continue
+            if not any(each.sources for each in known.prompts):
+                hint = f"It needs images in prompts, and none of {part} ({dataset.prompts}) has any; name their "
+                other = ", or give source_images a default" if reward.needs_source is None else ""
+                yield InputError(place, section.reward, f"{hint}image_column{other}.")
+                continue
+            scored = (
+                (prompt, size)
+                for prompt, size in zip(known.prompts, known.sizes, strict=False)
+                if section.scores_prompt(dataset.name, prompt.columns)
+            )
+            problems = (_source_problem(prompt, size, reward, f"{place}, {own}") for prompt, size in scored)
+            # In a file with one such prompt the others are mostly alike.
+            yield from islice((each for each in problems if each is not None), 1)
+
+
 def _column_problems(
     config: RunConfig, prompts: PromptFiles, section: RewardSection, place: str, column: str, parts: Sequence[str]
 ) -> Iterator[InputError]:
@@ -236,38 +259,11 @@ def _column_problems(
                 yield InputError(place, column, hint)
 
 
-def _source_problems(
-    config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, place: str, parts: Sequence[str]
-) -> Iterator[InputError]:
-    """Report a dataset without the images that a reward looks at.
-
-    One that compares with an image of the prompt needs it in each of them; a function gets what there is.
-    """
-    for part in parts if reward.requires_sources else ():
-        for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
-            if known is None or not section.scores(dataset.name):
-                continue
-            if reward.needs_source is None:
-                if not any(prompt.sources for prompt in known.prompts):
-                    hint = f"It needs source_images, and no prompt of {part} ({dataset.prompts}) has an image; name "
-                    hint += "their image_column, or give the parameter a default."
-                    yield InputError(f"{place}.{section.label}", section.reward, hint)
-                continue
-            meant = (
-                (prompt, size)
-                for prompt, size in zip(known.prompts, known.sizes, strict=False)
-                if section.scores_prompt(dataset.name, prompt.columns)
-            )
-            problems = (
-                _source_problem(prompt, size, reward, f"{place}.{section.label}, {own}") for prompt, size in meant
-            )
-            # Of a file with one such prompt the others are mostly alike.
-            yield from islice((each for each in problems if each is not None), 1)
-
-
 def _source_problem(prompt: Prompt, size: ImageSize, reward: Reward, place: str) -> InputError | None:
+    """Return why the reward cannot compare an image of this size with its image in the prompt; None if it can."""
     index = reward.needs_source
-    assert index is not None
+    if index is None:
+        return None
     if len(prompt.sources) <= index:
         hint = f"The reward compares with image {index + 1} of each prompt; give this one that many, or leave it out."
         return InputError(f"{place}, prompt {prompt.prompt_id}", f"{len(prompt.sources)} images", hint)

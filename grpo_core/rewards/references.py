@@ -40,6 +40,16 @@ class ComparingReward(Reward):
         """Which image in the prompt it compares with."""
         return self.source_index if self.against == "source" else None
 
+    @property
+    def reads_sources(self) -> bool:
+        """Whether it compares with an image in the prompt."""
+        return self.needs_source is not None
+
+    @property
+    def requires_sources(self) -> bool:
+        """Whether it compares with an image in the prompt."""
+        return self.needs_source is not None
+
     def settings(self) -> Mapping[str, object]:
         """Return what determines the scores; the reference only where it is not the usual one.
 

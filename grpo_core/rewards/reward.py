@@ -171,16 +171,6 @@ class Reward(abc.ABC):
         return False
 
     @property
-    def needs_source(self) -> int | None:
-        """Which image in the prompt, from 0, a sample needs to have a score; None: none."""
-        return None
-
-    @property
-    def squeezes_reference(self) -> bool:
-        """Whether the image that a sample is compared with is squeezed to its size, and so needs its aspect ratio."""
-        return False
-
-    @property
     def needs_column(self) -> str | None:
         """The column of the prompt file without which no sample has a score."""
         return None
@@ -209,6 +199,16 @@ class Reward(abc.ABC):
     def requires_sources(self) -> bool:
         """Whether it cannot score where no prompt has any."""
         return self.needs_source is not None
+
+    @property
+    def needs_source(self) -> int | None:
+        """Which image in the prompt, from 0, a sample is compared with; None: with none."""
+        return None
+
+    @property
+    def squeezes_reference(self) -> bool:
+        """Whether the image that a sample is compared with is squeezed to its size, and so needs its aspect ratio."""
+        return False
 
     @property
     def min_side(self) -> int:

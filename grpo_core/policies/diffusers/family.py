@@ -144,7 +144,7 @@ class DiffusersFamily:
         choices: Mapping[Stream, "TrainingChoice"],
         images: Sequence["ImageSize"],
     ) -> "ModelSizes":
-        """Count every network of the pipeline, and the positions of the image that has most."""
+        """Count every network of the pipeline, and the positions of the image that has most, with a source if usual."""
         from grpo_core.policies.diffusers.loading import (
             TRANSFORMER,
             build_on_meta,
@@ -164,6 +164,8 @@ class DiffusersFamily:
         largest = max(patches, key=lambda size: patches[size])
         prompt = settings.max_sequence_length or saved.pipeline_class.call.get("max_sequence_length")
         positions = patches[largest] + (prompt if isinstance(prompt, int) else PROMPT_TOKENS)
+        if (sources := saved.pipeline_class.sources) is not None and sources.usual:
+            positions += sources.area(largest) // (saved.pixel_unit or 16) ** 2
         component = ComponentSizes(
             trained=train_transformer(transformer, choices["denoising"], model, initial_state=dict),
             width=width,

@@ -6,7 +6,7 @@ between classes (one image for all, one for each, references of each), and for o
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +28,7 @@ class SourceArgument:
         pixels: what it scales every source to, as an area, up or down; None: it takes them in their own size.
         min_side: smallest side in pixels.
         max_aspect: largest ratio of the long side to the short one.
+        usual: whether its prompts usually have one, so that estimates of memory count one.
         shrinks: whether a source with more pixels than the image to make is scaled down to as many, which the class
             itself does not do: its positions are as many as the source's pixels.
     """
@@ -38,6 +39,7 @@ class SourceArgument:
     pixels: int | None = None
     min_side: int = 1
     max_aspect: float = math.inf
+    usual: bool = False
     shrinks: bool = False
 
     def argument(self, sources: Sequence[SourceImage], size: ImageSize) -> Any:
@@ -66,15 +68,16 @@ class SourceArgument:
 
 
 _ONE_MEGAPIXEL = 1024**2
+_QWEN_IMAGE_EDIT = SourceArgument(required=True, pixels=_ONE_MEGAPIXEL, usual=True)
 _REFERENCES = SourceArgument(most=None, as_list=True, min_side=64, max_aspect=8)
 
 SOURCES: Mapping[str, SourceArgument] = MappingProxyType(
     {
         "Flux2KleinPipeline": _REFERENCES,
         "Flux2Pipeline": _REFERENCES,
-        "FluxKontextPipeline": SourceArgument(shrinks=True),
-        "QwenImageEditPipeline": SourceArgument(required=True, pixels=_ONE_MEGAPIXEL),
-        "QwenImageEditPlusPipeline": SourceArgument(required=True, most=None, as_list=True, pixels=_ONE_MEGAPIXEL),
+        "FluxKontextPipeline": SourceArgument(usual=True, shrinks=True),
+        "QwenImageEditPipeline": _QWEN_IMAGE_EDIT,
+        "QwenImageEditPlusPipeline": replace(_QWEN_IMAGE_EDIT, most=None, as_list=True),
         "ZImageOmniPipeline": _REFERENCES,
     }
 )

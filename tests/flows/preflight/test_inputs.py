@@ -15,7 +15,7 @@ from configs.schema import RunConfig
 from flows.command_line.main import application
 from flows.preflight.doctor import examine
 from flows.preflight.inputs import check_inputs, run_checks
-from flows.preflight.prompts import read_prompt_files, token_problems
+from flows.preflight.prompts import check_rewards, read_prompt_files, token_problems
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tests.flows import conftest
@@ -45,6 +45,31 @@ def prompt_file(folder: Path, content: str, name: str = "prompts.txt") -> Path:
     path = folder / name
     path.write_text(content)
     return path
+
+
+def test_a_reward_against_a_source_needs_it_in_each_prompt_and_in_the_aspect_of_the_sample(tmp_path: Path) -> None:
+    for name, size in (("square", (80, 80)), ("wide", (128, 64))):
+        Image.new("RGB", size).save(tmp_path / f"{name}.png")
+
+    def problems(images: list[list[str]], **settings: object) -> list[tuple[str, object]]:
+        rows = [{"prompt": f"edit {row}", "images": each} for row, each in enumerate(images)]
+        path = prompt_file(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "edits.jsonl")
+        reward = json.dumps([{"reward": "mse", "settings": {"against": "source", **settings}}])
+        given = (f"data.prompts={path}", "data.image_column=images", f"rewards={reward}", "evaluate.prompts=null")
+        config = read_config(TINY, [*NO_TARGETS[:2], *given])
+        return [(error.place, error.value) for error in check_rewards(config, read_prompt_files(config))]
+
+    assert problems([["square.png"], ["square.png", "wide.png"]]) == []
+    (other,) = problems([["square.png"], ["wide.png"], ["wide.png"]])
+    assert other[0].startswith("rewards.0.mse, data, ")
+    assert other[0].endswith("edits.jsonl, line 2, column images")
+    assert other[1] == "image of 128x64 pixels"
+    (missing,) = problems([["square.png"], []])
+    assert missing[0].startswith("rewards.0.mse, data, prompt ")
+    assert missing[1] == "0 images"
+    ((_, fewer),) = problems([["square.png", "square.png"], ["square.png"]], source_index=1)
+    assert fewer == "1 images"
+    assert problems([[], []]) == [("rewards.0.mse", "mse")]
 
 
 def opened(config: RunConfig) -> None:

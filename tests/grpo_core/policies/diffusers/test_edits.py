@@ -382,3 +382,14 @@ def test_sources_above_the_image_s_size_are_scaled_down_for_kontext_alone() -> N
     (reference,) = SOURCES["Flux2Pipeline"].argument((large,), size)
     assert reference.size == (128, 64)
     assert SOURCES["FluxKontextPipeline"].argument((large,), ImageSize(128, 128)).size == (128, 64)
+
+
+def test_the_estimate_counts_a_source_where_there_usually_is_one(saved_edit: SavedFolder) -> None:
+    def positions(name: str) -> int:
+        chosen, choice = settings_of(name), {"denoising": TrainingChoice(LoraSettings(rank=2))}
+        return FAMILY.sizes(str(saved_edit(name)), chosen, choice, ()).components["denoising"].positions
+
+    # 32 pixels in units of 4, for the image and its source, and the prompt.
+    assert positions("flux_kontext") == 64 + 64 + 64
+    assert positions("flux2_klein") == 64 + 64
+    assert positions("qwen_image_edit") == 64 + 1024 * 1024 // 16 + 512
