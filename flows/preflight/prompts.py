@@ -197,6 +197,7 @@ def check_rewards(config: RunConfig, prompts: PromptFiles) -> Iterator[InputErro
             yield from _column_problems(config, prompts, section, f"{place}.{section.label}", column, parts)
         yield from reward_problems(place, section, reward)
         yield from token_problems(config, section, reward, f"{place}.{section.label}")
+        yield from _source_problems(config, prompts, section, reward, f"{place}.{section.label}", parts)
         yield from _size_problems(config, prompts, section, reward, place, parts)
 
 
@@ -215,6 +216,18 @@ def token_problems(config: RunConfig, section: RewardSection, reward: Reward, pl
     if reward.requires_tokens and "tokens" not in policy_family(config.policy.kind).streams:
         hint = f"It needs completion_ids, and a policy of kind {config.policy.kind} samples no tokens; give the "
         yield InputError(place, section.reward, f"{hint}parameter a default, or choose another reward.")
+
+
+def _source_problems(
+    config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, place: str, parts: Sequence[str]
+) -> Iterator[InputError]:
+    """Report a reward that must see the images in prompts, where those of a dataset that it scores have none."""
+    for part in parts if reward.requires_sources else ():
+        for dataset, known in zip(config.prompt_sections[part].sets, prompts.sets[part], strict=True):
+            if known is None or not section.scores(dataset.name) or any(each.sources for each in known.prompts):
+                continue
+            hint = f"It needs source_images, and no prompt of {part} ({dataset.prompts}) has an image; name their "
+            yield InputError(place, section.reward, f"{hint}image_column, or give the parameter a default.")
 
 
 def _column_problems(

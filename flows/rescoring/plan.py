@@ -39,7 +39,7 @@ from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.parquet import read_columns
 
-_OF_PROMPTS = ("dataset", "columns", "target_uri", "width", "height")
+_OF_PROMPTS = ("dataset", "columns", "sources", "target_uri", "width", "height")
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,9 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
             yield from _pruned_problems(run, section, place)
             if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
                 hint = f"The rollouts of {run.store.run} were collected without target images."
+                yield InputError(place, section.reward, hint)
+            if reward.requires_sources and not prompts["sources"].list.len().fill_null(0).any():
+                hint = f"The prompts of {run.store.run} have no images."
                 yield InputError(place, section.reward, hint)
             yield from _size_problems(run, section, reward, prompts, place)
             needed |= set(filter(None, [reward.needs_column]))

@@ -81,7 +81,11 @@ _SAMPLES = ("prompts", "completions", "completion_ids")
 """What every reward function may be called with, besides the columns of the prompt file."""
 
 _HOOKS = ("trainer_state", "log_extra", "log_metric")
-_GIVEN = (*_SAMPLES, *_HOOKS, "images", "targets")
+_SOURCES = "source_images"
+_OF_TRL = ("image", "images")
+"""What TRL calls the images in prompts; with samples that are images, the second are the samples."""
+
+_GIVEN = (*_SAMPLES, *_HOOKS, *_OF_TRL, "targets", _SOURCES)
 _LEFT_OUT = ("prompt", "completion", "completion_ids")
 
 
@@ -101,9 +105,11 @@ class FunctionReward(Reward):
     """Value and raw are what the function returned, unbounded; None means not applicable.
 
     Keywords of the call: ``prompts``; ``completions``, texts, or images (RGB copies) where samples are images, and
-    then ``images`` with the same; with `with_targets` ``targets``, None where there is none; ``completion_ids``, None
-    where the tokens are not known; every column of the prompt file; ``trainer_state`` None, since stored samples are
-    scored again without a trainer; ``log_extra`` and ``log_metric``, which write to the log.
+    then ``images`` with the same; with `with_targets` ``targets``, None where there is none; ``source_images``, a list
+    of the images in each sample's prompt (RGB copies), if the function names it; of texts also as TRL gives them, as
+    ``images`` and, only the first, as ``image``; ``completion_ids``, None where the tokens are not known; every column
+    of the prompt file; ``trainer_state`` None, since stored samples are scored again without a trainer; ``log_extra``
+    and ``log_metric``, which write to the log.
 
     Attributes:
         function: ``package.module:function`` or ``path/to/file.py:function``; only its own file counts for the version.
@@ -151,6 +157,20 @@ class FunctionReward(Reward):
     def requires_tokens(self) -> bool:
         """Whether the function's parameter completion_ids has no default; False while it cannot load."""
         return "completion_ids" in self._parameters()
+
+    @property
+    def reads_sources(self) -> bool:
+        """Whether a call may pass the images in prompts; False while the function cannot load."""
+        try:
+            signature = self._load().signature
+        except InputError:
+            return False
+        return signature is None or bool({_SOURCES, *_OF_TRL} & {*signature.parameters}) or _is_open(signature)
+
+    @property
+    def requires_sources(self) -> bool:
+        """Whether the function's parameter source_images has no default; False while it cannot load."""
+        return _SOURCES in self._parameters()
 
     @property
     def needs_column(self) -> str | None:
@@ -222,9 +242,7 @@ def _is_factory(named: Callable[..., object]) -> bool:
     signature = signature_of(named)
     if inspect.isclass(named) or signature is None:
         return inspect.isclass(named)
-    parameters = signature.parameters.values()
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return not open_ended and not any(parameter.name in _SAMPLES for parameter in parameters)
+    return not _is_open(signature) and not any(name in _SAMPLES for name in signature.parameters)
 
 
 def _required(function: UserFunction) -> list[str]:
@@ -236,9 +254,9 @@ def _required(function: UserFunction) -> list[str]:
 
 def _refused_keywords(function: UserFunction) -> list[str]:
     """List the keywords of every call that the function does not take."""
-    parameters = [] if function.signature is None else [*function.signature.parameters.values()]
-    if function.signature is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if function.signature is None or _is_open(function.signature):
         return []
+    parameters = function.signature.parameters.values()
     taken = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
     return [name for name in (*_SAMPLES, *_HOOKS) if name not in taken]
 
@@ -268,6 +286,7 @@ def _call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, 
         hint = "The function needs completion_ids, and these samples come without tokens. Let it do without."
         raise InputError(function.place, None, hint)
     images = _rgb_copies(batch.sample_ids, batch.images, "sample") if batch.images else []
+    sources = _copies_of_sources(batch)
     outputs: Sequence[object] = images or batch.completions
     keywords: dict[str, object] = {
         key: copy.deepcopy(list(values)) for key, values in batch.columns.items() if key not in _LEFT_OUT
@@ -277,9 +296,27 @@ def _call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, 
     keywords["completion_ids"] = [list(ids) for ids in batch.token_ids] if batch.token_ids else None
     if images:
         keywords["images"] = images
+    elif batch.source_images:
+        keywords |= {"images": sources, "image": [next(iter(each), None) for each in sources]}
+        keywords = {name: each for name, each in keywords.items() if name not in _OF_TRL or _takes(function, name)}
+    if function.signature is not None and _SOURCES in function.signature.parameters:
+        keywords[_SOURCES] = sources
     if targets:
         keywords["targets"] = _rgb_copies(batch.sample_ids, batch.targets or [None] * len(batch), "target of sample")
     return keywords | {"trainer_state": None, "log_extra": _log_extra, "log_metric": _log_metric}
+
+
+def _copies_of_sources(batch: ScoringBatch) -> list[list[Image.Image]]:
+    return [[image.copy() for image in images] for images in batch.source_images or [()] * len(batch)]
+
+
+def _is_open(signature: inspect.Signature) -> bool:
+    """Return whether a function takes any keyword."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+
+
+def _takes(function: UserFunction, name: str) -> bool:
+    return function.signature is None or name in function.signature.parameters or _is_open(function.signature)
 
 
 def _rgb_copies(sample_ids: Sequence[str], images: Sequence[Image.Image | None], what: str) -> list[Image.Image | None]:

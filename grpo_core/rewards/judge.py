@@ -16,6 +16,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
+from PIL import Image
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
@@ -81,7 +82,8 @@ def _check_rubric(rubric: str) -> str:
 class JudgeReward(ServiceReward):
     """Value clip((score - low) / (high - low), 0, 1); raw the judge's score.
 
-    The judge sees the rubric and the image (PNG) or, between marks that it cannot imitate, the text. The request has
+    The judge sees the images in the prompt, if there are any, and after them the rubric and the image (PNG) or, between
+    marks that it cannot imitate, the text; it is told which image is which. The request has
     temperature 0 and a fixed seed. The verdict is a JSON object that is the complete answer or its last line. An answer
     without one, or cut off at `max_tokens`, gets one reminder, and is a failure if the next has none either.
 
@@ -117,6 +119,11 @@ class JudgeReward(ServiceReward):
     def __post_init__(self) -> None:
         if self.low >= self.high:
             raise InputError("rewards.judge.high", self.high, f"Set a number above low, {self.low:g}.")
+
+    @property
+    def reads_sources(self) -> bool:
+        """Whether it is shown the images in prompts: always."""
+        return True
 
     @property
     def needs_column(self) -> str | None:
@@ -203,14 +210,27 @@ class JudgeReward(ServiceReward):
 
 
 def _content(batch: ScoringBatch, row: int, question: str, form: str) -> object:
+    place = f"rewards.judge, sample {batch.sample_ids[row]}"
+    sources = batch.source_images[row] if batch.source_images else ()
+    blocks: list[dict[str, object]] = []
+    if sources:
+        few = "This image was" if len(sources) == 1 else f"These {len(sources)} images were"
+        blocks = [_text_block(f"{few} given with the prompt:"), *(_image_block(each, place) for each in sources)]
     if batch.completions:
         # The form comes last: it outweighs what the sample may say about it.
-        return f"{question}\n\n{fence(batch.completions[row])}\n\n{form}"
-    image = encode_image(batch.images[row], f"rewards.judge, sample {batch.sample_ids[row]}")
-    return [
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}},
-        {"type": "text", "text": f"{question}\n\n{form}"},
-    ]
+        text = f"{question}\n\n{fence(batch.completions[row])}\n\n{form}"
+        return [*blocks, _text_block(text)] if blocks else text
+    if blocks:
+        blocks.append(_text_block("This image was made of that and is to be judged:"))
+    return [*blocks, _image_block(batch.images[row], place), _text_block(f"{question}\n\n{form}")]
+
+
+def _text_block(text: str) -> dict[str, object]:
+    return {"type": "text", "text": text}
+
+
+def _image_block(image: Image.Image, place: str) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encode_image(image, place)}"}}
 
 
 def _rubric_fields(rubric: str) -> tuple[str, ...]:

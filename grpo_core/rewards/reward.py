@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from PIL import Image
 from pydantic import ConfigDict, Field
@@ -191,6 +191,16 @@ class Reward(abc.ABC):
         return False
 
     @property
+    def reads_sources(self) -> bool:
+        """Whether it looks at the images in prompts, where there are any."""
+        return False
+
+    @property
+    def requires_sources(self) -> bool:
+        """Whether it cannot score a sample without them."""
+        return False
+
+    @property
     def min_side(self) -> int:
         """Smallest side of an image that it can score, in pixels."""
         return 1
@@ -224,6 +234,7 @@ class Reward(abc.ABC):
         prompts: Sequence[str] | None = None,
         targets: Sequence[Image.Image | None] | None = None,
         group_ids: Sequence[str] | None = None,
+        source_images: Sequence[Sequence[Image.Image]] | None = None,
         **columns: Sequence[object],
     ) -> list[Score]:
         """Score images or texts outside of a run: `build_reward("ssim")([image], targets=[target])`.
@@ -233,12 +244,14 @@ class Reward(abc.ABC):
             prompts: one per output; None for empty ones.
             targets: the target image of each output; None where there is none.
             group_ids: the same for siblings; None: all outputs are siblings.
+            source_images: the images in the prompt of each output; None where there are none.
             columns: other columns of a prompt file, one value per output.
 
         Raises:
             InputError: an argument that the reward needs is missing, or has another length; as :meth:`score`.
         """
-        return score_samples(self, _loose_batch(self, outputs, prompts, targets, group_ids, columns))
+        given = {"prompts": prompts, "targets": targets, "group_ids": group_ids, "source_images": source_images}
+        return score_samples(self, _loose_batch(self, outputs, given, columns))
 
     @abc.abstractmethod
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
@@ -255,12 +268,14 @@ class Reward(abc.ABC):
 def _loose_batch(
     reward: Reward,
     outputs: Sequence[Image.Image] | Sequence[str],
-    prompts: Sequence[str] | None,
-    targets: Sequence[Image.Image | None] | None,
-    group_ids: Sequence[str] | None,
+    fields: Mapping[str, Sequence[Any] | None],
     columns: Mapping[str, Sequence[object]],
 ) -> ScoringBatch:
-    """Return outputs that come from no run as a batch, with everything that the reward needs."""
+    """Return outputs that come from no run as a batch, with everything that the reward needs.
+
+    Args:
+        fields: of the batch, by name; None for those that are not given.
+    """
     place = f"rewards.{reward.name}"
     if isinstance(outputs, str | Image.Image):
         raise InputError(place, outputs, "Give a list of outputs, also for a single one.")
@@ -270,23 +285,24 @@ def _loose_batch(
         raise InputError(place, [type(each).__name__ for each in outputs], "Give PIL images only, or texts only.")
     if outputs and ("image" if images else "text") not in reward.media:
         raise InputError(place, type(outputs[0]).__name__, f"It scores {' or '.join(reward.media)}s.")
-    if reward.needs_target and targets is None:
+    if reward.needs_target and fields["targets"] is None:
         raise InputError(f"{place}, targets", None, "It compares with target images: give one per output, or None.")
     if reward.needs_column is not None and reward.needs_column not in columns:
         hint = f"It reads this column of the prompts: give {reward.needs_column}=[...] with one value per output."
         raise InputError(f"{place}, {reward.needs_column}", None, hint)
-    given = {"prompts": prompts, "targets": targets, "group_ids": group_ids, **columns}
-    for name, values in given.items():
+    if reward.requires_sources and fields["source_images"] is None:
+        hint = "It looks at the images in prompts: give a list of them per output."
+        raise InputError(f"{place}, source_images", None, hint)
+    for name, values in {**fields, **columns}.items():
         if values is not None and len(values) != len(outputs):
             raise InputError(f"{place}, {name}", f"{len(values)} values", f"Give one per output: {len(outputs)}.")
+    alike: dict[str, Any] = {"prompts": [""] * len(outputs), "group_ids": ["all"] * len(outputs)}
     return ScoringBatch(
         sample_ids=[f"output {number}" for number in range(len(outputs))],
-        prompts=[""] * len(outputs) if prompts is None else prompts,
         images=images,
-        targets=targets or (),
-        columns=columns,
         completions=texts,
-        group_ids=["all"] * len(outputs) if group_ids is None else group_ids,
+        columns=columns,
+        **alike | {name: values for name, values in fields.items() if values is not None},
     )
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import NamedTuple
 
 from grpo_core.errors import InputError
-from grpo_core.images import open_image, to_rgb
+from grpo_core.images import SourceImage, open_image, to_rgb
 from grpo_core.streams import MAX_PIXELS, ImageSize
 from tasks.prompts.files import PromptRow, join_uri, nearest_names, read_input_file
 from tasks.prompts.formats import ImageRow
@@ -28,7 +28,7 @@ SOURCE_COLUMNS = ("image", "images")
 """Columns with the images in prompts where the configuration names none, in upper or lower case."""
 
 DECODED = 1000
-"""So many different images of a prompt file are decoded when they are read; of the others only the headers are."""
+"""The first images of a prompt file, so many, are decoded when they are read; of the others only the headers are."""
 
 _ROWS_AT_ONCE, _THREADS = 32, 16
 _FILLED = ("bytes", "image", "path", "url", "image_url")
@@ -118,12 +118,22 @@ def read_sources(
             several places, or marks in a prompt that do not match its images; with the row.
     """
     reader, found = _SourceReader(folder, wanted.max_pixels), list[PromptWithSources]()
-    named = islice(zip(rows, texts, cells, strict=False), wanted.limit)
+    named, numbers = islice(zip(rows, texts, cells, strict=False), wanted.limit), count()
     with ThreadPoolExecutor(_THREADS) as pool:
         while marked := [_named_images(*each) for each in islice(named, _ROWS_AT_ONCE)]:
-            references = pool.map(reader.refer, [image for _, images in marked for image in images])
+            references = pool.map(reader.refer, [image for _, images in marked for image in images], numbers)
             found += [PromptWithSources(text, tuple(islice(references, len(images)))) for text, images in marked]
     return [*found, *(PromptWithSources(text, ()) for text in texts[len(found) :])]
+
+
+def load_source(uri: str, place: str) -> tuple[SourceImage, ImageSize]:
+    """Read an image that a person names, with its upright size.
+
+    Raises:
+        InputError: it is missing, or no image that a prompt can have.
+    """
+    content = read_input_file(uri, place=place)
+    return SourceImage.of(content), _SourceReader("", MAX_PIXELS).check(content, uri, place, decode=True)
 
 
 class _NamedImage(NamedTuple):
@@ -174,7 +184,7 @@ def _listed(value: object) -> list[object]:
 
 
 def _read_again(again: Callable[[str], object], column: str, index: int) -> object:
-    return _listed(again(column))[index]
+    return next(islice(_listed(again(column)), index, None), None)
 
 
 def _unwrapped(value: object) -> object:
@@ -192,23 +202,23 @@ class _SourceReader:
         self._files: dict[str, SourceReference] = {}
         self._checked: dict[str, ImageSize] = {}
 
-    def refer(self, image: _NamedImage) -> SourceReference:
-        """Read and check an image; several threads may."""
-        value, place = _unwrapped(image.value), image.place
+    def refer(self, image: _NamedImage, number: int) -> SourceReference:
+        """Read and check an image, of this number in the file; several threads may."""
+        value, place, decode = _unwrapped(image.value), image.place, number < DECODED
         match value:
             case bytes():
                 again = image.again
                 read = (lambda: value) if again is None else (lambda: _as_bytes(_unwrapped(again()), place))
-                return self._checked_reference(value, f"{len(value)} bytes", place, read)
+                return self._checked_reference(value, f"{len(value)} bytes", place, read, decode=decode)
             case str() if value.lstrip().startswith("data:"):
                 content, shown = _decode_data_uri(value.strip(), place), f"{value.strip()[:_SHOWN]}..."
-                return self._checked_reference(content, shown, place, lambda: content)
+                return self._checked_reference(content, shown, place, lambda: content, decode=decode)
             case str():
-                return self._refer_file(value, place)
+                return self._refer_file(value, place, decode=decode)
         hint = "Name a file in the folder of the prompt file, or give a data: URI; Parquet may have the bytes."
         raise InputError(place, image.value if value is None else value, hint)
 
-    def _refer_file(self, value: str, place: str) -> SourceReference:
+    def _refer_file(self, value: str, place: str, *, decode: bool) -> SourceReference:
         if _WEB.match(value.strip()):
             hint = "Images are not fetched from the web. Download it into the folder of the prompt file."
             raise InputError(place, value, hint)
@@ -217,16 +227,18 @@ class _SourceReader:
         uri = join_uri(self._folder, name)
         if uri not in self._files:
             read = partial(read_input_file, uri, place=place)
-            self._files[uri] = self._checked_reference(read(), uri, place, read)
+            self._files[uri] = self._checked_reference(read(), uri, place, read, decode=decode)
         return replace(self._files[uri], place=place)
 
-    def _checked_reference(self, content: bytes, shown: str, place: str, read: Callable[[], bytes]) -> SourceReference:
+    def _checked_reference(
+        self, content: bytes, shown: str, place: str, read: Callable[[], bytes], *, decode: bool
+    ) -> SourceReference:
         digest = hashlib.sha256(content).hexdigest()
         if digest not in self._checked:
-            self._checked[digest] = self._check(content, shown, place, decode=len(self._checked) < DECODED)
+            self._checked[digest] = self.check(content, shown, place, decode=decode)
         return SourceReference(digest, self._checked[digest], place, read)
 
-    def _check(self, content: bytes, shown: str, place: str, *, decode: bool) -> ImageSize:
+    def check(self, content: bytes, shown: str, place: str, *, decode: bool) -> ImageSize:
         """Return the upright size of an image that can be used."""
         with complete_image(shown, place):
             image = open_image(content, place)

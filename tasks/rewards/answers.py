@@ -103,6 +103,7 @@ def describe_reward(name: str, reward: Reward) -> wire.RewardDescription:
         media=list(reward.media),
         needs_target=reward.needs_target,
         needs_group=reward.needs_group,
+        needs_sources=reward.requires_sources,
         needs_column=reward.needs_column,
         min_side=reward.min_side,
         max_aspect=None if math.isinf(reward.max_aspect) else reward.max_aspect,

@@ -20,7 +20,7 @@ from PIL import Image
 
 from configs.training import RewardSection
 from grpo_core.errors import InputError
-from grpo_core.images import decode_stored
+from grpo_core.images import SourceImage, decode_stored
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch, score_samples
 from tasks.execution.child_main import child_command
@@ -37,6 +37,7 @@ SCORES = ("sample_id", "value", "raw", "failure", "seconds")
 """Columns of a score."""
 
 _READ = ("sample_id", "group_id", "dataset", "prompt", "columns")
+_READ_OF_SOURCES = ("sources",)
 _READ_OF_TOKENS = ("token_ids",)
 _READ_OF_IMAGES = ("target_uri", "target_sha256", "defect")
 _READ_OF_TEXTS = ("completion",)
@@ -49,18 +50,44 @@ _PRUNED = (
 )
 
 
-def batches_of(source: Path, size: int, wanted: frozenset[str], *, with_tokens: bool) -> Iterator[list[Row]]:
-    """Yield batches of the wanted samples in order, siblings together; all but the last have at least `size`."""
+ReadSources = Callable[[Mapping[str, str]], Mapping[str, SourceImage]]
+"""Reads images in prompts by their digests, each with the sample that has it."""
+
+
+def batches_of(
+    source: Path,
+    size: int,
+    wanted: frozenset[str],
+    *,
+    with_tokens: bool,
+    read_sources: ReadSources | None = None,
+) -> Iterator[list[Row]]:
+    """Yield batches of the wanted samples in order, siblings together; all but the last have at least `size`.
+
+    Args:
+        with_tokens: whether rows have the tokens that they were decoded from.
+        read_sources: reads the images in their prompts, for `sources` of each row; None if they are not needed.
+    """
+    more = (*(_READ_OF_TOKENS if with_tokens else ()), *(_READ_OF_SOURCES if read_sources else ()))
     waiting: list[Row] = []
-    for row in _rows_of(source, _READ_OF_TOKENS if with_tokens else ()):
+    for row in _rows_of(source, more):
         if row["sample_id"] not in wanted:
             continue
         if len(waiting) >= size and row["group_id"] != waiting[-1]["group_id"]:
-            yield waiting
+            yield _with_sources(waiting, read_sources)
             waiting = []
         waiting.append(row)
     if waiting:
-        yield waiting
+        yield _with_sources(waiting, read_sources)
+
+
+def _with_sources(rows: list[Row], read: ReadSources | None) -> list[Row]:
+    """Put the images in the place of their digests; each is read once per batch."""
+    if read is None:
+        return rows
+    named = {digest: f"sample {row['sample_id']}" for row in reversed(rows) for digest in row.get("sources") or ()}
+    found = read(named) if named else {}
+    return [{**row, "sources": [found[digest] for digest in row.get("sources") or ()]} for row in rows]
 
 
 def _rows_of(source: Path, more: tuple[str, ...]) -> Iterator[Row]:
@@ -130,8 +157,17 @@ def _scoring_batch(rows: Sequence[Row], others: Sequence[Mapping[str, Any]]) -> 
         columns={name: [columns.get(name) for columns in others] for name in names},
         group_ids=[row["group_id"] for row in rows],
         token_ids=[row["token_ids"] for row in rows] if rows and "token_ids" in rows[0] else (),
+        source_images=_source_images(rows),
         **outputs,
     )
+
+
+def _source_images(rows: Sequence[Row]) -> list[list[Image.Image]]:
+    """Decode the images in the rows' prompts, each once; empty if no prompt has any."""
+    if not any(row.get("sources") for row in rows):
+        return []
+    decoded = {each.digest: each.open() for each in {each for row in rows for each in row["sources"]}}
+    return [[decoded[each.digest] for each in row["sources"]] for row in rows]
 
 
 def _images(rows: Sequence[Row]) -> dict[str, Any]:
@@ -177,7 +213,8 @@ def score_in_processes(section: RewardSection, batches: Iterable[list[Row]]) -> 
 
 def _score(children: ChildProcesses, section: RewardSection, batch: list[Row]) -> list[Row]:
     label, described = f"score {section.label}", section.model_dump_json()
-    payload = {"section": described, "rows": [_encoded(row) for row in batch]}
+    files = {each.digest: _base64(each.content) for row in batch for each in row.get("sources") or ()}
+    payload = {"section": described, "rows": [_encoded(row) for row in batch], "sources": files}
     with children.borrow(described, label, child_command("scoring"), _ONE_THREAD) as process:
         for attempt in (1, 2):
             try:
@@ -190,17 +227,27 @@ def _score(children: ChildProcesses, section: RewardSection, batch: list[Row]) -
     raise AssertionError("the second attempt returns or raises")
 
 
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
 def _encoded(row: Row) -> dict[str, Any]:
-    """Write an image's bytes as base64, since rows travel as JSON."""
-    image = row.get("image")
-    if image is None:
-        return dict(row)
-    return {**row, "image": {**image, "bytes": base64.b64encode(image["bytes"]).decode()}}
+    """Write an image's bytes as base64, since rows travel as JSON; images in prompts travel once, by their digests."""
+    encoded = dict(row)
+    if (image := row.get("image")) is not None:
+        encoded["image"] = {**image, "bytes": _base64(image["bytes"])}
+    if "sources" in row:
+        encoded["sources"] = [each.digest for each in row["sources"]]
+    return encoded
 
 
-def _decoded(row: Mapping[str, Any]) -> Row:
-    image = row.get("image")
-    return row if image is None else {**row, "image": {**image, "bytes": base64.b64decode(image["bytes"])}}
+def _decoded(row: Mapping[str, Any], sources: Mapping[str, SourceImage]) -> Row:
+    decoded = dict(row)
+    if (image := row.get("image")) is not None:
+        decoded["image"] = {**image, "bytes": base64.b64decode(image["bytes"])}
+    if "sources" in row:
+        decoded["sources"] = [sources[digest] for digest in row["sources"]]
+    return decoded
 
 
 def scoring_handler() -> Callable[[dict[str, Any]], list[Row]]:
@@ -212,7 +259,9 @@ def scoring_handler() -> Callable[[dict[str, Any]], list[Row]]:
 
     def score(payload: dict[str, Any]) -> list[Row]:
         section = RewardSection.model_validate_json(payload["section"])
-        return score_rows(_reward(payload["section"]), section, [_decoded(row) for row in payload["rows"]])
+        files = payload["sources"]
+        sources = {digest: SourceImage(digest, base64.b64decode(text)) for digest, text in files.items()}
+        return score_rows(_reward(payload["section"]), section, [_decoded(row, sources) for row in payload["rows"]])
 
     return score
 

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,9 +25,10 @@ from tasks.execution.caching import stage_task
 from tasks.execution.call import SHARDS, Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.models.resident import configure_torch
 from tasks.progress import progress_of
-from tasks.rewards.rows import SCORES, Row, batches_of, score_in_processes, score_rows
+from tasks.rewards.rows import SCORES, ReadSources, Row, batches_of, score_in_processes, score_rows
 from tasks.runs.layout import IMAGES, PARTS, SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
+from tasks.runs.sources import read_sources
 from tasks.storage.artifacts.commit import IMAGES_REMOVED
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, Read, current_store
@@ -215,7 +217,7 @@ def score_reward_task(
         part: which shard of the groups, from 0, and of how many; None: all groups.
 
     Raises:
-        InputError: the samples' images were removed.
+        InputError: the samples' images were removed, or an image of their prompts is missing or damaged.
         FailedSamplesError: more samples could not be scored than is allowed.
     """
     started = time.perf_counter()
@@ -232,7 +234,8 @@ def score_reward_task(
             refuse_lost(store, rollouts, joined_folder(f"{folder}/{section.label}"), IMAGES_REMOVED)
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
         meant = in_scope(section, everything).select("sample_id", provenance=pl.lit(provenance))
-        made = _score(reward, section, source, wanted, meant.height, report_progress)
+        sources = partial(read_sources, store, runs=[rollouts.run]) if reward.reads_sources else None
+        made = _score(reward, section, source, wanted, meant.height, report_progress, sources)
         # A score that a sibling's score depends on was computed again.
         scored = meant.join(pl.concat([known, made]).unique("sample_id", keep="last"), **_ONE_EACH)
         table = samples.select("sample_id", "iteration", reward=pl.lit(section.label)).join(scored, **_ONE_EACH)
@@ -271,15 +274,18 @@ def _score(
     wanted: frozenset[str],
     meant: int,
     report_progress: Callable[[int], None],
+    sources: ReadSources | None,
 ) -> pl.DataFrame:
     """Score the wanted samples; once more could not be scored than is allowed, the others are not tried.
 
     Args:
         meant: number of samples in scope, scored before or not; max_failures is a share of these.
+        sources: reads the images in their prompts; None for a reward that does not look at them.
     """
     scored: list[Row] = []
     failed: list[str] = []
-    batches = batches_of(source, section.batch_size, wanted, with_tokens=reward.needs_tokens) if wanted else iter(())
+    found = batches_of(source, section.batch_size, wanted, with_tokens=reward.needs_tokens, read_sources=sources)
+    batches = found if wanted else iter(())
     if section.processes:
         results = score_in_processes(section, batches)
     else:

@@ -25,7 +25,7 @@ from tasks.progress import progress_of
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
 from tasks.rollouts.rows import rollout_columns
-from tasks.rollouts.sources import named_by, read_sources
+from tasks.rollouts.sources import named_by
 from tasks.rollouts.streams import state_rows, token_metrics
 from tasks.runs.layout import (
     IMAGES,
@@ -38,6 +38,7 @@ from tasks.runs.layout import (
     Baseline,
     baseline_folder,
 )
+from tasks.runs.sources import read_sources
 from tasks.storage import schemas
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store

@@ -1,23 +1,15 @@
-"""The images in prompts as a run keeps them: one file each, named by its digest, verified when it is read.
+"""Store the images in the prompts of a plan before it is sampled, and again where a stored file is damaged."""
 
-A run stores what a plan names before it is sampled, and again where a file is damaged and the prompt file still has the
-image. Every later stage reads the files by the digests in the rows of the rollouts.
-"""
-
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 
-import polars as pl
-
-from grpo_core.actions import Sources
-from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
 from tasks.progress import log
 from tasks.prompts.sources import SourceReference
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import source_file
+from tasks.runs.sources import missing_source, sha256_of
 from tasks.storage.artifacts.store import ArtifactStore
 
 _THREADS = 16
@@ -40,14 +32,14 @@ def store_sources(
     def ensure(named: tuple[str, str]) -> None:
         digest, where = named
         content = store.read_file(source_file(digest))
-        if content is not None and _digest(content) == digest:
+        if content is not None and sha256_of(content) == digest:
             return
         if content is not None:
-            store.quarantine([source_file(digest)], reason=f"it has sha256 {_digest(content)[:12]}")
+            store.quarantine([source_file(digest)], reason=f"it has sha256 {sha256_of(content)[:12]}")
             log(f"{store.run}/{source_file(digest)} is damaged and was set aside; it is read from the prompts again")
         reference = references.get(digest)
         if reference is None:
-            raise _missing(store, digest, where, "missing")
+            raise missing_source(store, digest, where, "missing")
         content = reference.load()
         # The complete image, which may not have been decoded before: the error names its row.
         SourceImage(digest, content).open(reference.place)
@@ -68,57 +60,3 @@ def named_by(plan: RolloutPlan) -> dict[str, str]:
         for digest in group.sources:
             found.setdefault(digest, f"prompt {group.prompt_id}")
     return found
-
-
-def read_sources(store: ArtifactStore, wanted: Mapping[str, str], runs: Iterable[str] = ()) -> dict[str, SourceImage]:
-    """Read stored images by their digests, every file verified.
-
-    Args:
-        wanted: who has each, by digest, for errors.
-        runs: that the rollouts are of, if not of this one; a file with the digest is the right one wherever it is.
-
-    Raises:
-        InputError: a file is missing or damaged everywhere, with the digest and who has the image.
-    """
-    places = list(dict.fromkeys([store.run, *runs]))
-    return {digest: SourceImage(digest, _read(store, digest, where, places)) for digest, where in wanted.items()}
-
-
-def _read(store: ArtifactStore, digest: str, where: str, runs: Sequence[str]) -> bytes:
-    found = "missing"
-    earlier = (each for run in runs for each in store.earlier_runs(run))
-    for run in (each for some in (runs, earlier) for each in some):
-        content = store.read_shared(f"{run}/{source_file(digest)}")
-        if content is not None:
-            if _digest(content) == digest:
-                return content
-            found = f"sha256 {_digest(content)}"
-    raise _missing(store, digest, where, found)
-
-
-def _missing(store: ArtifactStore, digest: str, where: str, found: str) -> InputError:
-    hint = (
-        f"It is an image of {where}. Start the run again with the prompt file that has it, which restores it, or put "
-        "the file back from a copy."
-    )
-    return InputError(f"{store.run}/{source_file(digest)}", found, hint)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def digests_in(table: pl.DataFrame) -> dict[str, str]:
-    """Return the digests that rows of rollouts name, each with the first sample that has it."""
-    found: dict[str, str] = {}
-    if "sources" in table.columns:
-        for sample_id, digests in table.select("sample_id", "sources").iter_rows():
-            for digest in digests or ():
-                found.setdefault(digest, f"sample {sample_id}")
-    return found
-
-
-def sources_of(table: pl.DataFrame, read: Mapping[str, SourceImage]) -> Sources | None:
-    """Return the images of each row of rollouts, from those that were read; None if no row has any."""
-    rows = tuple(tuple(read[digest] for digest in digests or ()) for digests in table["sources"].to_list())
-    return rows if any(rows) else None

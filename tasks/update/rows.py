@@ -19,8 +19,8 @@ from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.step import RatioStepMetrics, StepMetrics, UpdateResult
 from tasks.rollouts.rows import STORED_STREAMS
-from tasks.rollouts.sources import digests_in, read_sources, sources_of
 from tasks.rollouts.streams import sample_files
+from tasks.runs.sources import digests_in, read_sources, sources_of
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.parquet import STREAM, read_advantages

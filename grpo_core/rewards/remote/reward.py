@@ -28,6 +28,7 @@ class RemoteReward(ServiceReward):
         batch_size: samples per request.
         by_group: whether each request is one complete group; for rewards that compare siblings.
         with_targets: whether target images are sent along; for rewards that compare with them.
+        with_sources: whether the images in prompts are sent along; for rewards that look at them.
     """
 
     reward: Text = ""
@@ -35,6 +36,7 @@ class RemoteReward(ServiceReward):
     batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
     by_group: bool = False
     with_targets: bool = False
+    with_sources: bool = False
 
     name: ClassVar[str] = "remote"
     version: ClassVar[str] = "1"
@@ -51,6 +53,11 @@ class RemoteReward(ServiceReward):
     def needs_target(self) -> bool:
         """Whether targets are sent along."""
         return self.with_targets
+
+    @property
+    def reads_sources(self) -> bool:
+        """Whether the images in prompts are sent along."""
+        return self.with_sources
 
     def settings(self) -> Mapping[str, object]:
         """Return the reward and its version at the server; queries the version where none is set."""
@@ -89,7 +96,8 @@ class RemoteReward(ServiceReward):
         return [score for answer in answers for score in answer]
 
     def _ask(self, batch: ScoringBatch, described: wire.RewardDescription) -> list[Score]:
-        body = wire.write_request(self.reward, batch, self.with_targets)
+        asked = {"with_targets": self.with_targets, "with_sources": self.with_sources}
+        body = wire.write_request(self.reward, batch, **asked)
         try:
             answer = wire.ScoreAnswer.model_validate(self.request(wire.SCORE_PATH, body))
             if answer.reward != self.reward:
@@ -111,6 +119,9 @@ class RemoteReward(ServiceReward):
         if described.needs_target and not self.with_targets:
             hint = f"The reward {self.reward} compares with target images. Set it to true."
             raise InputError("rewards.remote.with_targets", False, hint)
+        if described.needs_sources and not self.with_sources:
+            hint = f"The reward {self.reward} looks at the images in prompts. Set it to true."
+            raise InputError("rewards.remote.with_sources", False, hint)
 
     def _check_samples(self, described: wire.RewardDescription, batch: ScoringBatch) -> None:
         kind: Modality = "image" if batch.images else "text"

@@ -6,6 +6,7 @@ docs/remote_rewards.md describes it for those who write a scorer.
 import base64
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from PIL import Image
@@ -23,6 +24,8 @@ MAX_CELL_CHARACTERS = 100_000
 """Characters of a prompt, a completion or the value of a column, which is counted as JSON; ids of one sample."""
 
 MAX_COLUMNS = 256
+MAX_SOURCES = 64
+"""Images in the prompt of one sample."""
 
 _Text = Annotated[str, Field(max_length=MAX_CELL_CHARACTERS)]
 _Name = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -51,6 +54,7 @@ class RewardDescription(_Answer):
     media: list[Modality] = Field(min_length=1)
     needs_target: bool = False
     needs_group: bool = False
+    needs_sources: bool = False
     needs_column: str | None = None
     min_side: int = 1
     max_aspect: float | None = Field(default=None, ge=1.0, allow_inf_nan=False)
@@ -79,6 +83,7 @@ class WireSample(_Message):
     image: _PngText | None = None
     completion: _Text | None = None
     target: _PngText | None = None
+    sources: list[_PngText] | None = Field(default=None, max_length=MAX_SOURCES)
     token_ids: list[int] | None = Field(default=None, max_length=MAX_CELL_CHARACTERS)
     columns: dict[_Name, Annotated[object, AfterValidator(_check_cell)]] = Field(
         default_factory=dict, max_length=MAX_COLUMNS
@@ -132,13 +137,22 @@ class ScoreAnswer(_Answer):
     provenance: dict[str, object] = Field(default_factory=dict)
 
 
-def write_request(reward: str, batch: ScoringBatch, with_targets: bool) -> bytes:
+def write_request(reward: str, batch: ScoringBatch, *, with_targets: bool, with_sources: bool = False) -> bytes:
     """Write the body that requests these samples' scores.
+
+    Args:
+        with_targets: whether target images are in it.
+        with_sources: whether the images in the prompts are.
 
     Raises:
         InputError: an image of an unknown mode; a column with values that JSON cannot express.
     """
-    samples = [_wire_sample(batch, row, with_targets) for row in range(len(batch))]
+    shown = replace(
+        batch,
+        targets=batch.targets if with_targets else (),
+        source_images=batch.source_images if with_sources else (),
+    )
+    samples = [_wire_sample(shown, row) for row in range(len(batch))]
     try:
         content = {"protocol": PROTOCOL, "reward": reward, "samples": samples}
         return json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
@@ -148,16 +162,19 @@ def write_request(reward: str, batch: ScoringBatch, with_targets: bool) -> bytes
         ) from error
 
 
-def _wire_sample(batch: ScoringBatch, row: int, with_targets: bool) -> dict[str, object]:
+def _wire_sample(batch: ScoringBatch, row: int) -> dict[str, object]:
     sample_id = batch.sample_ids[row]
     sample: dict[str, object] = {"sample_id": sample_id, "prompt": batch.prompts[row]}
     if batch.images:
         sample["image"] = encode_image(batch.images[row], f"sample {sample_id}")
     else:
         sample["completion"] = batch.completions[row]
-    target = batch.targets[row] if with_targets and batch.targets else None
+    target = batch.targets[row] if batch.targets else None
     if target is not None:
         sample["target"] = encode_image(target, f"target of sample {sample_id}")
+    if batch.source_images and batch.source_images[row]:
+        place = f"image in the prompt of sample {sample_id}"
+        sample["sources"] = [encode_image(image, place) for image in batch.source_images[row]]
     if batch.group_ids:
         sample["group_id"] = batch.group_ids[row]
     if batch.token_ids:
@@ -174,7 +191,11 @@ def count_characters(request: ScoreRequest) -> int:
 
 def declared_pixels(request: ScoreRequest) -> int:
     """Add up the pixels of all images of a request, from their headers: nothing is decoded."""
-    texts = [(s, kind, text) for s in request.samples for kind, text in (("image", s.image), ("target", s.target))]
+    texts = [
+        (s, kind, text)
+        for s in request.samples
+        for kind, text in (("image", s.image), ("target", s.target), *(("sources", each) for each in s.sources or ()))
+    ]
     images = [_open_png(text, f"sample {s.sample_id}, {kind}") for s, kind, text in texts if text is not None]
     return sum(image.width * image.height for image in images)
 
@@ -192,11 +213,22 @@ def read_batch(request: ScoreRequest) -> ScoringBatch:
         prompts=[sample.prompt for sample in samples],
         images=[decode_image(s.image, f"{place}, image") for place, s in named if s.image is not None],
         targets=[None if s.target is None else decode_image(s.target, f"{place}, target") for place, s in named],
+        source_images=_source_images(request),
         completions=[sample.completion for sample in samples if sample.completion is not None],
         columns={name: [sample.columns[name] for sample in samples] for name in samples[0].columns},
         group_ids=[sample.group_id for sample in samples if sample.group_id is not None],
         token_ids=[sample.token_ids for sample in samples if sample.token_ids is not None],
     )
+
+
+def _source_images(request: ScoreRequest) -> Sequence[Sequence[Image.Image]]:
+    """Decode the images in the prompts of all samples; empty if no prompt has any."""
+    if not any(sample.sources for sample in request.samples):
+        return ()
+    return [
+        [decode_image(each, f"sample {sample.sample_id}, sources") for each in sample.sources or ()]
+        for sample in request.samples
+    ]
 
 
 def read_scores(answer: ScoreAnswer, sample_ids: Sequence[str]) -> list[Score]:

@@ -39,6 +39,31 @@ def test_the_judge_sees_the_image_and_the_rubric(stub: Stub) -> None:
     assert "from 2 (worst) to 12 (best)" in text["text"]
 
 
+def pixels(block: dict[str, Any]) -> list[Any]:
+    content = block["image_url"]["url"].partition(",")[2]
+    with Image.open(io.BytesIO(base64.b64decode(content))) as decoded:
+        pixels: list[Any] = np.asarray(decoded).tolist()
+    return pixels
+
+
+def test_it_sees_the_images_in_the_prompt_first_and_which_is_which(stub: Stub) -> None:
+    stub.script(said('{"score": 7}'), said('{"score": 7}'), said('{"score": 7}'))
+    sources, made = [noise(0, 5, 4), noise(1, 4, 5)], noise(2, 6, 6)
+    reward = judge(stub)
+    assert reward.reads_sources
+    reward.score(make_batch([made], source_images=[sources]))
+    reward.score(make_texts("an answer", source_images=[sources[:1]]))
+    reward.score(make_batch([made], source_images=[[]]))
+    edit, answer, plain = [requested.body["messages"][0]["content"] for requested in stub.requested]
+    assert [block["type"] for block in edit] == ["text", "image_url", "image_url", "text", "image_url", "text"]
+    assert [pixels(edit[place]) for place in (1, 2, 4)] == [np.asarray(each).tolist() for each in (*sources, made)]
+    assert edit[0]["text"] == "These 2 images were given with the prompt:"
+    assert "to be judged" in edit[3]["text"]
+    assert [block["type"] for block in answer] == ["text", "image_url", "text"]
+    assert fence("an answer") in answer[2]["text"]
+    assert [block["type"] for block in plain] == ["image_url", "text"]
+
+
 def test_texts_and_columns(stub: Stub) -> None:
     stub.script(said('{"score": 3}'))
     reward = judge(stub, rubric="{prompt}: {style}, {{why}} {count}? {prompt}", high=4)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from grpo_core.streams import Stream
-from tasks.runs.layout import SCORES_FILE
+from tasks.runs.layout import SCORES_FILE, source_file
 from tasks.runs.lookup import write_description
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -78,6 +78,7 @@ class RunMaker:
         self.policy = (0, "base" * 16)
         self.written: dict[tuple[int, int], str] = {}
         self.targets: dict[int, Path] = {}
+        self.sources: dict[int, list[bytes]] = {}
         kind = "causal_lm" if self.texts else "glm_image" if "tokens" in streams else "diffusers"
         policy = (
             ""
@@ -120,6 +121,9 @@ class RunMaker:
         ]
 
     def rollouts(self, place: str, prefix: str, seed: int = 0) -> ArtifactRef:
+        """Write the rollouts, and the images in their prompts."""
+        for content in (each for images in self.sources.values() for each in images):
+            self.store.write_file(source_file(hashlib.sha256(content).hexdigest()), content)
         with self.store.staging() as staged:
             # No denoising step of an evaluation is noisy.
             recorded = [each for each in self.streams if each == "tokens" or iteration_of(prefix) is not None]
@@ -158,6 +162,7 @@ class RunMaker:
             "window_start": WINDOW_START,
             "prompt": self.prompts[group],
             "columns": "{}",
+            "sources": [hashlib.sha256(content).hexdigest() for content in self.sources.get(group, [])],
             "target_uri": str(target) if target else None,
             "target_sha256": hashlib.sha256(target.read_bytes()).hexdigest() if target else None,
             "token_ids": [1, 2, 3],

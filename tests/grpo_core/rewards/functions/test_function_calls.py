@@ -255,3 +255,41 @@ def test_what_the_function_reports_goes_to_the_log(
     assert "why" in caplog.text
     assert "sample s0" in caplog.text
     assert "mine.py:1" in caplog.text
+
+
+def test_images_in_prompts_come_as_copies_to_who_names_them(write: Callable[..., str]) -> None:
+    path = write(
+        "def score(completions, source_images, images=None, **kwargs):\n"
+        "    values = [sum(image.getpixel((0, 0))[0] for image in each) for each in source_images]\n"
+        "    for each in source_images:\n"
+        "        for image in each: image.paste((9, 9, 9), (0, 0, 4, 4))\n"
+        "    assert images is None or len(images) == len(completions)\n"
+        "    return values\n"
+    )
+    reward = FunctionReward(function=f"{path}:score")
+    assert (reward.reads_sources, reward.requires_sources, reward.needs_column) == (True, True, None)
+    shared = flat(51)
+    batch = make_batch([flat(1), flat(2), flat(3)], source_images=[[shared], [], [shared, flat(2)]])
+    expected = [Score(51.0, 51.0), Score(0.0, 0.0), Score(53.0, 53.0)]
+    assert reward.score(batch) == reward.score(batch) == expected
+    assert reward.score(make_batch([flat(1)])) == [Score(0.0, 0.0)]
+    assert reward([flat(1)], source_images=[[shared]]) == expected[:1]
+    assert refusal(reward, [flat(1)])[0] == "rewards.function, source_images"
+
+
+def test_on_texts_they_are_called_as_trl_calls_them(write: Callable[..., str]) -> None:
+    path = write(
+        "def score(completions, image, **kwargs):\n"
+        "    assert 'source_images' not in kwargs\n"
+        "    many = [len(each) for each in kwargs['images']]\n"
+        "    return [many[row] + (0 if one is None else one.width / 100) for row, one in enumerate(image)]\n"
+        "def narrow(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):\n"
+        "    return [1.0] * len(prompts)\n"
+    )
+    batch = texts(2, source_images=[[noise(0, 8, 4), noise(1, 9, 4)], []])
+    reward = FunctionReward(function=f"{path}:score")
+    assert (reward.reads_sources, reward.requires_sources) == (True, False)
+    assert [score.value for score in reward.score(batch)] == [2.08, 0.0]
+    narrow = FunctionReward(function=f"{path}:narrow")
+    assert not narrow.reads_sources
+    assert [score.value for score in narrow.score(batch)] == [1.0, 1.0]

@@ -150,7 +150,8 @@ def test_provenance_has_the_version_and_no_address(server: Stub, closed_url: str
     requested = provenance_of(RemoteReward(url=server.url, reward="mine", **QUICK))
     pinned = provenance_of(RemoteReward(url=closed_url, reward="mine", reward_version="7", batch_size=3, **QUICK))
     assert requested == pinned
-    assert requested["settings"] == {"reward": "mine", "reward_version": "7", "by_group": False, "with_targets": False}
+    sent = {"by_group": False, "with_targets": False, "with_sources": False}
+    assert requested["settings"] == {"reward": "mine", "reward_version": "7", **sent}
     unreachable = RemoteReward(url=closed_url, reward="mine", **QUICK)
     assert refusal(provenance_of, unreachable) == ("rewards.remote.url", closed_url)
 
@@ -172,3 +173,17 @@ def test_preflight(server: Stub, closed_url: str, description: Any, message: str
     url = closed_url if description is None else server.url
     problems = RemoteReward(url=url, reward="mine", **QUICK).preflight()
     assert [bool(re.search(message, problem)) for problem in problems] == [True] * bool(message), problems
+
+
+def test_images_in_prompts_go_along_where_the_server_needs_them(stub: Stub) -> None:
+    stub.respond = lambda asked: Reply(described(needs_sources=True) if asked.method == "GET" else scored(asked))
+    batch = make_texts("x", "", source_images=[[flat(1)], []])
+    without = RemoteReward(url=stub.url, reward="mine", **QUICK)
+    assert refusal(without.score, batch)[0] == "rewards.remote.with_sources"
+    reward = RemoteReward(url=stub.url, reward="mine", with_sources=True, **QUICK)
+    assert reward.reads_sources
+    assert reward.score(batch) == [Score(1.0, 1.0), Score(0.0, 0.0)]
+    first, second = posts(stub)[0]["samples"]
+    assert len(first["sources"]) == 1
+    assert "sources" not in second
+    assert provenance_of(reward)["settings_digest"] != provenance_of(without)["settings_digest"]

@@ -36,6 +36,23 @@ def test_images_come_through_to_the_bit() -> None:
     assert read(wire.write_request("mine", batch, with_targets=False)).targets == [None] * 3
 
 
+def test_images_in_prompts_come_through_where_they_are_asked_for() -> None:
+    batch = make_texts("a", "b", source_images=[[noise(0, 9, 5), noise(1, 3, 4)], []])
+    got = read(wire.write_request("mine", batch, with_targets=False, with_sources=True)).source_images
+    assert [[np.asarray(image).tolist() for image in images] for images in got] == [
+        [np.asarray(image).tolist() for image in images] for images in batch.source_images
+    ]
+    assert read(wire.write_request("mine", batch, with_targets=True)).source_images == ()
+
+
+def test_their_pixels_count() -> None:
+    batch = make_batch([noise(0, 2, 2)], source_images=[[noise(0, 3, 5), noise(1, 3, 4)]])
+    request = wire.ScoreRequest.model_validate_json(
+        wire.write_request("mine", batch, with_targets=False, with_sources=True)
+    )
+    assert wire.declared_pixels(request) == 4 + 15 + 12
+
+
 @given(
     st.lists(
         st.tuples(

@@ -1,0 +1,71 @@
+"""The images in prompts as a run keeps them: one file each, named by its digest, verified when it is read.
+
+Every stage reads them by the digests in the rows of the rollouts.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import polars as pl
+
+from grpo_core.actions import Sources
+from grpo_core.errors import InputError
+from grpo_core.images import SourceImage
+from tasks.runs.layout import source_file
+from tasks.storage.artifacts.store import ArtifactStore
+
+
+def read_sources(store: ArtifactStore, wanted: Mapping[str, str], runs: Iterable[str] = ()) -> dict[str, SourceImage]:
+    """Read stored images by their digests, every file verified.
+
+    Args:
+        wanted: who has each, by digest, for errors.
+        runs: that the rollouts are of, if not of this one; a file with the digest is the right one wherever it is.
+
+    Raises:
+        InputError: a file is missing or damaged everywhere, with the digest and who has the image.
+    """
+    places = list(dict.fromkeys([store.run, *runs]))
+    return {digest: SourceImage(digest, _read(store, digest, where, places)) for digest, where in wanted.items()}
+
+
+def _read(store: ArtifactStore, digest: str, where: str, runs: Sequence[str]) -> bytes:
+    found = "missing"
+    earlier = (each for run in runs for each in store.earlier_runs(run))
+    for run in (each for some in (runs, earlier) for each in some):
+        content = store.read_shared(f"{run}/{source_file(digest)}")
+        if content is not None:
+            if sha256_of(content) == digest:
+                return content
+            found = f"sha256 {sha256_of(content)}"
+    raise missing_source(store, digest, where, found)
+
+
+def digests_in(table: pl.DataFrame) -> dict[str, str]:
+    """Return the digests that rows of rollouts name, each with the first sample that has it."""
+    found: dict[str, str] = {}
+    if "sources" in table.columns:
+        for sample_id, digests in table.select("sample_id", "sources").iter_rows():
+            for digest in digests or ():
+                found.setdefault(digest, f"sample {sample_id}")
+    return found
+
+
+def sources_of(table: pl.DataFrame, read: Mapping[str, SourceImage]) -> Sources | None:
+    """Return the images of each row of rollouts, from those that were read; None if no row has any."""
+    rows = tuple(tuple(read[digest] for digest in digests or ()) for digests in table["sources"].to_list())
+    return rows if any(rows) else None
+
+
+def missing_source(store: ArtifactStore, digest: str, where: str, found: str) -> InputError:
+    """Make the error for an image that is not stored as it should be."""
+    hint = (
+        f"It is an image of {where}. Start the run again with the prompt file that has it, which restores it, or put "
+        "the file back from a copy."
+    )
+    return InputError(f"{store.run}/{source_file(digest)}", found, hint)
+
+
+def sha256_of(content: bytes) -> str:
+    """Return the digest that names a file of this content."""
+    return hashlib.sha256(content).hexdigest()
