@@ -162,6 +162,8 @@ def _reward(config: RunConfig, section: RewardSection, place: str, parts: Sequen
         return
     if reward.needs_target:
         yield from _targets(config, section, place, parts)
+    if reward.needs_source is not None and not policy_family(config.policy.kind).reads_images:
+        yield from _sources(config, section, place, parts)
 
 
 def _place_in(place: str, section: RewardSection, found: str) -> str:
@@ -180,6 +182,14 @@ def _targets(config: RunConfig, section: RewardSection, place: str, parts: Seque
         for where, dataset in config.prompt_sections[part].placed(part):
             if section.scores(dataset.name) and not (dataset.targets or dataset.target_column):
                 hint = f"It compares with a target image: set {where}.targets or {where}.target_column."
+                yield InputError(f"{place}.reward", section.reward, hint)
+
+
+def _sources(config: RunConfig, section: RewardSection, place: str, parts: Sequence[str]) -> Iterator[InputError]:
+    for part in parts:
+        for where, dataset in config.prompt_sections[part].placed(part):
+            if section.scores(dataset.name) and dataset.image_column is None:
+                hint = f"It compares with an image in the prompt: set {where}.image_column."
                 yield InputError(f"{place}.reward", section.reward, hint)
 
 

@@ -3,12 +3,13 @@
 import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from configs.schema import RunConfig
 from configs.sections import DatasetSection, ImageRolloutSection
 from configs.training import RewardSection
 from grpo_core.errors import InputError
-from grpo_core.images import fits_reward, shown_bounds
+from grpo_core.images import fits_reward, require_aspect, shown_bounds
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
@@ -221,13 +222,24 @@ def token_problems(config: RunConfig, section: RewardSection, reward: Reward, pl
 def _source_problems(
     config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, place: str, parts: Sequence[str]
 ) -> Iterator[InputError]:
-    """Report a reward that must see the images in prompts, where those of a dataset that it scores have none."""
+    """Report a reward that must see the images in prompts, where those of a dataset that it scores do not fit it."""
     for part in parts if reward.requires_sources else ():
-        for dataset, known in zip(config.prompt_sections[part].sets, prompts.sets[part], strict=True):
-            if known is None or not section.scores(dataset.name) or any(each.sources for each in known.prompts):
+        for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
+            if known is None or not section.scores(dataset.name):
                 continue
-            hint = f"It needs source_images, and no prompt of {part} ({dataset.prompts}) has an image; name their "
-            yield InputError(place, section.reward, f"{hint}image_column, or give the parameter a default.")
+            if not any(each.sources for each in known.prompts):
+                hint = f"No prompt of {part} ({dataset.prompts}) has an image, and it needs them; name their image_column"
+                parameter = ", or give source_images a default" if reward.needs_source is None else ""
+                yield InputError(place, section.reward, f"{hint}{parameter}.")
+                continue
+            scored = (
+                (prompt, size)
+                for prompt, size in zip(known.prompts, known.sizes, strict=False)
+                if section.scores_prompt(dataset.name, prompt.columns)
+            )
+            problems = (_source_problem(prompt, size, reward, f"{place}, {own}") for prompt, size in scored)
+            # In a file with one such prompt the others are mostly alike.
+            yield from islice((each for each in problems if each is not None), 1)
 
 
 def _column_problems(
@@ -244,6 +256,23 @@ def _column_problems(
                 if dataset.columns is not None and column not in dataset.columns:
                     hint += f" Only those listed as {part}.columns go along: add it there."
                 yield InputError(place, column, hint)
+
+
+def _source_problem(prompt: Prompt, size: ImageSize, reward: Reward, place: str) -> InputError | None:
+    """Return why the reward cannot compare an image of this size with its image in the prompt; None if it can."""
+    index = reward.needs_source
+    if index is None:
+        return None
+    if len(prompt.sources) <= index:
+        hint = f"The reward compares with image {index + 1} of each prompt; give this one that many, or leave it out."
+        return InputError(f"{place}, prompt {prompt.prompt_id}", f"{len(prompt.sources)} images", hint)
+    source = prompt.sources[index]
+    try:
+        if reward.squeezes_reference:
+            require_aspect(source.size, size, place)
+    except InputError as error:
+        return InputError(f"{place}, {source.place}", f"image of {source.size} pixels", error.hint)
+    return None
 
 
 def _size_problems(

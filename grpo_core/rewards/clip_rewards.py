@@ -1,4 +1,4 @@
-"""Rewards from CLIP embeddings: how well an image fits its prompt, and how people would rate it.
+"""Rewards from CLIP embeddings: how well an image fits its prompt or another image, and how people would rate it.
 
 Radford et al., 2021, "Learning Transferable Visual Models From Natural Language Supervision" (arXiv:2103.00020).
 
@@ -12,8 +12,8 @@ fitted to the ratings of SAC, Logos and AVA on embeddings of length 1 of OpenAI'
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float32
@@ -22,6 +22,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
+from grpo_core.images import to_rgb
 from grpo_core.rewards.clip import ClipArchitecture, ClipReward, LongPrompts, check_prompts
 from grpo_core.rewards.model_reward import (
     Sha256,
@@ -31,7 +32,8 @@ from grpo_core.rewards.model_reward import (
     load_state_dict,
     load_weights,
 )
-from grpo_core.rewards.reward import STRICT, Positive, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.references import ComparingReward
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.weights import Published, Weights
 
 CACHED_EMBEDDINGS = 4096
@@ -143,32 +145,49 @@ def build_network(architecture: ClipArchitecture) -> nn.Module:
 
 
 @dataclass(frozen=True, config=STRICT)
-class ClipScoreReward(ClipReward):
+class ClipScoreReward(ClipReward, ComparingReward):
     """Value clip(scale * max(cos, 0), 0, 1); raw the cosine in [-1, 1].
 
-    Cosines of images with their own captions are around 0.2 to 0.35.
+    Cosines of images with their own captions are around 0.2 to 0.35, those of two images much higher.
 
     Attributes:
+        against: prompt: its text; target, source: an image, in any size.
         scale: factor of the cosine; the paper's is 2.5.
         long_prompts: CLIP reads 77 tokens, some 50 words. ``cut`` scores against the beginning of a longer prompt and
             logs a warning; ``refuse`` ends with an error that names the sample.
     """
 
+    against: Literal["prompt", "target", "source"] = "prompt"
     scale: Positive = 1.0
     long_prompts: LongPrompts = "cut"
 
     name: ClassVar[str] = "clip_score"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_reference()
+
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the weights."""
         model = load_clip(self)
-        check_prompts(self.name, batch, model.count_tokens, model.architecture.context_length, self.long_prompts)
         scores = []
-        for image, prompt in zip(batch.rgb_images(self.name), batch.prompts, strict=True):
+        for image, reference in zip(batch.rgb_images(self.name), self._references(model, batch), strict=True):
+            if reference is None:
+                scores.append(NOT_APPLICABLE)
+                continue
             with exact_inference("cpu"):
-                cosine = (model.image_embedding(image) @ model.text_embedding(prompt)).item()
+                cosine = (model.image_embedding(image) @ reference).item()
             scores.append(Score.of(clamp_unit(self.scale * cosine), cosine, NO_DIRECTION))
         return scores
+
+    def _references(self, model: ClipModel, batch: ScoringBatch) -> Iterator[Tensor | None]:
+        """Yield the embedding of what each sample is compared with; None where there is nothing."""
+        if self.against == "prompt":
+            check_prompts(self.name, batch, model.count_tokens, model.architecture.context_length, self.long_prompts)
+            yield from map(model.text_embedding, batch.prompts)
+            return
+        for sample_id, image in zip(batch.sample_ids, self.reference_images(batch), strict=True):
+            yield None if image is None else model.image_embedding(to_rgb(image, self.reference_place(sample_id)))
 
 
 FULL_SCALE = 10.0

@@ -1,4 +1,4 @@
-"""Learned perceptual distance to the target image.
+"""Learned perceptual distance to the target image, or to a source image.
 
 Zhang, Isola, Efros, Shechtman and Wang, 2018, "The Unreasonable Effectiveness of Deep Features as a Perceptual
 Metric", equation 1, version 0.1. The linear heads come with the lpips package, the trunk from a local file.
@@ -60,6 +60,10 @@ class LpipsReward(ModelReward, PairReward):
 
     name: ClassVar[str] = "lpips"
     version: ClassVar[str] = "1"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_reference()
 
     @property
     def min_side(self) -> int:

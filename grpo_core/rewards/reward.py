@@ -201,6 +201,16 @@ class Reward(abc.ABC):
         return False
 
     @property
+    def needs_source(self) -> int | None:
+        """Which image in the prompt, from 0, a sample is compared with; None: with none."""
+        return None
+
+    @property
+    def squeezes_reference(self) -> bool:
+        """Whether the image that a sample is compared with is squeezed to its size, and so needs its aspect ratio."""
+        return False
+
+    @property
     def min_side(self) -> int:
         """Smallest side of an image that it can score, in pixels."""
         return 1

@@ -1,35 +1,42 @@
-"""Rewards for similarity to the target image, pixel by pixel: mse, psnr, r2, ssim.
+"""Rewards for similarity to the target or a source image, pixel by pixel: mse, psnr, r2, ssim.
 
 Their settings are checked without torch, which takes seconds to import; `measures` computes.
 """
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
 
 from grpo_core.images import WINDOW, fit_to, to_rgb
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Reward, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.references import ComparingReward
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Score, ScoringBatch, clamp_unit
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class PairReward(Reward):
-    """A reward of an image and its target; a sample without a target has no score.
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class PairReward(ComparingReward):
+    """A reward of an image and its target, or a source image; a sample without it has no score.
 
-    The target is resized to its image. Pairs are measured one at a time: a convolution's last bits depend on the batch
+    That is resized to the image. Pairs are measured one at a time: a convolution's last bits depend on the batch
     that it runs in, and a score must not; images may then differ in size, and memory does not grow with the batch.
     """
 
-    needs_target: ClassVar[bool] = True
+    against: Literal["target", "source"] = "target"
+
+    squeezes_reference: ClassVar[bool] = True
     undefined: ClassVar[str | None] = None
-    """Why a raw quantity may be undefined; None: it never is."""
+    """Why a raw quantity may be undefined, {} for target or source; None: it never is."""
+
+    def __post_init__(self) -> None:
+        self.check_reference()
 
     @abc.abstractmethod
     def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
-        """Return the raw quantities [N] of images and targets, each [N, 3, H, W] fp32 in [0, 1]."""
+        """Return the raw quantities [N] of images and targets (or sources), each [N, 3, H, W] fp32 in [0, 1]."""
 
     def to_value(self, raw: float) -> float:
         """Return the value in [0, 1] of a raw quantity; by default that, clamped."""
@@ -42,16 +49,15 @@ class PairReward(Reward):
         from grpo_core.rewards.tensors import to_tensor
 
         scores = [NOT_APPLICABLE] * len(batch)
-        rows = [row for row, target in enumerate(batch.targets) if target is not None]
-        chosen = batch.select(rows)
+        references = {row: each for row, each in enumerate(self.reference_images(batch)) if each is not None}
+        chosen = batch.select(list(references))
         images = chosen.rgb_images(self.name, self.min_side)
-        for row, sample_id, image, target in zip(rows, chosen.sample_ids, images, chosen.targets, strict=True):
-            assert target is not None, "only samples with a target are chosen"
-            place = f"rewards.{self.name}, sample {sample_id}, target"
-            fitted = fit_to(to_rgb(target, place), image.size, place)
+        for (row, reference), sample_id, image in zip(references.items(), chosen.sample_ids, images, strict=True):
+            place = self.reference_place(sample_id)
+            fitted = fit_to(to_rgb(reference, place), image.size, place)
             with torch.inference_mode(), torch.autocast("cpu", enabled=False):
                 raw = self.measure(to_tensor(image), to_tensor(fitted)).item()
-            scores[row] = Score.of(self.to_value(raw), raw, self.undefined)
+            scores[row] = Score.of(self.to_value(raw), raw, self.undefined and self.undefined.format(self.against))
         return scores
 
 
@@ -114,7 +120,7 @@ class R2Reward(PairReward):
 
     name: ClassVar[str] = "r2"
     version: ClassVar[str] = "1"
-    undefined: ClassVar[str | None] = "the target has a single colour, so there is no variance to explain"
+    undefined: ClassVar[str | None] = "the {} has a single colour, so there is no variance to explain"
 
     def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the coefficients."""

@@ -192,6 +192,16 @@ def test_a_reward_that_compares_needs_targets_in_both_sections(targets: dict[str
     assert found(rewards=[SSIM], data=data | targets, evaluate=evaluate | targets) == []
 
 
+def test_a_reward_that_compares_with_a_source_needs_images_in_prompts() -> None:
+    data, evaluate = {"prompts": "p.txt"}, {"prompts": "q.txt"}
+    missing, images = ("rewards.0.reward", "ssim"), {"image_column": "image"}
+    reward = {**SSIM, "settings": {"against": "source"}}
+    assert found(rewards=[reward], data=data, evaluate=evaluate) == [missing, missing]
+    assert found(rewards=[reward], data=data | images, evaluate=evaluate) == [missing]
+    assert found(rewards=[reward], data=data | images, evaluate=evaluate | images) == []
+    assert found(rewards=[SSIM], data=data | images, evaluate=evaluate | images) == [missing, missing]
+
+
 def test_the_shipped_rewards_by_stream_need_both() -> None:
     file = Path(configs.__file__).parent / "rewards" / "by_stream.yaml"
     rewards = yaml.safe_load(file.read_text())["rewards"]

@@ -28,7 +28,7 @@ from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, setti
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("FluxImg2ImgPipeline", "takes an image"),
+        ("FluxImg2ImgPipeline", "noise in it"),
         ("FluxFillPipeline", "takes mask_image"),
         ("FluxControlPipeline", "takes control_image"),
         ("WanPipeline", "takes num_frames"),
