@@ -27,10 +27,13 @@ from grpo_core.policies.glm_image.sources import SourceEncoder
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import GroupRequest, RolloutGroup
 from grpo_core.streams import STREAMS, ImageSize
+from grpo_core.update.accelerated import ShardedProcessGroup
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
+from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings
-from tests.grpo_core.policies.trained.tiny_models import disturb
+from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
+from tests.processes import in_processes
 from tests.tiny_policies import EDIT_MODEL, MODEL, build_policy
 
 # At 128 x 64 pixels the decoder's timesteps and sigmas differ.
@@ -348,6 +351,41 @@ def test_the_decoders_gradient_is_that_of_the_pipeline_without_sharing(
     for name, parameter in plain.decoder.trainable_parameters().items():
         assert parameter.grad is not None
         torch.testing.assert_close(found[f"{name}|exp_avg"], parameter.grad, rtol=1e-3, atol=1e-7)
+
+
+# --- several processes
+
+
+def update_of_edits(policy: GlmImagePolicy, process_group: ProcessGroup) -> None:
+    """Processes have rows with other images, and one a row without any; nothing is encoded before."""
+    groups = list(collect_rollouts(loaded(noise=0.0), [*MIXED[:2], MIXED[4]], prompts_per_batch=4))
+    rows = join_groups(groups, ADVANTAGES)
+    process_group.distribute(policy.tokens.trained)
+    optimizer = PolicyOptimizer(policy.tokens.trainable_parameters(), OptimizerSettings(1e-3))
+    settings = UpdateSettings(micro_batch_size=2, max_grad_norm=1e9)
+    update_policy(policy.tokens, optimizer, rows, settings, seed=0, process_group=process_group)
+    process_group.collect(policy.tokens.trained)
+
+
+def update_in_shares(folder: Path) -> None:
+    torch.set_num_threads(1)
+    process_group, policy = ShardedProcessGroup(torch.device("cpu")), loaded(noise=0.0)
+    update_of_edits(policy, process_group)
+    if process_group.rank == 0:
+        torch.save(values_of(policy.tokens.trainable_parameters()), folder / "weights.pt")
+
+
+@pytest.mark.slow
+def test_processes_that_share_the_weights_encode_their_own_images(tmp_path: Path) -> None:
+    in_processes(2, update_in_shares, tmp_path)
+    policy = loaded(noise=0.0)
+    before = values_of(policy.tokens.trainable_parameters())
+    update_of_edits(policy, SINGLE_PROCESS)
+    shared = torch.load(tmp_path / "weights.pt")
+    for name, value in policy.tokens.trainable_parameters().items():
+        # Adam's first step is the learning rate, in the direction of the gradient.
+        moved, other = value - before[name], shared[name] - before[name]
+        assert float(((moved - other).abs() > 1e-4).float().mean()) < 0.01
 
 
 # --- export
