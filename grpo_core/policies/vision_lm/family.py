@@ -144,6 +144,7 @@ class VisionLMFamily:
         images: Sequence["ImageSize"],
     ) -> "ModelSizes":
         """Count the model, with the longest prompt as PROMPT_TOKENS and one image of IMAGE_SIDE."""
+        import torch
         from PIL import Image
 
         from grpo_core.policies.causal_lm.loading import read_config
@@ -163,8 +164,10 @@ class VisionLMFamily:
             encoder -= sum(
                 each.numel() for each in base.parameters() if each.requires_grad and id(each) not in language
             )
-        image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE))
-        processed = process_prompt(processor, settings, "", [image], find_placeholders(config, processor))
+        # Models are counted on the meta device, where there are no pixels.
+        with torch.device("cpu"):
+            image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE))
+            processed = process_prompt(processor, settings, "", [image], find_placeholders(config, processor))
         of_image = processed.ids.count(config.image_token_id)
         # The last sampled token is never fed back.
         length = PROMPT_TOKENS + of_image + settings.max_completion_length - 1
