@@ -24,6 +24,7 @@ from grpo_core.settings import Truncation
 TOLERANCE = 1e-3
 """In nats. Rounding is a few millionths in fp32, another position or another mask tenths."""
 
+PAGE = "docs/models.md"
 _PROMPTS = ([7, 11, 5], [9, 6, 13, 8, 12, 10, 14], [15, 6, 7, 5, 11])
 _GROUP = 2
 _TRIES = 3
@@ -72,7 +73,9 @@ def refuse_incompatible(name: str, config: Any) -> bool:
     return refuse_tried(name, config, "", partial(try_copy, config))
 
 
-def refuse_tried(name: str, config: Any, key: str, attempt: Callable[[], tuple[bool, str | None]]) -> bool:
+def refuse_tried(
+    name: str, config: Any, key: str, attempt: Callable[[], tuple[bool, str | None]], page: str = PAGE
+) -> bool:
     """Try a small copy of a model once in this process.
 
     Args:
@@ -80,6 +83,7 @@ def refuse_tried(name: str, config: Any, key: str, attempt: Callable[[], tuple[b
         config: its configuration.
         key: what the result depends on beside the configuration.
         attempt: returns whether a small copy could be built, and why it cannot be used.
+        page: of the documentation that lists what runs.
 
     Returns:
         False if no small copy can be built, so that only the model itself can answer.
@@ -91,7 +95,7 @@ def refuse_tried(name: str, config: Any, key: str, attempt: Callable[[], tuple[b
     if key not in _TRIED:
         _TRIED[key] = attempt()
     tried, reason = _TRIED[key]
-    refuse_reason(name, config, reason)
+    refuse_reason(name, config, reason, page)
     return tried
 
 
@@ -100,10 +104,10 @@ def refuse_incompatible_model(name: str, model: Any) -> None:
     refuse_reason(name, model.config, why_incompatible(model))
 
 
-def refuse_reason(name: str, config: Any, reason: str | None) -> None:
+def refuse_reason(name: str, config: Any, reason: str | None, page: str = PAGE) -> None:
     """Raise InputError with the reason why a model cannot be used, if there is one."""
     if reason is not None:
-        hint = f"A {config.model_type} model cannot be trained here: {reason}. docs/models.md lists those that can."
+        hint = f"A {config.model_type} model cannot be trained here: {reason}. {page} lists those that can."
         raise InputError("policy.model", name, hint)
 
 

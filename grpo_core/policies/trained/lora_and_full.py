@@ -107,12 +107,19 @@ class FullModel(TrainedModel):
             state = {}
             for shard in sorted(path for pattern in FULL_WEIGHTS for path in folder.glob(pattern)):
                 state.update(load_file(shard))
-        # Of tied weights only one is stored.
-        tied = (getattr(self.model, "all_tied_weights_keys", None) or {}).keys() - state.keys()
-        differing = [name for name in differing_shapes(state, self.model.state_dict()) if name not in tied]
+        differing = self._differing(state)
+        if differing and folder is not None and hasattr(self.model, "get_decoder"):
+            # transformers stores some models under the names of their first release, which it alone knows.
+            state = type(self.model).from_pretrained(folder, dtype=self.model.dtype).state_dict()  # type: ignore[attr-defined]
+            differing = self._differing(state)
         if differing:
             raise InputError("policy", differing[:3], "The stored weights are for another model.")
         self.model.load_state_dict(state, strict=False)
+
+    def _differing(self, state: dict[str, Tensor]) -> list[str]:
+        # Of tied weights only one is stored.
+        tied = (getattr(self.model, "all_tied_weights_keys", None) or {}).keys() - state.keys()
+        return [name for name in differing_shapes(state, self.model.state_dict()) if name not in tied]
 
 
 def _matching(model: nn.Module, pattern: str) -> set[str]:

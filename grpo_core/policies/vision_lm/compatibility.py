@@ -39,6 +39,7 @@ from grpo_core.policies.vision_lm.prompts import (
 )
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 
+PAGE = "docs/vision.md"
 _LAYERS = 4
 _DEPTH = ("num_hidden_layers", "depth", "num_layers")
 _NUMBERS = re.compile(r"\w+_index(es)?")
@@ -68,14 +69,15 @@ def refuse_incompatible(name: str, config: Any, processor: Any) -> bool:
         InputError: the model cannot be sampled and scored here, or its processor cannot process prompts with images.
     """
     prompts = trial_prompts(config, processor)
-    return refuse_tried(name, config, f" {name}", partial(try_copy, config, *prompts))
+    return refuse_tried(name, config, f" {name}", partial(try_copy, config, *prompts), PAGE)
 
 
 def refuse_incompatible_model(name: str, model: Any, processor: Any) -> None:
     """Raise InputError if this model, with its weights, cannot be sampled and scored here, or sees no image."""
     placeholders, *prompts = trial_prompts(model.config, processor)
     vocabulary = vocabulary_size(model, processor.tokenizer)
-    refuse_reason(name, model.config, why_incompatible(model, placeholders, *prompts, vocabulary=vocabulary))
+    reason = why_incompatible(model, placeholders, *prompts, vocabulary=vocabulary)
+    refuse_reason(name, model.config, reason, PAGE)
 
 
 def trial_prompts(

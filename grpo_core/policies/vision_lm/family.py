@@ -165,9 +165,9 @@ class VisionLMFamily:
             encoder -= sum(
                 each.numel() for each in base.parameters() if each.requires_grad and id(each) not in language
             )
-        image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE))
-        # An estimate is made on the meta device, where a processor cannot count patches.
+        # Models are counted on the meta device, where there are no pixels.
         with torch.device("cpu"):
+            image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE))
             processed = process_prompt(processor, settings, "", [image], find_placeholders(config, processor))
         of_image = processed.ids.count(config.image_token_id)
         # The last sampled token is never fed back.

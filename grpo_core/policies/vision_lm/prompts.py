@@ -174,10 +174,11 @@ def print_prompt(processor: Any, settings: VisionLMSettings, prompt: str, images
     """Format a prompt with the chat template, or without one as its texts with the processor's marks of images.
 
     Raises:
-        InputError: it names another number of images, is a conversation without a template, or the template refuses it
-            or prints no images.
+        InputError: it names another number of images, or a mark of one in its texts, is a conversation without a
+            template, or the template refuses it or prints no images.
     """
     messages = image_messages(prompt, images)
+    _refuse_inside(prompt, messages, [image_mark(processor)])
     if not uses_template(processor.tokenizer, settings):
         if len(messages) > 1 or read_messages(prompt, _is_content) is not None:
             hint = "It is a conversation and needs a chat template; give plain texts, or another processor."
@@ -192,6 +193,14 @@ def print_prompt(processor: Any, settings: VisionLMSettings, prompt: str, images
         )
         raise InputError("rollout.chat_template", settings.chat_template, hint)
     return printed
+
+
+def _refuse_inside(prompt: str, messages: Sequence[Message], tokens: Sequence[str]) -> None:
+    """Raise InputError if the texts of a prompt contain what the model reads as a part of an image."""
+    texts = [block["text"] for each in messages for block in each["content"] if block["type"] == "text"]
+    for token in tokens:
+        if any(token in text for text in texts):
+            raise InputError("prompt", prompt, f"Remove {token!r}: the model reads it as a part of an image.")
 
 
 def image_sizes(processor: Any, settings: VisionLMSettings) -> dict[str, Any]:
@@ -250,10 +259,8 @@ def process_prompt(
         InputError: the prompt cannot be read, contains a placeholder as text, or the processor refuses it.
     """
     printed = print_prompt(processor, settings, prompt, len(images))
-    mark = image_mark(processor)
-    for token in processor.tokenizer.convert_ids_to_tokens(list(placeholders.ids)):
-        if token in prompt and not (token == MARK and images):
-            raise InputError("prompt", prompt, f"Remove {token!r}: the model reads it as a part of an image.")
+    tokens = processor.tokenizer.convert_ids_to_tokens(list(placeholders.ids))
+    _refuse_inside(prompt, image_messages(prompt, len(images)), tokens)
     try:
         found = _call(
             processor,
@@ -274,8 +281,6 @@ def process_prompt(
     if not len(ids):
         raise InputError("prompt", prompt, "It has no ids: the model needs at least one to start from.")
     if images and not (ids == placeholders.image).any():
-        raise InputError(
-            "prompt", prompt, f"Its {len(images)} images have no place in {printed[:80]!r}, such as {mark}."
-        )
+        raise InputError("prompt", prompt, f"Its {len(images)} images have no place in {printed[:80]!r}.")
     types = {name: torch.as_tensor(values.pop(name))[0] for name in list(values) if name.endswith(_TOKEN_TYPES)}
     return ProcessedPrompt(ids.tolist(), types, values if images else {})

@@ -9,7 +9,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.policies.vision_lm.loading import language_parameters, train_vision_lm
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
-from tests.grpo_core.policies.vision_lm.tiny_families import FAMILIES, drawn, make_model, make_policy, plain_logprobs
+from tests.grpo_core.policies.vision_lm.tiny_families import KINDS, drawn, make_model, make_policy, plain_logprobs
 
 LORA = TrainingChoice(LoraSettings(rank=2, alpha=4.0))
 FULL = TrainingChoice(None, freeze_vision=False)
@@ -29,7 +29,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("choice", [LORA, FULL], ids=["adapters", "all weights"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_a_plain_script(kind: str, choice: TrainingChoice) -> None:
     """It runs each row alone, with its pixels, through the model's own forward pass."""
     policy = make_policy(kind, choice=choice)
@@ -47,7 +47,7 @@ def test_gradients_are_those_of_a_plain_script(kind: str, choice: TrainingChoice
     assert bool(outside & found.keys()) == (choice is FULL)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_features_are_computed_once_and_give_the_gradients_of_those_of_every_pass(kind: str) -> None:
     policy = make_policy(kind, choice=LORA)
     calls = count_features(policy)
@@ -93,7 +93,7 @@ def test_recomputed_activations_give_the_same_gradients(kind: str, choice: Train
     assert_same(found[1], found[0])
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_adapters_are_in_the_language_model_alone_unless_asked_for(kind: str) -> None:
     model, _ = make_model(kind)
     decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
