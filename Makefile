@@ -73,8 +73,10 @@ tiny-vision-model: $(STAMP)  ## train the shipped tiny vision model again from i
 tiny-sd3: $(STAMP)  ## train the shipped tiny Stable Diffusion 3 again from its recipe
 	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models sd3
 
-curves: $(STAMP)  ## train the tiny text model here and in TRL: docs/learning_curves.png
+curves: $(STAMP)  ## train the tiny text and vision models here and in TRL: docs/*_curves.png
 	$(ENVIRONMENT) $(RUN)/python -m tests.bench.text_iteration
+	$(ENVIRONMENT) $(RUN)/python -m tests.bench.grounding
+	$(ENVIRONMENT) $(RUN)/python -m tests.bench.grounding two
 
 ui: $(STAMP)  ## start Prefect's server and UI on this machine
 	$(RUN)/grpo ui

@@ -59,8 +59,12 @@ def train_here(shapes: int, seed: int) -> Curve:
         seconds = time.process_time() - begun
         table = pl.read_parquet(f"{root}/seed{seed}/iteration_*/metrics.parquet").sort("iteration")
         rewards = table.filter(pl.col("metric") == "reward")["value"].to_list()
-        heldout = table.filter(pl.col("metric") == "heldout/box_iou")["value"].to_list()
-        return Curve(rewards, (heldout[0], heldout[-1]), seconds)
+        evaluations = f"{root}/seed{seed}/evaluations"
+        before, after = (
+            statistics.fmean(pl.read_parquet(f"{evaluations}/{version:06d}/rewards/box_iou/scores.parquet")["value"])
+            for version in (0, len(rewards))
+        )
+        return Curve(rewards, (before, after), seconds)
 
 
 def train_with_trl(shapes: int, seed: int) -> Curve:

@@ -191,9 +191,9 @@ class Runs:
         """Start or continue a training run in this process."""
         return self._train(TINY, self.overrides(run__name=run, **changes))
 
-    def start_text(self, run: str = "text", **changes: object) -> Start:
-        """The same with the shipped text configuration."""
-        return self._train(TINY_TEXT, self.overrides({"run.on_change": "restart"}, run__name=run, **changes))
+    def start_text(self, run: str = "text", *, file: Path = TINY_TEXT, **changes: object) -> Start:
+        """The same with the shipped text configuration, or another one of texts."""
+        return self._train(file, self.overrides({"run.on_change": "restart"}, run__name=run, **changes))
 
     def _train(self, file: Path, overrides: list[str]) -> Start:
         from flows.training.train import train

@@ -1,0 +1,96 @@
+"""Trainings of a policy that finds shapes in images: the shipped one learns, MedGround-R1's reads data as published."""
+
+import json
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from configs.loader import read_config
+from data.grounding import PROMPT_FILES, png_of, split_scenes
+from data.tiny_vision import TinyVisionRecipe
+from flows.preflight.inputs import check_inputs
+from flows.preflight.prompts import read_prompt_files
+from grpo_core.errors import InputError
+from grpo_core.images import SourceImage
+from grpo_core.rewards.registry import build_reward
+from tests.flows.conftest import REPOSITORY, Runs
+
+GROUNDING, MEDGROUND = (REPOSITORY / "configs" / f"{name}.yaml" for name in ("tiny_grounding", "medground"))
+EXAMPLE = REPOSITORY / "data" / "medground"
+# A model that reads 512 ids, and the optimizer that needs no further package.
+TINY = {"policy.model": "data/models/tiny-vision", "update.optimizer": "adamw", "rollout.max_pixels": 3136}
+RECIPE = TinyVisionRecipe()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shapes", PROMPT_FILES)
+def test_boxes_of_heldout_images_come_nearer(empty: Runs, shapes: int) -> None:
+    train, heldout = (f"data/prompts/{name}" for name in PROMPT_FILES[shapes])
+    settings = {"data__prompts": train, "evaluate__prompts": heldout, "evaluate__every": 0}
+    empty.start_text(file=GROUNDING, run__iterations=20, **settings)
+    before, after = (heldout_iou(empty, version) for version in (0, 20))
+    assert before > 0.35
+    assert after > before + 0.08
+    # What a row names is what its prompt shows, and each image is stored once.
+    rows = pl.read_parquet(empty.path("iteration_000001", "rollouts", "part-*.parquet", run="text"))
+    seen, unseen = split_scenes(RECIPE.seed, train=RECIPE.train_prompts, heldout=RECIPE.heldout_prompts, shapes=shapes)
+    stored = {file.name for file in empty.path("sources", run="text").iterdir()}
+    assert {digest for (digest,) in rows["sources"].to_list()} <= stored
+    assert stored <= {SourceImage.of(png_of(scene)).digest for scene in (*seen, *unseen)}
+
+
+def heldout_iou(runs: Runs, version: int) -> float:
+    scores = runs.path("evaluations", f"{version:06d}", "rewards", "box_iou", "scores.parquet", run="text")
+    value = pl.read_parquet(scores)["value"].mean()
+    assert isinstance(value, float)
+    return value
+
+
+def test_medgrounds_rows_are_read_as_published() -> None:
+    config = read_config(MEDGROUND, [f"{name}={value}" for name, value in TINY.items()])
+    check_inputs(config)
+    (known,) = read_prompt_files(config).usable("data")
+    rows = json.loads((EXAMPLE / "train.json").read_text(encoding="utf-8"))
+    assert len(known.prompts) == len(rows)
+    for prompt, row in zip(known.prompts, rows, strict=True):
+        assert (prompt.text, prompt.columns) == (row["problem"], {"solution": row["solution"]})
+        assert [source.digest for source in prompt.sources] == [
+            SourceImage.of((EXAMPLE / row["image"]).read_bytes()).digest
+        ]
+
+
+def test_the_boxes_are_pixels_of_the_image_as_the_policy_gets_it() -> None:
+    config = read_config(MEDGROUND)
+    box_iou = next(each for each in config.rewards if each.reward == "box_iou")
+    rollout = config.rollout.model_dump()
+    settings = build_reward("box_iou", box_iou.settings).settings()
+    assert {name: settings[name] for name in ("min_pixels", "max_pixels")} == {
+        name: rollout[name] for name in ("min_pixels", "max_pixels")
+    }
+
+
+def test_a_wanted_box_beyond_its_image_is_refused_with_its_row(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "data")
+    file = tmp_path / "data" / "train.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    rows[2]["solution"][2] = 449
+    file.write_text(json.dumps(rows), encoding="utf-8")
+    datasets = [{"name": "a", "prompts": str(file), "prompt_column": "problem", "image_column": "image"}]
+    overrides = [f"{name}={value}" for name, value in TINY.items()]
+    with pytest.raises(InputError) as caught:
+        check_inputs(read_config(MEDGROUND, [*overrides, f"data={json.dumps({'datasets': datasets})}"]))
+    assert f"data.datasets.0.prompts: {file}, row 3, column solution" in str(caught.value)
+    assert "448x448 pixels" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_medgrounds_settings_train(empty: Runs) -> None:
+    small = {"rollout__prompts_per_iteration": 2, "rollout__prompts_per_batch": 2, "rollout__group_size": 2}
+    changes = {name.replace(".", "__"): value for name, value in TINY.items()}
+    # Its words are unknown to the tiny model: what is tested is that every setting is accepted and used.
+    sizes = {"rollout__max_completion_length": 8, "update__minibatch_size": None}
+    empty.start_text(file=MEDGROUND, run__iterations=1, policy__autocast=None, **small, **changes, **sizes)
+    rewards = empty.path("iteration_000001", "rewards", run="text")
+    assert {folder.name for folder in rewards.iterdir() if folder.is_dir()} == {"box_iou", "format"}
