@@ -228,7 +228,9 @@ def _source_problems(
             if known is None or not section.scores(dataset.name):
                 continue
             if not any(each.sources for each in known.prompts):
-                hint = f"No prompt of {part} ({dataset.prompts}) has an image, and it needs them; name their image_column"
+                hint = (
+                    f"No prompt of {part} ({dataset.prompts}) has an image, and it needs them; name their image_column"
+                )
                 parameter = ", or give source_images a default" if reward.needs_source is None else ""
                 yield InputError(place, section.reward, f"{hint}{parameter}.")
                 continue
