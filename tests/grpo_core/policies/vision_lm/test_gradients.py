@@ -28,7 +28,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(each, expected[name], rtol=1e-3, atol=1e-4 * max(scale, 1e-2), msg=name)
 
 
-# Towers of four kinds: patches and deepstack, a projector that is one parameter, a last layer that nothing reads, tiles.
+# Encoders of four kinds: with deepstack, with a projector that is one parameter, with a layer that nothing reads, tiles.
 ALL_WEIGHTS = {"qwen3_vl", "gemma3", "llava", "internvl"}
 
 
