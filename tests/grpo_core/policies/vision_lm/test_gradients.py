@@ -28,7 +28,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(each, expected[name], rtol=1e-3, atol=1e-4 * max(scale, 1e-2), msg=name)
 
 
-# Encoders of four kinds: with deepstack, with a projector that is one parameter, with a layer that nothing reads, tiles.
+# With deepstack, with a projector that is one parameter, with a layer that nothing reads, and with tiles.
 ALL_WEIGHTS = {"qwen3_vl", "gemma3", "llava", "internvl"}
 
 
