@@ -71,7 +71,7 @@ def train_with_trl(shapes: int, seed: int) -> Curve:
     """Train with TRL's trainer at the settings of the configuration."""
     with tempfile.TemporaryDirectory() as folder:
         config = configured(shapes, seed, folder)
-        trainer = build_trainer(config, shapes, folder)
+        trainer = build_trainer(config, shapes, folder, config.run.iterations)
         before = heldout_iou(trainer, config, shapes)
         begun = time.process_time()
         trainer.train()
@@ -80,7 +80,7 @@ def train_with_trl(shapes: int, seed: int) -> Curve:
         return Curve(rewards, (before, heldout_iou(trainer, config, shapes)), seconds)
 
 
-def build_trainer(config: RunConfig, shapes: int, folder: str) -> Any:
+def build_trainer(config: RunConfig, shapes: int, folder: str, steps: int) -> Any:
     """TRL's trainer with the configuration's model, prompts, images, rewards and settings."""
     logging.disable_progress_bar()
     train, _ = PROMPT_FILES[shapes]
@@ -118,9 +118,7 @@ def build_trainer(config: RunConfig, shapes: int, folder: str) -> Any:
         processing_class=AutoProcessor.from_pretrained(config.policy.model),
         reward_funcs=[scored(reward) for reward in rewards],
         train_dataset=rows,
-        args=trl_settings(
-            config, folder, config.run.iterations, reward_weights=[each.weight for each in config.rewards]
-        ),
+        args=trl_settings(config, folder, steps, reward_weights=[each.weight for each in config.rewards]),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -128,11 +128,15 @@ class _StepEnds(TrainerCallback):
 def step_seconds(config: RunConfig, steps: int) -> list[float]:
     """Seconds of each of `steps` trainer steps, rollouts included, after one that does not count."""
     torch.set_num_threads(1)
-    ends = _StepEnds()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(config, folder, steps + 1)
-        trainer.add_callback(ends)
-        trainer.train()
+        return timed_steps(build_trainer(config, folder, steps + 1))
+
+
+def timed_steps(trainer: Any) -> list[float]:
+    """Train, and return the seconds of each step but the first."""
+    ends = _StepEnds()
+    trainer.add_callback(ends)
+    trainer.train()
     return [end - begun for begun, end in pairwise(ends.times)]
 
 

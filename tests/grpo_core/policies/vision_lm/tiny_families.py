@@ -368,7 +368,7 @@ def plain_logprobs(policy: VisionLMPolicy, actions: TokenBatch, row: int) -> Ten
     for name in [each for each in given if each.endswith(("attention_mask", "token_type_ids")) and "pixel" not in each]:
         given[name] = torch.nn.functional.pad(given[name], (0, len(ids)), value=suffix.get(name, 0))
     given["input_ids"] = torch.cat([given["input_ids"], ids.unsqueeze(0)], 1)
-    logits = policy._model(**given, use_cache=False).logits[0, length - 1 : -1, : policy.vocabulary]
+    logits: Tensor = policy._model(**given, use_cache=False).logits[0, length - 1 : -1, : policy.vocabulary]
     allowed = logits.float().index_fill(-1, torch.tensor(policy.placeholders.ids), -torch.inf)
     return allowed.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
