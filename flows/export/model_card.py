@@ -6,7 +6,13 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 from configs.schema import RunConfig
-from configs.sections import DiffusersRolloutSection, GlmImageRolloutSection, PolicySection, TextRolloutSection
+from configs.sections import (
+    DiffusersRolloutSection,
+    GlmImageRolloutSection,
+    PolicySection,
+    TextRolloutSection,
+    VisionRolloutSection,
+)
 from flows.export.plan import ExportPlan
 from grpo_core.policies.diffusers.saved_pipeline import call_settings, read_saved_pipeline
 from grpo_core.policies.pipeline_files import INDEX_FILE
@@ -95,16 +101,21 @@ def _has_own_processor(model: str) -> bool:
 
 def _text_usage(config: RunConfig, rollout: TextRolloutSection, exported: str, merged: bool) -> str:
     model = exported if merged else config.policy.model
+    sees = isinstance(rollout, VisionRolloutSection)
+    auto, reads = ("AutoModelForImageTextToText", "processor") if sees else ("AutoModelForCausalLM", "tokenizer")
+    reader = f"Auto{reads.capitalize()}"
     lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import {auto}, {reader}",
         "",
-        f'tokenizer = AutoTokenizer.from_pretrained("{model}")',
+        f'{reads} = {reader}.from_pretrained("{model}")',
     ]
     settings = f', dtype="{config.policy.dtype}"{_revision(config, merged)}'
-    lines += [f'model = AutoModelForCausalLM.from_pretrained("{model}"{settings})']
+    lines += [f'model = {auto}.from_pretrained("{model}"{settings})']
     if not merged:
         lines = ["from peft import PeftModel", *lines, f'model = PeftModel.from_pretrained(model, "{exported}")']
-    if _uses_template(config.policy.model, rollout):
+    if isinstance(rollout, VisionRolloutSection):
+        lines += _image_inputs(rollout)
+    elif _uses_template(config.policy.model, rollout):
         system = rollout.system_prompt
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages += [{"role": "user", "content": TEXT_PROMPT}]
@@ -119,9 +130,23 @@ def _text_usage(config: RunConfig, rollout: TextRolloutSection, exported: str, m
         [
             *lines,
             f"output = model.generate(**inputs, max_new_tokens={rollout.max_completion_length})",
-            'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+            f'print({reads}.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
         ]
     )
+
+
+def _image_inputs(rollout: VisionRolloutSection) -> list[str]:
+    """Return the lines that make the inputs of a prompt with an image."""
+    content = [{"type": "image", "path": "image.png"}, {"type": "text", "text": TEXT_PROMPT}]
+    messages: list[dict[str, object]] = [{"role": "user", "content": content}]
+    if rollout.system_prompt is not None:
+        system = [{"type": "text", "text": rollout.system_prompt}]
+        messages = [{"role": "system", "content": system}, *messages]
+    return [
+        f"messages = {json.dumps(messages, ensure_ascii=False)}",
+        "inputs = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, "
+        'return_dict=True, return_tensors="pt")',
+    ]
 
 
 def _uses_template(model: str, rollout: TextRolloutSection) -> bool:

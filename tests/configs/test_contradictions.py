@@ -77,6 +77,7 @@ def test_everything_is_reported_at_once() -> None:
         ({"update": {"warmup_steps": 5}}, "update.warmup_steps", 5),
         ({"update": LINEAR, "run": {"name": "x", "iterations": 5}}, "update.warmup_steps", 5),
         ({"policy": {"model": "m", "lora": None}}, "policy.dtype", "bfloat16"),
+        ({"policy": {"model": "m", "freeze_vision": False}}, "policy.freeze_vision", False),
         ({"policy": {"model": "m", "frozen": ".*embed.*"}}, "policy.frozen", ".*embed.*"),
         ({"policy": {"model": "m", "autocast": "bfloat16"}}, "policy.autocast", "bfloat16"),
         ({"policy": {"model": "m", "adapter": "a", "frozen": ".*"}}, "policy.frozen", ".*"),

@@ -1,5 +1,6 @@
 """What of a model is trained: every weight outside the frozen parts, adapters over a frozen base, or nothing."""
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -97,7 +98,10 @@ class FullModel(TrainedModel):
 
     def save(self, folder: Path) -> None:
         """Write the weights, in one file or in shards as transformers or diffusers names them, and config.json."""
-        self.model.save_pretrained(folder)  # type: ignore[operator]
+        save: Any = self.model.save_pretrained
+        # transformers would store some models under the names of their first release, which are not the parameters'.
+        own = {"save_original_format": False} if "save_original_format" in inspect.signature(save).parameters else {}
+        save(folder, **own)
 
     def load(self, folder: Path | None) -> None:
         """Load the weights of `folder`; None restores the initial ones."""
@@ -107,19 +111,12 @@ class FullModel(TrainedModel):
             state = {}
             for shard in sorted(path for pattern in FULL_WEIGHTS for path in folder.glob(pattern)):
                 state.update(load_file(shard))
-        differing = self._differing(state)
-        if differing and folder is not None and hasattr(self.model, "get_decoder"):
-            # transformers stores some models under the names of their first release, which it alone knows.
-            state = type(self.model).from_pretrained(folder, dtype=self.model.dtype).state_dict()  # type: ignore[attr-defined]
-            differing = self._differing(state)
+        # Of tied weights only one is stored.
+        tied = (getattr(self.model, "all_tied_weights_keys", None) or {}).keys() - state.keys()
+        differing = [name for name in differing_shapes(state, self.model.state_dict()) if name not in tied]
         if differing:
             raise InputError("policy", differing[:3], "The stored weights are for another model.")
         self.model.load_state_dict(state, strict=False)
-
-    def _differing(self, state: dict[str, Tensor]) -> list[str]:
-        # Of tied weights only one is stored.
-        tied = (getattr(self.model, "all_tied_weights_keys", None) or {}).keys() - state.keys()
-        return [name for name in differing_shapes(state, self.model.state_dict()) if name not in tied]
 
 
 def _matching(model: nn.Module, pattern: str) -> set[str]:

@@ -16,6 +16,8 @@ from grpo_core.policies.vision_lm.prompts import ProcessedPrompt
 
 CACHE_BYTES = 4 * 1024**3
 """Memory of the CPU for prompts with their features, or with their pixels where the encoder is trained."""
+_ID_BYTES = 64
+"""Of an id in a list, with its position and its types."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,13 @@ class ReadPrompt:
 
     @property
     def nbytes(self) -> int:
-        """Its memory in tensors."""
+        """Its memory, about."""
         pixels = (each for each in self.processed.pixels.values() if isinstance(each, Tensor))
-        return sum(each.nbytes for each in pixels) + (0 if self.features is None else self.features.nbytes)
+        return (
+            _ID_BYTES * len(self.processed.ids)
+            + sum(each.nbytes for each in pixels)
+            + (0 if self.features is None else self.features.nbytes)
+        )
 
     def keeping(self, features: ImageFeatures) -> "ReadPrompt":
         """Return it with its features in place of its pixels."""
@@ -48,7 +54,7 @@ class PromptStore:
     """The prompts that were read last, as many as fit into a number of bytes.
 
     Attributes:
-        limit: most bytes of tensors.
+        limit: most bytes.
         held: from the one whose last use is longest ago.
     """
 

@@ -108,7 +108,7 @@ class VisionLMPolicy(CausalLMPolicy):
         settings = self.settings
         # All that a prompt's ids and pixels depend on.
         own = (settings.system_prompt, settings.chat_template, settings.min_pixels, settings.max_pixels)
-        key = (prompt, images, own)
+        key = (prompt, tuple(image.digest for image in images), own)
         if (read := self._held.get(key)) is None:
             opened = [image.open() for image in images]
             processed = process_prompt(self.processor, settings, prompt, opened, self.placeholders)

@@ -167,7 +167,7 @@ SCHEMAS: dict[str, pa.Schema] = {
 }
 DIGESTS: dict[str, str] = {
     "IMAGE_ROLLOUTS": "5de396499881d64a",
-    "TEXT_ROLLOUTS": "6269e0e6050ff298",
+    "TEXT_ROLLOUTS": "b42f62c26778e94b",
     "IMAGES": "b8df0fdabaa4665f",
     "STATES": "208903d956296cd9",
     "BASELINES": "4056d298bc176aeb",

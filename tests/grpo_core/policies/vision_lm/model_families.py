@@ -104,7 +104,8 @@ marks or blocks than images is refused, and so is a prompt that is too long for 
 
 Each prompt is processed alone. While the image encoder and its projector are frozen, the features of a prompt's images
 are computed once and shared by its samples, by all passes of an update and by the reference. They stay in CPU memory,
-up to 4 GiB of the prompts that were used last. With `freeze_vision: false` they are computed once a pass, with gradients.
+up to 4 GiB of the prompts that were used last. With `freeze_vision: false` they are computed once a pass, with
+gradients.
 
 Ids that stand for images are never sampled, and have no share of the probability.
 
@@ -112,8 +113,8 @@ Ids that stand for images are never sampled, and have no share of the probabilit
 
 With `policy.lora` and frozen vision, the linear layers of the language model get adapters. `policy.lora.targets` that
 reach a layer of the encoder are refused, unless `freeze_vision` is false; then peft's `all-linear` is the default,
-which leaves the output head out. Without adapters, `freeze_vision` freezes every weight outside the language model and its
-head.
+which leaves the output head out. Without adapters, `freeze_vision` freezes every weight outside the language model and
+its head.
 
 `rollout.min_pixels` and `max_pixels` bound the number of pixels of an image, where the image processor scales images to
 an area (its own `size` of `shortest_edge` and `longest_edge`). Other processors refuse them and show their size; change

@@ -135,7 +135,13 @@ def test_a_completion_as_long_as_the_context_is_refused(folder: Path) -> None:
 # --- loaded, trained, stored
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Stored names like a folder's own and others, tied weights, and a projector that is one parameter.
+QUICK = {"qwen3_vl", "llava", "gemma3"}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in KINDS]
+)
 def test_a_folder_is_loaded_stored_and_exported(kind: str, tmp_path: Path) -> None:
     """The export is loaded by transformers alone, and has the log-probs of the policy."""
     folder = saved(kind, tmp_path / "model")

@@ -129,10 +129,10 @@ def test_what_was_used_last_is_kept_within_the_limit() -> None:
         read = ReadPrompt(ProcessedPrompt([1], {}, {"pixel_values": torch.zeros(1000)}), torch.arange(1))
         return read.keeping(ImageFeatures((torch.zeros(numbers),)))
 
-    store = PromptStore(limit=40)
+    store = PromptStore(limit=200)
     for name in "abc":
         store.put(name, prompt(4))
         store.get("a")
     assert list(store.held) == ["c", "a"]
-    store.put("large", prompt(11))
+    store.put("large", prompt(40))
     assert not store.held
