@@ -83,6 +83,7 @@ class BoxIouReward(Reward):
     name: ClassVar[str] = "box_iou"
     media: ClassVar[tuple[Modality, ...]] = ("text",)
     version: ClassVar[str] = "3"
+    reads_sources: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.min_pixels > self.max_pixels:
