@@ -26,7 +26,7 @@ from tasks.runs.stored import choose_policy, find_evaluation
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 """Where diffusers looks for an adapter in a folder."""
 
-IMAGE_PROMPT, TEXT_PROMPT = "a lighthouse at dusk", "Write a haiku about rain."
+IMAGE_PROMPT, TEXT_PROMPT, QUESTION = "a lighthouse at dusk", "Write a haiku about rain.", "What is in this image?"
 
 
 def usage(config: RunConfig, exported: str, *, merged: bool) -> str:
@@ -137,7 +137,7 @@ def _text_usage(config: RunConfig, rollout: TextRolloutSection, exported: str, m
 
 def _image_inputs(rollout: VisionRolloutSection) -> list[str]:
     """Return the lines that make the inputs of a prompt with an image."""
-    content = [{"type": "image", "path": "image.png"}, {"type": "text", "text": TEXT_PROMPT}]
+    content = [{"type": "image", "path": "image.png"}, {"type": "text", "text": QUESTION}]
     messages: list[dict[str, object]] = [{"role": "user", "content": content}]
     if rollout.system_prompt is not None:
         system = [{"type": "text", "text": rollout.system_prompt}]
