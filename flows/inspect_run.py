@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_core.errors import InputError
-from tasks.reports.images import TargetReader
+from tasks.reports.images import PromptImages
 from tasks.reports.report import Report, require_page_path, write_page
 from tasks.reports.run_page import (
     Heldout,
@@ -20,8 +20,8 @@ from tasks.reports.run_page import (
     stage_shares,
 )
 from tasks.reports.samples import LARGE, Groups, read_groups
-from tasks.reports.text import relative
-from tasks.runs.layout import ROLLOUTS
+from tasks.reports.text import counted, relative
+from tasks.runs.layout import ROLLOUTS, source_file
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
@@ -122,27 +122,31 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
     if iteration is not None and iteration not in (known := reader.iterations()):
         raise InputError("--iteration", iteration, f"The run has iterations {spans(known)}. Choose one of these.")
     run = read_run(reader, iteration)
-    targets = TargetReader(LARGE)
+    images_of = PromptImages(LARGE, reader.store)
     with tempfile.TemporaryDirectory() as fetched:
         stages = run.shown.stages if run.shown else {}
-        groups = read_groups(reader, stages, Path(fetched), targets, limit=MAX_GROUPS)
-        heldout = read_heldout(reader, run, Path(fetched), targets, limit=MAX_GROUPS)
+        groups = read_groups(reader, stages, Path(fetched), images_of, limit=MAX_GROUPS)
+        heldout = read_heldout(reader, run, Path(fetched), images_of, limit=MAX_GROUPS)
         appearances = read_appearances(reader, run, groups, Path(fetched)) if html is not None else {}
-    inspection = Inspection(run, groups, heldout, tuple(_warnings(reader, run, targets)))
+    inspection = Inspection(run, groups, heldout, tuple(_warnings(reader, run, images_of)))
     if html is not None:
         write_page(html, render_run_page(run, groups, appearances, heldout, inspection.verdict, inspection.warnings))
     return inspection
 
 
-def _warnings(reader: RunReader, run: RunView, targets: TargetReader) -> Iterator[str]:
+def _warnings(reader: RunReader, run: RunView, images_of: PromptImages) -> Iterator[str]:
     yield from _pruned(reader, run)
     for damage in run.damages:
         yield f"{damage.place}: {damage.reason}"
     if run.damages:
         yield "damaged files are left where they are and not shown; the next start makes the files of a stage again"
-    if targets.missing:
-        uri, reason = next(iter(targets.missing.items()))
-        count = len(targets.missing)
+    if images_of.missing_sources:
+        digest, reason = next(iter(images_of.missing_sources.items()))
+        missing = counted(len(images_of.missing_sources), "image")
+        yield f"{missing} of prompts cannot be shown, the first {source_file(digest)}: {reason}"
+    if images_of.missing:
+        uri, reason = next(iter(images_of.missing.items()))
+        count = len(images_of.missing)
         yield (
             f"{count} target image{'s' if count > 1 else ''} cannot be shown, the first {uri}: {reason} "
             "Relative paths are read from the folder that `grpo` is started in"

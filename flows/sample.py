@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from configs.validation import validated
 from flows.pipeline.requests import SampleRequest, refuse_overrides
 from flows.preflight.model import source_of
 from grpo_core.errors import InputError, NonFiniteError, raise_all
+from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE
 from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.policies.protocol import Policy, policy_family
@@ -26,6 +27,8 @@ from grpo_core.seeds import derive_seed
 from grpo_core.streams import STREAMS
 from tasks.models.initial import RECORD_FILE, model_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy, configure_torch, load_policy
+from tasks.prompts.marks import mark_images, require_match
+from tasks.prompts.sources import load_source
 from tasks.runs.lookup import find_run, read_description
 from tasks.runs.stored import adapter_version, choose_policy, chosen_version, stored_config
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -51,6 +54,8 @@ class Source:
         spec: the model, with nothing kept for a reference.
         version: of a run's policy; None for a folder.
         notes: messages about damaged versions that were skipped.
+        prompts: the requested prompts as the policy gets them.
+        images: in each of the prompts.
     """
 
     name: str
@@ -59,6 +64,8 @@ class Source:
     store: ArtifactStore | None = None
     version: PolicyRef | None = None
     notes: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
+    images: tuple[SourceImage, ...] = ()
 
     def load(self) -> Policy:
         """Load the policy with its weights, every stored file verified.
@@ -82,8 +89,20 @@ def open_source(request: SampleRequest) -> Source:
     refuse_overrides(request.overrides, request.hint_against)
     folder = Path(request.source).expanduser()
     source = _open_folder(folder, request) if _is_model(folder) else _open_run(request)
-    source.spec.family.refuse_prompts(source_of(source.config), source.config.rollout, request.prompts)
-    return source
+    loaded = [load_source(uri, "--image") for uri in request.images]
+    prompts = tuple(_marked(prompt, len(loaded)) for prompt in request.prompts)
+    sizes = [[size for _, size in loaded]] * len(prompts) if loaded else []
+    source.spec.family.refuse_prompts(source_of(source.config), source.config.rollout, prompts, sizes)
+    return replace(source, prompts=prompts, images=tuple(image for image, _ in loaded))
+
+
+def _marked(prompt: str, images: int) -> str:
+    """Return a prompt as policies get it; one of a request without images is a text like any other."""
+    if not images:
+        return prompt
+    marked = mark_images(prompt, "PROMPT")
+    require_match(marked, images, "PROMPT")
+    return marked.text
 
 
 def _is_model(folder: Path) -> bool:
@@ -218,9 +237,9 @@ def sample(request: SampleRequest, source: Source) -> Iterator[Sample]:
     numbers = range(request.samples)
     seeds = tuple(derive_seed(request.seed, "tokens", number) for number in numbers)
     noise = tuple(derive_seed(request.seed, "noise", number) for number in numbers)
-    for place, prompt in enumerate(request.prompts, start=1):
+    for place, prompt in enumerate(source.prompts, start=1):
         sample_ids = tuple(f"{prompt!r}, {index}" for index in range(1, request.samples + 1))
-        (group,) = policy.sample([GroupRequest(prompt, sample_ids, seeds, noise)])
+        (group,) = policy.sample([GroupRequest(prompt, sample_ids, seeds, noise, sources=source.images)])
         for index, output in enumerate(group.outputs, start=1):
             if isinstance(output, BrokenImage):
                 raise NonFiniteError("a decoded image", [sample_ids[index - 1]], f"{output.reason}.")

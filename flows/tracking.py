@@ -20,6 +20,7 @@ from PIL import Image
 from configs.schema import RunConfig
 from tasks.metrics import HELDOUT
 from tasks.progress import log
+from tasks.reports.images import PromptImages, padded
 from tasks.reports.iteration import IterationRecord
 from tasks.reports.samples import Row, read_samples
 from tasks.reports.text import one_line
@@ -35,7 +36,7 @@ MAX_PROMPTS, MAX_SAMPLES, MAX_SIDE = 16, 4, 512
 
 TITLE_LETTERS = 60
 
-_COLUMNS = ("sample_id", "group_id", "prompt", "completion", "width", "height")
+_COLUMNS = ("sample_id", "group_id", "prompt", "sources", "completion", "width", "height")
 _FLUSHED_EVERY = "x_transaction_log_flush_interval"
 
 Images = Mapping[str, Sequence[Image.Image]]
@@ -133,6 +134,8 @@ def _read_records(store: ArtifactStore) -> dict[str, dict[str, Any]]:
 def read_images(store: ArtifactStore, evaluation: EvaluationView) -> Images:
     """Read the first samples of held-out prompts by `heldout/NN PROMPT`, the same at every evaluation.
 
+    The images in a prompt come before its samples, on white of the samples' size.
+
     There are none of texts, and none that were pruned.
     """
     with store.reading(without=(STATES,)) as read:
@@ -143,11 +146,12 @@ def read_images(store: ArtifactStore, evaluation: EvaluationView) -> Images:
         groups = [] if table.is_text else [group[:MAX_SAMPLES] for group in table.groups[:MAX_PROMPTS]]
         names = [row["sample_id"] for group in groups for row in group]
         found = table.images(names, dict.fromkeys(names, MAX_SIDE))
-    shown = {
-        _title(index, group[0]): [found[row["sample_id"]] for row in group if row["sample_id"] in found]
-        for index, group in enumerate(groups, start=1)
-    }
-    return {title: images for title, images in shown.items() if images}
+    images_of, shown = PromptImages(MAX_SIDE, store), dict[str, Sequence[Image.Image]]()
+    for index, group in enumerate(groups, start=1):
+        if images := [found[row["sample_id"]] for row in group if row["sample_id"] in found]:
+            sources = [padded(each, images[0].size) for each in images_of.sources(group[0])]
+            shown[_title(index, group[0])] = [*sources, *images]
+    return shown
 
 
 def _title(index: int, row: Row) -> str:

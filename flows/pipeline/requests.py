@@ -191,6 +191,9 @@ class SampleRequest(Section):
     out: Annotated[str | None, Option(metavar="DIR")] = Field(
         None, min_length=1, description="folder for images; by default samples"
     )
+    images: Annotated[tuple[str, ...], Option("--image", metavar="FILE")] = Field(
+        (), description="an image in each of the prompts; may be repeated"
+    )
     overrides: Overrides = Field((), description="change rollout or placement, such as rollout.temperature=0.7")
     root: Root = "runs"
 

@@ -168,7 +168,7 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
             if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
                 hint = f"The rollouts of {run.store.run} were collected without target images."
                 yield InputError(place, section.reward, hint)
-            if reward.requires_sources and not prompts["sources"].list.len().fill_null(0).any():
+            if reward.requires_sources and not prompts["sources"].list.len().sum():
                 hint = f"The prompts of {run.store.run} have no images."
                 yield InputError(place, section.reward, hint)
             yield from _size_problems(run, section, reward, prompts, place)

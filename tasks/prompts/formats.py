@@ -4,14 +4,15 @@ import contextlib
 import csv
 import datetime
 import decimal
+import functools
 import io
 import math
 import posixpath
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -232,7 +233,9 @@ def _open_parquet(file: InputFile, place: str) -> PromptTable:
             batches = parquet.iter_batches(batch_size=IMAGE_ROWS, columns=wanted or schema.names[:1])
             records = (record for batch in batches for record in batch.to_pylist())
             for number, record in enumerate(records):
-                yield ImageRow({name: record[name] for name in wanted}, partial(_read_cell, file, place, number))
+                yield ImageRow(
+                    {name: record[name] for name in wanted}, functools.partial(_read_cell, file, place, number)
+                )
 
     binary = frozenset(field.name for field in schema if has_bytes(field.type))
     return PromptTable(place, tuple(schema.names), binary, read, read_images)
@@ -244,9 +247,24 @@ def _read_cell(file: InputFile, place: str, row: int, column: str) -> object:
         for group in range(parquet.num_row_groups):
             rows = parquet.metadata.row_group(group).num_rows
             if row < rows:
-                return parquet.read_row_group(group, columns=[column])[column][row].as_py()
+                # Threads that read several groups at once could fill the memory.
+                with _READING:
+                    cells = _read_group(file, place, group, column)
+                    if cells.nbytes > _KEPT_BYTES:
+                        _read_group.cache_clear()
+                return cells[row].as_py()
             row -= rows
     return None
+
+
+_READING, _KEPT_BYTES = threading.Lock(), 2**28
+
+
+@functools.lru_cache(maxsize=1)
+def _read_group(file: InputFile, place: str, group: int, column: str) -> pa.ChunkedArray:
+    """Read a column of a row group, which is the least that Parquet decodes; rows are often read in their order."""
+    with _parquet(file, place) as parquet:
+        return parquet.read_row_group(group, columns=[column])[column]
 
 
 @contextmanager

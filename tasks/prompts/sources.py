@@ -17,7 +17,7 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from grpo_core.errors import InputError
-from grpo_core.images import open_image, to_rgb
+from grpo_core.images import SourceImage, open_image, to_rgb
 from grpo_core.streams import MAX_PIXELS, ImageSize
 from tasks.prompts.files import PromptRow, join_uri, nearest_names, read_input_file
 from tasks.prompts.formats import ImageRow
@@ -126,6 +126,16 @@ def read_sources(
     return [*found, *(PromptWithSources(text, ()) for text in texts[len(found) :])]
 
 
+def load_source(uri: str, place: str) -> tuple[SourceImage, ImageSize]:
+    """Read an image that a person names, with its upright size.
+
+    Raises:
+        InputError: it is missing, or no image that a prompt can have.
+    """
+    content = read_input_file(uri, place=place)
+    return SourceImage.of(content), _SourceReader("", MAX_PIXELS).check(content, uri, place, decode=True)
+
+
 class _NamedImage(NamedTuple):
     """An image as a row names it: its value, and how it is read again if it is bytes that are not kept."""
 
@@ -225,10 +235,10 @@ class _SourceReader:
     ) -> SourceReference:
         digest = hashlib.sha256(content).hexdigest()
         if digest not in self._checked:
-            self._checked[digest] = self._check(content, shown, place, decode=decode)
+            self._checked[digest] = self.check(content, shown, place, decode=decode)
         return SourceReference(digest, self._checked[digest], place, read)
 
-    def _check(self, content: bytes, shown: str, place: str, *, decode: bool) -> ImageSize:
+    def check(self, content: bytes, shown: str, place: str, *, decode: bool) -> ImageSize:
         """Return the upright size of an image that can be used."""
         with complete_image(shown, place):
             image = open_image(content, place)

@@ -16,7 +16,7 @@ from tasks.reports.compared_runs import (
     paired_difference,
     provenances,
 )
-from tasks.reports.images import TargetReader
+from tasks.reports.images import PromptImages
 from tasks.reports.run_page import Curve
 from tasks.reports.samples import MEDIUM, Group, Row, Samples, read_stages, show_groups
 from tasks.reports.text import counted
@@ -110,7 +110,7 @@ def compare_runs(
     Raises:
         InputError: a version was not evaluated, or no run has an evaluation of this name.
     """
-    targets = TargetReader(MEDIUM)
+    images_of = PromptImages(MEDIUM, *(reader.store for reader in readers.values()))
     with tempfile.TemporaryDirectory() as fetched:
         places = {label: Path(fetched, str(number)) for number, label in enumerate(readers)}
         runs = [describe_run(label, reader, read_run(reader), places[label]) for label, reader in readers.items()]
@@ -120,10 +120,13 @@ def compare_runs(
         compared = {label: each for label, each in chosen.items() if each is not None}
         curves, omissions = compared_curves(runs)
         paired, reasons = _pair(runs, compared)
-        measure, prompts, total = _side_by_side(compared, paired, targets)
+        measure, prompts, total = _side_by_side(compared, paired, images_of)
     scores = dict.fromkeys(each.score for differences in paired.values() for each in differences)
     damages = [f"{label}: {each.place}: {each.reason}" for label, reader in readers.items() for each in reader.damages]
-    missing = [f"the target image {uri} cannot be shown: {reason}" for uri, reason in targets.missing.items()]
+    missing = [f"the target image {uri} cannot be shown: {reason}" for uri, reason in images_of.missing.items()]
+    missing += [
+        f"the image {name} of a prompt cannot be shown: {why}" for name, why in images_of.missing_sources.items()
+    ]
     return Comparison(
         runs=runs,
         settings=differing_settings(runs),
@@ -290,7 +293,9 @@ def _incomplete(
 
 
 def _side_by_side(
-    compared: Mapping[str, HeldoutSamples], differences: Mapping[str, Sequence[PairedDifference]], targets: TargetReader
+    compared: Mapping[str, HeldoutSamples],
+    differences: Mapping[str, Sequence[PairedDifference]],
+    images_of: PromptImages,
 ) -> tuple[str | None, list[dict[str, Group]], int]:
     """Read the samples of the prompts that differ most in the first score that all paired runs have.
 
@@ -319,7 +324,7 @@ def _side_by_side(
         for row in sorted(side.table.rows, key=lambda row: row["sample_id"]):
             if row["prompt_id"] in by_prompt and len(by_prompt[row["prompt_id"]]) < MAX_SAMPLES:
                 by_prompt[row["prompt_id"]].append(row)
-        groups = show_groups(side.table, list(by_prompt.values()), targets, MEDIUM)
+        groups = show_groups(side.table, list(by_prompt.values()), images_of, MEDIUM)
         for prompt, group in zip(chosen, groups, strict=True):
             for row in group.samples:
                 row["reward"] = row["reward"] if own == "reward" else row["breakdown"][own]

@@ -1,9 +1,10 @@
-"""Images of reports: stored ones by sample id, targets of prompts, and images as data links."""
+"""Images of reports: stored ones by sample id, targets and images of prompts, and images as data links."""
 
 import base64
 import io
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 from PIL import Image
@@ -12,6 +13,8 @@ from grpo_core.errors import InputError
 from grpo_core.images import decode_stored
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.runs.layout import IMAGES
+from tasks.runs.sources import read_sources
+from tasks.storage.artifacts.store import ArtifactStore
 
 PRUNED = "image removed"
 """Shown in place of an image that `grpo prune` deleted."""
@@ -45,29 +48,58 @@ def read_images(
     return found
 
 
-class TargetReader:
-    """Target images by address, each read once; missing and changed ones are recorded and left out.
+class PromptImages:
+    """What prompts have besides their text: target images by address, and the images in them by digest.
+
+    Each is read once; missing and changed ones are recorded and left out.
 
     Attributes:
-        missing: addresses and reasons.
+        missing: addresses of targets, and reasons.
+        missing_sources: digests of images in prompts, and reasons.
     """
 
-    def __init__(self, side: int) -> None:
-        """Reduce images to at most `side` pixels; nothing is read yet."""
-        self.missing: dict[str, str] = {}
-        self._side = side
-        self._read: dict[str, Image.Image] = {}
+    def __init__(self, side: int, *stores: ArtifactStore) -> None:
+        """Reduce images to at most `side` pixels; nothing is read yet.
 
-    def read(self, uri: str | None, sha256: str | None) -> Image.Image | None:
-        """Read the image, reduced where it is large; None where it cannot be read."""
+        Args:
+            stores: the runs that have the images in prompts.
+        """
+        self.missing: dict[str, str] = {}
+        self.missing_sources: dict[str, str] = {}
+        self._side, self._stores = side, stores
+        self._targets: dict[str, Image.Image] = {}
+        self._sources: dict[str, Image.Image] = {}
+
+    def target(self, uri: str | None, sha256: str | None) -> Image.Image | None:
+        """Read the target image, reduced where it is large; None where it cannot be read."""
         if uri is None or sha256 is None or uri in self.missing:
             return None
-        if uri not in self._read:
+        if uri not in self._targets:
             try:
-                self._read[uri] = shrunk(load_target(TargetReference(uri, sha256)), self._side)
+                self._targets[uri] = shrunk(load_target(TargetReference(uri, sha256)), self._side)
             except InputError as error:
                 self.missing[uri] = error.hint
-        return self._read.get(uri)
+        return self._targets.get(uri)
+
+    def sources(self, row: Mapping[str, Any]) -> list[Image.Image]:
+        """Read the images in the prompt of a stored sample, reduced where they are large."""
+        digests = row.get("sources") or ()
+        for digest in digests:
+            if digest not in self._sources and digest not in self.missing_sources:
+                self._read_source(digest, str(row.get("sample_id")))
+        return [self._sources[digest] for digest in digests if digest in self._sources]
+
+    def _read_source(self, digest: str, sample_id: str) -> None:
+        reason = "It is of no run that is shown."
+        for store in self._stores:
+            try:
+                image = read_sources(store, {digest: f"sample {sample_id}"})[digest].open()
+            except InputError as error:
+                reason = error.hint
+                continue
+            self._sources[digest] = shrunk(image, self._side)
+            return
+        self.missing_sources[digest] = reason
 
 
 def fitted(image: Image.Image, side: int) -> Image.Image:
@@ -75,6 +107,15 @@ def fitted(image: Image.Image, side: int) -> Image.Image:
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     return image.resize(size, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.LANCZOS)
+
+
+def padded(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Scale an image to fit a size, and centre it on white of that size."""
+    placed = Image.new("RGB", size, "white")
+    scale = min(size[0] / image.width, size[1] / image.height)
+    small = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
+    placed.paste(small, ((size[0] - small.width) // 2, (size[1] - small.height) // 2))
+    return placed
 
 
 def shrunk(image: Image.Image, side: int) -> Image.Image:

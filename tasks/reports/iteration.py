@@ -12,7 +12,7 @@ from PIL import Image
 from tasks.metrics import SECONDS
 from tasks.progress import log
 from tasks.prompts.targets import TargetReference, load_target
-from tasks.reports.images import PRUNED, fitted, image_uri
+from tasks.reports.images import PRUNED, PromptImages, fitted, image_uri
 from tasks.reports.report import Cells, Report, Table, markdown_of
 from tasks.reports.samples import Row, Samples, best_first, read_samples
 from tasks.reports.text import (
@@ -41,7 +41,7 @@ MAX_IMAGES, MAX_GROUPS = 4, 8
 THUMBNAIL = 112
 PROMPT_LETTERS, TEXT_LETTERS = 160, 400
 
-_COLUMNS = ("sample_id", "group_id", "prompt_id", "dataset", "prompt", "completion", "width", "height")
+_COLUMNS = ("sample_id", "group_id", "prompt_id", "dataset", "prompt", "sources", "completion", "width", "height")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def iteration_markdown(
             Table("", list(_curves(history, trained_on))),
         ]
         lines = [markdown_of(Report(f"{run}: iteration {record.iteration}", tables=tables))]
-        lines += list(_texts(table) if table.is_text else _images(table))
+        images_of = PromptImages(THUMBNAIL, store, *_stores_of(store, rollouts))
+        lines += list(_texts(table, images_of) if table.is_text else _images(table, images_of))
     stored = [reference.uri for each in record.rounds for reference in each.stages] + [advantages.uri]
     lines += [f"Stored in {', '.join(f'`{uri}`' for uri in stored)}.", ""]
     return "\n".join(lines)
@@ -128,17 +129,25 @@ def _curves(history: Sequence[IterationRecord], trained_on: str | None) -> Itera
             yield {"over iterations": title, "": sparkline(values), "first → last": change(values[0], values[-1])}
 
 
-def _images(table: Samples) -> Iterator[str]:
+def _stores_of(store: ArtifactStore, rollouts: Sequence[ArtifactRef]) -> list[ArtifactStore]:
+    """Return the runs that rollouts are of, if not of this one: a replay has those of its source."""
+    runs = dict.fromkeys(reference.run for reference in rollouts if reference.run != store.run)
+    return [ArtifactStore(store.root, run) for run in runs]
+
+
+def _images(table: Samples, images_of: PromptImages) -> Iterator[str]:
     """Write the best and worst images of the iteration, with reward, scores and prompt."""
     ranked = best_first(table.rows)
     best = _of_different_prompts(ranked)
     shown = {row["sample_id"] for row in best}
     worst = _of_different_prompts([row for row in reversed(ranked) if row["sample_id"] not in shown])
     images = table.images([row["sample_id"] for row in (*best, *worst)])
+    shows_sources = any(row.get("sources") for row in table.rows)
     for title, chosen in (("Best", best), ("Worst", worst)):
         if chosen:
             rows = [
                 [
+                    *([_sources(images_of, row)] if shows_sources else []),
                     _thumbnail(row["sample_id"], images),
                     f"**{number(row['reward'])}**",
                     *map(number, row["breakdown"].values()),
@@ -148,7 +157,15 @@ def _images(table: Samples) -> Iterator[str]:
                 ]
                 for row in chosen
             ]
-            header = ["image", "reward", *chosen[0]["breakdown"], "prompt", *table.varying, "sample"]
+            header = [
+                *(["source"] if shows_sources else []),
+                "image",
+                "reward",
+                *chosen[0]["breakdown"],
+                "prompt",
+                *table.varying,
+                "sample",
+            ]
             yield from (f"## {title}", "", *markdown_table(header, rows), "")
 
 
@@ -166,17 +183,28 @@ def _of_different_prompts(rows: Sequence[Row]) -> list[Row]:
 def _thumbnail(sample_id: str, images: Mapping[str, Image.Image]) -> str:
     if sample_id not in images:
         return PRUNED
-    return f"![{sample_id}]({image_uri(fitted(images[sample_id], THUMBNAIL), lossless_side=0, quality=80)})"
+    return _embedded(sample_id, images[sample_id])
 
 
-def _texts(table: Samples) -> Iterator[str]:
+def _embedded(name: str, image: Image.Image) -> str:
+    return f"![{name}]({image_uri(fitted(image, THUMBNAIL), lossless_side=0, quality=80)})"
+
+
+def _sources(images_of: PromptImages, row: Row) -> str:
+    """Write the images in the prompt of a sample."""
+    return " ".join(_embedded("source", image) for image in images_of.sources(row))
+
+
+def _texts(table: Samples, images_of: PromptImages) -> Iterator[str]:
     """Write each prompt with its best and its worst completion."""
     groups = table.groups
     rows = []
     for group in groups[:MAX_GROUPS]:
         first, ranked = group[0], best_first(group)
         ends = [_completion(row) for row in (*ranked[:1], *ranked[1:][-1:])]
-        prompt = in_cell(one_line(first["prompt"], PROMPT_LETTERS))
+        prompt = " ".join(
+            filter(None, (_sources(images_of, first), in_cell(one_line(first["prompt"], PROMPT_LETTERS))))
+        )
         dropped = "dropped" if first["dropped"] else ""
         rows.append(
             [prompt, *(in_cell(first[name]) for name in table.varying), *ends, *[""] * (2 - len(ends)), dropped]
@@ -196,10 +224,11 @@ def _completion(row: Row) -> str:
 GAP, LABEL, HEAD, SMALL_LETTERS = 6, 230, 52, 11
 """Pixels of the sheet between images, left of them and above them, and of the size of its letters."""
 
-_HELDOUT_COLUMNS = ("sample_id", "group_id", "prompt", "target_uri", "target_sha256", "completion")
+_HELDOUT_COLUMNS = ("sample_id", "group_id", "prompt", "sources", "target_uri", "target_sha256", "completion")
 
 Sides = tuple[Sequence[Row], Sequence[Row]]
-"""The samples of one prompt before and after training; `image` is None where it was pruned."""
+"""The samples of one prompt before and after training; `image` is None where it was pruned, `source_images` are those
+in the prompt."""
 
 
 def write_contact_sheet(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef, title: str) -> str:
@@ -217,6 +246,8 @@ def write_heldout_texts(store: ArtifactStore, before: ArtifactRef, after: Artifa
     lines = [f"# {title}", "", f"Mean reward {change(*map(_mean, everything))}; the same seeds.", ""]
     for index, pair in enumerate(pairs, start=1):
         lines += [f"## Prompt {index}: reward {change(*map(_mean, pair))}", "", fenced(pair[0][0]["prompt"]), ""]
+        if images := pair[0][0]["source_images"]:
+            lines += [" ".join(_embedded("source", image) for image in images), ""]
         for name, rows in zip(("Before training", "After training"), pair, strict=True):
             for row in rows:
                 lines += [f"{name}, reward {number(row['reward'])}", "", fenced(row["completion"]), ""]
@@ -226,7 +257,7 @@ def write_heldout_texts(store: ArtifactStore, before: ArtifactRef, after: Artifa
 
 def _pairs(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef) -> Iterator[Sides]:
     """Read two evaluations, and pair the samples of each prompt by their group id."""
-    groups = []
+    groups, images_of = [], PromptImages(THUMBNAIL, store)
     with store.reading(without=(STATES,)) as read:
         for side in (before, after):
             rollouts = store.find(f"{stage_folder(side.folder)}/{ROLLOUTS}")
@@ -235,6 +266,7 @@ def _pairs(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef) -> Ite
             images = {} if table.is_text else table.images([row["sample_id"] for row in table.rows])
             for row in table.rows:
                 row["image"] = images.get(row["sample_id"])
+                row["source_images"] = images_of.sources(row)
             groups.append({group[0]["group_id"]: group for group in table.groups})
     for group_id, earlier in groups[0].items():
         yield earlier, groups[1][group_id]
@@ -246,7 +278,7 @@ def _mean(rows: Sequence[Row]) -> float | None:
 
 
 def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Image.Image:
-    """Lay out one row per held-out prompt: target, images before and images after, `side` pixels each."""
+    """Lay out a row per held-out prompt: its images, target, images before and images after, `side` pixels each."""
     # Matplotlib, whose fonts these are, takes a while to import.
     from tasks.reports.fonts import FONTS_HINT, fonts_for
 
@@ -255,14 +287,18 @@ def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Imag
         log(f"{CONTACT_SHEET} has code points in place of letters of {fonts.missing_scripts}. {FONTS_HINT}")
     targets = any(before[0].get("target_uri") for before, _ in pairs)
     per_side = max(len(before) for before, _ in pairs)
-    before_x = LABEL + (side + 3 * GAP if targets else 0)
+    sources = max(len(before[0].get("source_images", ())) for before, _ in pairs)
+    target_x = LABEL + (sources * (side + GAP) + 2 * GAP if sources else 0)
+    before_x = target_x + (side + 3 * GAP if targets else 0)
     after_x = before_x + per_side * (side + GAP) + 3 * GAP
     sheet = Image.new(
         "RGB", (after_x + per_side * (side + GAP) + GAP, HEAD + len(pairs) * (side + GAP) + GAP), "#eef0f3"
     )
     fonts.draw(sheet, (10, 22), fonts.shown(title), 14, "#111111")
     headings = [(before_x, "before training"), (after_x, "after training, same seeds")]
-    for x, heading in [*headings, (LABEL, "target")] if targets else headings:
+    headings += [(target_x, "target")] if targets else []
+    headings += [(LABEL, "source")] if sources else []
+    for x, heading in headings:
         fonts.draw(sheet, (x, 44), heading, SMALL_LETTERS, "#444444")
     for index, pair in enumerate(pairs):
         top, first = HEAD + index * (side + GAP), pair[0][0]
@@ -270,7 +306,9 @@ def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Imag
             fonts.draw(sheet, (10, top + 14 + 15 * place), line, SMALL_LETTERS, "#111111")
         if first.get("target_uri"):
             target = load_target(TargetReference(first["target_uri"], first["target_sha256"]))
-            sheet.paste(fitted(target, side), (LABEL, top))
+            sheet.paste(fitted(target, side), (target_x, top))
+        for place, image in enumerate(first.get("source_images", ())):
+            sheet.paste(fitted(image, side), (LABEL + place * (side + GAP), top))
         for start, rows in zip((before_x, after_x), pair, strict=True):
             for place, row in enumerate(rows):
                 left = start + place * (side + GAP)

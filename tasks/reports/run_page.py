@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from grpo_core.errors import InputError
 from grpo_core.rewards.hacking import MIN_DIFFERENCES, HackingRule
 from tasks.metrics import HELDOUT, split_stream
-from tasks.reports.images import TargetReader
+from tasks.reports.images import PromptImages
 from tasks.reports.report import Notice, Report, render, reward_facts
 from tasks.reports.samples import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
 from tasks.reports.text import PLOTTED, metric_rows, metric_title, significant, with_streams
@@ -135,7 +135,7 @@ class Heldout:
 
 
 def read_heldout(
-    reader: RunReader, run: RunView, fetched: Path, targets: TargetReader, *, limit: int
+    reader: RunReader, run: RunView, fetched: Path, images_of: PromptImages, *, limit: int
 ) -> Heldout | None:
     """Read the first groups of evaluations, the first and the last among them; None with fewer than two."""
     count = len(run.evaluated)
@@ -146,7 +146,7 @@ def read_heldout(
     for index in chosen:
         ends = index in (0, count - 1)
         side = MEDIUM if ends else SMALL
-        found = read_groups(reader, run.evaluated[index].stages, fetched, targets, limit=limit, side=side)
+        found = read_groups(reader, run.evaluated[index].stages, fetched, images_of, limit=limit, side=side)
         # Only the ends are certain to be valid.
         if ends or found.shown:
             versions.append(run.evaluated[index].version)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from grpo_core.streams import STREAMS, ImageSize, Stream
-from tasks.reports.images import TargetReader, read_images
+from tasks.reports.images import PromptImages, read_images
 from tasks.runs.layout import ADVANTAGE_COLUMN, ADVANTAGES, REWARD_COLUMN, REWARDS, ROLLOUTS
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import Stages
@@ -130,7 +130,7 @@ _RECORDED = (
 
 _SHOWN = (
     *("sample_id", "group_id", "prompt_id", "dataset", "prompt", "seed"),
-    *("target_uri", "target_sha256", "completion", "width", "height", *_RECORDED),
+    *("sources", "target_uri", "target_sha256", "completion", "width", "height", *_RECORDED),
 )
 
 
@@ -158,10 +158,12 @@ class Group:
             the recorded log-probs of each stream, `length` is the number of trained tokens, and `output` is an RGB
             image, reduced where it was large, or the complete text; None for an image that was pruned.
         target: target image; None where there is none, or it cannot be read.
+        sources: the images in the prompt, in their order, without those that cannot be read.
     """
 
     samples: Sequence[Row]
     target: Image.Image | None
+    sources: Sequence[Image.Image] = ()
 
     @property
     def ranked(self) -> list[Row]:
@@ -238,7 +240,7 @@ def read_stages(reader: RunReader, stages: Stages, fetched: Path) -> Samples:
 
 
 def read_groups(
-    reader: RunReader, stages: Stages, fetched: Path, targets: TargetReader, *, limit: int, side: int | None = None
+    reader: RunReader, stages: Stages, fetched: Path, images_of: PromptImages, *, limit: int, side: int | None = None
 ) -> Groups:
     """Read the first groups in the stored order, as :func:`read_stages`; without rollouts there are none.
 
@@ -250,7 +252,7 @@ def read_groups(
     groups = table.groups
     shown = [_with_further_images(group) for group in groups[:limit]]
     return Groups(
-        shown=show_groups(table, shown, targets, side),
+        shown=show_groups(table, shown, images_of, side),
         total=len(groups),
         rounds=len(table.folders),
         dropped=sum(bool(group[0]["dropped"]) for group in groups),
@@ -259,9 +261,9 @@ def read_groups(
 
 
 def show_groups(
-    table: Samples, groups: Sequence[Sequence[Row]], targets: TargetReader, side: int | None = None
+    table: Samples, groups: Sequence[Sequence[Row]], images_of: PromptImages, side: int | None = None
 ) -> list[Group]:
-    """Read the outputs and targets of these groups of the table; sizes are as of :func:`read_groups`."""
+    """Read the outputs, targets and sources of these groups of the table; sizes are as of :func:`read_groups`."""
     sides = {} if table.is_text else _sides(groups)
     if side is not None:
         sides = dict.fromkeys(sides, side)
@@ -269,7 +271,12 @@ def show_groups(
     for row in (row for group in groups for row in group):
         row |= {"actions": summarize_actions(row), "length": sum(row.get("loss_mask") or ())}
         row["output"] = row["completion"] if table.is_text else images.get(row["sample_id"])
-    return [Group(rows, targets.read(rows[0].get("target_uri"), rows[0].get("target_sha256"))) for rows in groups]
+    return [
+        Group(
+            rows, images_of.target(rows[0].get("target_uri"), rows[0].get("target_sha256")), images_of.sources(rows[0])
+        )
+        for rows in groups
+    ]
 
 
 def _sides(groups: Iterable[Sequence[Row]]) -> dict[str, int]:

@@ -5,6 +5,7 @@ lookup    finds a run by name or path; its description, run.json and config.yaml
 reader    lists, finds and verifies artifacts, and reports damage; changes nothing
 stored    configuration, iterations, evaluations and policies for flows that use them again
 run_view  the history of a run, its signs of reward hacking and its summary; read_run reads a run's folder into it
+sources   the images in prompts, read by their digests and verified
 samples   rollouts, images, scores and advantages of samples, joined
 frames    the tables of a run as polars frames, for scripts and notebooks
 """

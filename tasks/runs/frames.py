@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _SHOWN = (
     *("iteration", "sample_id", "group_id", "dataset", "prompt_id", "prompt", "columns", "policy_version", "seed"),
+    "sources",
     *("finished", "width", "height", "completion", IMAGE),
 )
 """Columns of a sample that people look at; those that its modality lacks are left out."""

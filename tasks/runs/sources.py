@@ -5,14 +5,18 @@ Every stage reads them by the digests in the rows of the rollouts.
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import polars as pl
-
-from grpo_core.actions import Sources
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
 from tasks.runs.layout import source_file
 from tasks.storage.artifacts.store import ArtifactStore
+
+# Reports read them without torch, and refused commands without polars.
+if TYPE_CHECKING:
+    import polars as pl
+
+    from grpo_core.actions import Sources
 
 
 def read_sources(store: ArtifactStore, wanted: Mapping[str, str], runs: Iterable[str] = ()) -> dict[str, SourceImage]:
@@ -41,7 +45,7 @@ def _read(store: ArtifactStore, digest: str, where: str, runs: Sequence[str]) ->
     raise missing_source(store, digest, where, found)
 
 
-def digests_in(table: pl.DataFrame) -> dict[str, str]:
+def digests_in(table: "pl.DataFrame") -> dict[str, str]:
     """Return the digests that rows of rollouts name, each with the first sample that has it."""
     found: dict[str, str] = {}
     if "sources" in table.columns:
@@ -51,7 +55,7 @@ def digests_in(table: pl.DataFrame) -> dict[str, str]:
     return found
 
 
-def sources_of(table: pl.DataFrame, read: Mapping[str, SourceImage]) -> Sources | None:
+def sources_of(table: "pl.DataFrame", read: Mapping[str, SourceImage]) -> "Sources | None":
     """Return the images of each row of rollouts, from those that were read; None if no row has any."""
     rows = tuple(tuple(read[digest] for digest in digests or ()) for digests in table["sources"].to_list())
     return rows if any(rows) else None

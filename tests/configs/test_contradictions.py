@@ -128,6 +128,8 @@ def test_everything_is_reported_at_once() -> None:
             "evaluate.height",
             64,
         ),
+        ({"data": {"prompts": "p", "max_image_pixels": 9}}, "data.max_image_pixels", 9),
+        ({"data": {"datasets": TWO, "image_column": "source"}}, "data.image_column", "source"),
         ({"data": {}}, "data.prompts", None),
         ({"data": {"datasets": TWO, "targets": "folder"}}, "data.targets", "folder"),
         ({"evaluate": {"datasets": TWO, "limit": 3}}, "evaluate.limit", 3),
@@ -157,6 +159,7 @@ def test_refused(sections: dict[str, Any], place: str, value: object) -> None:
     "sections",
     [
         {},
+        {"data": {"prompts": "p", "image_column": "source", "max_image_pixels": 9}},
         {"update": {"minibatch_size": 8}},
         {"update": {"kl_coef": 0.1, "reference": {"refresh_every": 2, "mix": 0.5}}},
         {"update": {"warmup_steps": 5, "lr_scheduler": "constant_with_warmup"}},

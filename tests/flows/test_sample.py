@@ -12,6 +12,7 @@ from flows.export.plan import plan_export
 from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.sample import Sample, check_output, open_source, sample
 from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.family import CausalLMFamily
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.records import GroupRequest
 from grpo_core.seeds import derive_seed
@@ -103,3 +104,25 @@ def test_a_damaged_record_of_an_export_is_refused(tmp_path: Path, record: str) -
     with pytest.raises(InputError) as caught:
         open_source(SampleRequest(source=str(tmp_path), prompts=PROMPTS))
     assert (caught.value.place, caught.value.value) == ("RUN|MODEL", str(tmp_path / "grpo.json"))
+
+
+def test_images_in_prompts_are_checked_and_given_to_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = tmp_path / "a.png"
+    Image.new("RGB", (5, 4)).save(image)
+
+    def opened(prompt: str, *images: Path) -> Any:
+        request = SampleRequest(source=str(TEXT_MODEL), prompts=(prompt,), images=tuple(map(str, images)))
+        return open_source(request)
+
+    with pytest.raises(InputError, match="does not see images"):
+        opened("what?", image)
+    sizes: list[Any] = []
+    monkeypatch.setattr(CausalLMFamily, "refuse_prompts", lambda *given: sizes.append(given[-1]))
+    source = opened("<image> or <image>?", image, image)
+    assert [each.content for each in source.images] == [image.read_bytes()] * 2
+    assert sizes == [[[(5, 4), (5, 4)]]]
+    for prompt, images, place in (("<image>?", [image] * 2, "PROMPT"), ("what?", [tmp_path / "b.png"], "--image")):
+        with pytest.raises(InputError) as caught:
+            opened(prompt, *images)
+        assert caught.value.place == place
+    assert opened("a literal <image>").prompts == ("a literal <image>",)

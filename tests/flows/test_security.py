@@ -34,7 +34,7 @@ from grpo_core.rewards.remote.reward import RemoteReward
 from grpo_core.streams import MAX_PIXELS
 from tasks.execution.errors import ErrorRecord, RemoteStageError
 from tasks.prompts.files import read_input_file
-from tasks.reports.images import TargetReader, read_images
+from tasks.reports.images import PromptImages, read_images
 from tasks.storage.parquet import read_table
 from tasks.storage.schemas import METRICS
 from tests.flows.conftest import REPOSITORY, Runs, refused
@@ -219,8 +219,8 @@ class TestImages:
 
     def test_a_target_of_an_inspected_run(self, tmp_path: Path) -> None:
         (tmp_path / "a.png").write_bytes(content := bomb_png(9000, 9000))
-        reader = TargetReader(64)
-        assert reader.read(str(tmp_path / "a.png"), hashlib.sha256(content).hexdigest()) is None
+        reader = PromptImages(64)
+        assert reader.target(str(tmp_path / "a.png"), hashlib.sha256(content).hexdigest()) is None
         assert f"at most {MAX_PIXELS} pixels" in reader.missing[str(tmp_path / "a.png")]
 
     @pytest.mark.parametrize("content", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"GIF89a\1\0\1\0", b""])

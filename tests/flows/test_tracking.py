@@ -20,13 +20,13 @@ from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.preflight.model import check_trackers
 from flows.preflight.prompts import PromptFiles
-from flows.tracking import tracking
+from flows.tracking import read_images, tracking
 from tasks.reports.iteration import IterationRecord
 from tasks.runs.layout import TRACKERS_FILE
 from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import TINY, Runs, Start, heard_of
-from tests.tasks.reports.made_runs import RunMaker, colour, whole_run
+from tests.tasks.reports.made_runs import RunMaker, colour, png, whole_run
 
 EVALUATED = (0, 2)
 METRICS = {number: {"reward": 0.1 * number, "kl": 0.01 * number, "num_tokens": 16.0 * number} for number in (1, 2, 3)}
@@ -279,3 +279,15 @@ def test_unknown_and_missing_trackers_are_refused(monkeypatch: pytest.MonkeyPatc
         ("run.trackers.1", "swanlab"),
         ("run.trackers.2", "tensorbord"),
     ]
+
+
+def test_images_of_prompts_come_before_the_samples_at_their_size(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, side=6)
+    maker.sources = {0: [png((9, 8, 7), side=3)]}
+    maker.evaluation(0, shift=0.0)
+    stages = {name: (maker.store.find(f"evaluations/000000/{name}"),) for name in ("rollouts", "advantages")}
+    shown = read_images(maker.store, EvaluationView(0, stages, {}))  # type: ignore[arg-type]
+    first, second = shown.values()
+    assert [image.size for image in first] == [(6, 6)] * 5
+    assert first[0].getpixel((0, 0)) == (9, 8, 7)
+    assert len(second) == 4

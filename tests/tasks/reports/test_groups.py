@@ -1,19 +1,38 @@
+import hashlib
 from pathlib import Path
 
 import pytest
 
-from tasks.reports.images import TargetReader
+from tasks.reports.images import PromptImages
 from tasks.reports.samples import LARGE, Group, Groups, read_groups
+from tasks.runs.layout import source_file
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
-from tests.tasks.reports.made_runs import RunMaker, colour, completion, whole_run
+from tests.tasks.reports.made_runs import RunMaker, colour, completion, flip_last_byte, png, whole_run
 
 
-def read(maker: RunMaker, targets: TargetReader | None = None, limit: int = 10) -> Groups:
+def read(maker: RunMaker, targets: PromptImages | None = None, limit: int = 10) -> Groups:
     reader = RunReader(maker.store)
     shown = read_run(reader).shown
     assert shown is not None
-    return read_groups(reader, shown.stages, maker.folder, targets or TargetReader(LARGE), limit=limit)
+    return read_groups(reader, shown.stages, maker.folder, targets or PromptImages(LARGE), limit=limit)
+
+
+def test_groups_have_the_images_of_their_prompts_once_read(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path)
+    kept, lost = png((9, 8, 7)), png((1, 1, 1), side=900)
+    maker.sources = {0: [lost, kept], 1: [kept]}
+    maker.iteration(1)
+    images_of = PromptImages(LARGE, maker.store)
+    first, second = read(maker, images_of).shown
+    assert [[each.size for each in group.sources] for group in (first, second)] == [[(320, 320), (8, 8)], [(8, 8)]]
+    assert second.sources[0].getpixel((0, 0)) == (9, 8, 7)
+    digest = hashlib.sha256(lost).hexdigest()
+    flip_last_byte(maker.folder / source_file(digest))
+    images_of = PromptImages(LARGE, maker.store)
+    first, _ = read(maker, images_of).shown
+    assert [each.size for each in first.sources] == [(8, 8)]
+    assert list(images_of.missing_sources) == [digest]
 
 
 def sizes(group: Group) -> list[tuple[int, int]]:

@@ -1,4 +1,6 @@
+import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from tasks.reports.iteration import (
     write_heldout_texts,
 )
 from tasks.reports.samples import Row
-from tasks.runs.layout import SamplingRound
+from tasks.runs.layout import SamplingRound, source_file
 from tasks.storage.artifacts.reference import ArtifactRef
-from tests.tasks.reports.made_runs import RunMaker, colour, png
+from tests.tasks.reports.made_runs import RunMaker, colour, flip_last_byte, png
 
 EVIL = "a | b\n\n# head\n<script>x</script> ![i](http://x) `c`\r| d |"
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
@@ -155,8 +157,11 @@ def test_a_row_per_metric_with_six_digits(tmp_path: Path) -> None:
 TARGET = (250, 1, 1)
 
 
-def evaluated(root: Path, **options: Any) -> tuple[RunMaker, ArtifactRef, ArtifactRef]:
+def evaluated(
+    root: Path, *, sources: Mapping[int, list[bytes]] | None = None, **options: Any
+) -> tuple[RunMaker, ArtifactRef, ArtifactRef]:
     maker = RunMaker(root, **options)
+    maker.sources = dict(sources or {})
     if not maker.texts:
         (root / "target.png").write_bytes(png(TARGET))
         maker.targets = {0: root / "target.png"}
@@ -197,6 +202,47 @@ def test_a_sheet_has_target_before_and_after_in_this_order(tmp_path: Path) -> No
             for start in (230 + 114, 230 + 114 + 4 * 102 + 18):
                 pixel = start + sibling * 102 + 40, 52 + group * 102 + 40
                 assert sheet.getpixel(pixel) == colour(group, sibling)
+
+
+SOURCES = ((3, 200, 3), (3, 3, 200))
+
+
+OF_SECOND = {1: [png(each) for each in SOURCES]}
+"""The second prompt has two images."""
+
+
+def test_a_sheet_has_the_images_of_prompts_in_front(tmp_path: Path) -> None:
+    maker, before, after = evaluated(tmp_path, sources=OF_SECOND)
+    sheet = Image.open(write_contact_sheet(maker.store, before, after, "t")).convert("RGB")
+    first = 230 + 2 * 102 + 12
+    assert sheet.size == (first + 114 + 8 * 102 + 18 + 6, 52 + 2 * 102 + 6)
+    assert sheet.getpixel((first + 40, 52 + 40)) == TARGET
+    for place, expected in enumerate(SOURCES):
+        assert sheet.getpixel((230 + place * 102 + 40, 52 + 102 + 40)) == expected
+        assert sheet.getpixel((230 + place * 102 + 40, 52 + 40)) == (238, 240, 243)
+    assert sheet.getpixel((first + 114 + 40, 52 + 102 + 40)) == colour(1, 0)
+
+
+def test_a_damaged_image_of_a_prompt_is_left_out_of_a_sheet(tmp_path: Path) -> None:
+    maker, before, after = evaluated(tmp_path, sources=OF_SECOND)
+    flip_last_byte(Path(maker.store.path(source_file(hashlib.sha256(png(SOURCES[0])).hexdigest()))))
+    sheet = Image.open(write_contact_sheet(maker.store, before, after, "t")).convert("RGB")
+    assert sheet.getpixel((230 + 40, 52 + 102 + 40)) == SOURCES[1]
+
+
+def test_images_of_prompts_stand_in_front_of_texts_and_images(tmp_path: Path) -> None:
+    for modality, first in (("image", 4), ("text", 1)):
+        maker = RunMaker(tmp_path / modality, modality=modality)  # type: ignore[arg-type]
+        maker.sources = OF_SECOND
+        markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
+        header = "| source | image | reward | ssim | prompt | sample |" if first == 4 else "| prompt | best | worst |"
+        cells = [cells[0] for cells in rows(markdown, header)]
+        shown = [cell.count("![source](data:image/") for cell in cells]
+        assert sorted(set(shown)) == [0, 2]
+        assert len(cells) == (4 if first == 4 else 2)
+    maker, before, after = evaluated(tmp_path, sources=OF_SECOND, modality="text")
+    one, two = Path(write_heldout_texts(maker.store, before, after, "t")).read_text().split("\n## ")[1:]
+    assert (one.count("![source]"), two.count("![source]")) == (0, 2)
 
 
 def test_a_sheet_without_targets_has_no_column_for_them_and_marks_deleted_images() -> None:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tasks.reports.fonts import fonts_for
-from tasks.reports.images import TargetReader, fitted, image_uri, read_images, shrunk
+from tasks.reports.images import PromptImages, fitted, image_uri, read_images, shrunk
 from tasks.reports.plots import line_plot, normalised, plot_distribution, plot_guardrails, plot_joint, plot_label
 from tests.tasks.reports.made_runs import RunMaker, colour, png
 from tests.tasks.reports.test_run_page import Page
@@ -176,21 +176,21 @@ def test_targets_are_verified(tmp_path: Path) -> None:
     known = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (kept, gone, changed, broken)}
     gone.unlink()
     changed.write_bytes(png((9, 9, 9)))
-    targets = TargetReader(320)
-    found = {path.name: targets.read(str(path), sha256) for path, sha256 in known.items()}
+    targets = PromptImages(320)
+    found = {path.name: targets.target(str(path), sha256) for path, sha256 in known.items()}
     target = found.pop("kept.png")
     assert target is not None
     assert target.getpixel((0, 0)) == (1, 2, 3)
     assert set(found.values()) == {None}
     assert set(targets.missing) == {str(gone), str(changed), str(broken)}
     assert known[changed] in targets.missing[str(changed)]
-    assert targets.read(None, None) is None
+    assert targets.target(None, None) is None
     assert len(targets.missing) == 3
 
 
 def test_a_large_transparent_target_lies_over_white_and_is_made_smaller(tmp_path: Path) -> None:
     place = tmp_path / "large.png"
     Image.new("RGBA", (64, 64), (0, 0, 0, 0)).save(place)
-    read = TargetReader(16).read(str(place), hashlib.sha256(place.read_bytes()).hexdigest())
+    read = PromptImages(16).target(str(place), hashlib.sha256(place.read_bytes()).hexdigest())
     assert read is not None
     assert (read.size, read.mode, read.getpixel((0, 0))) == ((16, 16), "RGB", (255, 255, 255))

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tasks.reports import report as pages
-from tasks.reports.images import TargetReader
+from tasks.reports.images import PromptImages
 from tasks.reports.run_page import hacking_verdict, progress, read_appearances, read_heldout, render_run_page
 from tasks.reports.samples import LARGE, read_groups
 from tasks.runs.read_run import read_run
@@ -117,12 +117,28 @@ def images(page: Page) -> list[Image.Image]:
 
 
 def page_of(maker: RunMaker, warnings: tuple[str, ...] = ()) -> str:
-    reader, targets = RunReader(maker.store), TargetReader(LARGE)
+    reader, targets = RunReader(maker.store), PromptImages(LARGE, maker.store)
     run = read_run(reader)
     groups = read_groups(reader, run.shown.stages if run.shown else {}, maker.folder, targets, limit=50)
     heldout = read_heldout(reader, run, maker.folder, targets, limit=50)
     seen = read_appearances(reader, run, groups, maker.folder)
     return render_run_page(run, groups, seen, heldout, hacking_verdict(run), warnings)
+
+
+def test_images_of_prompts_stand_in_front_of_the_samples(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path)
+    maker.sources = {0: [png((9, 8, 7)), png((7, 8, 9))]}
+    for version in (0, 1):
+        maker.evaluation(version, shift=0.1 * version)
+    maker.iteration(1)
+    shown = images(page := check_offline(page_of(maker)))
+    colours = [each.convert("RGB").getpixel((0, 0)) for each in shown]
+    # Of the held-out prompt and of the iteration's.
+    assert [place for place, each in enumerate(colours) if each == (9, 8, 7)] == [
+        place - 1 for place, each in enumerate(colours) if each == (7, 8, 9)
+    ]
+    assert colours.count((9, 8, 7)) == 2
+    assert "".join(page.text).count("source") >= 4
 
 
 def test_the_numbers_of_a_run_stand_in_a_page_that_opens_offline(tmp_path: Path) -> None:
@@ -229,7 +245,7 @@ def test_whether_versions_were_sampled_with_the_same_seeds(tmp_path: Path, seed:
     maker.evaluation(0, shift=0.0)
     maker.evaluation(1, shift=0.1, seed=seed)
     reader = RunReader(maker.store)
-    heldout = read_heldout(reader, read_run(reader), maker.folder, TargetReader(LARGE), limit=50)
+    heldout = read_heldout(reader, read_run(reader), maker.folder, PromptImages(LARGE), limit=50)
     assert heldout is not None
     assert heldout.same_seeds == (seed == 0)
 

@@ -1,0 +1,222 @@
+"""Runs whose prompts have images: resumed, damaged, replayed, rescored, pruned, inspected and started anew.
+
+The text model stands in for a policy that looks at images; it reads the prompts' texts only.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from configs.loader import read_config
+from flows.inspect_run import inspect_run
+from flows.preflight.prompts import read_prompt_files
+from flows.pruning.prune import prune
+from flows.pruning.request import PruneRequest
+from grpo_core.policies.causal_lm.family import CausalLMFamily
+from grpo_core.update.optimizer import PolicyOptimizer
+from tests.flows.conftest import TINY_TEXT, Runs, Start, flip, refused, sha256_of
+from tests.flows.replaying.replays import run_replay
+from tests.flows.rescoring.test_rescore import scored_again
+from tests.tasks.reports.made_runs import png
+
+IMAGES = {f"{name}.png": png((30 * number + 20, 0, 0)) for number, name in enumerate("abc")}
+PROMPTS = [
+    {"prompt": "sort the letters of one", "answer": "eno", "image": "a.png"},
+    {"prompt": "sort the letters of two", "answer": "otw", "images": ["b.png", "a.png"]},
+    {"prompt": "sort the letters of three", "answer": "eehrt"},
+]
+HELDOUT = [{"prompt": "sort the letters of six", "answer": "isx", "image": "c.png"}]
+REWARD = """
+def reds(completions, source_images, **columns):
+    return [sum(image.getpixel((0, 0))[0] for image in images) / 255 + len(text) / 50
+            for text, images in zip(completions, source_images)]
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def looking() -> Iterator[None]:
+    """Let the text family take images, as a family that looks at them does."""
+
+    def refuse_prompts(*arguments: Any) -> None:
+        assert any(arguments[-1]), "sizes of the images are given"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CausalLMFamily, "reads_images", True)
+        patch.setattr(CausalLMFamily, "refuse_prompts", refuse_prompts)
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two prompt files with their images, and the reward."""
+    return write_inputs(tmp_path)
+
+
+def write_inputs(folder: Path) -> Path:
+    for name, content in IMAGES.items():
+        (folder / name).write_bytes(content)
+    for name, rows in (("train", PROMPTS), ("heldout", HELDOUT)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "mine.py").write_text(REWARD)
+    return folder
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "data__prompts": str(folder / "train.jsonl"),
+        "evaluate__prompts": str(folder / "heldout.jsonl"),
+        "evaluate__every": 1,
+        "evaluate__samples_per_prompt": 2,
+        "rewards": [{"reward": "function", "name": "reds", "settings": {"function": f"{folder / 'mine.py'}:reds"}}],
+        "rollout__prompts_per_iteration": 3,
+        "rollout__group_size": 2,
+        "update__minibatch_size": 6,
+        "run__iterations": 2,
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Path, Start]:
+    """A finished run that no test changes, and the folder of its inputs."""
+    runs, inputs = Runs(tmp_path_factory.mktemp("runs")), write_inputs(tmp_path_factory.mktemp("inputs"))
+    return runs, inputs, runs.start_text("run", **settings(inputs))
+
+
+@pytest.fixture
+def finished(trained: tuple[Runs, Path, Start], tmp_path: Path) -> tuple[Runs, Path, Start]:
+    """A copy of it, and of its inputs."""
+    runs, inputs, start = trained
+    return runs.copied_to(tmp_path / "runs"), inputs, start
+
+
+def stored(runs: Runs, run: str = "run") -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in runs.path("sources", run=run).iterdir()}
+
+
+EXPECTED = {hashlib.sha256(content).hexdigest(): content for content in IMAGES.values()}
+
+
+RED = {hashlib.sha256(content).hexdigest(): 30 * number + 20 for number, content in enumerate(IMAGES.values())}
+
+
+def test_each_image_is_stored_once_and_scored_with_its_prompt(trained: tuple[Runs, Path, Start]) -> None:
+    runs, _, start = trained
+    assert stored(runs) == EXPECTED
+    for iteration in ("iteration_000001", "iteration_000002", "evaluations/000002"):
+        rollouts = pl.read_parquet(runs.path(iteration, "rollouts", "part-00000.parquet"))
+        scores = pl.read_parquet(runs.path(iteration, "rewards", "reds", "scores.parquet"))
+        for row in rollouts.join(scores, on="sample_id").iter_rows(named=True):
+            reds = sum(RED[digest] for digest in row["sources"])
+            assert row["value"] == pytest.approx(reds / 255 + len(row["completion"]) / 50)
+    shown = inspect_run("run", root=str(runs.root))
+    assert shown.summary(None).policy_digest == start.summary.policy_digest
+    assert shown.warnings == ()
+    with_images = [group for group in shown.groups.shown if group.sources]
+    assert sorted(len(group.sources) for group in with_images) == [1, 2]
+
+
+def test_a_killed_run_ends_as_one_that_was_not(
+    trained: tuple[Runs, Path, Start], empty: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, inputs, start = trained
+    real = PolicyOptimizer.step
+
+    def step_and_fail(self: PolicyOptimizer) -> None:
+        real(self)
+        if self.steps == 2:
+            raise RuntimeError("power cut")
+
+    monkeypatch.setattr(PolicyOptimizer, "step", step_and_fail)
+    with pytest.raises(RuntimeError, match="power cut"):
+        empty.start_text("run", **settings(inputs))
+    monkeypatch.undo()
+    again = empty.start_text("run", **settings(inputs))
+    assert again.summary.policy_digest == start.summary.policy_digest
+    assert empty.tables() == runs.tables()
+
+
+def test_a_damaged_or_lost_image_is_restored_from_the_prompts(finished: tuple[Runs, Path, Start]) -> None:
+    runs, inputs, start = finished
+    damaged, lost = sorted(EXPECTED)[:2]
+    flip(runs.path("sources", damaged))
+    runs.path("sources", lost).unlink()
+    # What reads them again: everything after the rollouts of the second iteration.
+    shutil.rmtree(runs.path("iteration_000002", "rewards"))
+    shutil.rmtree(runs.path("policies", "000002"))
+    again = runs.start_text("run", **settings(inputs))
+    assert "iteration 2: collect rollouts" not in again.stages
+    assert again.summary.policy_digest == start.summary.policy_digest
+    assert stored(runs) == EXPECTED
+    assert any(damaged in path.name for path in runs.path("quarantine").rglob("*"))
+
+
+def test_a_replay_reads_its_sources_from_the_run_that_has_them(finished: tuple[Runs, Path, Start]) -> None:
+    runs, _, start = finished
+    before = sha256_of(runs.path())
+    summary, _ = run_replay(runs, "evaluate.prompts=null")
+    assert summary.policy_digest == start.summary.policy_digest
+    assert sha256_of(runs.path()) == before
+    assert not runs.path("sources", run="run-replay").exists()
+    summary, _ = run_replay(runs, name="evaluated")
+    assert set(stored(runs, "evaluated")) == {hashlib.sha256(IMAGES["c.png"]).hexdigest()}
+
+
+def test_a_rescoring_reads_them_too_and_a_damaged_one_stops_it(finished: tuple[Runs, Path, Start]) -> None:
+    runs, inputs, _ = finished
+
+    def reward(revision: str) -> dict[str, Any]:
+        function = {"function": f"{inputs / 'mine.py'}:reds", "revision": revision}
+        return {"reward": "function", "name": "again", "settings": function}
+
+    scored_again(runs, reward("2"))
+    for iteration in ("iteration_000001", "iteration_000002"):
+        first = pl.read_parquet(runs.path(iteration, "rewards", "reds", "scores.parquet"))["value"]
+        rescored = runs.path("rescored", "other", iteration, "rewards", "again", "scores.parquet")
+        assert pl.read_parquet(rescored)["value"].to_list() == first.to_list()
+    flip(runs.path("sources", hashlib.sha256(IMAGES["a.png"]).hexdigest()))
+    (error,) = refused(lambda: scored_again(runs, reward("3"), name="later"))
+    assert error.place.startswith("run/sources/")
+
+
+def test_pruning_keeps_what_rollouts_name(finished: tuple[Runs, Path, Start]) -> None:
+    runs, inputs, start = finished
+    prune(PruneRequest(sources=("run",), root=str(runs.root), policies_last=1))
+    assert stored(runs) == EXPECTED
+    assert runs.start_text("run", **settings(inputs)).stages == ()
+    summary, _ = run_replay(runs, "evaluate.prompts=null")
+    assert summary.policy_digest == start.summary.policy_digest
+
+
+def test_another_image_of_the_same_name_is_another_run(finished: tuple[Runs, Path, Start], folder: Path) -> None:
+    runs, _, start = finished
+    (folder / "a.png").write_bytes(png((200, 0, 0)))
+    again = runs.start_text("run", **settings(folder))
+    assert again.summary.reward_first != start.summary.reward_first
+    assert stored(runs, "run~1") == EXPECTED
+    assert hashlib.sha256(png((200, 0, 0))).hexdigest() in stored(runs)
+    assert inspect_run("run~1", root=str(runs.root)).warnings == ()
+
+
+def test_what_was_read_is_reported_and_what_is_missing_refused_before_a_model_loads(folder: Path) -> None:
+    def overrides(**changes: Any) -> list[str]:
+        return Runs(folder / "runs").overrides({}, **settings(folder, **changes))
+
+    files = read_prompt_files(read_config(TINY_TEXT, overrides()))
+    assert any(
+        "2 of 3 prompts have images, 3 (column image, images); the largest is 8x8" in note for note in files.notes
+    )
+    (folder / "b.png").unlink()
+    files = read_prompt_files(read_config(TINY_TEXT, overrides()))
+    (problem,) = files.problems
+    assert problem.place == f"data.prompts: {folder}/train.jsonl, line 2, column images, image 1"
+    (folder / "train.jsonl").write_text(json.dumps(PROMPTS[2]))
+    errors = refused(lambda: Runs(folder / "runs").start_text("run", **settings(folder)))
+    assert [error.place for error in errors] == ["rewards.0.reds"]
+    assert "source_images" in errors[0].hint
