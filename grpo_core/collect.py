@@ -30,9 +30,10 @@ G = TypeVar("G", bound=_Drawn)
 def sampled_at_once(groups: Sequence[G], prompts_per_batch: int) -> Iterator[Sequence[G]]:
     """Split groups into batches, in order: neighbours that can be sampled together, at most `prompts_per_batch`.
 
-    These have one image size, and equally many source images, of which models take equally many per row.
+    These have one image size, and equally many source images, because a pipeline takes equally many for each row. Texts
+    are written from any number of images.
     """
-    for _, neighbours in itertools.groupby(groups, lambda group: (group.size, len(group.sources))):
+    for _, neighbours in itertools.groupby(groups, lambda group: group.size and (group.size, len(group.sources))):
         same = list(neighbours)
         for start in range(0, len(same), prompts_per_batch):
             yield same[start : start + prompts_per_batch]

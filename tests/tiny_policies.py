@@ -16,11 +16,11 @@ from grpo_core.actions import TokenBatch
 from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer, train_causal_lm
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.glm_image.decoding import GlmImageDecoder
 from grpo_core.policies.glm_image.loading import read_initial_state
 from grpo_core.policies.glm_image.policy import (
     FROZEN_PARTS,
     LANGUAGE_MODEL_LINEARS,
-    GlmImageDecoder,
     GlmImagePolicy,
     GlmImageTokens,
 )

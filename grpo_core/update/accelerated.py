@@ -222,6 +222,8 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
     network, inner, used_outside = _network(model)
     for module in _layers(network):
+        if used_outside.issuperset(module.parameters()):
+            continue
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     # Kept after the forward pass, the weights of a pass without gradients would outlive the next optimizer step.
     fully_shard(inner, mesh=mesh, reshard_after_forward=True, ignored_params=used_outside)
@@ -235,7 +237,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
 def _network(model: nn.Module) -> tuple[Any, nn.Module, set[nn.Parameter]]:
     """Return the network inside adapters, the part of it that a pass runs once, and the weights used outside of that.
 
-    A diffusers model runs as a whole; of a language model the output head runs chunk by chunk.
+    A diffusers model runs as a whole; of a language model the output head runs chunk by chunk, and a frozen encoder of
+    images once per image, of which processes have different numbers.
     """
     from diffusers import ModelMixin
     from transformers import PreTrainedModel
@@ -243,8 +246,17 @@ def _network(model: nn.Module) -> tuple[Any, nn.Module, set[nn.Parameter]]:
     network: Any = next(part for part in model.modules() if isinstance(part, PreTrainedModel | ModelMixin))
     if isinstance(network, ModelMixin):
         return network, network, set()
-    head = network.get_output_embeddings()
-    return network, network.base_model, set(head.parameters()) if head is not None else set()
+    head, inner = network.get_output_embeddings(), network.base_model
+    embeddings = network.get_input_embeddings()
+    encoders = [
+        part
+        for part in inner.modules()
+        if isinstance(part, PreTrainedModel)
+        and not any(parameter.requires_grad for parameter in part.parameters())
+        and not any(module is embeddings for module in part.modules())
+    ]
+    outside = encoders if head is None else [head, *encoders]
+    return network, inner, {parameter for part in outside for parameter in part.parameters()}
 
 
 def _layers(network: Any) -> list[nn.Module]:

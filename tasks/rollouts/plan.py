@@ -138,8 +138,8 @@ def _groups(prompts: Mapping[str, DrawnPrompt]) -> tuple[GroupPlan, ...]:
 
 
 def _sampling_order(group: GroupPlan) -> tuple[object, ...]:
-    """Put large images first, and what is sampled at once together."""
-    return (-group.size.pixels, group.size, -len(group.sources)) if group.size else (0, -len(group.sources))
+    """Put large images first, and what is sampled at once together; texts stay in their order."""
+    return (-group.size.pixels, group.size, -len(group.sources)) if group.size else (0,)
 
 
 def plan_round(

@@ -23,6 +23,7 @@ GIGABYTE = 10**9
 GPUS = {
     "glm_image_80gb": 80 * GIGABYTE,
     "glm_image_both": 80 * GIGABYTE,
+    "glm_image_edit": 80 * GIGABYTE,
     "glm_image_141gb": 141 * GIGABYTE,
 }
 MIX = {"lpips": 0.4, "ssim": 0.2, "text_accuracy": 0.3, "aesthetic": 0.1}

@@ -13,6 +13,7 @@ from PIL import Image
 import data
 from data.shapes import BACKGROUNDS, Scene, all_scenes, draw
 from data.tiny_glm_image.components import TinyRecipe
+from data.tiny_glm_image.editing import TinyEditRecipe
 from data.tiny_sd3 import TinySd3Recipe
 from data.tiny_text import TinyTextRecipe
 from data.training import build_cell_autoencoder, measure_images, read_scene
@@ -45,6 +46,7 @@ def test_a_noisy_image_is_read_as_its_scene(scene: Scene) -> None:
     ("name", "recipe", "most_bytes"),
     [
         ("tiny-glm-image", TinyRecipe(), 5_000_000),
+        ("tiny-glm-image-edit", TinyEditRecipe(), 5_000_000),
         ("tiny-sd3", TinySd3Recipe(), 6_000_000),
         ("tiny-text", TinyTextRecipe(), 2_000_000),
     ],

@@ -4,6 +4,8 @@ settings        how images are sampled, the token grids of an image size, and ch
 loading         the networks' configurations, the networks on the meta device, and the pipeline
 processor       grids of tokens of any size in a prompt; a saved pipeline carries this file
 autoregressive  prompts -> ids with their positions; the sampling loop; log-probs of stored tokens
-policy          the token model and the decoder as components, and the Policy protocol over both
+sources         codes of source images, and their keys and values in the decoder
+decoding        the decoder as a component
+policy          the token model as a component, and the Policy protocol over both
 family          checks, without importing the models' libraries
 """

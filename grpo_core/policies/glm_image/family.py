@@ -93,8 +93,9 @@ class GlmImageFamily:
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
         """Raise InputError if a choice matches nothing in the model, which is built on the meta device."""
+        from grpo_core.policies.glm_image.decoding import train_decoder
         from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
-        from grpo_core.policies.glm_image.policy import train_decoder, train_token_model
+        from grpo_core.policies.glm_image.policy import train_token_model
 
         networks = build_on_meta(find_configs(model))
         if "tokens" in choices:
@@ -111,8 +112,9 @@ class GlmImageFamily:
         images: Sequence[ImageSize],
     ) -> "ModelSizes":
         """Count every network, and the ids and patches of the images that have most of them."""
+        from grpo_core.policies.glm_image.decoding import train_decoder
         from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
-        from grpo_core.policies.glm_image.policy import train_decoder, train_token_model
+        from grpo_core.policies.glm_image.policy import train_token_model
         from grpo_core.policies.sizes import (
             ComponentSizes,
             ModelSizes,

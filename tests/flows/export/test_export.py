@@ -25,7 +25,8 @@ from flows.sample import open_source, sample
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
-from grpo_core.policies.glm_image.policy import GlmImagePolicy, large_grid_ids
+from grpo_core.policies.glm_image.decoding import large_grid_ids
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.trained.settings import ADAPTER_FILE, LoraSettings, TrainingChoice
 from grpo_core.records import GroupRequest
 from grpo_core.seeds import derive_seed, make_generator

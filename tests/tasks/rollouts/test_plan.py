@@ -13,6 +13,7 @@ from grpo_core.records import GroupRequest
 from grpo_core.streams import ImageSize
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
+from tasks.prompts.sources import SourceReference
 from tasks.prompts.targets import TargetReference
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 
@@ -202,3 +203,16 @@ def test_groups_of_one_size_are_sampled_together_also_by_a_shard(
     last = data.draw(st.integers(first, len(batches)))
     part = [group for batch in batches[first:last] for group in batch]
     assert list(sampled_at_once(part, prompts_per_batch)) == [list(batch) for batch in batches[first:last]]
+
+
+def test_prompts_with_equally_many_images_are_sampled_together() -> None:
+    def with_images(drawn: DrawnPrompt, count: int) -> DrawnPrompt:
+        read = tuple(SourceReference(f"{place:064d}", SIZES[0], "row 1", bytes) for place in range(count))
+        return replace(drawn, size=SIZES[0], prompt=replace(drawn.prompt, sources=read))
+
+    drawn = [with_images(prompt, count) for prompt, count in zip(PROMPTS, (0, 2, 1, 0, 1), strict=True)]
+    drawn.append(replace(drawn[1], size=SIZES[1]))
+    plan = plan_evaluation(drawn, seed=5, version=0, samples_per_prompt=1, shared_noise=True)
+    batches = [[(group.size, len(group.sources)) for group in batch] for batch in sampled_at_once(plan.groups, 4)]
+    large, small = SIZES[:2]
+    assert batches == [[(large, 2)], [(large, 1)] * 2, [(large, 0)] * 2, [(small, 2)]]

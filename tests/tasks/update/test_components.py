@@ -16,7 +16,7 @@ from configs.training import DenoisingUpdateSection, MismatchSection, ReferenceS
 from grpo_core.errors import InputError
 from grpo_core.parity import ParityError
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
-from grpo_core.policies.glm_image.policy import GlmImageDecoder
+from grpo_core.policies.glm_image.decoding import GlmImageDecoder
 from grpo_core.streams import STREAMS, Stream
 from grpo_core.update.process_group import SINGLE_PROCESS
 from tasks.execution.resources import resource, run_resources

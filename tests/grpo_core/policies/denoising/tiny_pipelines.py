@@ -12,8 +12,8 @@ from torch import Tensor
 from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.denoising.settings import DenoisingSettings
+from grpo_core.policies.glm_image.decoding import GlmImageDecoder
 from grpo_core.policies.glm_image.loading import load_pipeline
-from grpo_core.policies.glm_image.policy import GlmImageDecoder
 from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
 from grpo_core.policies.trained.lora_and_full import LoraModel, train_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice

@@ -15,8 +15,9 @@ from torch import Tensor
 from grpo_core.actions import DenoisingBatch
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.parity import ParityTolerance
+from grpo_core.policies.glm_image.decoding import DECODER_LINEARS
 from grpo_core.policies.glm_image.loading import build_on_meta, released_configs
-from grpo_core.policies.glm_image.policy import DECODER_LINEARS, GlmImagePolicy
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import GroupRequest, RolloutGroup

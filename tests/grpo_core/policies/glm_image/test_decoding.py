@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from grpo_core.actions import TokenBatch, pad_to_longest
 from grpo_core.collect import collect_rollouts
-from grpo_core.policies.glm_image.policy import GlmImageDecoder, large_grid_ids
+from grpo_core.policies.glm_image.decoding import GlmImageDecoder, large_grid_ids
 from grpo_core.policies.glm_image.settings import GlmImageSettings, Grid, TokenGrids, token_grids
 from grpo_core.policies.trained.lora_and_full import FrozenModel
 from grpo_core.records import BrokenImage, GroupRequest

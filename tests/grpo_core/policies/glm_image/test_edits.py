@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import GlmImagePipeline
@@ -18,15 +20,20 @@ from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage, encode_png
 from grpo_core.parity import ParityError, ParityTolerance
+from grpo_core.policies.glm_image.family import FAMILY
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.glm_image.sources import SourceEncoder
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import GroupRequest, RolloutGroup
 from grpo_core.streams import STREAMS, ImageSize
+from grpo_core.update.accelerated import ShardedProcessGroup
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
+from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings
-from tests.grpo_core.policies.trained.tiny_models import disturb
+from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
+from tests.processes import in_processes
 from tests.tiny_policies import EDIT_MODEL, MODEL, build_policy
 
 # At 128 x 64 pixels the decoder's timesteps and sigmas differ.
@@ -337,13 +344,78 @@ def test_the_decoders_gradient_is_that_of_the_pipeline_without_sharing(
     handle.remove()
     assert sum(written) == 3 * 3
     plain = loaded(FULL, noise=0.0)
-    monkeypatch.setattr("grpo_core.policies.glm_image.policy.shared_by_rows", lambda transformer: torch.enable_grad())
+    monkeypatch.setattr("grpo_core.policies.glm_image.decoding.shared_by_rows", lambda transformer: torch.enable_grad())
     rows = join_groups(groups, ADVANTAGES, "denoising")
     logprobs = plain.decoder.logprobs(rows.actions).logprobs
     (-(rows.advantages[:, None] * logprobs).sum() / logprobs.numel()).backward()
     for name, parameter in plain.decoder.trainable_parameters().items():
         assert parameter.grad is not None
         torch.testing.assert_close(found[f"{name}|exp_avg"], parameter.grad, rtol=1e-3, atol=1e-7)
+
+
+# --- several processes
+
+
+def update_of_edits(policy: GlmImagePolicy, process_group: ProcessGroup) -> None:
+    """Processes have rows with other images, and one a row without any; nothing is encoded before."""
+    groups = list(collect_rollouts(loaded(noise=0.0), [*MIXED[:2], MIXED[4]], prompts_per_batch=4))
+    rows = join_groups(groups, ADVANTAGES)
+    process_group.distribute(policy.tokens.trained)
+    optimizer = PolicyOptimizer(policy.tokens.trainable_parameters(), OptimizerSettings(1e-3))
+    settings = UpdateSettings(micro_batch_size=2, max_grad_norm=1e9)
+    update_policy(policy.tokens, optimizer, rows, settings, seed=0, process_group=process_group)
+    process_group.collect(policy.tokens.trained)
+
+
+def update_in_shares(folder: Path) -> None:
+    torch.set_num_threads(1)
+    process_group, policy = ShardedProcessGroup(torch.device("cpu")), loaded(noise=0.0)
+    update_of_edits(policy, process_group)
+    if process_group.rank == 0:
+        torch.save(values_of(policy.tokens.trainable_parameters()), folder / "weights.pt")
+
+
+@pytest.mark.slow
+def test_processes_that_share_the_weights_encode_their_own_images(tmp_path: Path) -> None:
+    in_processes(2, update_in_shares, tmp_path)
+    policy = loaded(noise=0.0)
+    before = values_of(policy.tokens.trainable_parameters())
+    update_of_edits(policy, SINGLE_PROCESS)
+    shared = torch.load(tmp_path / "weights.pt")
+    for name, value in policy.tokens.trainable_parameters().items():
+        # Adam's first step is the learning rate, in the direction of the gradient.
+        moved, other = value - before[name], shared[name] - before[name]
+        assert float(((moved - other).abs() > 1e-4).float().mean()) < 0.01
+
+
+# --- export
+
+
+@torch.no_grad()
+def test_an_exported_model_makes_the_edits_that_were_trained(
+    collected: tuple[GlmImagePolicy, list[RolloutGroup]], tmp_path: Path
+) -> None:
+    policy, groups = collected
+    folders = {stream: tmp_path / stream for stream in STREAMS}
+    for folder in (*folders.values(), tmp_path / "whole"):
+        folder.mkdir()
+    for stream, folder in folders.items():
+        policy.components[stream].save_weights(folder)
+    FAMILY.save_whole(EDIT_MODEL, folders, tmp_path / "whole", dtype=torch.float32)
+    exported = GlmImagePolicy.load(str(tmp_path / "whole"), SETTINGS, {})
+    tokens, _ = tokens_of(groups[:4])
+    expected = policy.tokens.logprobs(tokens).logprobs
+    torch.testing.assert_close(exported.tokens.logprobs(tokens).logprobs, expected, rtol=0, atol=1e-3)
+    base = loaded(noise=0.0)
+    assert float((base.tokens.logprobs(tokens).logprobs - expected).abs().max()) > 0.1
+    request_of = replace(groups[1].request, window_start=None, step_seeds=())
+    drafts = tokens_of(groups[1:2])[0]
+    images = [
+        np.asarray(each.decoder.sample([request_of], drafts, size=SETTINGS.size, rows_per_call=3)[0].images[0], float)
+        for each in (policy, exported, base)
+    ]
+    assert abs(images[0] - images[1]).max() <= 1
+    assert abs(images[0] - images[2]).max() > 1
 
 
 # --- sources are encoded once
@@ -386,8 +458,6 @@ def test_small_sources_are_read_as_their_enlargement() -> None:
 
 
 def test_images_that_cannot_be_read_are_refused_before_a_model_loads() -> None:
-    from grpo_core.policies.glm_image.family import FAMILY
-
     square, long = ImageSize(64, 64), ImageSize(64, 258)
     FAMILY.refuse_prompts(str(EDIT_MODEL), SETTINGS, ["make it blue", "a red circle"], [(square, square), ()])
     with pytest.raises(InputError, match="at most 4 short sides") as refused:
@@ -402,8 +472,6 @@ def test_images_that_cannot_be_read_are_refused_before_a_model_loads() -> None:
 
 
 def test_a_model_that_cannot_edit_refuses_sources(shipped_pipeline: GlmImagePipeline) -> None:
-    from grpo_core.policies.glm_image.sources import SourceEncoder
-
     with pytest.raises(InputError, match="code for 32 pixels"):
         SourceEncoder(shipped_pipeline).codes(SQUARE)
 

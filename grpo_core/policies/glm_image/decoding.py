@@ -1,0 +1,123 @@
+"""The diffusion decoder: the image that a draft's large grid describes, and its noisy denoising steps."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import GlmImagePipeline
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from grpo_core.actions import TokenBatch
+from grpo_core.errors import InputError
+from grpo_core.images import SourceImage
+from grpo_core.policies.denoising.component import DenoisingComponent
+from grpo_core.policies.glm_image.loading import pixel_unit
+from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
+from grpo_core.policies.glm_image.sources import SOURCE_ARGUMENTS, SourceEncoder, shared_by_rows
+from grpo_core.policies.trained.lora_and_full import train_model
+from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.streams import ImageSize
+
+
+def require_fit(tokens: TokenBatch, grids: TokenGrids, size: ImageSize) -> None:
+    """Raise InputError for rows with more tokens than an image of this size has."""
+    places = torch.arange(1, tokens.loss_mask.shape[1] + 1, device=tokens.loss_mask.device)
+    longest = int((tokens.loss_mask * places).amax()) if tokens.loss_mask.numel() else 0
+    if longest > grids.tokens:
+        raise InputError("token_ids", longest, f"A {size} image has {grids.tokens} tokens.")
+
+
+# Flow-GRPO trains the attention of SD3 and attention and feed-forward layers of FLUX; here both, by the same names.
+DECODER_LINEARS = r".*transformer_blocks\.\d+\.(attn1\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
+
+
+train_decoder = partial(train_model, default_targets=DECODER_LINEARS)
+"""`train_model` for the diffusion transformer."""
+
+
+class GlmImageDecoder(DenoisingComponent):
+    """The stream of denoising steps; an image is made of a draft's large grid and of the prompt's quoted text."""
+
+    pipeline: GlmImagePipeline
+    settings: GlmImageSettings
+
+    def __init__(
+        self,
+        pipeline: GlmImagePipeline,
+        settings: GlmImageSettings,
+        trained: TrainedModel,
+        *,
+        autocast: torch.dtype | None = None,
+        sources: SourceEncoder | None = None,
+    ) -> None:
+        """Combine the parts.
+
+        Args:
+            trained: the pipeline's diffusion transformer, or the frozen one where only the token model is trained.
+            sources: encodes source images; None: one of its own.
+        """
+        super().__init__(pipeline, settings, trained, autocast=autocast)
+        self.sources = sources or SourceEncoder(pipeline)
+
+    @property
+    def one_prompt_per_call(self) -> bool:
+        """True: glyph embeddings of several prompts are padded to one length, and the padding is not masked."""
+        return True
+
+    def call_arguments(
+        self,
+        prompts: Sequence[str],
+        drafts: TokenBatch | None,
+        size: ImageSize,
+        sources: tuple[SourceImage, ...] = (),
+    ) -> Mapping[str, Any]:
+        """Return the arguments of the pipeline's call for rows of one prompt."""
+        assert drafts is not None, "an image is made of tokens"
+        grids, device = token_grids(size, pixel_unit(self.pipeline)), self.pipeline.transformer.device
+        if sources:
+            grids = grids.of_edit
+        require_fit(drafts, grids, size)
+        token_ids, loss_mask = _fitted(drafts.token_ids, grids), _fitted(drafts.loss_mask, grids)
+        # Of one row: the encoder's last bits depend on the number of rows.
+        glyphs, _ = self.pipeline.encode_prompt(prompts[0], False, device=device, dtype=self.pipeline.dtype)
+        return {
+            "prompt_embeds": glyphs.expand(len(prompts), -1, -1),
+            "prior_token_ids": large_grid_ids(token_ids, loss_mask, grids).to(device),
+            "height": size.height,
+            "width": size.width,
+            "guidance_scale": self.settings.guidance_scale,
+            **(self.sources.decoder_arguments(sources, len(prompts)) if sources else {}),
+        }
+
+    def start_latents(self, arguments: Mapping[str, Any]) -> Float[Tensor, "rows ..."]:
+        """Return the latents that the pipeline would start from, which do not depend on source images."""
+        return super().start_latents({name: arguments[name] for name in arguments if name not in SOURCE_ARGUMENTS})
+
+    def calling(self, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Let rows share the keys and values of their source images."""
+        return shared_by_rows(self.pipeline.transformer) if "image" in arguments else nullcontext()
+
+
+def _fitted(values: Shaped[Tensor, "rows time"], grids: TokenGrids) -> Shaped[Tensor, "rows full"]:
+    """Cut what is padding for images of these grids, or fill short grids on the right with zeros (False)."""
+    return torch.nn.functional.pad(values, (0, grids.tokens - values.shape[1]))
+
+
+def large_grid_ids(
+    token_ids: Int[Tensor, "samples time"], loss_mask: Bool[Tensor, "samples time"], grids: TokenGrids
+) -> Int[Tensor, "samples prior"]:
+    """Return the decoder's conditioning: the large grid, each token doubled along both axes.
+
+    An image that ended early has cells without a token; they repeat the last sampled token, so that the
+    image can still be viewed and scored.
+    """
+    large = slice(grids.preview.tokens, grids.tokens)
+    token_ids = torch.where(loss_mask, token_ids, 0)
+    written = loss_mask.sum(-1, keepdim=True).clamp(min=1)
+    last = token_ids.gather(1, written - 1)
+    ids = torch.where(loss_mask, token_ids, last)[:, large]
+    ids = ids.reshape(-1, grids.large.rows, grids.large.columns)
+    return ids.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
