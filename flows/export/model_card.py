@@ -26,7 +26,8 @@ from tasks.runs.stored import choose_policy, find_evaluation
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 """Where diffusers looks for an adapter in a folder."""
 
-IMAGE_PROMPT, TEXT_PROMPT, QUESTION = "a lighthouse at dusk", "Write a haiku about rain.", "What is in this image?"
+IMAGE_PROMPT, EDIT_PROMPT = "a lighthouse at dusk", "make it dusk"
+TEXT_PROMPT, QUESTION = "Write a haiku about rain.", "What is in this image?"
 
 
 def usage(config: RunConfig, exported: str, *, merged: bool) -> str:
@@ -59,9 +60,25 @@ def _image_usage(
         place = f'"{exported}", subfolder="{stream}"' if several else f'"{exported}"'
         lines += [line.format(place=place) for line in loading]
     call = {name: getattr(rollout, name) for name in ("height", "width", "num_inference_steps")}
-    settings = ", ".join(f"{name}={value!r}" for name, value in {**call, **_guidance(config, rollout)}.items())
-    lines += [f'image = pipe("{IMAGE_PROMPT}", {settings}).images[0]', 'image.save("image.png")']
+    settings = ", ".join(f"{name}={value!r}" for name, value in {**call, **_own_arguments(config, rollout)}.items())
+    source = _source_argument(config)
+    if source is not None:
+        lines.insert(2, "from diffusers.utils import load_image")
+    given = f'prompt="{IMAGE_PROMPT}"' if source is None else f'prompt="{EDIT_PROMPT}", {source}'
+    lines += [f"image = pipe({given}, {settings}).images[0]", 'image.save("image.png")']
     return "\n".join(lines)
+
+
+def _source_argument(config: RunConfig) -> str | None:
+    """Return the argument for the image to edit; None for a run whose prompts have none."""
+    saved = read_saved_pipeline(config.policy.model) if config.policy.kind == "diffusers" else None
+    argument = saved.pipeline_class.sources if saved is not None else None
+    if argument is None or all(dataset.image_column is None for dataset in config.data.sets):
+        return None
+    return f"image=[{_LOAD_SOURCE}]" if argument.as_list else f"image={_LOAD_SOURCE}"
+
+
+_LOAD_SOURCE = 'load_image("source.png")'
 
 
 _PIPELINES: Mapping[str, str] = MappingProxyType({"glm_image": "GlmImagePipeline", "diffusers": "DiffusionPipeline"})
@@ -78,14 +95,14 @@ _ADAPTERS: Mapping[Stream, tuple[str, ...]] = MappingProxyType(
 """The lines that load an adapter of each component of a pipeline."""
 
 
-def _guidance(
+def _own_arguments(
     config: RunConfig, rollout: GlmImageRolloutSection | DiffusersRolloutSection
-) -> Mapping[str, float | int | str]:
-    """Return the arguments of guidance as the pipeline calls them, which files on this machine tell."""
+) -> Mapping[str, object]:
+    """Return guidance and other arguments as the pipeline calls them, which files on this machine tell."""
     saved = read_saved_pipeline(config.policy.model) if isinstance(rollout, DiffusersRolloutSection) else None
     if saved is None or not isinstance(rollout, DiffusersRolloutSection):
         return {"guidance_scale": rollout.guidance_scale}
-    return call_settings(saved, rollout)
+    return {**call_settings(saved, rollout), **saved.pipeline_class.fixed_arguments(rollout.size)}
 
 
 def _revision(config: RunConfig, merged: bool) -> str:

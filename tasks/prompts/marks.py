@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from grpo_core.errors import InputError
-
-MARK = "<image>"
-"""The place of an image in a text."""
+from grpo_core.images import IMAGE_MARK
 
 _IMAGE_KINDS = ("image", "image_url")
 _PAYLOADS = ("image", "path", "url", "image_url", "bytes")
@@ -39,8 +37,8 @@ def mark_images(text: str, place: str) -> MarkedPrompt:
     """
     messages = _read_messages(text)
     if messages is None:
-        return MarkedPrompt(text, text.count(MARK), ())
-    if all(isinstance(message["content"], str) and MARK not in message["content"] for message in messages):
+        return MarkedPrompt(text, text.count(IMAGE_MARK), ())
+    if all(isinstance(message["content"], str) and IMAGE_MARK not in message["content"] for message in messages):
         return MarkedPrompt(text, 0, ())
     payloads: list[object] = []
     written = [{**message, "content": _blocks(message["content"], payloads, place)} for message in messages]
@@ -58,7 +56,7 @@ def require_match(prompt: MarkedPrompt, images: int, place: str) -> None:
         InputError: with both numbers.
     """
     if prompt.marks not in ({0, images} if images else {0}):
-        hint = f"Write {MARK} (or an image block) once per image, or never: then the images come before the text."
+        hint = f"Write {IMAGE_MARK} (or an image block) once per image, or never: then the images come before the text."
         raise InputError(place, f"{prompt.marks} marks for {images} images", hint)
 
 
@@ -95,7 +93,7 @@ def _blocks(content: str | list[object], payloads: list[object], place: str) -> 
 
 def _split(text: str) -> Iterator[dict[str, str]]:
     """Yield the text between marks, unless it is empty, and an image block for each mark."""
-    for number, part in enumerate(text.split(MARK)):
+    for number, part in enumerate(text.split(IMAGE_MARK)):
         if number:
             yield {"type": "image"}
         if part:

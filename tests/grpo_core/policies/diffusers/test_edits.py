@@ -260,7 +260,11 @@ def test_the_gradient_of_an_update_is_that_of_a_plain_script(saved_edit: SavedFo
     largest = max(float(each.abs().max()) for each in expected.values())
     for name, wanted in expected.items():
         found = 10 * state[f"{name}|exp_avg"]
-        torch.testing.assert_close(found, wanted, atol=1e-4 * largest, rtol=1e-3)
+        torch.testing.assert_close(found, wanted, atol=1e-5 * largest, rtol=1e-4)
+    # The script would see another source.
+    wrong = [replace(each, request=replace(each.request, sources=(source(96, 64, 9),))) for each in groups]
+    moved = plain_script_gradient(folder, wrong, advantages)
+    assert max(float((moved[name] - each).abs().max()) for name, each in expected.items()) > 1e-3 * largest
 
 
 # --- training and export

@@ -1,0 +1,40 @@
+"""The lines in the card of an exported edit pipeline draw with the pipeline, given an image to edit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from configs.loader import read_config
+from flows.export.model_card import usage
+from tests.flows.conftest import REPOSITORY
+from tests.grpo_core.policies.diffusers.tiny_classes import MAKE_CLASS
+from tests.grpo_core.policies.diffusers.tiny_pipelines import save
+
+
+@pytest.mark.parametrize("name", ["flux_kontext", "flux2_klein"])
+def test_the_lines_of_the_card_edit_an_image(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(name, tmp_path / "pipeline", MAKE_CLASS)
+    sizes = [
+        "rollout.height=32",
+        "rollout.width=32",
+        "rollout.max_sequence_length=64",
+        "evaluate.num_inference_steps=2",
+    ]
+    own = [f"policy.model={folder}", "policy.dtype=float32", *sizes]
+    config = read_config(REPOSITORY / "configs" / "flux_kontext.yaml", own)
+    monkeypatch.chdir(tmp_path)
+    Image.effect_noise((64, 64), 100).convert("RGB").save("source.png")
+    defined: dict[str, Any] = {}
+    exec(usage(config, str(folder), merged=True), defined)
+    assert defined["image"].size == (32, 32)
+
+
+def test_a_run_whose_prompts_have_no_images_is_shown_without(tmp_path: Path) -> None:
+    folder = save("flux_kontext", tmp_path / "pipeline", MAKE_CLASS)
+    none = ["data.image_column=null", "evaluate.image_column=null", 'rewards=[{"reward": "r2"}]']
+    config = read_config(REPOSITORY / "configs" / "flux_kontext.yaml", [f"policy.model={folder}", *none])
+    lines = usage(config, str(folder), merged=True)
+    assert "load_image" not in lines
+    assert "max_area=262144" in lines
