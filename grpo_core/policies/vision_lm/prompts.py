@@ -17,11 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 from grpo_core.errors import InputError, first_line
+from grpo_core.images import IMAGE_MARK
 from grpo_core.policies.causal_lm.prompts import Message, print_messages, read_messages, uses_template
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
-
-MARK = "<image>"
-"""Where an image stands in a plain prompt."""
 
 _TOKEN_TYPES = "token_type_ids"
 _PLACEHOLDER_FIELD = re.compile(
@@ -159,7 +157,7 @@ def image_messages(prompt: str, images: int) -> list[Message]:
 
 
 def _blocks(text: str, images: int) -> list[dict[str, str]]:
-    parts = text.split(MARK)
+    parts = text.split(IMAGE_MARK)
     if len(parts) == 1 or not images:
         return _text(text)
     blocks = [[{"type": "image"}, *_text(part)] for part in parts[1:]]
