@@ -335,7 +335,7 @@ class VisionRolloutSection(TextRolloutSection, VisionLMSettings):
     """How groups of texts about images are sampled."""
 
 
-RolloutSection = GlmImageRolloutSection | DiffusersRolloutSection | VisionRolloutSection | TextRolloutSection
+RolloutSection = GlmImageRolloutSection | DiffusersRolloutSection | TextRolloutSection | VisionRolloutSection
 
 
 class StagePlacement(Section):

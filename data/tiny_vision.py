@@ -333,7 +333,8 @@ def evaluate_tiny_vision_model(
     folder: Path, recipe: TinyVisionRecipe, *, shapes: int, temperature: float, group_size: int = 4, seed: int = 0
 ) -> TinyVisionReport:
     """Sample `group_size` answers about each held-out scene and measure them; one at a temperature of 0."""
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=False)
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     seen, unseen = split_scenes(recipe.seed, train=recipe.train_prompts, heldout=recipe.heldout_prompts, shapes=shapes)
     group_size = group_size if temperature else 1
     corpus = encode_scenes(processor, unseen)

@@ -113,6 +113,7 @@ def render(policy: GlmImagePolicy, tokens: TokenBatch, noise_seeds: Sequence[int
 
 
 TEXT_MODEL = Path(data.__file__).parent / "models" / "tiny-text"
+VISION_MODEL = Path(data.__file__).parent / "models" / "tiny-vision"
 TEXT_LORA = LoraSettings(rank=4, alpha=8.0)
 # Of different lengths, so that a batch of them is padded on the left.
 TEXT_PROMPTS = ("sort the letters of banana", "ok", "sort the letters of it, please", "一只猫 🙂")

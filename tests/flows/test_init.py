@@ -24,7 +24,7 @@ REWARDS = {
     "image": ("own", "jpeg", "sharpness"),
     "diffusers": ("own", "jpeg"),
     "text": ("own", "format"),
-    "vision": ("own", "box_iou"),
+    "vision": ("own", "format"),
 }
 MODELS = {
     "image": "data/models/tiny-glm-image",

@@ -1,12 +1,8 @@
-"""Runs whose prompts have images: resumed, damaged, replayed, rescored, pruned, inspected and started anew.
-
-The text model stands in for a policy that looks at images; it reads the prompts' texts only.
-"""
+"""Runs whose prompts have images: resumed, damaged, replayed, rescored, pruned, inspected and started anew."""
 
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +14,25 @@ from flows.inspect_run import inspect_run
 from flows.preflight.prompts import read_prompt_files
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
-from grpo_core.policies.causal_lm.family import CausalLMFamily
 from grpo_core.update.optimizer import PolicyOptimizer
-from tests.flows.conftest import TINY_TEXT, Runs, Start, flip, refused, sha256_of
+from tests.flows.conftest import REPOSITORY, Runs, Start, flip, refused, sha256_of
 from tests.flows.replaying.replays import run_replay
 from tests.flows.rescoring.test_rescore import scored_again
 from tests.tasks.reports.made_runs import png
 
+GROUNDING = REPOSITORY / "configs" / "tiny_grounding.yaml"
 IMAGES = {f"{name}.png": png((30 * number + 20, 0, 0)) for number, name in enumerate("abc")}
 PROMPTS = [
-    {"prompt": "sort the letters of one", "answer": "eno", "image": "a.png"},
-    {"prompt": "sort the letters of two", "answer": "otw", "images": ["b.png", "a.png"]},
-    {"prompt": "sort the letters of three", "answer": "eehrt"},
+    {"prompt": "where is the red circle?", "image": "a.png"},
+    {"prompt": "where is the blue square? <image> <image>", "images": ["b.png", "a.png"]},
+    {"prompt": "where is the green circle?"},
 ]
-HELDOUT = [{"prompt": "sort the letters of six", "answer": "isx", "image": "c.png"}]
+HELDOUT = [{"prompt": "where is the blue circle?", "image": "c.png"}]
 REWARD = """
 def reds(completions, source_images, **columns):
     return [sum(image.getpixel((0, 0))[0] for image in images) / 255 + len(text) / 50
             for text, images in zip(completions, source_images)]
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def looking() -> Iterator[None]:
-    """Let the text family take images, as a family that looks at them does."""
-
-    def refuse_prompts(*arguments: Any) -> None:
-        assert any(arguments[-1]), "sizes of the images are given"
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CausalLMFamily, "reads_images", True)
-        patch.setattr(CausalLMFamily, "refuse_prompts", refuse_prompts)
-        yield
 
 
 @pytest.fixture
@@ -77,6 +60,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "rollout__prompts_per_iteration": 3,
         "rollout__group_size": 2,
         "update__minibatch_size": 6,
+        "update__micro_batch_size": 6,
         "run__iterations": 2,
         **changes,
     }
@@ -86,7 +70,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Path, Start]:
     """A finished run that no test changes, and the folder of its inputs."""
     runs, inputs = Runs(tmp_path_factory.mktemp("runs")), write_inputs(tmp_path_factory.mktemp("inputs"))
-    return runs, inputs, runs.start_text("run", **settings(inputs))
+    return runs, inputs, runs.start_text("run", file=GROUNDING, **settings(inputs))
 
 
 @pytest.fixture
@@ -135,9 +119,9 @@ def test_a_killed_run_ends_as_one_that_was_not(
 
     monkeypatch.setattr(PolicyOptimizer, "step", step_and_fail)
     with pytest.raises(RuntimeError, match="power cut"):
-        empty.start_text("run", **settings(inputs))
+        empty.start_text("run", file=GROUNDING, **settings(inputs))
     monkeypatch.undo()
-    again = empty.start_text("run", **settings(inputs))
+    again = empty.start_text("run", file=GROUNDING, **settings(inputs))
     assert again.summary.policy_digest == start.summary.policy_digest
     assert empty.tables() == runs.tables()
 
@@ -150,7 +134,7 @@ def test_a_damaged_or_lost_image_is_restored_from_the_prompts(finished: tuple[Ru
     # What reads them again: everything after the rollouts of the second iteration.
     shutil.rmtree(runs.path("iteration_000002", "rewards"))
     shutil.rmtree(runs.path("policies", "000002"))
-    again = runs.start_text("run", **settings(inputs))
+    again = runs.start_text("run", file=GROUNDING, **settings(inputs))
     assert "iteration 2: collect rollouts" not in again.stages
     assert again.summary.policy_digest == start.summary.policy_digest
     assert stored(runs) == EXPECTED
@@ -189,7 +173,7 @@ def test_pruning_keeps_what_rollouts_name(finished: tuple[Runs, Path, Start]) ->
     runs, inputs, start = finished
     prune(PruneRequest(sources=("run",), root=str(runs.root), policies_last=1))
     assert stored(runs) == EXPECTED
-    assert runs.start_text("run", **settings(inputs)).stages == ()
+    assert runs.start_text("run", file=GROUNDING, **settings(inputs)).stages == ()
     summary, _ = run_replay(runs, "evaluate.prompts=null")
     assert summary.policy_digest == start.summary.policy_digest
 
@@ -197,7 +181,7 @@ def test_pruning_keeps_what_rollouts_name(finished: tuple[Runs, Path, Start]) ->
 def test_another_image_of_the_same_name_is_another_run(finished: tuple[Runs, Path, Start], folder: Path) -> None:
     runs, _, start = finished
     (folder / "a.png").write_bytes(png((200, 0, 0)))
-    again = runs.start_text("run", **settings(folder))
+    again = runs.start_text("run", file=GROUNDING, **settings(folder))
     assert again.summary.reward_first != start.summary.reward_first
     assert stored(runs, "run~1") == EXPECTED
     assert hashlib.sha256(png((200, 0, 0))).hexdigest() in stored(runs)
@@ -208,15 +192,15 @@ def test_what_was_read_is_reported_and_what_is_missing_refused_before_a_model_lo
     def overrides(**changes: Any) -> list[str]:
         return Runs(folder / "runs").overrides({}, **settings(folder, **changes))
 
-    files = read_prompt_files(read_config(TINY_TEXT, overrides()))
+    files = read_prompt_files(read_config(GROUNDING, overrides()))
     assert any(
         "2 of 3 prompts have images, 3 (column image, images); the largest is 8x8" in note for note in files.notes
     )
     (folder / "b.png").unlink()
-    files = read_prompt_files(read_config(TINY_TEXT, overrides()))
+    files = read_prompt_files(read_config(GROUNDING, overrides()))
     (problem,) = files.problems
     assert problem.place == f"data.prompts: {folder}/train.jsonl, line 2, column images, image 1"
     (folder / "train.jsonl").write_text(json.dumps(PROMPTS[2]))
-    errors = refused(lambda: Runs(folder / "runs").start_text("run", **settings(folder)))
+    errors = refused(lambda: Runs(folder / "runs").start_text("run", file=GROUNDING, **settings(folder)))
     assert [error.place for error in errors] == ["rewards.0.reds"]
     assert "source_images" in errors[0].hint

@@ -33,7 +33,7 @@ from tests.tasks.reports.made_runs import flip_last_byte
 from tests.tasks.rollouts.both_streams import PLACEMENT, made_group, random_states
 from tests.tasks.rollouts.both_streams import plan as plan_of_images
 from tests.tasks.stage_calls import table_of
-from tests.tasks.update.update_jobs import TEXTS, advantages_table
+from tests.tasks.update.update_jobs import ABOUT_IMAGES, advantages_table
 
 A, B = SourceImage.of(png(1)), SourceImage.of(png(2))
 IMAGES = {each.digest: each for each in (A, B)}
@@ -49,7 +49,7 @@ REFERENCES = {digest: reference(image) for digest, image in IMAGES.items()}
 
 def plan(images: Sequence[tuple[SourceImage, ...]] = OF_PROMPTS) -> RolloutPlan:
     prompts = [
-        Prompt(f"id{place}", f"sort the letters of {'abc'[place]}", {}, tuple(map(reference, each)))
+        Prompt(f"id{place}", f"where is the {('red', 'blue', 'green')[place]} circle?", {}, tuple(map(reference, each)))
         for place, each in enumerate(images)
     ]
     return plan_round(
@@ -64,11 +64,11 @@ def plan(images: Sequence[tuple[SourceImage, ...]] = OF_PROMPTS) -> RolloutPlan:
 
 
 def policy() -> PolicyRef:
-    return PolicyRef(version=0, digest=TEXTS.spec().digest)
+    return PolicyRef(version=0, digest=ABOUT_IMAGES.spec().digest)
 
 
 def collect(planned: RolloutPlan) -> ArtifactRef:
-    return collect_rollouts_task.fn(policy(), planned, TEXTS.spec(), TEXTS.rollout, False, PLACEMENT)
+    return collect_rollouts_task.fn(policy(), planned, ABOUT_IMAGES.spec(), ABOUT_IMAGES.rollout, False, PLACEMENT)
 
 
 def stored(store: ArtifactStore) -> dict[str, bytes]:
@@ -158,7 +158,7 @@ class TestStages:
         assert table["sources"].to_list() == [[A.digest]] * 2 + [[]] * 2 + [[B.digest, A.digest]] * 2
         names = table["sample_id"].to_list()
         advantages = advantages_table(rollouts, {(names[row], "tokens"): 1.0 for row in (1, 2, 5)})
-        family = policy_family("causal_lm")
+        family = policy_family("vision_lm")
 
         def read() -> TokenBatch:
             rows = read_training_rows(
@@ -180,7 +180,7 @@ class TestStages:
         rollouts = collect(plan(((), ())))
         names = table_of(store, rollouts)["sample_id"].to_list()
         advantages = advantages_table(rollouts, {(name, "tokens"): 1.0 for name in names})
-        family = policy_family("causal_lm")
+        family = policy_family("vision_lm")
         rows = read_training_rows(
             store, [rollouts], advantages, policy(), family, tmp_path, stream="tokens", max_staleness=0
         ).rows

@@ -9,7 +9,14 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection, TextRolloutSection
+from configs.sections import (
+    GlmImageRolloutSection,
+    LoraSection,
+    PlacementSection,
+    PolicySection,
+    TextRolloutSection,
+    VisionRolloutSection,
+)
 from configs.training import AnyUpdateSection, MismatchSection, UpdateSection
 from grpo_core.policies.trained.settings import Reference
 from grpo_core.streams import Stream
@@ -28,7 +35,7 @@ from tasks.update.update_policy import update_policy_task
 from tests.processes import in_processes
 from tests.tasks.advantages.test_compute_advantages import commit_rows
 from tests.tiny_policies import MODEL as IMAGE_MODEL
-from tests.tiny_policies import TEXT_MODEL
+from tests.tiny_policies import TEXT_MODEL, VISION_MODEL
 
 # Minibatches of four and of three rows, a row at a time: one process of two has one microbatch more to do.
 UPDATE = UpdateSection(
@@ -110,6 +117,11 @@ TEXTS = Modality(
     PolicySection(kind="causal_lm", model=str(TEXT_MODEL), dtype="float32", lora=None),
     TextRolloutSection(max_completion_length=12),
     ("sort the letters of banana", "sort the letters of it, please"),
+)
+ABOUT_IMAGES = Modality(
+    PolicySection(kind="vision_lm", model=str(VISION_MODEL), dtype="float32", lora=None),
+    VisionRolloutSection(max_completion_length=6),
+    ("where is the red circle?", "where is the blue square?"),
 )
 # One draft of four is rendered three times.
 JOINT = Modality(
