@@ -53,8 +53,9 @@ def test_it_does_not_grow_with_the_iterations(empty: Runs, staleness: int) -> No
         empty.start_text(run__iterations=8, run__staleness=staleness, **SMALL)
     finally:
         use_hook(None)
-    # Two iterations' worth: what was just made is there a little longer or shorter, and a thread may sample ahead.
-    leeway = {"references": 8, "results": 40, "assets": 4}
+    # Two iterations' worth: what was just made is there a little longer or shorter. The thread that samples ahead drops
+    # the policy before its own when it begins, which may be before or after the count.
+    leeway = {"references": 8, "results": 40, "assets": 4, "policies": 1}
     assert {name: n for name, n in kept[7].items() if n > kept[4][name] + leeway.get(name, 0)} == {}
 
 
