@@ -131,6 +131,7 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
             size: of the images; None: that of the settings.
             sources: the source images of each prompt, at least one each; None: no prompt has any.
         """
+        assert sources is None or all(sources), "an image drawn from text alone has other tokens than an edit"
         size = size or self.settings.size
         encoded = self._encode(list(prompts), size, sources)
         with self._sampling():

@@ -69,7 +69,9 @@ def loaded(choice: TrainingChoice = ADAPTERS, settings: GlmImageSettings = SETTI
 def request(prompt: str, sources: tuple[SourceImage, ...], window_start: int | None = 1) -> GroupRequest:
     names = tuple(f"{prompt[:6]} {[each.digest[:4] for each in sources]} {row}" for row in range(3))
     # The first of two drafts twice.
-    return GroupRequest(prompt, names, (5, 5, 6), (1, 1, 1), (11, 12, 13), window_start=window_start, sources=sources)
+    return GroupRequest(
+        prompt, names, (5, 5, 6), (1, 1, 1), (11, 12, 13), SETTINGS.size, window_start=window_start, sources=sources
+    )
 
 
 MIXED = [
