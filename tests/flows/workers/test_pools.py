@@ -164,7 +164,9 @@ def test_one_worker_trains_and_does_the_stages_whichever_of_them_is_cancelled(
     cancel(state())
     wait_for(lambda: state()["state_type"] == "CANCELLED", worker.log)
     wait_for(lambda: stages_of("run")[rollouts]["state_type"] in ("CANCELLED", "COMPLETED"), worker.log)
-    wait_for(lambda: not psutil.Process(worker.process.pid).children(recursive=True), worker.log)
+    # A stage that completed leaves the child with its model.
+    kept = 1 if stages_of("run")[rollouts]["state_type"] == "COMPLETED" else 0
+    wait_for(lambda: len(psutil.Process(worker.process.pid).children(recursive=True)) <= kept, worker.log)
     assert not [path for path in empty.path(".incoming").iterdir() if path.is_dir()]
 
     state = started(training)
@@ -178,7 +180,8 @@ def test_one_worker_trains_and_does_the_stages_whichever_of_them_is_cancelled(
     found = httpx.post(f"{PREFECT_API_URL.value()}/task_runs/filter", json=requested, timeout=60).json()
     tasks = {each["name"] for each in found if not each["name"].endswith(" on only")}
     linked = {each["name"].removesuffix(" on only") for each in found if each["name"].endswith(" on only")}
-    assert linked == tasks
+    # What completed before is not done again.
+    assert linked == tasks - ({"iteration 1: collect rollouts"} if kept else set())
 
 
 def test_a_training_that_does_its_stages_itself_and_stages_of_others_take_turns(
