@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.training.summary import TrainSummary
@@ -87,6 +89,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         database = {"PREFECT_API_DATABASE_CONNECTION_URL": postgres.url("prefect")}
         with grpo_ui(home, database) as ui, temporary_settings({PREFECT_API_URL: ui.api_url}):
             yield
+            # What is sent later would be tried for minutes, and later tests would wait for it.
+            APILogWorker.drain_all()
+            EventsWorker.drain_all()
 
 
 @pytest.fixture
