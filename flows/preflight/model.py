@@ -112,6 +112,17 @@ def check_device(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError
             check()
         except InputError as error:
             yield error
+    policy = config.policy
+    try:
+        policy_family(policy.kind).refuse_quantization(
+            source_of(config),
+            policy.quantization,
+            policy.streams,
+            torch_device(placement),
+            adapters=policy.trains_adapters,
+        )
+    except InputError as error:
+        yield error
     for stream, update in config.updates.items():
         try:
             refuse_unavailable(update.optimizer, torch_device(placement))
