@@ -106,8 +106,9 @@ class QuantizationSettings:
         scales = blocks + 4 * -(-blocks // _NESTED_BLOCK) if self.double_quant else 4 * blocks
         return math.ceil(rows * columns / 2) + scales + _TABLES[self.double_quant]
 
-    def __str__(self) -> str:
-        """Describe it in a few words."""
+    @property
+    def description(self) -> str:
+        """The quantization in a few words."""
         double = " with double quantization" if self.double_quant else ""
         compute = f", computed in {self.compute_dtype}" if self.compute_dtype else ""
         return f"{self.kind}{double}{compute}"
@@ -157,9 +158,7 @@ def require_usable(
         hint = f"The weights of {model} are stored in {own.kind} already; leave policy.quantization out."
         raise InputError(f"{PLACE}.kind", quantization.kind, hint)
     if own is not None and not adapters:
-        hint = (
-            f"The weights of {model} are stored in {own.kind} and cannot be trained; set policy.lora to {rank: 32}."
-        )
+        hint = f"The weights of {model} are stored in {own.kind} and cannot be trained; set policy.lora."
         raise InputError("policy.lora", None, hint)
     if own is not None or quantization is not None:
         place, value = ("policy.model", model) if quantization is None else (f"{PLACE}.kind", quantization.kind)
