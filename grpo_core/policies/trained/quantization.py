@@ -163,7 +163,7 @@ def require_usable(
     if own is not None or quantization is not None:
         place, value = ("policy.model", model) if quantization is None else (f"{PLACE}.kind", quantization.kind)
         if find_spec("bitsandbytes") is None:
-            hint = "It needs bitsandbytes: `uv pip install bitsandbytes`, the extra bitsandbytes of this package."
+            hint = "It needs bitsandbytes, the extra of that name (pip install bitsandbytes); or leave it out."
             raise InputError(place, value, hint)
         if device.type not in ("cuda", "cpu"):
             raise InputError(place, value, f"bitsandbytes was not tried on {device.type}; use cuda or cpu.")
