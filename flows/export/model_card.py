@@ -19,6 +19,7 @@ from grpo_core.policies.diffusers.saved_pipeline import call_settings, read_save
 from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.policies.protocol import policy_family
 from grpo_core.streams import Stream
+from tasks.models.initial import local_source
 from tasks.reports.report import Fact, Report, Table, markdown_of
 from tasks.reports.text import number
 from tasks.runs.layout import StoredEvaluation, evaluation_folder
@@ -55,10 +56,7 @@ def _image_usage(
     adapters = {} if merged else {stream: _ADAPTERS[stream] for stream in config.policy.streams}
     imports = [name for stream in adapters for name in _ADAPTER_IMPORTS.get(stream, ())]
     lines = ["import torch", f"from diffusers import {pipeline}", *imports, ""]
-    quantized = _quantization(config, merged)
-    if quantized:
-        lines.insert(2, "from diffusers.quantizers import PipelineQuantizationConfig")
-    lines += [f'pipe = {pipeline}.from_pretrained("{model}", dtype=torch.{config.policy.dtype}{quantized}{code})']
+    lines += [f'pipe = {pipeline}.from_pretrained("{model}", dtype=torch.{config.policy.dtype}{code})']
     several = len(adapters) > 1
     for stream, loading in adapters.items():
         place = f'"{exported}", subfolder="{stream}"' if several else f'"{exported}"'
@@ -109,18 +107,20 @@ def _own_arguments(
     return {**call_settings(saved, rollout), **saved.pipeline_class.fixed_arguments(rollout.size)}
 
 
-def _quantization(config: RunConfig, merged: bool) -> str:
-    """Return the argument that quantizes the base of adapters as in training; empty without quantization."""
+def _quantization(config: RunConfig, merged: bool, sees: bool) -> str:
+    """Return the argument that quantizes a language model under its adapter as in training; empty without one."""
     quantization = config.policy.quantization
     if merged or quantization is None:
         return ""
-    arguments = quantization.arguments(config.policy.dtype)
-    if policy_family(config.policy.kind).modality == "text":
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        return f", quantization_config=BitsAndBytesConfig({given})"
-    parts = list(quantization.components or ("transformer",))
-    backend = "bitsandbytes_4bit" if quantization.in_4_bits else "bitsandbytes_8bit"
-    return f', quantization_config=PipelineQuantizationConfig("{backend}", {arguments!r}, {parts!r})'
+    # Importing transformers takes seconds, and the card of any other run needs none of it.
+    from grpo_core.policies.causal_lm.loading import CAUSAL_LM, modules_in_full, on_meta, read_config
+    from grpo_core.policies.vision_lm.loading import VISION_LM
+
+    kind = VISION_LM if sees else CAUSAL_LM
+    model = on_meta(read_config(local_source(config.policy.model, config.policy.revision), kind), kind)
+    arguments = quantization.arguments(config.policy.dtype, modules_in_full(model, kind))
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f", quantization_config=BitsAndBytesConfig({given})"
 
 
 def _revision(config: RunConfig, merged: bool) -> str:
@@ -144,7 +144,7 @@ def _text_usage(config: RunConfig, rollout: TextRolloutSection, exported: str, m
         "",
         f'{reads} = {reader}.from_pretrained("{model}")',
     ]
-    quantized = _quantization(config, merged)
+    quantized = _quantization(config, merged, sees)
     if quantized:
         lines[0] = lines[0].replace(f", {reader}", f", {reader}, BitsAndBytesConfig")
     settings = f', dtype="{config.policy.dtype}"{quantized}{_revision(config, merged)}'

@@ -28,6 +28,7 @@ def check_model(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]
         family.refuse_missing(source_of(config))
         family.refuse_unusable(source_of(config), config.rollout)
         _refuse_evaluation(config)
+        _refuse_quantization(config)
     except InputError as error:
         yield error
         return
@@ -42,6 +43,20 @@ def _refuse_evaluation(config: RunConfig) -> None:
         field = error.place.removeprefix("rollout.")
         own = getattr(config.evaluate, field, None) is not None
         raise InputError(f"evaluate.{field}" if own else error.place, error.value, error.hint) from error
+
+
+def _refuse_quantization(config: RunConfig) -> None:
+    """Raise InputError if the weights cannot be quantized as configured, or are stored quantized and are trained."""
+    policy, placement = config.policy, config.placement
+    # What a worker's machine can run is refused there.
+    if not placement.update.pool:
+        policy_family(policy.kind).refuse_quantization(
+            source_of(config),
+            policy.quantization,
+            policy.streams,
+            torch_device(placement),
+            adapters=policy.trains_adapters,
+        )
 
 
 def _size_problems(config: RunConfig, prompts: PromptFiles) -> list[InputError]:
@@ -112,17 +127,6 @@ def check_device(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError
             check()
         except InputError as error:
             yield error
-    policy = config.policy
-    try:
-        policy_family(policy.kind).refuse_quantization(
-            source_of(config),
-            policy.quantization,
-            policy.streams,
-            torch_device(placement),
-            adapters=policy.trains_adapters,
-        )
-    except InputError as error:
-        yield error
     for stream, update in config.updates.items():
         try:
             refuse_unavailable(update.optimizer, torch_device(placement))

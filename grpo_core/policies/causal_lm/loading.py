@@ -187,7 +187,7 @@ def quantized_loading(
     if quantization is None:
         # Weights are stored in 4 or 8 bits for a device, from which they are not moved.
         return {} if getattr(config, "quantization_config", None) is None else {"device_map": {"": device}}
-    arguments = quantization.arguments(str(dtype).removeprefix("torch."), modules_in_full(_on_meta(config, kind), kind))
+    arguments = quantization.arguments(str(dtype).removeprefix("torch."), modules_in_full(on_meta(config, kind), kind))
     return {"quantization_config": BitsAndBytesConfig(**arguments), "device_map": {"": device}}
 
 
@@ -196,14 +196,15 @@ def modules_in_full(model: Any, kind: ModelKind) -> list[str]:
     return default_skips(model, map(id, kind.outside(model)))
 
 
-def _on_meta(config: Any, kind: ModelKind) -> Any:
+def on_meta(config: Any, kind: ModelKind) -> Any:
+    """Build a model of this kind on the meta device: every shape and name, no memory and no values."""
     with torch.device("meta"):
         return kind.auto.from_config(config)
 
 
 def quantized_parameters(config: Any, kind: ModelKind, quantization: QuantizationSettings) -> tuple[int, int]:
     """Return how many parameters of a model are quantized, and their bytes with scales."""
-    model = _on_meta(config, kind)
+    model = on_meta(config, kind)
     return quantized_size(model, quantization, modules_in_full(model, kind))
 
 
@@ -249,8 +250,7 @@ def train_causal_lm(
 
 def build_on_meta(model: str, config: Any, choice: TrainingChoice) -> TrainedModel:
     """Build the model on the meta device and apply the choice."""
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config)
+    base = on_meta(config, CAUSAL_LM)
     return train_causal_lm(base, choice, base_name=model, initial_state=dict)
 
 

@@ -147,7 +147,8 @@ class GlmImageFamily:
             "autoencoder weights": count_parameters(networks.vae),
             "glyph encoder weights": count_parameters(networks.text_encoder),
         }
-        quantized = quantized_networks(model, networks, next(iter(choices.values())).quantization)
+        quantization = next((choice.quantization for choice in choices.values()), None)
+        quantized = quantized_networks(model, networks, quantization)
         vae, width, blocks = networks.vae.config, hidden_width(networks.decoder.config), count_blocks(networks.decoder)
         scale = 2 ** (len(vae.block_out_channels) - 1)
         unit = 2 * networks.decoder.config.patch_size * scale

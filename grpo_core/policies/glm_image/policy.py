@@ -237,7 +237,7 @@ class GlmImagePolicy:
         Raises:
             InputError: no such model, a size the model cannot generate, or adapter targets that match nothing.
         """
-        quantization = next(iter(choices.values())).quantization
+        quantization = next((choice.quantization for choice in choices.values()), None)
         adapters = all(choice.lora is not None for choice in choices.values())
         require_usable_weights(model, quantization, choices, device, adapters=adapters)
         pipeline = load_pipeline(model, dtype=dtype, device=device, quantization=quantization)

@@ -49,6 +49,10 @@ def test_the_reward_rises_and_a_merged_export_says_how_far_it_is(empty: Runs, tm
     request = ExportRequest(run="text", folder=str(tmp_path / "merged"), merged=True, root=str(empty.root))
     exported = export(plan_export(request))
     assert exported.difference is not None
+    card = export(plan_export(request.model_copy(update={"folder": str(tmp_path / "own"), "merged": False})))
+    load = "load_in_4bit=True, bnb_4bit_quant_type='nf4'" if kind == "nf4" else "load_in_8bit=True"
+    assert f"BitsAndBytesConfig({load}" in Path(card.folder, "README.md").read_text()
+    assert "llm_int8_skip_modules=['lm_head'" in Path(card.folder, "README.md").read_text()
     assert exported.difference.rollouts == 16
     assert 0 < exported.difference.mean < exported.difference.largest
     assert str(exported.difference) in (tmp_path / "merged" / "README.md").read_text()
