@@ -1,7 +1,7 @@
 """Refuse combinations of settings that are valid only separately. Nothing is read or loaded."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from configs.schema import RunConfig
@@ -11,6 +11,7 @@ from configs.validation import error_at
 from grpo_core.advantages.settings import refuse_terms
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import policy_family
+from grpo_core.policies.trained.quantization import refuse_adapters
 from grpo_core.rewards.registry import build_reward
 from grpo_core.update.settings import WITH_LENGTH
 
@@ -36,6 +37,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
         *stream_contradictions(config),
         *_batches(config),
         *_policy(config),
+        *_quantization(config),
         *_reference(config),
         *_schedule(config),
         *_placement(config),
@@ -248,6 +250,32 @@ def _policy(config: RunConfig) -> Iterator[InputError]:
     if policy.autocast is not None and policy.dtype != "float32":
         hint = "It computes in 16 bits over float32 weights; set policy.dtype to float32, or leave this out."
         yield InputError("policy.autocast", policy.autocast, hint)
+
+
+def _quantization(config: RunConfig) -> Iterator[InputError]:
+    policy, quantization = config.policy, config.policy.quantization
+    if quantization is None:
+        return
+    if not policy.trains_adapters:
+        yield from _refused(refuse_adapters, quantization, None)
+    for place, lora in policy.loras.items():
+        yield from _refused(refuse_adapters, quantization, lora, place)
+    if policy.autocast is not None:
+        hint = "Quantized layers compute in policy.quantization.compute_dtype; set that, and leave this out."
+        yield InputError("policy.autocast", policy.autocast, hint)
+    if quantization.components is not None and policy_family(policy.kind).modality == "text":
+        hint = "A language model is no pipeline of several; leave it out, or use skip_modules."
+        yield InputError("policy.quantization.components", list(quantization.components), hint)
+    if config.placement.sharding == "fsdp2":
+        hint = "Quantized weights are not sharded here; set it to ddp, in which each process has all of them."
+        yield InputError("placement.sharding", "fsdp2", hint)
+
+
+def _refused(check: Callable[..., object], *arguments: object) -> Iterator[InputError]:
+    try:
+        check(*arguments)
+    except InputError as error:
+        yield error
 
 
 def _reference(config: RunConfig) -> Iterator[InputError]:

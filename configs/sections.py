@@ -24,6 +24,7 @@ from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import policy_family
+from grpo_core.policies.trained.quantization import QuantizationSettings
 from grpo_core.policies.trained.settings import LoraSettings
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from grpo_core.settings import ImageSettings
@@ -74,6 +75,10 @@ class LoraSection(Section, LoraSettings):
     """Low-rank adapters over the frozen model; the names are peft's."""
 
 
+class QuantizationSection(Section, QuantizationSettings):
+    """The frozen weights in 4 or 8 bits, through bitsandbytes."""
+
+
 Kind = Literal["glm_image", "diffusers", "causal_lm", "vision_lm"]
 
 
@@ -108,6 +113,9 @@ class PolicySection(Section):
     )
     adapter: str | None = Field(
         None, min_length=1, description="LoRA to start from: a folder, RUN@VERSION of the storage root, or a hub name"
+    )
+    quantization: QuantizationSection | None = Field(
+        None, description="the frozen weights in 4 or 8 bits under adapters, while sampling and while training"
     )
     frozen: str | None = Field(None, description="regular expression: parameters frozen when lora is null")
     freeze_vision: bool = Field(
@@ -155,6 +163,8 @@ class PolicySection(Section):
     @property
     def in_fp32(self) -> bool:
         """Whether log-probs are computed in fp32."""
+        if self.quantization is not None and not self.quantization.computes_in_fp32(self.dtype):
+            return False
         return self.dtype == "float32" and self.autocast is None
 
     @property

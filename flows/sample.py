@@ -143,8 +143,8 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
         sections["policy"] |= {"adapter": str(adapter), "lora": None}
         _require_same_base(values.get("base_digest"), sections["policy"])
     else:
-        own = {"model": str(folder), "revision": None, "adapter": None, "lora": None, "frozen": None}
-        sections["policy"] |= own
+        own = ("revision", "adapter", "lora", "denoising_lora", "frozen", "quantization")
+        sections["policy"] |= {"model": str(folder), **dict.fromkeys(own)}
     raise_all(apply_overrides(sections, request.overrides))
     kind = str(sections["policy"].get("kind", "glm_image"))
     images = policy_family(kind).modality == "image"

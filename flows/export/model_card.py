@@ -13,11 +13,13 @@ from configs.sections import (
     TextRolloutSection,
     VisionRolloutSection,
 )
+from flows.export.difference import MergedDifference
 from flows.export.plan import ExportPlan
 from grpo_core.policies.diffusers.saved_pipeline import call_settings, read_saved_pipeline
 from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.policies.protocol import policy_family
 from grpo_core.streams import Stream
+from tasks.models.initial import local_source
 from tasks.reports.report import Fact, Report, Table, markdown_of
 from tasks.reports.text import number
 from tasks.runs.layout import StoredEvaluation, evaluation_folder
@@ -105,6 +107,22 @@ def _own_arguments(
     return {**call_settings(saved, rollout), **saved.pipeline_class.fixed_arguments(rollout.size)}
 
 
+def _quantization(config: RunConfig, merged: bool, sees: bool) -> str:
+    """Return the argument that quantizes a language model under its adapter as in training; empty without one."""
+    quantization = config.policy.quantization
+    if merged or quantization is None:
+        return ""
+    # Importing transformers takes seconds, and the card of any other run needs none of it.
+    from grpo_core.policies.causal_lm.loading import CAUSAL_LM, modules_in_full, on_meta, read_config
+    from grpo_core.policies.vision_lm.loading import VISION_LM
+
+    kind = VISION_LM if sees else CAUSAL_LM
+    model = on_meta(read_config(local_source(config.policy.model, config.policy.revision), kind), kind)
+    arguments = quantization.arguments(config.policy.dtype, modules_in_full(model, kind))
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f", quantization_config=BitsAndBytesConfig({given})"
+
+
 def _revision(config: RunConfig, merged: bool) -> str:
     revision = config.policy.revision
     return "" if merged or revision is None else f', revision="{revision}"'
@@ -126,7 +144,10 @@ def _text_usage(config: RunConfig, rollout: TextRolloutSection, exported: str, m
         "",
         f'{reads} = {reader}.from_pretrained("{model}")',
     ]
-    settings = f', dtype="{config.policy.dtype}"{_revision(config, merged)}'
+    quantized = _quantization(config, merged, sees)
+    if quantized:
+        lines[0] = lines[0].replace(f", {reader}", f", {reader}, BitsAndBytesConfig")
+    settings = f', dtype="{config.policy.dtype}"{quantized}{_revision(config, merged)}'
     lines += [f'model = {auto}.from_pretrained("{model}"{settings})']
     if not merged:
         lines = ["from peft import PeftModel", *lines, f'model = PeftModel.from_pretrained(model, "{exported}")']
@@ -182,8 +203,27 @@ _LICENCE = (
 )
 
 
-def model_card(plan: ExportPlan) -> str:
-    """Return the card: base, data, rewards, held-out rewards before and after, and how the export is used."""
+def another_function(quantization: str, kind: str, difference: MergedDifference | None) -> str:
+    """Say what an export of adapters over a quantized base computes.
+
+    Args:
+        quantization: in a few words.
+        kind: of the export, adapter or merged.
+        difference: of the merged model; None where it was not measured.
+    """
+    trained = f"The adapters were trained over a base in {quantization}."
+    if kind == "adapter":
+        return f"{trained} Over a base that is not quantized in the same way they are another function."
+    how_far = f"its log-probs differ by {difference}" if difference is not None else "no stored rollouts to measure it"
+    return f"{trained} Merged into the unquantized base they are another function than the policy: {how_far}."
+
+
+def model_card(plan: ExportPlan, difference: MergedDifference | None = None) -> str:
+    """Return the card: base, data, rewards, held-out rewards before and after, and how the export is used.
+
+    Args:
+        difference: of a merged model from the policy, where the policy's base is quantized.
+    """
     exported = plan.repository or plan.folder.name
     sections = {
         "Training": [markdown_of(Report("", _facts(plan)))],
@@ -192,6 +232,9 @@ def model_card(plan: ExportPlan) -> str:
         "Licence": [_LICENCE],
     }
     body = [f"# {plan.store.run}, version {plan.policy.version}", "", _summary(plan)]
+    if (quantization := plan.config.policy.quantization) is not None:
+        kind = "adapter" if plan.base is None else "merged"
+        body += ["", another_function(quantization.description, kind, difference)]
     for title, lines in sections.items():
         body += ["", f"## {title}", "", *lines]
     return "\n".join(["---", _metadata(plan), "---", "", *body, ""])

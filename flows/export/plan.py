@@ -6,6 +6,7 @@ from pathlib import Path
 from configs.schema import RunConfig
 from flows.pipeline.requests import ExportRequest
 from grpo_core.errors import InputError
+from grpo_core.policies.trained.quantization import read_stored
 from tasks.models.initial import initial_digest, model_folder
 from tasks.runs.lookup import find_run, read_description
 from tasks.runs.stored import adapter_version, choose_policy, chosen_version, stored_config, stored_versions
@@ -56,9 +57,17 @@ def plan_export(request: ExportRequest) -> ExportPlan:
     assert policy.checkpoint is not None
     merged = request.merged or not config.policy.trains_adapters
     base = _require_base(store, config, recorded) if merged else None
+    if base is not None and (stored := quantized_files(base)):
+        hint = f"The base is stored quantized ({', '.join(stored)}): no weights can take the adapters; leave it out."
+        raise InputError("--merged", config.policy.model, hint)
     if request.push_to_hub is not None:
         _require_hub(request.push_to_hub)
     return ExportPlan(store, config, policy, recorded, base, policy.checkpoint, folder, request.push_to_hub, notes)
+
+
+def quantized_files(base: Path) -> list[str]:
+    """Return the config.json of each network of a saved model whose weights are stored quantized."""
+    return [str(file.relative_to(base)) for file in sorted(base.glob("**/config.json")) if read_stored(file)]
 
 
 def _require_new_folder(folder: Path) -> None:

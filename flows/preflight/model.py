@@ -28,6 +28,7 @@ def check_model(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]
         family.refuse_missing(source_of(config))
         family.refuse_unusable(source_of(config), config.rollout)
         _refuse_evaluation(config)
+        _refuse_quantization(config)
     except InputError as error:
         yield error
         return
@@ -42,6 +43,20 @@ def _refuse_evaluation(config: RunConfig) -> None:
         field = error.place.removeprefix("rollout.")
         own = getattr(config.evaluate, field, None) is not None
         raise InputError(f"evaluate.{field}" if own else error.place, error.value, error.hint) from error
+
+
+def _refuse_quantization(config: RunConfig) -> None:
+    """Raise InputError if the weights cannot be quantized as configured, or are stored quantized and are trained."""
+    policy, placement = config.policy, config.placement
+    # What a worker's machine can run is refused there.
+    if not placement.update.pool:
+        policy_family(policy.kind).refuse_quantization(
+            source_of(config),
+            policy.quantization,
+            policy.streams,
+            torch_device(placement),
+            adapters=policy.trains_adapters,
+        )
 
 
 def _size_problems(config: RunConfig, prompts: PromptFiles) -> list[InputError]:

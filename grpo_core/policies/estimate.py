@@ -272,7 +272,10 @@ class TrainingEstimate:
 def _weights(sizes: ModelSizes, value_bytes: int) -> Iterator[MemoryPart]:
     for name, count in sizes.networks.items():
         formula = f"{count / 1e9:.3g} B parameters x {value_bytes} bytes"
-        yield MemoryPart(name, "always", count * value_bytes, formula, exact=True)
+        few, few_bytes = sizes.quantized.get(name, (0, 0))
+        if few:
+            formula = f"{few / 1e9:.3g} B x {few_bytes / few:.3g} bytes, {(count - few) / 1e9:.3g} B x {value_bytes}"
+        yield MemoryPart(name, "always", few_bytes + (count - few) * value_bytes, formula, exact=True)
     yield MemoryPart("device overhead", "always", GIB, "CUDA context and the libraries' own buffers")
     for name, kept in sizes.kept_bytes.items():
         yield MemoryPart(name, "always", kept, "kept at most")

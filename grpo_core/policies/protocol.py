@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from grpo_core.actions import DenoisingBatch
     from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained.model import TrainedModel
+    from grpo_core.policies.trained.quantization import QuantizationSettings
     from grpo_core.policies.trained.settings import TrainingChoice
     from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup
     from grpo_core.streams import ImageSize
@@ -144,6 +145,26 @@ class PolicyFamily(Protocol):
 
     def refuse_unusable(self, model: str, settings: Any) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
+
+    def refuse_quantization(
+        self,
+        model: str,
+        quantization: "QuantizationSettings | None",
+        streams: Sequence[Stream],
+        device: "torch.device",
+        *,
+        adapters: bool,
+    ) -> None:
+        """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized.
+
+        Weights that are stored in 4 or 8 bits of bitsandbytes are used as they are, under adapters; only local
+        configuration files are read.
+
+        Args:
+            quantization: of the frozen weights; None: as they are stored.
+            streams: of the components that are trained.
+            adapters: whether by adapters alone.
+        """
 
     def refuse_prompts(
         self, model: str, settings: Any, prompts: Sequence[str], images: "Sequence[Sequence[ImageSize]]" = ()

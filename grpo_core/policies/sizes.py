@@ -58,6 +58,7 @@ class ModelSizes:
         state_values: numbers in the latents of one image; None where the configuration does not say it.
         kept_bytes: bytes of what is kept beside the weights, by the name of its part.
         tokens: number of tokens of an image by its size; empty for texts.
+        quantized: of networks in 4 or 8 bits: their quantized parameters, and the bytes of these with scales.
     """
 
     networks: Mapping[str, int]
@@ -71,6 +72,7 @@ class ModelSizes:
     state_values: int | None = None
     kept_bytes: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[ImageSize, int] = field(default_factory=dict)
+    quantized: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -34,7 +34,7 @@ def refuse_unavailable(kind: OptimizerKind, device: torch.device) -> None:
     if kind == "adamw":
         return
     if find_spec("bitsandbytes") is None:
-        hint = "It needs bitsandbytes, the extra eight-bit (pip install bitsandbytes); or use adamw."
+        hint = "It needs bitsandbytes, the extra of that name (pip install bitsandbytes); or use adamw."
         raise InputError("update.optimizer", kind, hint)
     if kind.startswith("paged") and device.type != "cuda":
         hint = f"Paged states need CUDA, and the model is on {device.type}; use {kind.removeprefix('paged_')}."

@@ -256,6 +256,7 @@ def _choice(
         adapter,
         hub,
         freeze_vision=policy.freeze_vision,
+        quantization=policy.quantization,
     )
 
 

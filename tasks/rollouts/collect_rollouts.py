@@ -63,6 +63,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "with_reference": inputs["with_reference"],
         "reference": policy.copies.get("reference") if inputs["with_reference"] else None,
         "attn_implementation": settings["attn_implementation"],
+        "quantization": settings["quantization"],
     }
 
 

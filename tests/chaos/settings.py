@@ -55,6 +55,12 @@ TEXT = {
     "evaluate.every": 2,
     "evaluate.samples_per_prompt": 1,
 }
+QUANTIZED = {
+    **TEXT,
+    "policy.lora": {"rank": 4, "alpha": 8.0},
+    "policy.quantization": {"kind": "nf4", "double_quant": True},
+    "update.kl_coef": 0.05,
+}
 
 
 def _training(file: str, settings: Mapping[str, object], runs: Runs, run: str) -> list[str]:
@@ -81,6 +87,11 @@ def nft(runs: Runs, run: str) -> list[str]:
 def text(runs: Runs, run: str) -> list[str]:
     """`grpo train` of a text model."""
     return _training(str(TINY_TEXT), TEXT, runs, run)
+
+
+def quantized(runs: Runs, run: str) -> list[str]:
+    """`grpo train` of adapters over a text model in 4 bits."""
+    return _training(str(TINY_TEXT), QUANTIZED, runs, run)
 
 
 def ahead(runs: Runs, run: str) -> list[str]:

@@ -9,6 +9,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE, CausalLMSettings, refuse_missing_folder
 from grpo_core.policies.pipeline_files import find_model_file
 from grpo_core.policies.protocol import PolicyFamily, read_settings
+from grpo_core.policies.trained.quantization import QuantizationSettings, stored_quantization
 from grpo_core.streams import Modality, Stream
 
 if TYPE_CHECKING:
@@ -78,6 +79,21 @@ class CausalLMFamily:
             hint = f"The model reads {context} ids, prompt and completion together; set it lower."
             raise InputError("rollout.max_completion_length", settings.max_completion_length, hint)
 
+    def refuse_quantization(
+        self,
+        model: str,
+        quantization: QuantizationSettings | None,
+        streams: Sequence[Stream],
+        device: "torch.device",
+        *,
+        adapters: bool,
+    ) -> None:
+        """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized."""
+        if find_model_file(model, CONFIG_FILE) is not None:
+            from grpo_core.policies.causal_lm.loading import read_config, require_usable_weights
+
+            require_usable_weights(model, read_config(model), quantization, device, adapters=adapters)
+
     def refuse_prompts(
         self,
         model: str,
@@ -132,7 +148,7 @@ class CausalLMFamily:
         images: Sequence["ImageSize"],
     ) -> "ModelSizes":
         """Count the model, with the longest prompt as PROMPT_TOKENS."""
-        from grpo_core.policies.causal_lm.loading import build_on_meta, read_config
+        from grpo_core.policies.causal_lm.loading import CAUSAL_LM, build_on_meta, quantized_parameters, read_config
         from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters
 
         config, choice = read_config(model), choices["tokens"]
@@ -150,8 +166,11 @@ class CausalLMFamily:
             vocabulary=text.vocab_size,
             whole_logits=after_head(text),
         )
+        usable = choice.quantization or stored_quantization(model, getattr(config, "quantization_config", None))
+        quantized = {"weights": quantized_parameters(config, CAUSAL_LM, usable)} if usable is not None else {}
         return ModelSizes(
             networks={"weights": parameters},
+            quantized=quantized,
             components={"tokens": component},
             described=f"{parameters / 1e6:.4g} M parameters in {text.num_hidden_layers} layers",
             cached=length * cached_values(text),

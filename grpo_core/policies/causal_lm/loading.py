@@ -5,7 +5,7 @@ import re
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,20 @@ import transformers
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.settings import refuse_missing_folder
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.quantization import (
+    QuantizationSettings,
+    default_skips,
+    prepare_layers,
+    quantized_size,
+    require_usable,
+)
 from grpo_core.policies.trained.settings import TrainingChoice
 
 _TOKENIZER_FILES = (
@@ -53,11 +60,13 @@ class ModelKind:
         auto: that class.
         classes: names of the models' classes by model type.
         described: the kind in words, for errors.
+        outside: returns the parameters of a model outside its language model, which are never quantized.
     """
 
     auto: Any
     classes: Mapping[str, str | Sequence[str]]
     described: str
+    outside: Callable[[Any], Iterable[Tensor]] = lambda model: ()
 
 
 CAUSAL_LM = ModelKind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model")
@@ -113,22 +122,36 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         copy(path, target / path.name)
 
 
-def load_model(model: str, *, dtype: torch.dtype, device: torch.device, kind: ModelKind = CAUSAL_LM) -> Any:
+def load_model(
+    model: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: ModelKind = CAUSAL_LM,
+    quantization: QuantizationSettings | None = None,
+) -> Any:
     """Load the model in evaluation mode.
 
     Args:
         model: a folder written by `save_pretrained`, or a hub name.
         kind: that it has to be of.
+        quantization: of its linear layers, the output head and what encodes images left out; None: as they are stored.
 
     Raises:
         InputError: it does not exist, is another kind of model, or lacks weights.
     """
-    read_config(model, kind)
+    config = read_config(model, kind)
+    options = quantized_loading(config, kind, quantization, dtype, device)
     # Its progress bars would break ours.
     transformers.utils.logging.disable_progress_bar()
     try:
         loaded, report = kind.auto.from_pretrained(
-            place_of(model), dtype=dtype, output_loading_info=True, trust_remote_code=False, weights_only=True
+            place_of(model),
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+            weights_only=True,
+            **options,
         )
     except UNREADABLE as error:
         raise refusal(model, "weights", error) from error
@@ -136,7 +159,53 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, kind: Mo
         missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         hint = f"Its files lack weights, or have them in another shape: {', '.join(missing[:3])}. Save it again."
         raise InputError("policy.model", model, hint)
+    prepare_layers(loaded, quantization)
     return loaded.to(device).eval()
+
+
+def require_usable_weights(
+    model: str, config: Any, quantization: QuantizationSettings | None, device: torch.device, *, adapters: bool
+) -> QuantizationSettings | None:
+    """Return how the weights are quantized, as chosen or as stored; None if they are not.
+
+    Args:
+        model: folder or hub name, for errors.
+        config: its configuration.
+        adapters: whether nothing but adapters is trained.
+
+    Raises:
+        InputError: as `require_usable`.
+    """
+    stored = getattr(config, "quantization_config", None)
+    return require_usable(model, stored, quantization, device, adapters=adapters)
+
+
+def quantized_loading(
+    config: Any, kind: ModelKind, quantization: QuantizationSettings | None, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """Return the arguments of from_pretrained for a model in 4 or 8 bits; none for any other."""
+    if quantization is None:
+        # Weights are stored in 4 or 8 bits for a device, from which they are not moved.
+        return {} if getattr(config, "quantization_config", None) is None else {"device_map": {"": device}}
+    arguments = quantization.arguments(str(dtype).removeprefix("torch."), modules_in_full(on_meta(config, kind), kind))
+    return {"quantization_config": BitsAndBytesConfig(**arguments), "device_map": {"": device}}
+
+
+def modules_in_full(model: Any, kind: ModelKind) -> list[str]:
+    """Return the modules that are never quantized: the output head, tied weights and what encodes images."""
+    return default_skips(model, map(id, kind.outside(model)))
+
+
+def on_meta(config: Any, kind: ModelKind) -> Any:
+    """Build a model of this kind on the meta device: every shape and name, no memory and no values."""
+    with torch.device("meta"):
+        return kind.auto.from_config(config)
+
+
+def quantized_parameters(config: Any, kind: ModelKind, quantization: QuantizationSettings) -> tuple[int, int]:
+    """Return how many parameters of a model are quantized, and their bytes with scales."""
+    model = on_meta(config, kind)
+    return quantized_size(model, quantization, modules_in_full(model, kind))
 
 
 def vocabulary_size(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -181,8 +250,7 @@ def train_causal_lm(
 
 def build_on_meta(model: str, config: Any, choice: TrainingChoice) -> TrainedModel:
     """Build the model on the meta device and apply the choice."""
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config)
+    base = on_meta(config, CAUSAL_LM)
     return train_causal_lm(base, choice, base_name=model, initial_state=dict)
 
 

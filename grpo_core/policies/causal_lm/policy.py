@@ -16,6 +16,7 @@ from grpo_core.policies.causal_lm.loading import (
     load_model,
     load_tokenizer,
     read_config,
+    require_usable_weights,
     train_causal_lm,
     vocabulary_size,
 )
@@ -88,15 +89,16 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
                 match nothing.
         """
         refuse_unscaled_float16(dtype, autocast)
-        tokenizer = load_tokenizer(model)
-        tried = refuse_incompatible(model, read_config(model))
-        base = load_model(model, dtype=dtype, device=device)
+        tokenizer, config, choice = load_tokenizer(model), read_config(model), choices["tokens"]
+        require_usable_weights(model, config, choice.quantization, device, adapters=choice.lora is not None)
+        tried = refuse_incompatible(model, config)
+        base = load_model(model, dtype=dtype, device=device, quantization=choice.quantization)
         use_attention(base, attn_implementation)
         if not tried:
             refuse_incompatible_model(model, base)
         trained = train_causal_lm(
             base,
-            choices["tokens"],
+            choice,
             base_name=model,
             initial_state=lambda: load_model(model, dtype=dtype, device=CPU).state_dict(),
         )

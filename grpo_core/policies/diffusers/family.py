@@ -1,6 +1,7 @@
 """Pipelines of diffusers that make or edit images, as a kind of policy; what of prompts these cannot read."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from grpo_core.policies.diffusers.saved_pipeline import (
 from grpo_core.policies.diffusers.source_images import refuse_sources
 from grpo_core.policies.pipeline_files import find_model_file, refuse_missing_folder, refuse_missing_weights
 from grpo_core.policies.protocol import PolicyFamily, read_settings
+from grpo_core.policies.trained.quantization import QuantizationSettings
 from grpo_core.streams import Modality, Stream
 
 if TYPE_CHECKING:
@@ -100,6 +102,22 @@ class DiffusersFamily:
 
             refuse_incompatible(model, settings)
 
+    def refuse_quantization(
+        self,
+        model: str,
+        quantization: QuantizationSettings | None,
+        streams: Sequence[Stream],
+        device: "torch.device",
+        *,
+        adapters: bool,
+    ) -> None:
+        """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized."""
+        saved = read_saved_pipeline(model)
+        if saved is not None:
+            from grpo_core.policies.diffusers.loading import require_usable_weights
+
+            require_usable_weights(model, saved, quantization, device, adapters=adapters)
+
     def refuse_prompts(
         self,
         model: str,
@@ -149,16 +167,20 @@ class DiffusersFamily:
             TRANSFORMER,
             build_on_meta,
             is_network,
+            modules_in_full,
             require_saved_pipeline,
             train_transformer,
         )
         from grpo_core.policies.diffusers.prompt_cache import MAX_BYTES
+        from grpo_core.policies.pipeline_quantization import quantized_sizes
         from grpo_core.policies.sizes import ComponentSizes, ModelSizes, count_blocks, count_parameters, hidden_width
 
         saved = require_saved_pipeline(model)
         networks = {part: build_on_meta(model, saved, part) for part in saved.parts if is_network(saved, part)}
         transformer = networks[TRANSFORMER]
         counts = {f"{part} weights": count_parameters(network) for part, network in networks.items()}
+        quantization, skips = choices["denoising"].quantization, partial(modules_in_full, model, saved)
+        quantized = quantized_sizes(model, saved.parts, networks, quantization, skips)
         width, blocks = hidden_width(saved.transformer), count_blocks(transformer)
         patches = {size: saved.patches(size) for size in images or (settings.size,)}
         largest = max(patches, key=lambda size: patches[size])
@@ -177,6 +199,7 @@ class DiffusersFamily:
         )
         return ModelSizes(
             networks=counts,
+            quantized={f"{part} weights": size for part, size in quantized.items()},
             components={"denoising": component},
             described=f"transformer {counts[f'{TRANSFORMER} weights'] / 1e9:.3g} B parameters in {blocks} blocks",
             image_values=component.passes * positions * width,

@@ -1,6 +1,8 @@
 """A pipeline by folder or hub name, its networks on the meta device, and the pipeline with trained weights."""
 
 import re
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -13,9 +15,11 @@ from grpo_core.errors import InputError
 from grpo_core.policies.denoising.rows import load_frozen
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, read_saved_pipeline
 from grpo_core.policies.pipeline_files import find_model_file, refuse_missing_folder
+from grpo_core.policies.pipeline_quantization import loading_options, quantized_parts, require_usable_parts
 from grpo_core.policies.trained.component import refuse_unavailable_attention
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.quantization import QuantizationSettings, default_skips, prepare_layers
 from grpo_core.policies.trained.settings import TrainingChoice
 
 TRANSFORMER = "transformer"
@@ -40,11 +44,31 @@ def require_saved_pipeline(model: str) -> SavedPipeline:
     return saved
 
 
-def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:
+def require_usable_weights(
+    model: str,
+    saved: SavedPipeline,
+    quantization: QuantizationSettings | None,
+    device: torch.device,
+    *,
+    adapters: bool,
+) -> Mapping[str, QuantizationSettings]:
+    """Return how each quantized part is quantized; arguments and errors as `require_usable_parts`."""
+    return require_usable_parts(model, saved.parts, quantization, device, trained=(TRANSFORMER,), adapters=adapters)
+
+
+def modules_in_full(model: str, saved: SavedPipeline, part: str) -> list[str]:
+    """Return the modules of a part of transformers that are never quantized."""
+    return [] if saved.parts[part][0] == "diffusers" else default_skips(build_on_meta(model, saved, part))
+
+
+def load_pipeline(
+    model: str, *, dtype: torch.dtype, device: torch.device, quantization: QuantizationSettings | None = None
+) -> Any:
     """Load all parts of a pipeline, frozen, in evaluation mode.
 
     Args:
         model: a folder written by `save_pretrained`, or a hub name such as stabilityai/stable-diffusion-3.5-medium.
+        quantization: of its transformer and text encoders, or of those that it names; None: as they are stored.
 
     Raises:
         InputError: the folder does not exist, files are missing, or it is not a pipeline that can be trained.
@@ -54,10 +78,18 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> An
     def read() -> Any:
         DiffusionPipeline.load_config(model)
         # Read before the weights: what cannot be trained is refused first.
-        require_saved_pipeline(model)
-        return DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+        saved = require_saved_pipeline(model)
+        options = loading_options(saved.parts, quantization, dtype, device, partial(modules_in_full, model, saved))
+        return DiffusionPipeline.from_pretrained(
+            model, dtype=dtype, use_safetensors=True, trust_remote_code=False, **options
+        )
 
-    return load_frozen(model, read, device)
+    pipeline = load_frozen(model, read, device)
+    saved = require_saved_pipeline(model)
+    chosen = quantized_parts(saved.parts, quantization)
+    for name in (each for each in saved.parts if is_network(saved, each)):
+        prepare_layers(getattr(pipeline, name), quantization if name in chosen else None)
+    return pipeline
 
 
 def use_attention(transformer: Any, name: str | None) -> None:

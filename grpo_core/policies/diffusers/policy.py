@@ -11,6 +11,7 @@ from grpo_core.policies.diffusers.loading import (
     load_pipeline,
     read_initial_state,
     require_saved_pipeline,
+    require_usable_weights,
     train_transformer,
     use_attention,
 )
@@ -65,12 +66,15 @@ class DiffusersPolicy:
                 or adapter targets that match nothing.
         """
         tried = refuse_incompatible(model, settings)
-        pipeline = load_pipeline(model, dtype=dtype, device=device)
+        choice = choices["denoising"]
+        saved, quantization = require_saved_pipeline(model), choice.quantization
+        require_usable_weights(model, saved, quantization, device, adapters=choice.lora is not None)
+        pipeline = load_pipeline(model, dtype=dtype, device=device, quantization=quantization)
         use_attention(pipeline.transformer, attn_implementation)
         trained = train_transformer(
-            pipeline.transformer, choices["denoising"], model, initial_state=lambda: read_initial_state(model, dtype)
+            pipeline.transformer, choice, model, initial_state=lambda: read_initial_state(model, dtype)
         )
-        denoising = DiffusersDenoising(pipeline, require_saved_pipeline(model), settings, trained, autocast=autocast)
+        denoising = DiffusersDenoising(pipeline, saved, settings, trained, autocast=autocast)
         policy = cls(denoising)
         policy.sample_with(settings)
         if not tried:

@@ -17,6 +17,7 @@ from grpo_core.policies.pipeline_files import (
     refuse_missing_weights,
 )
 from grpo_core.policies.protocol import PolicyFamily, read_settings
+from grpo_core.policies.trained.quantization import QuantizationSettings
 from grpo_core.streams import ImageSize, Modality, Stream
 
 if TYPE_CHECKING:
@@ -70,6 +71,20 @@ class GlmImageFamily:
             refuse_missing_parts(model, parts)
             refuse_missing_weights(model, parts)
 
+    def refuse_quantization(
+        self,
+        model: str,
+        quantization: QuantizationSettings | None,
+        streams: Sequence[Stream],
+        device: "torch.device",
+        *,
+        adapters: bool,
+    ) -> None:
+        """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized."""
+        from grpo_core.policies.glm_image.loading import require_usable_weights
+
+        require_usable_weights(model, quantization, streams, device, adapters=adapters)
+
     def refuse_prompts(
         self,
         model: str,
@@ -113,7 +128,7 @@ class GlmImageFamily:
     ) -> "ModelSizes":
         """Count every network, and the ids and patches of the images that have most of them."""
         from grpo_core.policies.glm_image.decoding import train_decoder
-        from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
+        from grpo_core.policies.glm_image.loading import build_on_meta, find_configs, quantized_networks
         from grpo_core.policies.glm_image.policy import train_token_model
         from grpo_core.policies.sizes import (
             ComponentSizes,
@@ -132,6 +147,8 @@ class GlmImageFamily:
             "autoencoder weights": count_parameters(networks.vae),
             "glyph encoder weights": count_parameters(networks.text_encoder),
         }
+        quantization = next((choice.quantization for choice in choices.values()), None)
+        quantized = quantized_networks(model, networks, quantization)
         vae, width, blocks = networks.vae.config, hidden_width(networks.decoder.config), count_blocks(networks.decoder)
         scale = 2 ** (len(vae.block_out_channels) - 1)
         unit = 2 * networks.decoder.config.patch_size * scale
@@ -162,6 +179,7 @@ class GlmImageFamily:
             )
         return ModelSizes(
             networks=counts,
+            quantized=quantized,
             components=components,
             described=(
                 f"token model {counts['autoregressive weights'] / 1e9:.3g} B parameters, decoder "

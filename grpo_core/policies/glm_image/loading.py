@@ -5,7 +5,7 @@ The glyph encoder's configuration is not published; it is the encoder of google/
 arXiv:2105.13626), whose width is the decoder's `text_embed_dim` and whose size in fp32 is that of the released file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,14 @@ from grpo_core.policies.glm_image.settings import (
     refuse_coarse_codes,
 )
 from grpo_core.policies.pipeline_files import refuse_missing_folder
+from grpo_core.policies.pipeline_quantization import (
+    Parts,
+    loading_options,
+    quantized_parts,
+    quantized_sizes,
+    require_usable_parts,
+)
+from grpo_core.policies.trained.quantization import QuantizationSettings, default_skips, prepare_layers
 from grpo_core.policies.trained.whole import TrainedPart
 from grpo_core.streams import ImageSize, Stream
 
@@ -38,6 +46,15 @@ _NETWORKS: Mapping[Stream, tuple[Any, str]] = {
     "tokens": (GlmImageForConditionalGeneration, AUTOREGRESSIVE),
     "denoising": (GlmImageTransformer2DModel, DECODER),
 }
+PARTS: Parts = {
+    AUTOREGRESSIVE: ("transformers", "GlmImageForConditionalGeneration"),
+    DECODER: ("diffusers", "GlmImageTransformer2DModel"),
+    TEXT_ENCODER: ("transformers", "T5EncoderModel"),
+}
+"""The networks that can be quantized."""
+
+FROZEN_PARTS = ("model.visual.", "model.vqmodel.")
+"""Beginnings of the names of the token model's parameters that are neither trained nor quantized."""
 
 
 @dataclass(frozen=True)
@@ -212,11 +229,50 @@ def pixel_unit(pipeline: GlmImagePipeline) -> int:
     return int(2 * pipeline.transformer.config.patch_size * pipeline.vae_scale_factor)
 
 
-def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> GlmImagePipeline:
+def require_usable_weights(
+    model: str,
+    quantization: QuantizationSettings | None,
+    streams: Iterable[Stream],
+    device: torch.device,
+    *,
+    adapters: bool,
+) -> Mapping[str, QuantizationSettings]:
+    """Return how each quantized network is quantized; arguments and errors as `require_usable_parts`."""
+    trained = [_NETWORKS[stream][1] for stream in streams]
+    return require_usable_parts(model, PARTS, quantization, device, trained=trained, adapters=adapters)
+
+
+def modules_in_full(networks: Components, part: str) -> list[str]:
+    """Return the modules of a network of transformers that are never quantized."""
+    if part == DECODER:
+        return []
+    network = {AUTOREGRESSIVE: networks.autoregressive, TEXT_ENCODER: networks.text_encoder}[part]
+    others = (id(each) for name, each in network.named_parameters() if name.startswith(FROZEN_PARTS))
+    return default_skips(network, others)
+
+
+def quantized_networks(
+    model: str, networks: Components, quantization: QuantizationSettings | None
+) -> dict[str, tuple[int, int]]:
+    """Return the number of quantized weights of each network, and their bytes, by the network's name in an estimate."""
+    own = {AUTOREGRESSIVE: networks.autoregressive, DECODER: networks.decoder, TEXT_ENCODER: networks.text_encoder}
+    found = quantized_sizes(model, PARTS, own, quantization, partial(modules_in_full, networks))
+    names = {AUTOREGRESSIVE: "autoregressive", DECODER: "decoder", TEXT_ENCODER: "glyph encoder"}
+    return {f"{names[part]} weights": size for part, size in found.items()}
+
+
+def load_pipeline(
+    model: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: QuantizationSettings | None = None,
+) -> GlmImagePipeline:
     """Load all components of a GLM-Image, frozen, in evaluation mode.
 
     Args:
         model: a folder written by `save_pretrained`, or a hub name such as zai-org/GLM-Image.
+        quantization: of its networks; None: as they are stored.
 
     Raises:
         InputError: the folder does not exist or is no pipeline, or the hub's files are not available.
@@ -224,9 +280,11 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
     refuse_missing_folder(model)
 
     def read() -> GlmImagePipeline:
+        skips = partial(modules_in_full, build_on_meta(find_configs(model)))
+        options = loading_options(PARTS, quantization, dtype, device, skips)
         # A processor for another unit than 32 is code in the folder; ours reads its settings, and that code never runs.
         pipeline = GlmImagePipeline.from_pretrained(
-            model, processor=None, dtype=dtype, use_safetensors=True, trust_remote_code=False
+            model, processor=None, dtype=dtype, use_safetensors=True, trust_remote_code=False, **options
         )
         pipeline.register_modules(processor=UnitProcessor.from_pretrained(model, subfolder="processor"))
         if pipeline.processor.unit != (unit := pixel_unit(pipeline)):
@@ -235,6 +293,8 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
         return pipeline
 
     pipeline: GlmImagePipeline = load_frozen(model, read, device)
+    for part in (AUTOREGRESSIVE, DECODER, TEXT_ENCODER):
+        prepare_layers(getattr(pipeline, part), quantization if part in quantized_parts(PARTS, quantization) else None)
     return pipeline
 
 

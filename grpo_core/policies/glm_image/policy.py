@@ -13,7 +13,13 @@ from grpo_core.images import SourceImage, without_marks
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, sample_tokens, score_tokens
 from grpo_core.policies.glm_image.decoding import GlmImageDecoder, require_fit, train_decoder
-from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, read_initial_state
+from grpo_core.policies.glm_image.loading import (
+    FROZEN_PARTS,
+    load_pipeline,
+    pixel_unit,
+    read_initial_state,
+    require_usable_weights,
+)
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.glm_image.sources import SourceEncoder
 from grpo_core.policies.protocol import PolicyComponent
@@ -28,7 +34,6 @@ from grpo_core.streams import ImageSize, Stream
 LANGUAGE_MODEL_LINEARS = (
     r".*language_model\.layers\.\d+\.(self_attn\.(q_proj|k_proj|v_proj|o_proj)|mlp\.(gate_up_proj|down_proj))"
 )
-FROZEN_PARTS = ("model.visual.", "model.vqmodel.")
 
 
 train_token_model = partial(train_model, default_targets=LANGUAGE_MODEL_LINEARS, own_frozen=FROZEN_PARTS)
@@ -233,7 +238,10 @@ class GlmImagePolicy:
         Raises:
             InputError: no such model, a size the model cannot generate, or adapter targets that match nothing.
         """
-        pipeline = load_pipeline(model, dtype=dtype, device=device)
+        quantization = next((choice.quantization for choice in choices.values()), None)
+        adapters = all(choice.lora is not None for choice in choices.values())
+        require_usable_weights(model, quantization, choices, device, adapters=adapters)
+        pipeline = load_pipeline(model, dtype=dtype, device=device, quantization=quantization)
         writer, painter = pipeline.vision_language_encoder, pipeline.transformer
         use_attention(writer, attn_implementation)
         initial_state = partial(read_initial_state, model, dtype=dtype)

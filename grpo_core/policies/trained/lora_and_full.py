@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.component import merged_adapters
 from grpo_core.policies.trained.model import TrainedModel, copied, differing_shapes
+from grpo_core.policies.trained.quantization import is_quantized
 from grpo_core.policies.trained.settings import ADAPTER_FILE, PLACE, LoraSettings, TrainingChoice
 from grpo_core.policies.trained.whole import FULL_WEIGHTS
 
@@ -212,8 +213,10 @@ class LoraModel(TrainedModel):
 
 def _other_linear_layers(model: nn.Module) -> list[str]:
     """Return the names of layers that are linear by class and return something else, as some routers of experts do."""
-    subclasses = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
-    return [name for name, each in subclasses if type(each).forward is not nn.Linear.forward and not _is_linear(each)]
+    linear = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
+    # A quantized layer would cast its bias to the dtype of its weight when it is tried.
+    tried = ((name, each) for name, each in linear if not is_quantized(each))
+    return [name for name, each in tried if type(each).forward is not nn.Linear.forward and not _is_linear(each)]
 
 
 @torch.no_grad()
@@ -240,6 +243,10 @@ def _new_config(base: nn.Module, settings: LoraSettings, default_targets: str | 
     if unknown := set(whole or ()) - {name.rpartition(".")[2] for name, _ in base.named_modules()}:
         hint = "The model has no module of this name; give the last part of a module's name, such as lm_head."
         raise InputError("policy.lora.modules_to_save", sorted(unknown), hint)
+    named = (each for name, each in base.named_modules() if name.rpartition(".")[2] in (whole or ()))
+    if any(is_quantized(part) for each in named for part in each.modules()):
+        hint = "Quantized weights cannot be trained whole; add the name to policy.quantization.skip_modules."
+        raise InputError("policy.lora.modules_to_save", list(whole or ()), hint)
     return LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,

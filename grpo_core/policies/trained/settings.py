@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PositiveFloat, PositiveInt, Strict
 
 from grpo_core.errors import InputError
+from grpo_core.policies.trained.quantization import QuantizationSettings, refuse_adapters
 
 Reference = Literal["none", "device", "cpu"]
 CopyName = Literal["reference", "ema", "old"]
@@ -60,9 +61,11 @@ class TrainingChoice:
             `lora` are the same.
         hub: name and revision of a model that is loaded from a copy of that revision, for saved adapters.
         freeze_vision: of a vision-language model, train the language model alone, not what encodes its images.
+        quantization: of the weights that are not trained, in 4 or 8 bits; None: in their dtype.
 
     Raises:
-        InputError: `frozen` is not a regular expression, or is set together with `lora`.
+        InputError: `frozen` is not a regular expression, or is set together with `lora`, or such adapters cannot be
+            trained over a quantized base.
     """
 
     lora: LoraSettings | None
@@ -73,6 +76,7 @@ class TrainingChoice:
     adapter: Path | None = None
     hub: tuple[str, str] | None = None
     freeze_vision: bool = True
+    quantization: QuantizationSettings | None = None
 
     @property
     def starts_as_base(self) -> bool:
@@ -80,6 +84,8 @@ class TrainingChoice:
         return self.lora is not None and self.adapter is None and self.lora.init_lora_weights in (True, "gaussian")
 
     def __post_init__(self) -> None:
+        if self.quantization is not None:
+            refuse_adapters(self.quantization, self.lora)
         if self.frozen is None:
             return
         if self.lora is not None:

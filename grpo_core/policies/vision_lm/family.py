@@ -9,6 +9,7 @@ from grpo_core.policies.causal_lm.family import PROMPT_TOKENS, after_head, store
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE, refuse_missing_folder
 from grpo_core.policies.pipeline_files import find_model_file
 from grpo_core.policies.protocol import PolicyFamily, read_settings
+from grpo_core.policies.trained.quantization import QuantizationSettings, stored_quantization
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from grpo_core.streams import Modality, Stream
 
@@ -66,6 +67,22 @@ class VisionLMFamily:
         if context is not None and settings.max_completion_length >= context:
             hint = f"The model reads {context} ids, prompt and completion together; set it lower."
             raise InputError("rollout.max_completion_length", settings.max_completion_length, hint)
+
+    def refuse_quantization(
+        self,
+        model: str,
+        quantization: QuantizationSettings | None,
+        streams: Sequence[Stream],
+        device: "torch.device",
+        *,
+        adapters: bool,
+    ) -> None:
+        """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized."""
+        if find_model_file(model, CONFIG_FILE) is not None:
+            from grpo_core.policies.causal_lm.loading import read_config, require_usable_weights
+            from grpo_core.policies.vision_lm.loading import VISION_LM
+
+            require_usable_weights(model, read_config(model, VISION_LM), quantization, device, adapters=adapters)
 
     def refuse_prompts(
         self,
@@ -148,7 +165,7 @@ class VisionLMFamily:
         import torch
         from PIL import Image
 
-        from grpo_core.policies.causal_lm.loading import read_config
+        from grpo_core.policies.causal_lm.loading import quantized_parameters, read_config
         from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters
         from grpo_core.policies.vision_lm.loading import VISION_LM, build_on_meta, language_parameters, load_processor
         from grpo_core.policies.vision_lm.prompts import find_placeholders, process_prompt
@@ -182,7 +199,10 @@ class VisionLMFamily:
             whole_logits=after_head(text),
             encoder_values=0 if choice.freeze_vision else _encoder_values(config, processed.pixels),
         )
+        usable = choice.quantization or stored_quantization(model, getattr(config, "quantization_config", None))
+        quantized = {"language model": quantized_parameters(config, VISION_LM, usable)} if usable is not None else {}
         return ModelSizes(
+            quantized=quantized,
             networks={"language model": parameters - encoder, "image encoder": encoder},
             components={"tokens": component},
             described=(

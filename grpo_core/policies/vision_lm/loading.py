@@ -15,8 +15,6 @@ from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import TrainingChoice
 
-VISION_LM = ModelKind(AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "vision-language model")
-
 
 def load_processor(model: str) -> Any:
     """Load a model's processor, whose tokenizer has its chat template.
@@ -63,10 +61,23 @@ def language_parameters(model: Any) -> set[int]:
     return {id(parameter) for part in parts for parameter in part.parameters()}
 
 
+def vision_parameters(model: Any) -> list[nn.Parameter]:
+    """Return the parameters outside the language model and its output head."""
+    language = language_parameters(model)
+    return [each for each in model.parameters() if id(each) not in language]
+
+
+VISION_LM = ModelKind(
+    AutoModelForImageTextToText,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "vision-language model",
+    outside=vision_parameters,
+)
+
+
 def is_vision_frozen(model: Any) -> bool:
     """Return whether nothing outside the language model is trained, so that an image's features never change."""
-    language = language_parameters(model)
-    return not any(each.requires_grad and id(each) not in language for each in model.parameters())
+    return not any(each.requires_grad for each in vision_parameters(model))
 
 
 def _decoder_linears(model: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from grpo_core.images import SourceImage
-from grpo_core.policies.causal_lm.loading import load_model, read_config
+from grpo_core.policies.causal_lm.loading import load_model, read_config, require_usable_weights
 from grpo_core.policies.causal_lm.policy import CPU, CausalLMPolicy
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts, require_room
 from grpo_core.policies.trained.component import refuse_unscaled_float16, use_attention
@@ -74,15 +74,16 @@ class VisionLMPolicy(CausalLMPolicy):
                 match nothing.
         """
         refuse_unscaled_float16(dtype, autocast)
-        processor = load_processor(model)
-        tried = refuse_incompatible(model, read_config(model, VISION_LM), processor)
-        base = load_model(model, dtype=dtype, device=device, kind=VISION_LM)
+        processor, config, choice = load_processor(model), read_config(model, VISION_LM), choices["tokens"]
+        require_usable_weights(model, config, choice.quantization, device, adapters=choice.lora is not None)
+        tried = refuse_incompatible(model, config, processor)
+        base = load_model(model, dtype=dtype, device=device, kind=VISION_LM, quantization=choice.quantization)
         use_attention(base, attn_implementation)
         if not tried:
             refuse_incompatible_model(model, base, processor)
         trained = train_vision_lm(
             base,
-            choices["tokens"],
+            choice,
             base_name=model,
             initial_state=lambda: load_model(model, dtype=dtype, device=CPU, kind=VISION_LM).state_dict(),
         )

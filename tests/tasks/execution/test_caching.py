@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from configs.sections import GlmImageRolloutSection as Rollout
-from configs.sections import LoraSection, PlacementSection, PolicySection
+from configs.sections import LoraSection, PlacementSection, PolicySection, QuantizationSection
 from configs.training import AdvantagesSection, RewardSection
 from configs.training import UpdateSection as Update
 from tasks.advantages.compute_advantages import compute_advantages_task
@@ -47,6 +47,7 @@ def draw(rollouts: str, scores: str) -> SamplingRound:
 
 RUNNING = (RewardSection(reward="ssim", normalize="running"), RewardSection(reward="psnr"))
 MOMENTS = {"running/ssim/count": 4.0, "running/ssim/mean": 0.5, "running/ssim/squares": 0.1}
+NF4 = QuantizationSection(kind="nf4")
 POLICY = PolicyRef(version=1, digest="p", checkpoint=artifact("c"))
 INPUTS: dict[str, dict[str, Any]] = {
     "rollouts": {
@@ -120,6 +121,8 @@ DETERMINING = [
         {"with_reference": True, "policy": POLICY.model_copy(update={"copies": {"reference": "other"}})},
     ),
     ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="float32", autocast="bfloat16"))}),
+    ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="float32", quantization=NF4))}),
+    ("update", {"model": model(section=PolicySection(model="folder", dtype="float32", quantization=NF4))}),
     ("rollouts", {"rollout": Rollout(height=64, width=32)}),
     ("rollouts", {"rollout": Rollout(height=64, width=64, temperature=0.9)}),
     ("rollouts", {"rollout": Rollout(height=64, width=64, num_inference_steps=4)}),
