@@ -10,9 +10,6 @@ from tasks.reports.images import PromptImages
 from tasks.reports.report import Report, require_page_path, write_page
 from tasks.reports.run_page import (
     Heldout,
-    Verdict,
-    hacking_notice,
-    hacking_verdict,
     read_appearances,
     read_heldout,
     render_run_page,
@@ -26,6 +23,7 @@ from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunSummary, RunView, summary_of
+from tasks.runs.signs import Verdict, hacking_verdict
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
 
 MAX_GROUPS = 60
@@ -101,7 +99,7 @@ class Inspection:
             ("stored in", relative(run.folder)),
         ]
         notes = [f"page written to {html}"] if html else []
-        return replace(report, facts=facts, notices=[*report.notices, hacking_notice(verdict.signs)], notes=notes)
+        return replace(report, facts=facts, notes=notes)
 
 
 def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Path | None = None) -> Inspection:

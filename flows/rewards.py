@@ -21,7 +21,6 @@ from grpo_core.rewards.weights import Weights
 from tasks.reports.report import Report, Table, require_page_path, write_page
 from tasks.reports.reward_analysis import analyse, read_scores, score_again
 from tasks.reports.reward_page import analysis_report, render_reward_page
-from tasks.reports.run_page import hacking_verdict
 from tasks.reports.statistics import Statistics
 from tasks.reports.text import relative, size
 from tasks.runs.layout import (
@@ -37,6 +36,7 @@ from tasks.runs.layout import (
 from tasks.runs.lookup import CONFIG_FILE, find_run
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
+from tasks.runs.signs import hacking_verdict
 from tasks.runs.stored import read_iterations, read_range, stored_config
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
 from tasks.storage.artifacts.store import ArtifactStore
@@ -193,7 +193,7 @@ def analyse_rewards(
         run=store.run,
         rescored=rescored,
         folder=store.path(ANALYSIS),
-        fallen=list(hacking_verdict(run).signs),
+        fallen=[*map(str, hacking_verdict(run).fallen)],
         not_repeated=not_repeated,
         analysis=analysis,
     )

@@ -190,6 +190,12 @@ def measure_parity(
     )
 
 
+def share_of_tolerance(report: ParityReport, tolerance: ParityTolerance) -> float:
+    """Return the larger of both differences over what is allowed; above 1 the gate refuses."""
+    largest = report.max_difference / tolerance.max_difference
+    return max(largest, report.mean_difference / tolerance.mean_difference)
+
+
 def require_parity(report: ParityReport, tolerance: ParityTolerance) -> None:
     """Raise ParityError unless both differences are within the tolerance."""
     within = report.max_difference <= tolerance.max_difference and report.mean_difference <= tolerance.mean_difference

@@ -1,6 +1,7 @@
 """What follows each iteration: its report, the trackers, policies that nothing needs any more, an early end.
 
-A sign of reward hacking is reported; by `guardrails.on_fall` the run then ends, or waits for a person in Prefect's UI.
+Signs that the run does not learn are logged once. When a guardrail falls, `guardrails.on_fall` decides whether the run
+continues, ends, or waits for a person in Prefect's UI.
 
 A thread publishes one iteration after the other. The end of an iteration waits for the publication of the one before,
 the end of the run for the last, and raises what failed in it. The table of metrics is written last, so a run that was
@@ -21,7 +22,6 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import apause_flow_run
 
-from configs.schema import RunConfig
 from flows.pipeline.prefect_ui import artifact_key, artifact_link, folder_link
 from flows.pipeline.run import Run
 from flows.pipeline.stages import forget_task_runs
@@ -29,6 +29,7 @@ from flows.pruning.prune import PolicyKeeper
 from flows.tracking import RunTrackers, tracking
 from flows.training.history import TrainingHistory, evaluate
 from flows.training.hooks import call_hook
+from grpo_core.signs import Sign
 from tasks.metrics import HELDOUT
 from tasks.progress import advance_run, log
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
@@ -67,7 +68,7 @@ class Publisher:
         self.finish()
         context = contextvars.copy_context()
         self._begun = self._thread.submit(
-            context.run, self._publish, tuple(history.iterations), line, history.trained_on
+            context.run, self._publish, tuple(history.iterations), line, history.trained_on, tuple(history.signs)
         )
 
     def finish(self) -> None:
@@ -76,12 +77,14 @@ class Publisher:
         if begun is not None:
             begun.result()
 
-    def _publish(self, history: Sequence[IterationRecord], line: str, trained_on: str | None) -> None:
+    def _publish(
+        self, history: Sequence[IterationRecord], line: str, trained_on: str | None, signs: Sequence[Sign]
+    ) -> None:
         store, iterations, record = self._run.store, self._run.config.run.iterations, history[-1]
         # A run that resumes passes its previous iterations, which have been published.
         if not record.stored or record.iteration == iterations:
             title = f"{store.run}, iteration {record.iteration}"
-            report = iteration_markdown(store, store.run, history, trained_on)
+            report = iteration_markdown(store, store.run, history, trained_on, signs)
             self.last_report = self._show("report", "markdown", title, report)
             self._show("metrics", "table", title, json.dumps(iteration_table(record)))
             self._show_progress(100.0 * record.iteration / iterations, line)
@@ -168,8 +171,8 @@ class Callbacks:
         iterations, pace = self.run.config.run.iterations, history.pace
         log(format_progress_line(record, iterations, pace, history.trained_on))
         advance_run(record.iteration, iterations, pace)
-        if far := report_far_policy(self.run.config, [each.metrics.get("kl") for each in history.iterations[-2:]]):
-            log(f"iteration {record.iteration}: {far}")
+        for sign in history.take_signs():
+            log(f"{sign}")
         # A run that resumes passes iterations whose metrics are stored as they are.
         if changed or record.iteration == iterations:
             line = format_progress_line(record, iterations, trained_on=history.trained_on)
@@ -216,34 +219,12 @@ def format_progress_line(
     return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}"
 
 
-FAR_KL = 1.0
-"""Mean KL of a token to the reference, in nats, from which on it is reported; the shipped runs end below .3."""
-
-
-def report_far_policy(config: RunConfig, kl: Sequence[float | None]) -> str | None:
-    """Say that a policy of tokens has moved far from its reference since the iteration before; None if not.
-
-    Args:
-        kl: of the last iterations, in order; None where it is not measured.
-    """
-    *before, last = kl
-    update = config.updates.get("tokens")
-    if update is None or last is None or last < FAR_KL or any(each is not None and each >= FAR_KL for each in before):
-        return None
-    place = config.update_path("tokens")
-    return (
-        f"the KL is {last:.2f} nats a token, so the policy has moved far from the model, and samples may fall apart "
-        f"while the reward still rises: look at them, and lower {place}.learning_rate (now {update.learning_rate:g}) "
-        f"or raise {place}.kl_coef (now {update.kl_coef:g})"
-    )
-
-
 class NotResumedError(RuntimeError):
     """Nobody resumed a paused run within its timeout."""
 
 
 async def ends_at_sign(run: Run, history: TrainingHistory, policy: PolicyRef) -> bool:
-    """Report guardrails that have fallen at this version, and do what `guardrails.on_fall` says.
+    """Store which guardrails have fallen at this version, and do what `guardrails.on_fall` says.
 
     A run pauses when a guardrail has newly fallen. Resuming it accepts the sign, which is stored, so that a later start
     does not pause there again.
@@ -257,14 +238,12 @@ async def ends_at_sign(run: Run, history: TrainingHistory, policy: PolicyRef) ->
     guardrails, version = run.config.guardrails, policy.version
     if not guardrails.rewards or history.evaluation_of(version) is None:
         return False
-    for sign in history.signs:
-        log(f"guardrail, policy {version}: {sign}")
     is_last, resumed = version == run.config.run.iterations, _read_resumed(run.store)
-    stops = bool(history.signs) and guardrails.on_fall == "stop" and not is_last
+    stops = bool(history.fallen) and guardrails.on_fall == "stop" and not is_last
     _write_signs(run.store, history, version, resumed, stops)
     if stops:
         log(f"stopped after iteration {version}, because guardrails.on_fall is stop")
-    ask = guardrails.on_fall == "pause" and bool(history.new_signs) and not is_last
+    ask = guardrails.on_fall == "pause" and bool(history.new_fallen) and not is_last
     if ask and policy.digest not in resumed:
         await _wait_for_a_person(policy, guardrails.pause_timeout)
         _write_signs(run.store, history, version, [*resumed, policy.digest], stops)
@@ -300,7 +279,7 @@ def _write_signs(
     """Store the guardrails that have fallen at a version, or that there are none, for reports and later starts."""
     content = {
         "version": version,
-        "signs": [str(sign) for sign in history.signs],
+        "signs": [str(sign) for sign in history.fallen],
         "stopped": stops,
         "resumed": list(resumed),
     }

@@ -14,6 +14,7 @@ from flows.evaluation import evaluate_baselines, evaluate_policy
 from flows.pipeline.run import Run, plan_heldout
 from flows.pipeline.stages import emit_evaluated, emit_hacking_sign
 from grpo_core.rewards.hacking import HackingSign
+from grpo_core.signs import HACKING, Sign, new_signs
 from tasks.metrics import WALL_TIME
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
@@ -21,7 +22,8 @@ from tasks.reports.iteration import IterationRecord
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, UPDATE, Baseline, SamplingRound, StoredEvaluation
 from tasks.runs.read_run import gather_metrics, read_metrics, with_earlier
-from tasks.runs.run_view import EvaluationView, RunHistory, rescoring_of, signs_of
+from tasks.runs.run_view import EvaluationView, RunHistory, rescoring_of
+from tasks.runs.signs import fallen_measures, hacking_verdict
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -36,23 +38,30 @@ class TrainingHistory(RunHistory):
     Attributes:
         iterations: one record per finished iteration; only the last one has its tables.
         sampled: advantages of the last sampled iterations, which may be ahead of the finished ones.
-        signs: guardrails that had fallen at the last evaluation while the reward rose.
-        new_signs: those that had not fallen at the evaluation before.
+        fallen: guardrails that had fallen at the last evaluation while the reward rose.
+        new_fallen: those that had not fallen at the evaluation before.
         since: when the current iteration began, on the clock of this process.
     """
 
     iterations: list[IterationRecord] = field(default_factory=list)
     evaluations: list[EvaluationView] = field(default_factory=list)
+    signs: list[Sign] = field(default_factory=list)
     sampled: list[ArtifactRef] = field(default_factory=list)
-    signs: Sequence[HackingSign] = ()
-    new_signs: Sequence[HackingSign] = ()
+    fallen: Sequence[HackingSign] = ()
+    new_fallen: Sequence[HackingSign] = ()
+    _taken: set[tuple[str, str]] = field(default_factory=set)
     since: float = field(default_factory=time.perf_counter)
 
     @classmethod
     def of(cls, run: Run) -> "TrainingHistory":
         """Begin the history of a run."""
         replay = run.config.replay.model_dump() if isinstance(run.config, ReplayConfig) else None
-        return cls(name=run.config.run.name, folder=run.store.path(), trained_on=rescoring_of(replay))
+        return cls(
+            name=run.config.run.name,
+            folder=run.store.path(),
+            trained_on=rescoring_of(replay),
+            config=run.config.model_dump(mode="json"),
+        )
 
     @property
     def last_advantages(self) -> ArtifactRef | None:
@@ -108,9 +117,17 @@ class TrainingHistory(RunHistory):
         """Add the evaluation of a policy version, and look for guardrails that have fallen."""
         self.evaluations.append(EvaluationView.of(version, done))
         if config.guardrails.rewards:
-            known = {sign.guardrail for sign in self.signs}
-            self.signs = signs_of(self, config.guardrails)
-            self.new_signs = [sign for sign in self.signs if sign.guardrail not in known]
+            known = {sign.guardrail for sign in self.fallen}
+            self.fallen = fallen_measures(self, config.guardrails)
+            self.new_fallen = [sign for sign in self.fallen if sign.guardrail not in known]
+        own = [sign for sign in self.signs if sign.name != HACKING]
+        self.signs = [*own, *hacking_verdict(self).signs]
+
+    def take_signs(self) -> list[Sign]:
+        """Return the signs that no earlier call returned."""
+        new = [sign for sign in self.signs if (sign.name, sign.subject) not in self._taken]
+        self._taken |= {(sign.name, sign.subject) for sign in new}
+        return new
 
     def add_iteration(
         self,
@@ -150,6 +167,7 @@ class TrainingHistory(RunHistory):
             # A long run has thousands of records, and what they refer to is on disk.
             self.iterations[-1] = replace(self.iterations[-1], rounds=(), advantages=None)
         self.iterations.append(record)
+        self.signs += new_signs(self.iterations, self.stream, self.signs)
         return record, record.metrics != earlier
 
 
@@ -188,7 +206,7 @@ def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
     history.add_evaluation(run.config, policy.version, done)
     if is_new:
         emit_evaluated(run.config.run.name, policy, done)
-        for sign in history.new_signs:
+        for sign in history.new_fallen:
             emit_hacking_sign(run.config.run.name, policy, sign)
 
 

@@ -27,7 +27,7 @@ from flows.training.history import TrainingHistory
 from grpo_core.errors import InputError
 from tasks.reports.images import image_uri, shrunk
 from tasks.reports.iteration import write_contact_sheet, write_heldout_texts
-from tasks.reports.report import Report, reward_facts, seconds_facts
+from tasks.reports.report import Report, reward_facts, seconds_facts, signs_notice
 from tasks.reports.text import counted, relative
 from tasks.runs.layout import (
     ADVANTAGES,
@@ -42,7 +42,8 @@ from tasks.runs.layout import (
     policy_folder,
 )
 from tasks.runs.lookup import CONFIG_SHA256, read_config_file
-from tasks.runs.run_view import RunSummary, guardrail_curves, summary_of
+from tasks.runs.run_view import RunSummary, summary_of
+from tasks.runs.signs import guardrail_curves
 from tasks.runs.stored import find_evaluation, read_iterations, read_policy
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, open_store
@@ -60,7 +61,6 @@ class TrainSummary(RunSummary):
         contact_sheet: image of the held-out samples before and after; None for text and without held-out prompts.
         heldout_texts: page of the held-out completions before and after; None for images.
         guardrails_plot: plot of the held-out reward and the guardrails; None without guardrails.
-        hacking: guardrails that had fallen at the last evaluation while the reward rose, in words.
         stopped_early: whether a guardrail, or a hook, ended the run before its last iteration.
         quarantined: damaged and replaced files that this start moved to `quarantine/`, and why.
         reused: number of iterations with results of another run, by its name; their seconds are not counted.
@@ -71,7 +71,6 @@ class TrainSummary(RunSummary):
     contact_sheet: str | None
     heldout_texts: str | None
     guardrails_plot: str | None
-    hacking: list[str]
     stopped_early: bool
     quarantined: list[str]
     reused: dict[str, int]
@@ -91,12 +90,13 @@ class TrainSummary(RunSummary):
             ("policy digest", (self.policy_digest or "none")[:16]),
             ("stored in", relative(self.folder)),
             *((title, relative(path)) for title, path in files.items() if path),
-            *(("stopped by a guardrail" if self.stopped_early else "guardrail fell", sign) for sign in self.hacking),
+            *([("stopped", f"after iteration {self.iterations}, before the last one")] if self.stopped_early else []),
             *(("moved away", reason) for reason in self.quarantined),
         ]
         # A line of its own is never folded, so the address stays in one piece.
         notes = [f"{title} in Prefect's UI: {address}" for title, address in self.pages.items()]
-        return Report(f"{self.run}: {self.iterations} iterations", facts, notes=notes)
+        notices = [signs_notice(self.signs)]
+        return Report(f"{self.run}: {self.iterations} iterations", facts, notices=notices, notes=notes)
 
 
 def summarize(run: Run, history: TrainingHistory, elapsed: float) -> TrainSummary:
@@ -111,7 +111,6 @@ def summarize(run: Run, history: TrainingHistory, elapsed: float) -> TrainSummar
         contact_sheet=write_contact_sheet(store, *ends, title) if ends and not texts else None,
         heldout_texts=write_heldout_texts(store, *ends, title) if ends and texts else None,
         guardrails_plot=_write_guardrails_plot(run, history) if history.guardrail_series else None,
-        hacking=[str(sign) for sign in history.signs],
         stopped_early=version < run.config.run.iterations,
         quarantined=list(store.reasons),
         pages={},

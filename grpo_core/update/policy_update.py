@@ -8,9 +8,10 @@ from torch import Tensor
 
 from grpo_core.actions import Actions
 from grpo_core.losses.ratios import mismatch_metrics, mismatch_weights
-from grpo_core.parity import ParityTolerance, measure_parity, require_parity
+from grpo_core.parity import ParityTolerance, measure_parity, require_parity, share_of_tolerance
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.records import Entropies, TrainingRows
+from grpo_core.signs import PARITY_SHARE
 from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_actions
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
@@ -159,14 +160,16 @@ def _with_old_logprobs(rows: TrainingRows, indices: list[int], logprobs: Tensor)
 def _measure(rows: TrainingRows, tolerance: ParityTolerance | None, settings: UpdateSettings) -> dict[str, float]:
     """Check parity on the rows that these weights sampled, then measure the mismatch to the sampler over all rows."""
     assert rows.old_logprobs is not None, "they are computed before the first step"
-    own = rows.on_policy
+    own, gate = rows.on_policy, dict[str, float]()
     if own.any():
         names = [sample_id for sample_id, mine in zip(rows.sample_ids, own.tolist(), strict=True) if mine]
         stored, found, mask = (each[own] for each in (rows.rollout_logprobs, rows.old_logprobs, rows.actions.loss_mask))
         report = measure_parity(names, stored, found, mask, rows.actions.stream)
-        require_parity(report, tolerance or ParityTolerance())
+        allowed = tolerance or ParityTolerance()
+        require_parity(report, allowed)
+        gate = {PARITY_SHARE: share_of_tolerance(report, allowed)}
     mask, mismatch = rows.actions.loss_mask, settings.mismatch
-    metrics = measure_parity(rows.sample_ids, rows.rollout_logprobs, rows.old_logprobs, mask).metrics()
+    metrics = gate | measure_parity(rows.sample_ids, rows.rollout_logprobs, rows.old_logprobs, mask).metrics()
     if mismatch.mode == "none":
         return metrics
     weights = mismatch_weights(rows.old_logprobs, rows.rollout_logprobs, mask, mismatch)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
+from grpo_core.signs import Sign
 from tasks.metrics import SECONDS
 from tasks.progress import log
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.reports.images import PRUNED, PromptImages, fitted, image_uri
-from tasks.reports.report import Cells, Report, Table, markdown_of
+from tasks.reports.report import Cells, Report, Table, markdown_of, signs_notice
 from tasks.reports.samples import Row, Samples, best_first, read_samples
 from tasks.reports.text import (
     REPORTED,
@@ -81,12 +82,17 @@ def iteration_table(record: IterationRecord) -> list[dict[str, object]]:
 
 
 def iteration_markdown(
-    store: ArtifactStore, run: str, history: Sequence[IterationRecord], trained_on: str | None = None
+    store: ArtifactStore,
+    run: str,
+    history: Sequence[IterationRecord],
+    trained_on: str | None = None,
+    signs: Sequence[Sign] = (),
 ) -> str:
     """Write the last iteration's metrics, the reward over the iterations so far, and the best and worst samples.
 
     Args:
         trained_on: name of the rescoring whose rewards a replay is trained on; None where they are the run's own.
+        signs: of the run so far, shown first.
     """
     record = history[-1]
     advantages = record.advantages
@@ -99,7 +105,8 @@ def iteration_markdown(
             Table("", list(_metric_rows(record, table, trained_on))),
             Table("", list(_curves(history, trained_on))),
         ]
-        lines = [markdown_of(Report(f"{run}: iteration {record.iteration}", tables=tables))]
+        title = f"{run}: iteration {record.iteration}"
+        lines = [markdown_of(Report(title, tables=tables, notices=[signs_notice(signs)]))]
         images_of = PromptImages(THUMBNAIL, store, *_stores_of(store, rollouts))
         lines += list(_texts(table, images_of) if table.is_text else _images(table, images_of))
     stored = [reference.uri for each in record.rounds for reference in each.stages] + [advantages.uri]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
     from PIL import Image
 
+    from grpo_core.signs import Sign
     from tasks.runs.run_view import RunSummary
 
 Cells = dict[str, str]
@@ -89,6 +90,11 @@ class Report:
     tables: Sequence[Table] = ()
     notices: Sequence[Notice] = ()
     notes: Sequence[str] = ()
+
+
+def signs_notice(signs: Sequence["Sign"]) -> Notice:
+    """Return the signs of a run, a line each, for the top of a report."""
+    return Notice("signs that the run does not learn as it should", [str(sign) for sign in signs])
 
 
 def markdown_of(report: Report) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 import polars as pl
 
 from tasks.reports.report import Cells, Notice, Report, Table, render
-from tasks.reports.run_page import hacking_notice
 from tasks.reports.statistics import Statistics, histogram_of, rounded
 from tasks.reports.text import correlation, counted, number, percent, significant
 from tasks.runs.run_view import RunView
@@ -131,7 +130,7 @@ def analysis_report(analysis: Statistics, title: str, signs: Sequence[str]) -> R
         ],
         notices=[
             Notice("check before training on these", [" ".join(finding) for finding in findings(analysis)]),
-            hacking_notice(signs),
+            Notice("signs of reward hacking", signs),
         ],
     )
 

@@ -29,6 +29,7 @@ from tasks.runs.layout import (
 from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256, read_starts
 from tasks.runs.reader import RunReader, StoredArtifact
 from tasks.runs.run_view import EvaluationView, IterationView, RunView, Stages, means_of, rescoring_of
+from tasks.runs.signs import signs_of
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.files import load_checked
@@ -152,7 +153,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
             previous = None if number == 1 else before
             views.append(_iteration_view(reader, number, stages, rewards.get(number), previous))
     config_text, config = _read_config(reader, (described or {}).get(CONFIG_SHA256))
-    return RunView(
+    run = RunView(
         name=reader.store.run,
         folder=reader.store.path(),
         starts=read_starts(reader),
@@ -169,6 +170,8 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
         damages=tuple(reader.damages),
         unverified=reader.unverified,
     )
+    run.signs = signs_of(run)
+    return run
 
 
 def _find_stages(reader: RunReader, folder: str) -> Found:

@@ -1,12 +1,12 @@
-"""The history of a run, which a training appends to and `read_run` reads from its folder; its signs and summary."""
+"""The history of a run, which a training appends to and `read_run` reads from its folder, and its summary."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from grpo_core.rewards.hacking import HackingRule, HackingSign, hacking_signs
+from grpo_core.signs import MeasuredIteration, Sign
 from grpo_core.streams import Stream
 from tasks.metrics import SECONDS
 from tasks.runs.layout import ADVANTAGES, RECOMPUTED, REWARDS, ROLLOUTS, STAGES, STORED, StoredEvaluation
@@ -94,18 +94,6 @@ def means_of(scores: Mapping[str, ArtifactRef]) -> dict[str, float]:
     return {label: mean for label, mean in means.items() if mean is not None}
 
 
-class MeasuredIteration(Protocol):
-    """An iteration with its metrics."""
-
-    @property
-    def iteration(self) -> int:
-        """Return its number, from 1."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Return its metrics by name."""
-
-
 @dataclass(kw_only=True)
 class RunHistory:
     """The finished iterations and evaluations of a run.
@@ -120,6 +108,8 @@ class RunHistory:
         policy_digest: sha256 of that policy's weights; None where no valid file states it.
         trained_on: name of the rescoring whose rewards a replay is trained on, while its held-out reward is of its own;
             None where both are of the run's own.
+        config: the configuration as plain values; empty where it cannot be read.
+        signs: what is wrong with the training as far as its metrics and evaluations show.
     """
 
     name: str
@@ -130,6 +120,27 @@ class RunHistory:
     policy_version: int = 0
     policy_digest: str | None = None
     trained_on: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    signs: Sequence[Sign] = ()
+
+    @property
+    def planned(self) -> int | None:
+        """Number of iterations in the configuration; None without a readable one."""
+        section = self.config.get("run")
+        planned = section.get("iterations") if isinstance(section, Mapping) else None
+        return planned if isinstance(planned, int) else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every configured iteration is done."""
+        return self.planned is not None and self.policy_version >= self.planned
+
+    @property
+    def stream(self) -> Stream:
+        """The first stream that it trains."""
+        section = self.config.get("policy")
+        trained = section.get("train") if isinstance(section, Mapping) else None
+        return "denoising" if trained and "tokens" not in trained else "tokens"
 
     @property
     def evaluated(self) -> tuple[EvaluationView, ...]:
@@ -193,18 +204,10 @@ class RunView(RunHistory):
     iterations: Sequence[IterationView] = field(default_factory=list)
     starts: tuple[RunStart, ...]
     config_text: str | None
-    config: Mapping[str, Any]
     shown: IterationView | None
     moved: tuple[MovedFiles, ...]
     damages: tuple[Damage, ...]
     unverified: int
-
-    @property
-    def planned(self) -> int | None:
-        """Number of iterations in the configuration; None without a readable one."""
-        section = self.config.get("run")
-        planned = section.get("iterations") if isinstance(section, Mapping) else None
-        return planned if isinstance(planned, int) else None
 
     @property
     def noun(self) -> Noun:
@@ -212,18 +215,6 @@ class RunView(RunHistory):
         section = self.config.get("policy")
         kind = section.get("kind") if isinstance(section, Mapping) else None
         return "completion" if kind in ("causal_lm", "vision_lm") else "image"
-
-    @property
-    def stream(self) -> Stream:
-        """The first stream that it trains."""
-        section = self.config.get("policy")
-        trained = section.get("train") if isinstance(section, Mapping) else None
-        return "denoising" if trained and "tokens" not in trained else "tokens"
-
-    @property
-    def finished(self) -> bool:
-        """Whether every configured iteration is done."""
-        return self.planned is not None and self.policy_version >= self.planned
 
 
 def _by_label(means: Mapping[int, Mapping[str, float]]) -> dict[str, list[tuple[float, float]]]:
@@ -249,6 +240,7 @@ class RunSummary(BaseModel):
         policy_digest: sha256 of the last policy's weights; None where no valid file states it.
         seconds: `total`, and by stage over all iterations as measured when each ran.
         folder: path or URL of the run.
+        signs: what is wrong with the training: name, iteration, message, and what it is of.
     """
 
     run: str
@@ -262,6 +254,7 @@ class RunSummary(BaseModel):
     policy_digest: str | None
     seconds: dict[str, float]
     folder: str
+    signs: list[Sign]
 
 
 def summary_of(run: RunHistory) -> RunSummary:
@@ -279,6 +272,7 @@ def summary_of(run: RunHistory) -> RunSummary:
         policy_digest=run.policy_digest,
         seconds=run.seconds,
         folder=run.folder,
+        signs=list(run.signs),
     )
 
 
@@ -290,38 +284,6 @@ def rescoring_of(replay: object) -> str | None:
     """
     advantages = replay.get("advantages", STORED) if isinstance(replay, Mapping) else STORED
     return None if advantages in (STORED, RECOMPUTED) else str(advantages)
-
-
-def guardrail_curves(
-    run: RunHistory, measures: Mapping[str, Sequence[tuple[float, float]]] | None = None
-) -> tuple[list[int], list[float | None], dict[str, list[float | None]]]:
-    """Return the evaluated versions, the held-out reward of each, and the level of each measure, None without one.
-
-    Args:
-        measures: (policy version, level) by label; None for the guardrails. Versions without any are left out.
-    """
-    levels = {label: dict(points) for label, points in (run.guardrail_series if measures is None else measures).items()}
-    rewards = run.heldout_rewards
-    versions = [each.version for each in run.evaluations if any(each.version in points for points in levels.values())]
-    return (
-        versions,
-        [rewards.get(version) for version in versions],
-        {label: [points.get(version) for version in versions] for label, points in levels.items()},
-    )
-
-
-def signs_of(
-    run: RunHistory, rule: HackingRule, measures: Mapping[str, Sequence[tuple[float, float]]] | None = None
-) -> tuple[HackingSign, ...]:
-    """Find the measures that fell while the held-out reward rose, as of the last evaluation.
-
-    Args:
-        measures: as for `guardrail_curves`.
-
-    Raises:
-        InputError: as `hacking_signs`.
-    """
-    return hacking_signs(*guardrail_curves(run, measures), rule)
 
 
 def dataset_of(metric: str) -> str | None:

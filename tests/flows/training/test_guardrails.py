@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from flows.command_line.main import application
 from flows.training import callbacks
+from grpo_core.signs import HACKING
 from tests.flows.conftest import Runs, Start, refused
 
 PLANNED = 4
@@ -75,19 +76,25 @@ def start(runs: Runs, rewards: str, *, iterations: int = PLANNED, **changes: Any
     return runs.start_text(**settings, **changes)
 
 
+def hacking(start: Start) -> list[tuple[int, str]]:
+    """Version and message of each sign of reward hacking."""
+    return [(sign.iteration, sign.message) for sign in start.summary.signs if sign.name == HACKING]
+
+
 def test_a_hacked_run_stops_where_the_guardrail_fell_and_continues_without_stop(empty: Runs, rewards: str) -> None:
     quiet = start(empty, rewards, iterations=1, guardrails={"fall": 0.6})
-    assert (quiet.summary.hacking, quiet.summary.iterations) == ([], 1)
+    assert (hacking(quiet), quiet.summary.iterations) == ([], 1)
     assert json.loads(empty.path("guardrails.json", run="text").read_text())["signs"] == []
     stopped = start(empty, rewards, guardrails={"fall": 0.6})
     # The guardrail is .8 - .2 n at the n-th evaluation, the first being before training: .8, .6, .4, .2.
     assert (stopped.summary.iterations, stopped.summary.stopped_early) == (3, True)
-    (sign,) = stopped.summary.hacking
-    assert "second fell from 0.8 to 0.2" in sign
+    ((since, sign),) = hacking(stopped)
+    assert (since, "second fell from 0.8 to 0.2" in sign) == (3, True)
     assert stopped.summary.guardrails_plot is not None
     assert Path(stopped.summary.guardrails_plot).read_bytes().startswith(b"\x89PNG")
     note = json.loads(empty.path("guardrails.json", run="text").read_text())
-    assert (note["version"], note["signs"], note["stopped"]) == (3, [sign], True)
+    assert (note["version"], note["stopped"]) == (3, True)
+    assert [sign.startswith(text) for text in note["signs"]] == [True]
     page = empty.root / "page.html"
     arguments = ["inspect", "text", "--root", str(empty.root), "--html", str(page)]
     result = CliRunner().invoke(application, arguments)
@@ -96,10 +103,10 @@ def test_a_hacked_run_stops_where_the_guardrail_fell_and_continues_without_stop(
 
     again = start(empty, rewards, guardrails={"fall": 0.6})
     assert again.stages == ()
-    assert (again.summary.policy_digest, again.summary.hacking) == (stopped.summary.policy_digest, [sign])
+    assert (again.summary.policy_digest, hacking(again)) == (stopped.summary.policy_digest, [(since, sign)])
 
     on = start(empty, rewards, guardrails={"fall": 0.6, "on_fall": "report"})
-    assert (on.summary.iterations, on.summary.stopped_early, len(on.summary.hacking)) == (PLANNED, False, 1)
+    assert (on.summary.iterations, on.summary.stopped_early, len(hacking(on))) == (PLANNED, False, 1)
     assert {stage.partition(":")[0] for stage in on.stages} == {"iteration 4", "evaluation of policy 4"}
 
 

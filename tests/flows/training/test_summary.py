@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from configs.loader import read_config
-from flows.training.callbacks import format_progress_line, report_far_policy
+from flows.training.callbacks import format_progress_line
 from flows.training.history import TrainingHistory
 from flows.training.summary import TrainSummary
 from tasks.reports.iteration import IterationRecord
 from tasks.storage.artifacts.reference import ArtifactRef
-from tests.flows.conftest import TINY
 
 
 def summary(**changes: Any) -> TrainSummary:
@@ -31,7 +29,7 @@ def summary(**changes: Any) -> TrainSummary:
         "contact_sheet": None,
         "heldout_texts": None,
         "guardrails_plot": None,
-        "hacking": [],
+        "signs": [],
         "stopped_early": False,
         "quarantined": [],
         "reused": {},
@@ -67,7 +65,7 @@ def test_pages_of_the_ui_are_lines_of_their_own() -> None:
     ("field", "value"),
     [
         *((field, "/elsewhere/r/file") for field in ("contact_sheet", "heldout_texts", "guardrails_plot")),
-        *((field, ["a reason"]) for field in ("hacking", "quarantined")),
+        *((field, ["a reason"]) for field in ("quarantined",)),
     ],
 )
 def test_each_file_and_each_reason(field: str, value: Any) -> None:
@@ -96,30 +94,6 @@ RECORD = IterationRecord(2, (), ADVANTAGES, {"reward": 0.5, **{f"seconds/{name}"
 def test_the_end_of_a_line(reused: dict[str, str], each: float | None, end: str) -> None:
     line = format_progress_line(replace(RECORD, reused=reused), 60, each)
     assert line == f"iteration 2/60: reward 0.500, {end}"
-
-
-@pytest.mark.parametrize(
-    ("kl", "said"),
-    [
-        ([0.3], False),
-        ([0.3, 1.5], True),
-        # Of a run whose first iteration is far already.
-        ([1.5], True),
-        # It has been said, and is said again when the policy has been near meanwhile.
-        ([1.5, 1.6], False),
-        ([1.5, 0.9], False),
-        ([None, 1.5], True),
-        ([1.5, None], False),
-    ],
-)
-def test_a_policy_far_from_its_reference_is_reported_once(kl: list[float | None], said: bool) -> None:
-    report = report_far_policy(read_config(TINY), kl)
-    assert (report is not None) == said
-    assert report is None or ("update.learning_rate (now 0.002)" in report and "1.50 nats" in report)
-
-
-def test_the_kl_of_denoising_steps_is_in_another_unit() -> None:
-    assert report_far_policy(read_config(TINY.with_name("tiny_sd3.yaml")), [5.0]) is None
 
 
 def test_a_line_of_a_replay_says_whose_rewards_it_has() -> None:

@@ -10,10 +10,11 @@ from PIL import Image
 
 from tasks.reports import report as pages
 from tasks.reports.images import PromptImages
-from tasks.reports.run_page import hacking_verdict, progress, read_appearances, read_heldout, render_run_page
+from tasks.reports.run_page import progress, read_appearances, read_heldout, render_run_page
 from tasks.reports.samples import LARGE, read_groups
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
+from tasks.runs.signs import hacking_verdict
 from tests.tasks.reports.made_runs import RunMaker, colour, png, whole_run
 
 MEASURED = "rewards: [{reward: ssim, weight: 0}]\n"

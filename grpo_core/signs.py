@@ -1,0 +1,295 @@
+"""Signs that a training does not learn as it should, found in its metrics; docs/is_it_learning.md explains each.
+
+A sign shows once, at the first iteration at which its condition holds. Conditions need several iterations in a row
+where one iteration may be chance, and of two signs with one cause the cause shows alone.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from grpo_core.streams import STREAMS, Stream
+
+PAGE = "docs/is_it_learning.md"
+
+PARITY_SHARE = "sampling/sampling_logp_difference/share_of_tolerance"
+"""Metric of the parity gate: the larger of its differences over what it allows."""
+
+HACKING = "reward-hacking"
+"""Name of the signs that evaluations show; grpo_core.rewards.hacking has their rule."""
+
+FAR_KL = 1.0
+"""Mean KL of a token to the reference, in nats, from which on the policy is far from it."""
+
+NO_ENTROPY = 0.02
+"""Entropy of a token, in nats, at or below which the policy samples the same again and again."""
+
+NO_SPREAD = 0.9
+"""Share of groups without spread from which on hardly anything is learned."""
+
+CLIPPED = 0.5
+"""Share of actions that are clipped after an iteration's first step, from which on clipping determines the update."""
+
+NEAR_GATE = 0.8
+"""Share of its tolerance that the parity gate measures, from which on it is close to refusing an update."""
+
+KL_PENALTY = 0.05
+"""The loss's KL term, kl_coef x KL, from which on it outweighs what advantages of unit variance can gain."""
+
+ROW = 3
+"""Iterations in a row that a condition needs."""
+
+RECENT = 5
+"""Iterations over which the clipped share and the KL term are averaged."""
+
+FALL = 5.0
+"""Standard errors by which the reward must have fallen below a level that it had."""
+
+WINDOW = 200
+"""Iterations back to which the best level of the reward is looked for."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """One line about what is wrong and what to do.
+
+    Attributes:
+        name: the sign, and the anchor of its paragraph on PAGE.
+        iteration: at which it showed first; for reward hacking the version of the evaluated policy.
+        message: what was measured, and what to do, in a sentence.
+        subject: what it is of where a run can have several of one name: a stream or a guardrail; else empty.
+    """
+
+    name: str
+    iteration: int
+    message: str
+    subject: str = ""
+
+    @property
+    def anchor(self) -> str:
+        """Where it is explained: a page of the documentation and the place on it."""
+        return f"{PAGE}#{self.name}"
+
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}: {self.message} ({self.anchor})"
+
+
+class MeasuredIteration(Protocol):
+    """An iteration with its metrics."""
+
+    @property
+    def iteration(self) -> int:
+        """Return its number, from 1."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Return its metrics by name."""
+
+
+class _Measured(NamedTuple):
+    """The metrics of one stream over the last iterations, newest last, and the place of its settings."""
+
+    stream: Stream
+    place: str
+    rows: Sequence[Mapping[str, float]]
+
+    def last(self, name: str, count: int = 1) -> list[float]:
+        """Return the last values of a metric; fewer than `count` where an iteration does not have it, or is missing."""
+        values: list[float] = []
+        for row in reversed(self.rows[-count:]):
+            if name not in row:
+                break
+            values.insert(0, row[name])
+        return values
+
+    def holds(self, name: str, condition: Callable[[float], bool], count: int = ROW) -> bool:
+        """Return whether the condition holds in each of the last `count` iterations."""
+        values = self.last(name, count)
+        return len(values) == count and all(condition(value) for value in values)
+
+
+def find_signs(iterations: Sequence[MeasuredIteration], stream: Stream) -> tuple[Sign, ...]:
+    """Find the signs of a whole history, in the order in which they showed.
+
+    Args:
+        iterations: in order.
+        stream: the first that the run trains, whose metrics have no prefix.
+    """
+    signs: list[Sign] = []
+    for end in range(1, len(iterations) + 1):
+        signs += new_signs(iterations[:end], stream, signs)
+    return tuple(signs)
+
+
+def new_signs(iterations: Sequence[MeasuredIteration], stream: Stream, known: Sequence[Sign] = ()) -> tuple[Sign, ...]:
+    """Find the signs that show at the last iteration for the first time.
+
+    Args:
+        iterations: in order, at least one.
+        stream: as for `find_signs`.
+        known: signs that showed before.
+    """
+    last, shown = iterations[-1], {(sign.name, sign.subject) for sign in known}
+    others = [each for each in STREAMS if any(name.startswith(f"{each}/") for name in last.metrics)]
+    signs = []
+    for each in (stream, *others):
+        prefix = f"{each}/" if each != stream else ""
+        rows = [_of_stream(row.metrics, prefix) for row in iterations[-WINDOW:]]
+        measured = _Measured(each, f"update.{each}" if others else "update", rows)
+        for name, message in _found(measured):
+            if (name, each if others else "") not in shown:
+                signs.append(Sign(name, last.iteration, message, each if others else ""))
+    return tuple(signs)
+
+
+def _of_stream(metrics: Mapping[str, float], prefix: str) -> Mapping[str, float]:
+    if not prefix:
+        return metrics
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+
+def _found(measured: _Measured) -> list[tuple[str, str]]:
+    """Return names and messages of the signs that hold at the last iteration; without those that others explain."""
+    found = {name: message for name, rule in _RULES.items() if (message := rule(measured)) is not None}
+    for cause, effects in _EXPLAINS.items():
+        if cause in found:
+            found = {name: message for name, message in found.items() if name not in effects}
+    return list(found.items())
+
+
+def _reward_at_bound(measured: _Measured) -> str | None:
+    if not measured.holds("frac_reward_zero_std", lambda share: share >= NO_SPREAD):
+        return None
+    first = next((row for row in measured.rows if {"reward", "reward_std"} <= {*row}), None)
+    reward = measured.last("reward")
+    # It rose by at least half of what samples differed by at first.
+    if first is None or not reward or reward[0] - first["reward"] < max(first["reward_std"] / 2, 1e-9):
+        return None
+    return (
+        f"the reward rose to {reward[0]:.3g} and {_share(measured)} of the groups have no spread, so nothing is left "
+        "to learn: stop here, take harder prompts, or a reward that still tells samples apart"
+    )
+
+
+def _entropy(measured: _Measured) -> str | None:
+    if not measured.holds("entropy", lambda nats: nats <= NO_ENTROPY):
+        return None
+    return (
+        f"the entropy is {measured.last('entropy')[0]:.2g} nats a token, so siblings are nearly the same: raise "
+        f"rollout.temperature, or {measured.place}.clip_range_high, or lower {measured.place}.learning_rate"
+    )
+
+
+def _groups_without_spread(measured: _Measured) -> str | None:
+    if not measured.holds("frac_reward_zero_std", lambda share: share >= NO_SPREAD):
+        return None
+    reward = "".join(f" (reward {value:.3g})" for value in measured.last("reward"))
+    return (
+        f"{_share(measured)} of the groups have no spread{reward}, so there is nothing to learn from: the prompts are "
+        "too easy or too hard, rollout.group_size too small, or the reward cannot tell siblings apart"
+    )
+
+
+def _kl(measured: _Measured) -> str | None:
+    # The KL of denoising steps is in other units.
+    kl = measured.last("kl")
+    if measured.stream != "tokens" or not kl or kl[0] < FAR_KL:
+        return None
+    return (
+        f"the KL is {kl[0]:.2f} nats a token, so the policy is far from the model, and samples may fall apart: lower "
+        f"{measured.place}.learning_rate (now {_learning_rate(measured)}) or raise {measured.place}.kl_coef"
+    )
+
+
+def _kl_penalty(measured: _Measured) -> str | None:
+    terms = [row["loss"] - row["policy_loss"] for row in measured.rows[-RECENT:] if {"kl", "policy_loss"} <= {*row}]
+    if len(terms) < RECENT or math.fsum(terms) / RECENT < KL_PENALTY:
+        return None
+    return (
+        f"the KL term is {math.fsum(terms) / RECENT:.2g} of the loss, more than the advantages can gain, so the policy "
+        f"stays where it is: lower {measured.place}.kl_coef"
+    )
+
+
+def _clipped(measured: _Measured) -> str | None:
+    shares = [
+        # On the first step the ratios are 1, and nothing is clipped.
+        row["clip_ratio/region_mean"] * row["optimizer_steps"] / (row["optimizer_steps"] - 1)
+        for row in measured.rows[-RECENT:]
+        if row.get("optimizer_steps", 0) > 1 and "clip_ratio/region_mean" in row
+    ]
+    if len(shares) < RECENT or math.fsum(shares) / RECENT < CLIPPED:
+        return None
+    noun = "tokens" if measured.stream == "tokens" else "steps"
+    return (
+        f"{math.fsum(shares) / RECENT:.0%} of the {noun} are clipped after the first optimizer step: raise "
+        f"{measured.place}.clip_range, or take fewer epochs or a lower {measured.place}.learning_rate"
+    )
+
+
+def _near_gate(measured: _Measured) -> str | None:
+    share = measured.last(PARITY_SHARE)
+    if not share or share[0] < NEAR_GATE:
+        return None
+    return (
+        f"stored and recomputed log-probs differ by {share[0]:.0%} of what the gate allows, beyond which the update "
+        f"refuses: sample and train in the same dtype and kernels, or set {measured.place}.parity"
+    )
+
+
+def _reward_fell(measured: _Measured) -> str | None:
+    rows = [row for row in measured.rows if {"reward", "reward_std", "groups_kept", "groups_dropped"} <= {*row}]
+    if len(rows) <= ROW:
+        return None
+    now = _level(rows[-ROW:])
+    earlier = [_level(rows[max(0, end - ROW) : end]) for end in range(1, len(rows) - ROW + 1)]
+    best = max(earlier, key=lambda level: level.mean - FALL * math.hypot(level.error, now.error))
+    if best.mean - now.mean <= FALL * math.hypot(best.error, now.error):
+        return None
+    return (
+        f"the reward fell from {best.mean:.3g} to {now.mean:.3g}: lower {measured.place}.learning_rate (now "
+        f"{_learning_rate(measured)}) and look at the samples"
+    )
+
+
+class _Level(NamedTuple):
+    mean: float
+    error: float
+
+
+def _level(rows: Sequence[Mapping[str, float]]) -> _Level:
+    """Return the mean reward of iterations and its standard error, as if siblings always had the same reward."""
+    groups = math.fsum(row["groups_kept"] + row["groups_dropped"] for row in rows)
+    variance = math.fsum(row["reward_std"] ** 2 for row in rows) / len(rows)
+    return _Level(math.fsum(row["reward"] for row in rows) / len(rows), math.sqrt(variance / max(groups, 1.0)))
+
+
+def _share(measured: _Measured) -> str:
+    return f"{measured.last('frac_reward_zero_std')[0]:.0%}"
+
+
+def _learning_rate(measured: _Measured) -> str:
+    return "".join(f"{value:g}" for value in measured.last("learning_rate")) or "unknown"
+
+
+_RULES: Mapping[str, Callable[[_Measured], str | None]] = {
+    "reward-at-bound": _reward_at_bound,
+    "entropy": _entropy,
+    "groups-without-spread": _groups_without_spread,
+    "kl": _kl,
+    "kl-penalty": _kl_penalty,
+    "clipped": _clipped,
+    "parity": _near_gate,
+    "reward-fell": _reward_fell,
+}
+
+_EXPLAINS: Mapping[str, Sequence[str]] = {
+    "reward-at-bound": ("entropy", "groups-without-spread"),
+    "entropy": ("groups-without-spread",),
+    "kl": ("kl-penalty", "clipped"),
+}
+"""What follows from a sign and says nothing further."""
+
+SIGNS = (*_RULES, HACKING)
+"""The name of every sign."""
