@@ -19,9 +19,11 @@ from pydantic import (
 )
 
 from configs.validation import Name, RunName, Section
+from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
+from grpo_core.policies.engines.settings import EngineName, VllmSettings, refuse_truncation
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.quantization import QuantizationSettings
@@ -337,8 +339,29 @@ class DiffusersRolloutSection(ImageRolloutSection, DiffusersSettings):
         return super().for_evaluation(evaluate).model_copy(update={"shared_noise": False})
 
 
+class VllmSection(Section, VllmSettings):
+    """The vLLM servers that answer for the policy."""
+
+    keyless = frozenset({"url", "command", "token_env", "timeout_s", "concurrency", "adapter_folder"})
+
+
 class TextRolloutSection(_GroupsSection, CausalLMSettings):
     """How groups of texts are sampled."""
+
+    engine: EngineName = Field(
+        "policy",
+        description="who samples: policy, the model itself; continuous_batching, transformers' generate_batch in the "
+        "same process; vllm, servers over HTTP",
+    )
+    vllm: VllmSection | None = Field(None, description="the servers of engine vllm")
+
+    def check(self) -> None:
+        """Refuse settings of an engine that is not used, and what the engine cannot sample."""
+        super().check()
+        refuse_truncation(self.engine, self)
+        if (self.engine == "vllm") != (self.vllm is not None):
+            hint = "Engine vllm needs its servers here, and the others have none; give both or neither."
+            raise InputError("rollout.vllm", None if self.vllm is None else "a section", hint)
 
 
 class VisionRolloutSection(TextRolloutSection, VisionLMSettings):

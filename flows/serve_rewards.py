@@ -27,7 +27,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from configs.training import RewardSection
 from grpo_core.errors import InputError, raise_all
 from grpo_core.rewards.remote import wire
-from grpo_core.rewards.remote.http import LOOPBACK, read_token
+from grpo_core.services import LOOPBACK, read_token
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcess
 from tasks.execution.errors import LostStageError, StageTimeoutError

@@ -4,76 +4,28 @@ It is called and its answer is read as in TRL 1.16's GRPOTrainer (``_calculate_r
 list entry per sample.
 """
 
-import asyncio
-import atexit
 import copy
-import functools
 import inspect
 import itertools
 import json
 import logging
 import math
 import numbers
-import os
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal
 
 from PIL import Image
 from pydantic import AfterValidator, JsonValue
 from pydantic.dataclasses import dataclass
 
+from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
 from grpo_core.images import to_rgb
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, not_finite
 from grpo_core.streams import Modality
 from grpo_core.user_functions import REFERENCE, UserFunction, find_function, load_function, signature_of
-
-_Result = TypeVar("_Result")
-
-
-def run_awaitable(awaitable: Awaitable[_Result]) -> _Result:
-    """Wait for the result; its exceptions are raised here.
-
-    One loop serves the whole process, as in TRL's trainer: a client that a user's module keeps open belongs to the
-    loop that it was first used on.
-    """
-
-    async def wait() -> _Result:
-        try:
-            return await awaitable
-        except SystemExit as error:
-            # It would end the loop, and every caller would wait for ever.
-            raise RuntimeError(f"it called sys.exit({error.code!r})").with_traceback(error.__traceback__) from error
-
-    with _STARTING:
-        # A forked process inherits the loop, but not the thread that runs it.
-        loop = _running_loop(os.getpid())
-    return asyncio.run_coroutine_threadsafe(wait(), loop).result()
-
-
-_STARTING = threading.Lock()
-
-
-@functools.lru_cache(maxsize=1)
-def _running_loop(process: int) -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name=f"rewards of process {process}", daemon=True)
-    thread.start()
-    atexit.register(_stop, loop, thread, process)
-    return loop
-
-
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int) -> None:
-    if os.getpid() != process:
-        return
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(timeout=1.0)
-    if not loop.is_running():
-        loop.close()
-
 
 _LOGGER = logging.getLogger(__name__)
 _PLACE = "rewards.function.function"

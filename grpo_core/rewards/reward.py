@@ -126,14 +126,7 @@ class Score:
 
 
 class ScoringError(RuntimeError):
-    """A service or an engine gave no score in this attempt; another one may succeed.
-
-    `retry_after_s` is the waiting time that a service requested. The message contains no address.
-    """
-
-    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
-        self.retry_after_s = retry_after_s
-        super().__init__(reason)
+    """A service or an engine gave no score in this attempt; another one may succeed. The message has no address."""
 
 
 NOT_APPLICABLE = Score(None, None)

@@ -71,6 +71,8 @@ class Stage:
     Attributes:
         kind: section of the placement; None if it always runs in the run's process.
         modules: returns the modules that the function imports by a name composed at run time, given the arguments.
+        uses_policy: returns whether it computes with the policy that its process keeps, given the arguments; such
+            stages take turns in one process.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Stage:
     function: Callable[..., Reference]
     modules: Callable[[Arguments], tuple[str, ...]]
     sharding: Sharding | None = None
+    uses_policy: Callable[[Arguments], bool] = lambda arguments: False
 
     def roots(self, arguments: Arguments) -> tuple[str, ...]:
         """Return where the stage's code begins: its function, and modules that are not imported by a fixed name."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prefect.futures import PrefectFuture
 from prefect.transactions import CommitMode, get_transaction, transaction
 
-from tasks.execution.call import Arguments, Part, Reference, Stage, StageCall, StageOutcome, call_of, carry_out_in
+from tasks.execution.call import Arguments, Part, Reference, Stage, StageOutcome, call_of, carry_out_in
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import (
@@ -24,7 +24,6 @@ from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 
 Submit = Callable[[Part], PrefectFuture[Reference]]
-_POLICY_STAGES = ("rollouts", "update")
 
 
 class _PolicyLock:
@@ -53,16 +52,17 @@ def dispatch(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
         assert task is not None, "a stage is a Prefect task, whose transaction has the stage's key"
         return carry_out_on_pool(call_of(stage, arguments, store, task.key), where.pool, where.timeout, store)
     if where.timeout is not None:
-        outcome = _run_in_child(stage, call_of(stage, arguments, store), where.timeout, store)
+        outcome = _run_in_child(stage, arguments, where.timeout, store)
         store.reasons.extend(outcome.reasons)
         return outcome.reference()
-    with resource(_PolicyLock).lock if stage.kind in _POLICY_STAGES else contextlib.nullcontext():
+    with resource(_PolicyLock).lock if stage.uses_policy(arguments) else contextlib.nullcontext():
         return stage.function(**arguments)
 
 
-def _run_in_child(stage: Stage, call: StageCall, timeout: float, store: ArtifactStore) -> StageOutcome:
+def _run_in_child(stage: Stage, arguments: Arguments, timeout: float, store: ArtifactStore) -> StageOutcome:
+    call = call_of(stage, arguments, store)
     # Rollouts and updates share a child, and so its model, as long as they take turns.
-    group = "policy" if stage.kind in _POLICY_STAGES else f"{call.stage} {call.arguments.get('section')}"
+    group = "policy" if stage.uses_policy(arguments) else f"{call.stage} {call.arguments.get('section')}"
     with resource(ChildProcesses).borrow(group, call.stage, child_command("stage")) as process:
         try:
             return carry_out_in(process, call, timeout)

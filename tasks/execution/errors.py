@@ -18,6 +18,7 @@ from pydantic_core import to_jsonable_python
 
 from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError
 from grpo_core.parity import ParityError, ParityReport, ParityTolerance
+from grpo_core.services import ServiceError
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.roots import StorageError, UnreachableStorageError
 
@@ -77,6 +78,8 @@ def retryable_kind(error: BaseException) -> Retryable | None:
         return Retryable.STORAGE if isinstance(error, UnreachableStorageError) else None
     if isinstance(error, LostStageError):
         return Retryable.LOST
+    if isinstance(error, ServiceError):
+        return Retryable.SERVICE
     if isinstance(error, StageTimeoutError):
         return Retryable.TIMEOUT
     # Prefect's own HTTP errors are among them.

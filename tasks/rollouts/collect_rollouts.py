@@ -19,10 +19,11 @@ from grpo_core.policies.protocol import family_module
 from grpo_core.streams import Stream
 from tasks.execution.caching import stage_task
 from tasks.execution.call import Arguments, Part, Sharding, shard_folder, unsharded
-from tasks.execution.resources import halve_on_out_of_memory, peak_memory, reset_peak_memory, resource
-from tasks.models.resident import ModelSpec, ResidentPolicy
+from tasks.execution.resources import halve_on_out_of_memory, peak_memory, reset_peak_memory
+from tasks.models.resident import ModelSpec
 from tasks.progress import progress_of
 from tasks.prompts.targets import TargetReference, load_target
+from tasks.rollouts.engines import engine_modules, opened_sampler, uses_resident_policy
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
 from tasks.rollouts.rows import rollout_columns
 from tasks.rollouts.sources import named_by
@@ -68,7 +69,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _modules(arguments: Arguments) -> tuple[str, ...]:
-    return (family_module(arguments["model"].section.kind),)
+    return (family_module(arguments["model"].section.kind), *engine_modules(arguments["rollout"]))
 
 
 def _cut(arguments: Arguments, shards: int) -> list[Part]:
@@ -133,7 +134,14 @@ def _recorded(plan: RolloutPlan, model: ModelSpec) -> tuple[Stream, ...]:
     return tuple(stream for stream in model.family.streams if stream == "tokens" or noisy)
 
 
-@stage_task(STAGE, _describe, kind="rollouts", sharding=Sharding(_cut, _join), modules=_modules)
+@stage_task(
+    STAGE,
+    _describe,
+    kind="rollouts",
+    sharding=Sharding(_cut, _join),
+    modules=_modules,
+    uses_policy=uses_resident_policy,
+)
 def collect_rollouts_task(
     policy: PolicyRef,
     plan: RolloutPlan,
@@ -149,12 +157,17 @@ def collect_rollouts_task(
         started = time.perf_counter()
         reset_peak_memory()
         report_progress = progress_of(title, len(plan.groups) * plan.group_size)
-        sampler = resource(ResidentPolicy).at(policy, model, rollout, placement)
         sources = read_sources(store, named_by(plan))
         requests = [plan.request(group, sources) for group in plan.groups]
-        groups = collect_rollouts(sampler, requests, prompts_per_batch=prompts_per_batch, with_reference=with_reference)
         modality, noisy = model.family.modality, plan.window_start is not None
-        with store.staging() as staged:
+        opened = opened_sampler(
+            policy, model, rollout, placement, with_reference=with_reference, on_progress=report_progress
+        )
+        with store.staging() as staged, opened as sampler:
+            at_once = len(requests) if sampler.at_once else prompts_per_batch
+            groups = collect_rollouts(
+                sampler.policy, requests, prompts_per_batch=at_once, with_reference=with_reference
+            )
 
             def writer(name: str, schema: pa.Schema) -> TableWriter:
                 return TableWriter(staged / name.format(0), schema)
@@ -163,7 +176,7 @@ def collect_rollouts_task(
             images = writer(IMAGES_FILE, schemas.IMAGES) if modality == "image" else None
             states = writer(STATES_FILE, schemas.STATES) if noisy else None
             for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
-                columns = rollout_columns(group, planned, plan, policy, rollout)
+                columns = rollout_columns(group, planned, plan, policy, rollout, sampler.columns)
                 table.write(columns)
                 if images is not None:
                     images.write(columns)

@@ -47,11 +47,17 @@ STORED_STREAMS: Mapping[Stream, StoredStream] = MappingProxyType(
 
 
 def rollout_columns(
-    group: RolloutGroup, planned: GroupPlan, plan: RolloutPlan, policy: PolicyRef, settings: Any
+    group: RolloutGroup,
+    planned: GroupPlan,
+    plan: RolloutPlan,
+    policy: PolicyRef,
+    settings: Any,
+    sampled_by: Mapping[str, str | None],
 ) -> dict[str, Sequence[Any]]:
     """Return one group's rows by column; the writer keeps the columns that its schema has.
 
     Args:
+        sampled_by: the columns about the engine.
         settings: the policy's frozen sampling settings; its fields are columns. Width and height of images are those
             of the group.
     """
@@ -73,6 +79,7 @@ def rollout_columns(
         **dict.fromkeys(("min_pixels", "max_pixels")),
         **{name: _plain(value) for name, value in asdict(settings).items()},
         **({} if request.size is None else request.size._asdict()),
+        **sampled_by,
     }
     columns: dict[str, Sequence[Any]] = {
         **{name: [value] * rows for name, value in same.items()},

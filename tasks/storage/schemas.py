@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from grpo_core.streams import STREAMS, Modality, Stream
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """The one version of stored tables that this program writes and reads."""
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -120,6 +120,11 @@ _TEXTS = [
     ("chat_template", pa.bool_()),  # null: as the tokenizer has it
     ("min_pixels", pa.int64()),  # of images in prompts; null: as the image processor has it
     ("max_pixels", pa.int64()),
+    ("engine", pa.string()),  # who sampled: policy, continuous_batching or vllm
+    ("engine_version", pa.string()),  # of its package; null: of the policy itself
+    ("engine_dtype", pa.string()),  # that it computed in
+    ("engine_settings", pa.string()),  # JSON of what else decides its results; null: nothing
+    ("engine_adapter", pa.string()),  # digest of the adapter that a server answered with; null: none
 ]
 
 

@@ -56,7 +56,7 @@ def _modules(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     return family_module(inputs["model"].section.kind), "tasks.update.process"
 
 
-@stage_task(STAGE, _describe, kind="update", modules=_modules)
+@stage_task(STAGE, _describe, kind="update", modules=_modules, uses_policy=lambda arguments: True)
 def update_policy_task(
     policy: PolicyRef,
     rollouts: tuple[ArtifactRef, ...],

@@ -1,7 +1,8 @@
 """Causal language models behind the Policy protocol. Templates and end tokens are known only in this package."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.causal_lm.loading import (
+    build_on_meta,
     context_length,
     load_model,
     load_tokenizer,
@@ -37,6 +39,9 @@ from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledTokens
 from grpo_core.streams import ImageSize, Stream
 
+if TYPE_CHECKING:
+    from grpo_core.policies.engines.engine import Engine
+
 CPU = torch.device("cpu")
 
 
@@ -46,9 +51,11 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     Attributes:
         vocabulary: ids [0, vocabulary) can be sampled.
         forbidden: except these; None: there are none.
+        engine: samples completions; None: this model, token by token.
     """
 
     forbidden: Tensor | None = None
+    engine: "Engine | None" = None
 
     def __init__(
         self,
@@ -67,7 +74,8 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         self.vocabulary = vocabulary_size(self._model, tokenizer)
         self.context = context_length(self._model.config)
         self.ends = tuple(token for token in end_tokens(self._model, tokenizer) if token < self.vocabulary)
-        self.whole_logits = not head_gives_logits(self._model)
+        # Without weights nothing is scored.
+        self.whole_logits = self._has_weights and not head_gives_logits(self._model)
         self.sample_with(settings)
 
     @classmethod
@@ -82,7 +90,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         autocast: torch.dtype | None = None,
         attn_implementation: str | None = None,
     ) -> "CausalLMPolicy":
-        """Load by folder or hub name.
+        """Load by folder or hub name; on the meta device without weights, to sample with an engine that has its own.
 
         Raises:
             InputError: no such model, one that cannot be sampled and scored here, no tokenizer, or adapter targets that
@@ -90,6 +98,8 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         """
         refuse_unscaled_float16(dtype, autocast)
         tokenizer, config, choice = load_tokenizer(model), read_config(model), choices["tokens"]
+        if device.type == "meta":
+            return cls(build_on_meta(model, config, choice), tokenizer, settings)
         require_usable_weights(model, config, choice.quantization, device, adapters=choice.lora is not None)
         tried = refuse_incompatible(model, config)
         base = load_model(model, dtype=dtype, device=device, quantization=choice.quantization)
@@ -118,6 +128,19 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     @property
     def _model(self) -> Any:
         return _unwrapped(self.trained.model)
+
+    @property
+    def _has_weights(self) -> bool:
+        return super()._device.type != "meta"
+
+    @property
+    def _device(self) -> torch.device:
+        return super()._device if self._has_weights else CPU
+
+    @property
+    def language_model(self) -> Any:
+        """The model of transformers, with its adapters in its layers."""
+        return self._model
 
     def _encode(self, prompts: Sequence[str], sources: Sequence[Sequence[SourceImage]] = ()) -> EncodedPrompts:
         """Encode prompts, each with its source images; none where they are left out."""
@@ -171,10 +194,12 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
             stops=self.stops,
             max_tokens=settings.max_completion_length,
             forbidden=self.forbidden,
+            width=self._model.get_input_embeddings().weight.shape[0],
         )
+        sample: Engine = self.engine or partial(sample_completions, self._model)
         with torch.no_grad(), self._sampling():
             encoded, rows = self._distinct(requested, images)
-            return sample_completions(self._model, encoded, requested, rows, rule, seeds, images)
+            return sample(encoded, requested, rows, rule, seeds, images)
 
     def decode(self, tokens: TokenBatch) -> list[str]:
         """Return the completions as texts, without special tokens, and cut before the first stop text."""

@@ -91,6 +91,7 @@ class SamplingRule:
         stops: texts that end a row; None: there are none.
         max_tokens: of a row.
         forbidden: ids below `vocabulary` that cannot be sampled; None: there are none.
+        width: number of ids that the model has logits for; 0: as many as `vocabulary`.
     """
 
     vocabulary: int
@@ -100,6 +101,13 @@ class SamplingRule:
     stops: StopTexts | None
     max_tokens: int
     forbidden: Int[Tensor, " forbidden"] | None = None
+    width: int = 0
+
+    @cached_property
+    def never_sampled(self) -> tuple[int, ...]:
+        """The ids that the model has logits for and that cannot be sampled."""
+        forbidden = () if self.forbidden is None else self.forbidden.tolist()
+        return (*forbidden, *range(self.vocabulary, self.width))
 
 
 @torch.no_grad()

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from grpo_core.rewards.remote import http
+from grpo_core import services
 from grpo_core.rewards.remote.http import ask_side_by_side
 from grpo_core.rewards.remote.reward import RemoteReward
 from grpo_core.rewards.reward import ScoringError
+from grpo_core.services import ServiceError
 from tests.grpo_core.rewards.conftest import refusal, refused
 from tests.grpo_core.rewards.stub import QUICK, Reply, Stub
 
@@ -75,7 +76,7 @@ def test_a_refusal_is_an_error_at_once(stub: Stub, status: int, body: Any, word:
 def test_an_answer_that_is_no_json_or_endless(
     stub: Stub, monkeypatch: pytest.MonkeyPatch, answer: bytes, value: str
 ) -> None:
-    monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(services, "MAX_ANSWER_BYTES", 1000)
     stub.script(Reply(answer))
     assert refused(service(stub.url).request, "/x").value == value
 
@@ -87,12 +88,12 @@ def test_retry_after_is_read(stub: Stub, dated: bool) -> None:
     with pytest.raises(ScoringError) as failure:
         service(stub.url, timeout_s=5.0, attempts=1).request("/x")
     cause = failure.value.__cause__
-    assert isinstance(cause, ScoringError)
+    assert isinstance(cause, ServiceError)
     assert cause.retry_after_s == pytest.approx(1000, abs=100)
 
 
 def pauses(asked: RemoteReward, retry_after_s: float | None = None) -> list[float]:
-    outcome = SimpleNamespace(exception=lambda: ScoringError("busy", retry_after_s))
+    outcome = SimpleNamespace(exception=lambda: ServiceError("busy", retry_after_s))
     states = (SimpleNamespace(outcome=outcome, attempt_number=number) for number in range(1, 12))
     return [asked._pause(state) for state in states]  # type: ignore[arg-type]
 

@@ -1,0 +1,134 @@
+"""The engines by name, what they say of themselves, and how a vLLM server is reached."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, Strict
+
+from grpo_core.errors import InputError
+from grpo_core.policies.trained.settings import LoraSettings
+from grpo_core.services import check_token_env, check_url
+from grpo_core.settings import Truncation
+
+EngineName = Literal["policy", "continuous_batching", "vllm"]
+EngineDtype = Literal["float32", "bfloat16", "float16"]
+
+Progress = Callable[[int], None]
+"""Called with the number of rows that are sampled."""
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """Who sampled rows, as it is stored with each of them.
+
+    Attributes:
+        engine: its name in rollout.engine.
+        engine_version: of its package; None for the policy itself.
+        engine_dtype: that it computes in.
+        engine_settings: JSON of what else decides its results; None for the policy itself.
+        engine_adapter: name of the adapter that a server answered with; None without one.
+    """
+
+    engine: str = "policy"
+    engine_version: str | None = None
+    engine_dtype: str = "float32"
+    engine_settings: str | None = None
+    engine_adapter: str | None = None
+
+
+VLLM_MIN_VERSION = (0, 30)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank; a server that is started for a rank gets the next larger one."""
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """Servers that answer for the policy.
+
+    Attributes:
+        url: address of a server that runs already, or several that share the prompts of an iteration.
+        command: starts a server for this run, which ends with it; words with spaces as a list. {port} and {model} are
+            replaced, and what a server needs is appended.
+        dtype: that the server computes in (its --dtype); decides how near its log-probs have to be.
+        token_env: environment variable with the server's --api-key; None to send none.
+        timeout_s: seconds for the answer to one row.
+        concurrency: rows that a server is asked for at a time.
+        adapter_folder: folder that this machine and the server see under the same path, for adapters; None: the run's
+            own folder under storage.root.
+
+    Raises:
+        InputError: neither an address nor a command, or both, or an address that is none.
+    """
+
+    url: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False)] | str | None = None
+    command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False)] | str | None = None
+    dtype: EngineDtype | None = None
+    token_env: str | None = None
+    timeout_s: PositiveFloat = 600.0
+    concurrency: PositiveInt = 256
+    adapter_folder: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.urls and not self.command:
+            raise InputError("rollout.vllm.url", None, "Give the address of a server, or a command that starts one.")
+        if self.urls and self.command:
+            hint = "A server is either there already, or started by its command; leave out one of them."
+            raise InputError("rollout.vllm.command", self.command, hint)
+        for url in self.urls:
+            _checked(check_url, "url", url)
+        if len(set(self.urls)) < len(self.urls):
+            raise InputError("rollout.vllm.url", list(self.urls), "Give each server once.")
+        if self.token_env is not None:
+            _checked(check_token_env, "token_env", self.token_env)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses, without trailing slashes and without the path /v1 of OpenAI's clients."""
+        given = (self.url,) if isinstance(self.url, str) else self.url or ()
+        return tuple(re.sub(r"(/v1)?/*$", "", url) for url in given)
+
+
+def _checked(check: Any, field: str, value: str) -> None:
+    try:
+        check(value)
+    except InputError as error:
+        raise InputError(f"rollout.vllm.{field}", error.value, error.hint) from None
+
+
+def refuse_truncation(engine: EngineName, truncation: Truncation) -> None:
+    """Refuse cuts of a distribution whose kept ids the engine does not return: log-probs are over these only.
+
+    Raises:
+        InputError: names the setting.
+    """
+    if engine == "policy":
+        return
+    returned = engine == "vllm"
+    hint = (
+        f"The engine {engine} does not return the ids that it kept, and log-probs are over these; "
+        f"{'use top_k, or' if returned else 'leave it out, or use'} rollout.engine: policy."
+    )
+    given = {"top_p": truncation.top_p < 1, "min_p": truncation.min_p > 0, "top_k": truncation.top_k > 0}
+    for name, cuts in given.items():
+        if cuts and not (returned and name == "top_k"):
+            raise InputError(f"rollout.{name}", getattr(truncation, name), hint)
+
+
+def refuse_adapters(lora: LoraSettings, place: str = "policy.lora") -> None:
+    """Refuse adapters that vLLM does not load.
+
+    Raises:
+        InputError: names the setting.
+    """
+    if lora.use_dora:
+        raise InputError(f"{place}.use_dora", True, "vLLM does not load DoRA; set it to false.")
+    if lora.modules_to_save:
+        hint = "vLLM loads low-rank matrices alone; leave it out."
+        raise InputError(f"{place}.modules_to_save", list(lora.modules_to_save), hint)
+    if lora.init_lora_weights not in (True, "gaussian"):
+        hint = "It changes the weights of the base, which the server loads as they are stored; use true or gaussian."
+        raise InputError(f"{place}.init_lora_weights", lora.init_lora_weights, hint)
+    if lora.rank > LORA_RANKS[-1]:
+        raise InputError(f"{place}.rank", lora.rank, f"vLLM loads ranks up to {LORA_RANKS[-1]}; lower it.")

@@ -1,0 +1,438 @@
+"""vLLM servers over HTTP: a request per row with the row's own seed, and the adapters that they have loaded.
+
+A server may die, hang or cut an answer: rows without a usable answer are requested again with the same seeds, from
+another server where there is one. What a server would refuse again is an error at once.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+from jaxtyping import Int
+from torch import Tensor
+
+from grpo_core.actions import Sources
+from grpo_core.awaitables import run_awaitable
+from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.prompts import EncodedPrompts
+from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule
+from grpo_core.policies.engines.engine import Completion, as_sampled_tokens, end_of, prompt_ids_of
+from grpo_core.policies.engines.settings import Progress
+from grpo_core.records import SampledTokens
+from grpo_core.services import RefusedRequestError, Service, ServiceError, pause_s
+
+PLACE = "rollout.vllm"
+ATTEMPTS = 5
+BACKOFF_S = 0.5
+LOAD_TIMEOUT_S = 300.0
+_LOWEST = -9000.0
+"""vLLM returns -9999 in place of minus infinity."""
+_TIES = 16
+"""Ids beyond top_k that are asked for: those as likely as the last of them are kept too."""
+_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _SERVER_ERROR = 401, 403, 404, 500
+
+
+class EngineError(ServiceError):
+    """Servers gave no usable answer for some rows, in every attempt; another start of the stage may succeed."""
+
+
+class _UnusableAnswerError(Exception):
+    """An answer that cannot be stored; the same request may get another one."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A stored adapter that a server samples with.
+
+    Attributes:
+        name: with the digest of its weights, so that no server answers with another one under it.
+        path: its folder, as the server sees it.
+    """
+
+    name: str
+    path: str
+
+
+@dataclass
+class Server:
+    """One vLLM server, and the adapters that this process has loaded there.
+
+    Attributes:
+        service: its address.
+        model: the name of its base model.
+        root: the folder or hub name that the base model was loaded from.
+        context: ids of a prompt and its completion together, at most.
+        version: of vLLM.
+        loaded: names of adapters, the one used last at the end.
+        uses: how many stages use each now.
+    """
+
+    service: Service
+    model: str
+    root: str
+    context: int
+    version: str
+    loaded: list[str] = field(default_factory=list)
+    uses: Counter[str] = field(default_factory=Counter)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def address(self) -> str:
+        """The server, for messages."""
+        return self.service.address
+
+    async def load(self, adapter: Adapter, client: httpx.AsyncClient) -> None:
+        """Have an adapter loaded, and those unloaded that no stage uses, except the one used last.
+
+        Raises:
+            ServiceError: the server does not answer.
+            InputError: it refuses the adapter, or adapters at all.
+        """
+        async with self._lock:
+            unused = [name for name in self.loaded if not self.uses[name] and name != adapter.name]
+            for name in unused[:-1]:
+                await self._unload(name, client)
+            if adapter.name in self.loaded:
+                self.loaded.remove(adapter.name)
+            elif (path := (await loaded_adapters(self.service, client)).get(adapter.name)) != adapter.path:
+                # In place, what was computed with the previous weights would stay in the prefix cache.
+                if path is not None:
+                    await self._unload(adapter.name, client)
+                await self._load(adapter, client)
+            self.loaded.append(adapter.name)
+
+    async def unload_all(self) -> None:
+        """Unload the adapters that this process has loaded."""
+        async with self.service.client() as client, self._lock:
+            for name in tuple(self.loaded):
+                await self._unload(name, client)
+
+    async def _load(self, adapter: Adapter, client: httpx.AsyncClient) -> None:
+        try:
+            await self._post("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path}, client)
+        except RefusedRequestError as refusal:
+            raise _refused_adapter(self.address, adapter, refusal.status, refusal.message) from refusal
+        except ServiceError as failure:
+            # A server that is alive answers so for an adapter that it cannot use.
+            if not failure.said:
+                raise
+            await self.service.request("/health", client=client, read=bytes.decode)
+            raise _refused_adapter(self.address, adapter, _SERVER_ERROR, failure.said) from failure
+
+    async def _unload(self, name: str, client: httpx.AsyncClient) -> None:
+        if name in self.loaded:
+            self.loaded.remove(name)
+        try:
+            await self._post("/v1/unload_lora_adapter", {"lora_name": name}, client)
+        except RefusedRequestError as refusal:
+            # Another process, or the server's own restart, has unloaded it.
+            if refusal.status != _NOT_FOUND:
+                raise InputError(f"{PLACE}.url", self.address, f"It unloads no adapter: {refusal}.") from refusal
+
+    async def _post(self, path: str, body: Mapping[str, Any], client: httpx.AsyncClient) -> object:
+        service = replace(self.service, timeout_s=LOAD_TIMEOUT_S)
+        return await service.request(path, json.dumps(body).encode(), client, read=bytes.decode)
+
+
+async def find_server(service: Service) -> Server:
+    """Ask a server what it serves.
+
+    Raises:
+        ServiceError: it does not answer.
+        InputError: it refuses the token, or is no vLLM server.
+    """
+    async with service.client() as client:
+        version, cards = await _asked(service, "/version", client), await _cards(service, client)
+    base = next((card for card in cards if not card.get("parent")), {})
+    found = (
+        base.get("id"),
+        base.get("root"),
+        base.get("max_model_len"),
+        isinstance(version, dict) and version.get("version"),
+    )
+    if not isinstance(found[0], str) or not isinstance(found[2], int) or not isinstance(found[3], str):
+        raise InputError(f"{PLACE}.url", service.address, "It answers, but not as a vLLM server does; correct it.")
+    return Server(service, found[0], str(found[1]), found[2], found[3])
+
+
+async def loaded_adapters(service: Service, client: httpx.AsyncClient) -> dict[str, str]:
+    """Return the path of every adapter that a server has loaded, by its name."""
+    cards = await _cards(service, client)
+    return {str(card.get("id")): str(card.get("root")) for card in cards if card.get("parent")}
+
+
+async def _cards(service: Service, client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    answer = await _asked(service, "/v1/models", client)
+    cards = answer.get("data") if isinstance(answer, dict) else None
+    return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+
+
+async def _asked(service: Service, path: str, client: httpx.AsyncClient) -> object:
+    try:
+        return await service.request(path, client=client)
+    except RefusedRequestError as refusal:
+        if refusal.status in (_UNAUTHORIZED, _FORBIDDEN):
+            raise _refused_token(service.address) from refusal
+        hint = f"It answers {path} with status {refusal.status}: it is no vLLM server, or too old."
+        raise InputError(f"{PLACE}.url", service.address, hint) from refusal
+
+
+def _refused_adapter(address: str, adapter: Adapter, status: int, message: str) -> InputError:
+    if status in (_UNAUTHORIZED, _FORBIDDEN):
+        return _refused_token(address)
+    if status == _NOT_FOUND and "adapter" not in message.lower():
+        hint = (
+            f"It loads no adapters while it runs ({message}): start it with --enable-lora and the environment variable "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+        )
+        return InputError(f"{PLACE}.url", address, hint)
+    hint = (
+        f"It does not load {adapter.path}: {message}. The server reads this path: give a folder that both see as "
+        f"{PLACE}.adapter_folder; and it needs a --max-lora-rank of at least policy.lora.rank."
+    )
+    return InputError(f"{PLACE}.url", address, hint)
+
+
+def _refused_token(address: str) -> InputError:
+    hint = "It wants a token, or another one: set this to the environment variable with the server's --api-key."
+    return InputError(f"{PLACE}.token_env", address, hint)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One completion to be sampled: its number, its prompt's number and ids, and its seed."""
+
+    place: int
+    prompt: int
+    ids: list[int]
+    seed: int
+
+
+@dataclass
+class VllmEngine:
+    """An Engine that asks vLLM servers.
+
+    Attributes:
+        servers: returns those that are to be asked; one that this process started is started again if it has ended.
+        adapter: that they answer with; None: their base model.
+        concurrency: rows that a server is asked for at a time.
+        on_progress: called with the number of rows that are sampled.
+    """
+
+    servers: Callable[[], Sequence[Server]]
+    adapter: Adapter | None
+    concurrency: int
+    on_progress: Progress = lambda rows: None
+
+    def __call__(
+        self,
+        encoded: EncodedPrompts,
+        prompts: tuple[str, ...],
+        rows: Int[Tensor, " rows"],
+        rule: SamplingRule,
+        seeds: Sequence[int],
+        sources: Sources | None = None,
+    ) -> SampledTokens:
+        """Sample one completion per row, all rows at a time.
+
+        Raises:
+            EngineError: some rows have no usable answer after several attempts.
+            InputError: a server refuses a request, or answers for another model, prompt or adapter.
+        """
+        ids, numbers = prompt_ids_of(encoded), rows.tolist()
+        requested = [
+            _Row(place, number, ids[number], seed)
+            for place, (number, seed) in enumerate(zip(numbers, seeds, strict=True))
+        ]
+        found = self._complete(requested, rule)
+        completions = [found[each.place] for each in requested]
+        return as_sampled_tokens(completions, prompts, encoded.lengths[rows], rule, sources)
+
+    def _complete(self, requested: Sequence[_Row], rule: SamplingRule) -> dict[int, Completion]:
+        """Return the completion of every row by its place."""
+        found: dict[int, Completion] = {}
+        asked: Sequence[Server] = ()
+        reasons: list[str] = []
+        for attempt in range(1, ATTEMPTS + 1):
+            missing = [row for row in requested if row.place not in found]
+            asked = self.servers()
+            try:
+                reasons = run_awaitable(self._attempt(missing, asked, rule, found, attempt))
+            except ExceptionGroup as failures:
+                raise _first(failures) from failures
+            if len(found) == len(requested):
+                return found
+        named = ", ".join(server.address for server in asked)
+        why = Counter(reasons).most_common(1)[0][0]
+        raise EngineError(
+            f"vLLM at {named}: {len(requested) - len(found)} of {len(requested)} rows have no answer after {ATTEMPTS} "
+            f"attempts; {why}"
+        )
+
+    async def _attempt(
+        self,
+        missing: Sequence[_Row],
+        servers: Sequence[Server],
+        rule: SamplingRule,
+        found: dict[int, Completion],
+        attempt: int,
+    ) -> list[str]:
+        """Ask for the missing rows once, and return why some are still missing; rows of a prompt go to one server."""
+        if attempt > 1:
+            await asyncio.sleep(pause_s(attempt - 1, BACKOFF_S))
+        prompts = {number: place for place, number in enumerate(dict.fromkeys(row.prompt for row in missing))}
+        reasons: list[str] = []
+
+        async def ask(index: int, server: Server) -> None:
+            # After a failure the next server is asked.
+            own = [row for row in missing if (prompts[row.prompt] + attempt - 1) % len(servers) == index]
+            if own:
+                reasons.extend(await self._ask_server(server, own, rule, found))
+
+        async with asyncio.TaskGroup() as group:
+            for index, server in enumerate(servers):
+                group.create_task(ask(index, server))
+        return reasons
+
+    async def _ask_server(
+        self, server: Server, rows: Sequence[_Row], rule: SamplingRule, found: dict[int, Completion]
+    ) -> list[str]:
+        """Ask one server for rows, and return why some have no answer."""
+        reasons: list[str] = []
+        limit = asyncio.Semaphore(self.concurrency)
+        async with server.service.client(self.concurrency) as client:
+            try:
+                if self.adapter is not None:
+                    await server.load(self.adapter, client)
+            except ServiceError as failure:
+                return [str(failure)]
+
+            async def ask(row: _Row) -> None:
+                async with limit:
+                    try:
+                        found[row.place] = await self._ask(server, row, rule, client)
+                    except (ServiceError, _UnusableAnswerError) as failure:
+                        reasons.append(str(failure))
+                    else:
+                        self.on_progress(len(found))
+
+            async with asyncio.TaskGroup() as group:
+                for row in rows:
+                    group.create_task(ask(row))
+        return reasons
+
+    async def _ask(self, server: Server, row: _Row, rule: SamplingRule, client: httpx.AsyncClient) -> Completion:
+        name = server.model if self.adapter is None else self.adapter.name
+        body = request_body(name, row.ids, row.seed, rule)
+        completion, is_whole = _read(await self._post(server, body, client), body, rule)
+        if not is_whole:
+            # The server's text has a stop text that the row's ids do not complete by our rule: let it go on.
+            del body["stop"]
+            completion, _ = _read(await self._post(server, body, client), body, rule)
+        return completion
+
+    async def _post(self, server: Server, body: Mapping[str, Any], client: httpx.AsyncClient) -> object:
+        try:
+            return await server.service.request("/v1/completions", json.dumps(body).encode(), client)
+        except RefusedRequestError as refusal:
+            if refusal.status == _NOT_FOUND and self.adapter is not None:
+                # A server that was started again has none, and another process may have unloaded it.
+                if self.adapter.name in server.loaded:
+                    server.loaded.remove(self.adapter.name)
+                raise ServiceError(f"the adapter {self.adapter.name} is not loaded") from refusal
+            if refusal.status in (_UNAUTHORIZED, _FORBIDDEN):
+                raise _refused_token(server.address) from refusal
+            hint = f"The server refuses a request (status {refusal.status}): {refusal.message}."
+            raise InputError(f"{PLACE}.url", server.address, hint) from refusal
+
+
+def _first(failures: ExceptionGroup[Exception]) -> Exception:
+    """Return the first error of tasks that were cancelled together."""
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, ExceptionGroup) else first
+
+
+def request_body(model: str, prompt_ids: list[int], seed: int, rule: SamplingRule) -> dict[str, Any]:
+    """Return the request of a row; nothing is left to the defaults of the server or of its model."""
+    top_k = rule.truncation.top_k
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt_ids,
+        "max_tokens": rule.max_tokens,
+        "min_tokens": 0,
+        "seed": seed,
+        "temperature": rule.temperature,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "top_k": top_k,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": top_k + _TIES if top_k else 0,
+        "stop_token_ids": list(rule.ends),
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "add_special_tokens": False,
+    }
+    if rule.stops:
+        body["stop"] = list(rule.stops.texts)
+    if never := rule.never_sampled:
+        # The lowest that is allowed: e^-100 of what it was stays.
+        body["logit_bias"] = dict.fromkeys(map(str, never), -100.0)
+    return body
+
+
+def _read(answer: Any, body: Mapping[str, Any], rule: SamplingRule) -> tuple[Completion, bool]:
+    """Return the completion of an answer, and whether it ends by the rule or at its full length.
+
+    Raises:
+        _UnusableAnswerError: tokens or log-probs are missing or not finite.
+        InputError: it is the answer of another model, or to another prompt.
+    """
+    try:
+        choice = answer["choices"][0]
+        ids, reason = tuple(choice["token_ids"]), choice["finish_reason"]
+        logprobs = choice["logprobs"]
+        sampled, likeliest = logprobs["token_logprobs"], logprobs.get("top_logprobs")
+        model, read = answer["model"], choice.get("prompt_token_ids")
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise _UnusableAnswerError(f"an answer is incomplete ({type(error).__name__}: {error})") from error
+    if model != body["model"]:
+        hint = f"It was asked for {body['model']}: something between this machine and the server changes requests."
+        raise InputError(f"{PLACE}.url", model, hint)
+    if read != body["prompt"]:
+        hint = (
+            f"The server read {None if read is None else len(read)} ids of a prompt of {len(body['prompt'])}, or other "
+            "ones: it truncates prompts, or is too old to return what it read."
+        )
+        raise InputError(f"{PLACE}.url", model, hint)
+    if not ids or len(ids) != len(sampled):
+        raise _UnusableAnswerError(f"an answer has {len(ids)} tokens and {len(sampled)} log-probs")
+    if any(value is None or not value > _LOWEST for value in sampled):
+        raise _UnusableAnswerError("a log-prob of an answer is not finite")
+    if max(ids) >= rule.vocabulary:
+        hint = f"It sampled the id {max(ids)}, and ids of this model end at {rule.vocabulary - 1}."
+        raise InputError(f"{PLACE}.url", model, hint)
+    length = end_of(rule, ids)
+    if length is None and reason != "length" and "stop" in body:
+        return Completion((), ()), False
+    if length is None and len(ids) < rule.max_tokens:
+        raise _UnusableAnswerError(f"an answer ends after {len(ids)} tokens with {reason}")
+    support = _support(likeliest, rule) if rule.truncation.top_k else None
+    return Completion(ids, tuple(sampled), support), True
+
+
+def _support(likeliest: Sequence[Mapping[str, float]], rule: SamplingRule) -> tuple[tuple[int, ...], ...]:
+    """Return the ids that top-k kept, of those that were asked for: the others have no probability."""
+    kept = []
+    for options in likeliest:
+        ids = sorted(int(name.removeprefix("token_id:")) for name, value in options.items() if value > _LOWEST)
+        if len(ids) >= rule.truncation.top_k + _TIES:
+            hint = f"More than {_TIES} ids are as likely as the last of them, and were kept; raise it, or set it to 0."
+            raise InputError("rollout.top_k", rule.truncation.top_k, hint)
+        kept.append(tuple(ids))
+    return tuple(kept)

@@ -1,0 +1,195 @@
+"""Rollouts by vLLM servers: which ones, the adapter of a policy version as they see it, a policy without weights.
+
+The adapter's name has the digest of its weights: what a server has computed or kept for another version cannot be taken
+for this one's.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.sections import TextRolloutSection, VllmSection
+from grpo_core.awaitables import run_awaitable
+from grpo_core.errors import InputError
+from grpo_core.policies.engines.settings import EngineRecord, Progress
+from grpo_core.policies.engines.vllm import PLACE, Adapter, Server, VllmEngine, find_server
+from grpo_core.policies.protocol import Policy
+from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from grpo_core.services import Service, ServiceError, read_token
+from tasks.execution.resources import resource
+from tasks.models.initial import component_folder, fetched_adapter, weights_folder
+from tasks.models.resident import ModelSpec, load_policy
+from tasks.storage.artifacts.reference import PolicyRef
+from tasks.storage.artifacts.store import current_store
+from tasks.storage.files import is_local
+
+_NAME = re.compile(r"grpo-(?P<run>.+)-(?P<digest>[0-9a-f]{64})")
+
+
+def adapter_name(run: str, digest: str) -> str:
+    """Return the name under which a run's adapter with this digest is loaded."""
+    return f"grpo-{run}-{digest}"
+
+
+def run_of_adapter(name: str) -> str | None:
+    """Return the run that has loaded an adapter of this name; None if no run has."""
+    found = _NAME.fullmatch(name)
+    return found and found["run"]
+
+
+class VllmServers:
+    """The servers that this process asks, by address, with what it has loaded there."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, Server] = {}
+
+    def of(self, section: VllmSection) -> Sequence[Server]:
+        """Return the servers of a configuration.
+
+        Raises:
+            ServiceError: one does not answer.
+            InputError: one refuses the token, or is no vLLM server, or they serve different models or versions.
+        """
+        token = read_token(f"{PLACE}.token_env", section.token_env)
+        for url in section.urls:
+            if url not in self._servers:
+                self._servers[url] = run_awaitable(find_server(Service(url, section.timeout_s, token, PLACE)))
+        servers = [self._servers[url] for url in section.urls]
+        if len({(each.model, each.version) for each in servers}) > 1:
+            found = ", ".join(f"{each.address} {each.model} on vLLM {each.version}" for each in servers)
+            raise InputError(
+                f"{PLACE}.url", list(section.urls), f"They have to serve one model on one version: {found}."
+            )
+        return servers
+
+    def close(self) -> None:
+        """Unload what this process has loaded."""
+        for server in self._servers.values():
+            # It may have ended before this process.
+            with contextlib.suppress(ServiceError):
+                run_awaitable(server.unload_all())
+
+
+@dataclass
+class _Reader:
+    """A policy without weights: it reads prompts and writes texts while a server samples."""
+
+    spec: ModelSpec
+    policy: Policy
+
+
+class PolicyWithoutWeights:
+    """The policy that a process reads prompts with while servers sample; it is loaded once."""
+
+    def __init__(self) -> None:
+        self._loaded: _Reader | None = None
+
+    def at(self, model: ModelSpec, rollout: TextRolloutSection) -> Any:
+        """Return the policy with these sampling settings."""
+        if self._loaded is None or self._loaded.spec != model:
+            self._loaded = _Reader(model, load_policy(model, rollout, torch.device("meta")))
+        self._loaded.policy.sample_with(rollout)
+        return self._loaded.policy
+
+
+@contextmanager
+def sampling(
+    policy: PolicyRef,
+    model: ModelSpec,
+    rollout: TextRolloutSection,
+    weights: Any,
+    on_progress: Progress,
+) -> Iterator[tuple[Policy, EngineRecord]]:
+    """Give a policy that samples through the servers with a version's adapter.
+
+    Args:
+        weights: the policy with weights; None: it is not needed.
+        on_progress: called with the number of rows that are sampled.
+
+    Raises:
+        ServiceError: servers do not answer.
+        InputError: they cannot sample with this version.
+    """
+    section = rollout.vllm
+    assert section is not None, "the engine has a section"
+    servers = resource(VllmServers)
+    sampler = weights or resource(PolicyWithoutWeights).at(model, rollout)
+    with _served_adapter(policy, model, section) as adapter:
+        first, *_ = asked = servers.of(section)
+        record = EngineRecord(
+            "vllm",
+            first.version,
+            server_dtype(section, model),
+            json.dumps({"context": first.context}, sort_keys=True),
+            None if adapter is None else policy.digest,
+        )
+        sampler.engine = VllmEngine(lambda: servers.of(section), adapter, section.concurrency, on_progress)
+        try:
+            with _in_use(asked, adapter):
+                yield sampler, record
+        finally:
+            sampler.engine = None
+
+
+def server_dtype(section: VllmSection, model: ModelSpec) -> str:
+    """Return the dtype that the servers compute in; by default the policy's."""
+    return section.dtype or model.section.dtype
+
+
+@contextmanager
+def _in_use(servers: Sequence[Server], adapter: Adapter | None) -> Iterator[None]:
+    """Keep an adapter loaded inside the context."""
+    if adapter is None:
+        yield
+        return
+    for server in servers:
+        server.uses[adapter.name] += 1
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.uses[adapter.name] -= 1
+
+
+@contextmanager
+def _served_adapter(policy: PolicyRef, model: ModelSpec, section: VllmSection) -> Iterator[Adapter | None]:
+    """Give the adapter of a version under the path at which servers see it; None for the model as it was given."""
+    store = current_store()
+    with contextlib.ExitStack() as stack:
+        if policy.checkpoint is not None:
+            read = stack.enter_context(store.reading())
+            folder: Path | None = weights_folder(read(policy.checkpoint), policy, "tokens")
+        else:
+            initial = stack.enter_context(fetched_adapter(model.section, store, model.adapter))
+            own = initial and component_folder(initial, "tokens")
+            folder = own if own and own.is_dir() else initial
+        if folder is None:
+            # New adapters add nothing.
+            yield None
+            return
+        name = adapter_name(store.run, policy.digest)
+        if section.adapter_folder is not None:
+            folder = _copied(folder, Path(section.adapter_folder).expanduser() / name)
+        elif policy.checkpoint is not None and not is_local(store.filesystem):
+            hint = "A server reads no bucket: give a folder that this machine and the server see under one path."
+            raise InputError(f"{PLACE}.adapter_folder", None, hint)
+        yield Adapter(name, str(folder.resolve()))
+
+
+def _copied(folder: Path, target: Path) -> Path:
+    """Copy an adapter to where servers read it, complete or not at all; its name has its digest."""
+    if not target.is_dir():
+        partial = target.with_name(f".{target.name}.partial")
+        partial.mkdir(parents=True, exist_ok=True)
+        for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
+            shutil.copyfile(folder / name, partial / name)
+        partial.rename(target)
+    return target
