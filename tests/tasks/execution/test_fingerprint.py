@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from configs.sections import GlmImageRolloutSection
 from configs.training import AdvantagesSection, RewardSection
 from tasks.execution import fingerprint
 from tasks.execution.call import STAGES, stage_named
@@ -99,7 +98,6 @@ def test_a_root_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 SPEC = spec()
-ROLLOUT = GlmImageRolloutSection(height=16, width=16)
 STAGE_ROOTS = {
     "collect rollouts": stage_named("collect rollouts").roots({"model": SPEC, "rollout": ROLLOUT}),
     "score ssim": stage_named("score reward").roots({"section": RewardSection(reward="ssim")}),
