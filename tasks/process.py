@@ -1,11 +1,15 @@
-"""The checkout that this process runs, its user's cache, the environment of its children, pauses of collection."""
+"""The checkout that this process runs, its user's cache, pauses of collection; its children, and how they end."""
 
+import contextlib
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -34,7 +38,7 @@ def code_version() -> str | None:
         return None
 
 
-@contextmanager
+@contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
     """Collect no garbage in this block.
 
@@ -53,3 +57,33 @@ def collection_paused() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+def exit_code(child: subprocess.Popen[Any]) -> int | None:
+    """Return its exit code, negative for a signal, or None while it runs.
+
+    It is not waited for: until `kill_family` has killed what it started, its process id must not become another's.
+    """
+    try:
+        found = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        # Another thread has waited for it meanwhile.
+        return child.wait()
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def kill_family(child: subprocess.Popen[Any]) -> None:
+    """Kill the child, its group, and processes that it started in other groups, such as those of an update."""
+    if child.returncode is not None:
+        # It has been waited for, and its process id may belong to another process.
+        return
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(child.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -6,25 +6,19 @@ address and database, and requests wait meanwhile.
 """
 
 import atexit
-import contextlib
 import contextvars
 import logging
 import os
-import select
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import IO
 
 from flows.server.database import database_settings, keep_template
+from tasks.execution.server_process import ServerProcess
 from tasks.progress import log
 
 _PROGRAM = """
@@ -59,14 +53,10 @@ if ended.is_set():
 
 # As Prefect sets them for its own temporary server: no UI, and only the services that a single run needs.
 _ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
-_LOG_TAIL_LINES = 20
-_SECONDS_BETWEEN_LOOKS = 0.25
-_SECONDS_TO_LIVE = 30.0
-"""A server that has died sooner after it was started again would die once more."""
 
 
-class TemporaryServer:
-    """The server's process, which ends when the pipe to it is closed; its output is kept for messages.
+class TemporaryServer(ServerProcess):
+    """The server's process; its output is kept for messages.
 
     Args:
         environment: of the process.
@@ -81,76 +71,31 @@ class TemporaryServer:
         self.folder = Path(tempfile.mkdtemp(prefix="grpo-server-"))
         # Open as long as this process lives: while no server runs, requests wait in its queue.
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.port = int(self._listener.getsockname()[1])
         self.lost: str | None = None
-        self._closed, self._restarted = False, float("-inf")
-        self._environment = {**environment, **database_settings(self.folder)}
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the server runs)
-        self.process = self._started()
+        self._closed = False
+        descriptor = self._listener.fileno()
+        super().__init__(
+            "Prefect's temporary server",
+            [sys.executable, "-c", _PROGRAM, str(descriptor), str(self.folder)],
+            {**environment, **database_settings(self.folder)},
+            tempfile.TemporaryFile(),  # noqa: SIM115  (open as long as the server runs)
+            self._listener.getsockname()[1],
+            "/api/health",
+            pass_fds=[descriptor],
+        )
 
     @property
     def api_url(self) -> str:
         """Value of PREFECT_API_URL for clients."""
         return f"http://127.0.0.1:{self.port}/api"
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(self._listener.fileno()), str(self.folder)],
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            pass_fds=[self._listener.fileno()],
-            # Ctrl-C in the terminal ends the run, which still has to report that.
-            start_new_session=True,
-        )
-
     def close(self) -> None:
         """Have the server end, without waiting for it; it deletes its database."""
         self._closed = True
-        self._close_pipe()
+        super().close()
         self._listener.close()
-        self._log.close()
-        if self.process.poll() is not None:
+        if not self.is_running:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _close_pipe(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-
-    def wait_until_ready(self, seconds: float) -> None:
-        """Return once the server answers.
-
-        Raises:
-            RuntimeError: it has ended, or did not answer in time; with the last lines of its log.
-        """
-        if self._answers(seconds):
-            return
-        ended = self.process.poll() is not None
-        how = self._how_it_ended() if ended else f"did not answer in {seconds:g} s"
-        self._log.seek(0)
-        tail = self._log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        self.close()
-        raise RuntimeError("\n".join([f"Prefect's temporary server {how}", *tail]))
-
-    def _answers(self, seconds: float) -> bool:
-        until, connection = time.monotonic() + seconds, HTTPConnection("127.0.0.1", self.port, timeout=seconds)
-        try:
-            # The system accepts connections from the beginning; their requests wait until the server takes them.
-            connection.request("GET", "/api/health")
-            while not select.select([connection.sock], [], [], _SECONDS_BETWEEN_LOOKS)[0]:
-                if self.process.poll() is not None or time.monotonic() > until:
-                    return False
-            return connection.getresponse().status == 200
-        except (OSError, HTTPException):
-            return False
-        finally:
-            connection.close()
-
-    def _how_it_ended(self) -> str:
-        code = self.process.wait()
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def keep_running(self, seconds: float) -> None:
         """Start the server again whenever it dies before this process; returns when it is closed or lost.
@@ -161,16 +106,11 @@ class TemporaryServer:
             seconds: within which it must answer.
         """
         while True:
-            how = self._how_it_ended()
+            self.how_it_ended()
             if self._closed:
                 return
             try:
-                if time.monotonic() - self._restarted < _SECONDS_TO_LIVE:
-                    raise RuntimeError(f"Prefect's temporary server {how} again")
-                log(f"Prefect's temporary server {how}; starting it again, the run waits for it")
-                self._close_pipe()
-                self.process, self._restarted = self._started(), time.monotonic()
-                self.wait_until_ready(seconds)
+                self.start_again(seconds)
             except RuntimeError as error:
                 self._lose(str(error))
                 return

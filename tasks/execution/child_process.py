@@ -17,11 +17,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
-import psutil
-
 from tasks.execution.child_main import ADVANCE, ERROR, LOG, OUTCOME, READY
 from tasks.execution.errors import ErrorRecord, LostStageError, StageCancelledError, StageTimeoutError
-from tasks.process import environment
+from tasks.process import environment, exit_code, kill_family
 from tasks.progress import ProgressReporter
 
 SECONDS_TO_START = 600.0
@@ -181,42 +179,12 @@ class ChildProcess:
         child, self._child = self._child, None
         if child is None:
             return
-        _kill_family(child)
+        kill_family(child)
         child.wait()
         for stream in (child.stdin, self._stderr):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
-
-
-def exit_code(child: subprocess.Popen[str]) -> int | None:
-    """Return its exit code, negative for a signal, or None while it runs.
-
-    It is not waited for: until `end` has killed what it started, its process id must not become another's.
-    """
-    try:
-        found = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        # `end` was called meanwhile.
-        return child.wait()
-    if found is None:
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-
-
-def _kill_family(child: subprocess.Popen[str]) -> None:
-    """Kill the child, its group, and processes that it started in other groups, such as those of an update."""
-    if child.returncode is not None:
-        # It has been waited for, and its process id may belong to another process.
-        return
-    family: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = psutil.Process(child.pid).children(recursive=True)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
 
 
 def _write_line(stream: IO[str], line: str) -> None:

@@ -12,6 +12,7 @@ evaluations_of/<prompts>/000001/...                        the same with other p
 rescored/<name>/iteration_000001/...                       other rewards over stored rollouts
 sources/<sha256>                                           an image in prompts, as the file that it was
 trackers.json, tensorboard                                 what trackers call the run; TensorBoard's logs
+vllm.log                                                   what the vLLM server of the run wrote
 
 Beside them the storage keeps `quarantine/` (damaged and replaced files) and `.incoming/` (unfinished files):
 tasks/storage/artifacts/run_folder.py. What an earlier configuration made is another run: `NAME~1`, `NAME~2`.
@@ -63,6 +64,9 @@ SIGNS_FILE, GUARDRAILS_PLOT = "guardrails.json", "guardrails.png"
 
 TRACKERS_FILE, TENSORBOARD = "trackers.json", "tensorboard"
 """What each tracker calls the run, and the iteration that it was last given; the folder of TensorBoard's logs."""
+
+VLLM_LOG = "vllm.log"
+"""What the vLLM server that the run has started wrote, of all its starts."""
 
 _ITERATION, _ROUND = re.compile(r"iteration_(\d{6,})"), re.compile(r"round_(\d{2,})")
 

@@ -1,0 +1,183 @@
+"""Servers that this process starts for itself: awaited until they answer, started again when they die, ended with it.
+
+A server ends when the pipe to its standard input closes, which the system does even if this process is killed. A
+program that does not watch its standard input is started by `guarded_command`.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import IO
+
+from tasks.process import exit_code, kill_family
+from tasks.progress import SECONDS_BETWEEN_LINES, log
+
+_GUARD = Path(__file__).with_name("guard_main.py")
+_LOG_TAIL_LINES = 20
+_LOG_TAIL_BYTES = 1 << 16
+_SECONDS_BETWEEN_LOOKS = 0.25
+_SECONDS_TO_LIVE = 30.0
+"""A server that has died sooner after it was started again would die once more."""
+
+
+def guarded_command(command: Sequence[str]) -> list[str]:
+    """Return a command that runs another one, and ends it and all that it started when the standard input closes."""
+    # Isolated, so that what a checkout has in its folder or in PYTHONPATH reaches neither the guard nor the program.
+    return [sys.executable, "-I", str(_GUARD), *command]
+
+
+def free_port() -> int:
+    """Return a port of the loopback address on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on this port of the loopback address."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+class ServerProcess:
+    """The process of a server on the loopback address, started at once.
+
+    Args:
+        title: what messages call the server.
+        command: starts it; it ends when its standard input closes.
+        environment: of the process.
+        log_file: open for reading and appending; receives what the server writes.
+        port: the server's, on 127.0.0.1.
+        health: path that answers 200 once the server is ready.
+        pass_fds: file descriptors that the server inherits.
+
+    Attributes:
+        process: the one that runs, or ran last.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log_file: IO[bytes],
+        port: int,
+        health: str,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.title, self.port = title, port
+        self._command, self._environment, self._pass_fds = list(command), environment, tuple(pass_fds)
+        self._log, self._health = log_file, health
+        self._again = float("-inf")
+        self.process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
+            env=dict(self._environment),
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            pass_fds=self._pass_fds,
+            # Ctrl-C in the terminal ends the run, which still has to report that.
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Have the server end, without waiting for it."""
+        self._close_pipe()
+        self._log.close()
+
+    def _close_pipe(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process lives; it may not answer yet."""
+        return exit_code(self.process) is None
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Return once the server answers; a line is logged every half minute until then.
+
+        Raises:
+            RuntimeError: it has ended, or did not answer in time; with the last lines of its log.
+        """
+        begun = time.monotonic()
+        lines = 0
+
+        def is_over() -> bool:
+            nonlocal lines
+            waited = time.monotonic() - begun
+            if waited > (lines + 1) * SECONDS_BETWEEN_LINES:
+                lines += 1
+                log(f"{self.title} is starting: {waited:.0f} s")
+            return not self.is_running or waited > seconds
+
+        while not self._answers(is_over):
+            if is_over():
+                how = f"did not answer in {seconds:g} s" if self.is_running else self.how_it_ended()
+                message = "\n".join([f"{self.title} {how}", *self.log_tail()])
+                self.close()
+                raise RuntimeError(message)
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    def _answers(self, is_over: Callable[[], bool]) -> bool:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=SECONDS_BETWEEN_LINES)
+        try:
+            # Where the system accepts connections from the beginning, their requests wait until the server takes them.
+            connection.request("GET", self._health)
+            while not select.select([connection.sock], [], [], _SECONDS_BETWEEN_LOOKS)[0]:
+                if is_over():
+                    return False
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def log_lines(self) -> list[str]:
+        """Return the end of the server's log."""
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+        return self._log.read().decode(errors="replace").splitlines()
+
+    def log_tail(self) -> list[str]:
+        """Return the last lines of the log, which tell why the server failed."""
+        return self.log_lines()[-_LOG_TAIL_LINES:]
+
+    def how_it_ended(self) -> str:
+        """Wait for the end of the process, kill what it left running, and say how it ended."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        kill_family(self.process)
+        code = self.process.wait()
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def start_again(self, seconds: float) -> None:
+        """Start a server that has died once more, on the same port, and return once it answers.
+
+        Args:
+            seconds: within which it must answer.
+
+        Raises:
+            RuntimeError: it has died soon after it was started again before, or does not start.
+        """
+        how = self.how_it_ended()
+        if time.monotonic() - self._again < _SECONDS_TO_LIVE:
+            raise RuntimeError(f"{self.title} {how} again")
+        log(f"{self.title} {how}; starting it again, the run waits for it")
+        self._close_pipe()
+        self.process = self._started()
+        self.wait_until_ready(seconds)
+        self._again = time.monotonic()
