@@ -4,10 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ENGINES := .venv-engines
+ENGINES_STAMP := $(ENGINES)/.installed
 ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 CONFIG ?= configs/tiny.yaml
 
-.PHONY: help install train test test-postgresql test-slow test-chaos test-attacks check format bench bench-pools tiny-model tiny-edit-model tiny-text-model tiny-vision-model tiny-sd3 curves ui lock clean
+.PHONY: help install train test test-postgresql test-slow test-chaos test-attacks test-engines check format bench bench-pools tiny-model tiny-edit-model tiny-text-model tiny-vision-model tiny-sd3 curves ui lock clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 18
 
@@ -28,7 +30,7 @@ train: $(STAMP)  ## train the tiny GLM-Image (CONFIG=configs/tiny.yaml)
 	$(ENVIRONMENT) $(RUN)/grpo train $(CONFIG)
 
 test: $(STAMP)  ## run the tests that take a few minutes
-	$(ENVIRONMENT) $(RUN)/python -m pytest -m "not slow and not chaos and not postgresql" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(ENVIRONMENT) $(RUN)/python -m pytest -m "not slow and not chaos and not postgresql and not engines" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-postgresql: $(STAMP)  ## run the tests that need PostgreSQL (apt-get install postgresql)
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m "postgresql and not slow and not chaos"
@@ -41,6 +43,17 @@ test-chaos: $(STAMP)  ## kill tiny runs over a hundred times, with and without w
 
 test-attacks: $(STAMP)  ## print what adversarial images and texts reach by every reward; fails where it is too much
 	$(ENVIRONMENT) $(RUN)/python -m tests.attacks.attacks
+
+# vLLM pins other releases of torch and transformers than the lock, so it has an environment of its own. Its package for
+# CPUs asks for a build of torch that the package index does not have.
+$(ENGINES_STAMP): tests/flows/engines/requirements.txt $(STAMP)
+	PATH="$(abspath $(RUN)):$$PATH" uv venv --quiet --clear --python $(RUN)/python $(ENGINES)
+	PATH="$(abspath $(RUN)):$$PATH" uv pip install --quiet --compile-bytecode --python $(ENGINES)/bin/python \
+		--requirements $< --overrides $<
+	touch $@
+
+test-engines: $(STAMP) $(ENGINES_STAMP)  ## make .venv-engines with vLLM for CPUs, and run the tests with its server
+	$(ENVIRONMENT) $(RUN)/python -m pytest -m engines tests/flows/engines
 
 check: $(STAMP)  ## check style, format, types and layers
 	$(RUN)/ruff check .
@@ -85,5 +98,5 @@ lock: $(STAMP)  ## resolve the dependencies again
 	PATH="$(abspath $(RUN)):$$PATH" uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 		--upgrade --extra dev pyproject.toml --output-file requirements.lock
 
-clean:  ## remove .venv
-	rm -rf $(VENV)
+clean:  ## remove .venv and .venv-engines
+	rm -rf $(VENV) $(ENGINES)
