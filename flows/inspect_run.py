@@ -9,14 +9,15 @@ from grpo_core.errors import InputError
 from tasks.reports.images import PromptImages
 from tasks.reports.report import Report, require_page_path, write_page
 from tasks.reports.run_page import (
-    Heldout,
-    read_appearances,
+    PageSamples,
+    read_excerpts,
     read_heldout,
+    read_rewards,
     render_run_page,
     run_report,
     stage_shares,
 )
-from tasks.reports.samples import LARGE, Groups, read_groups
+from tasks.reports.samples import LARGE, read_groups
 from tasks.reports.text import counted, relative
 from tasks.runs.layout import ROLLOUTS, source_file
 from tasks.runs.lookup import find_run, spans
@@ -58,14 +59,12 @@ class Inspection:
 
     Attributes:
         run: everything but the samples.
-        groups: samples of the chosen iteration.
-        heldout: samples of the first and the last evaluated policy; None without two of them.
+        samples: those of the chosen iteration, of evaluations, and for a page of other iterations.
         warnings: damaged and missing files, as sentences.
     """
 
     run: RunView
-    groups: Groups
-    heldout: Heldout | None
+    samples: PageSamples
     warnings: tuple[str, ...]
 
     @property
@@ -117,19 +116,44 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
     if html is not None:
         require_page_path(html)
     reader = RunReader(find_run(name, root))
+    require_iteration(reader, iteration)
+    inspection = read_inspection(reader, iteration, with_page=html is not None)
+    if html is not None:
+        write_page(html, render_run_page(inspection.run, inspection.samples, inspection.verdict, inspection.warnings))
+    return inspection
+
+
+def require_iteration(reader: RunReader, iteration: int | None) -> None:
+    """Check that a run has an iteration; None stands for its last one.
+
+    Raises:
+        InputError: it has not.
+    """
     if iteration is not None and iteration not in (known := reader.iterations()):
         raise InputError("--iteration", iteration, f"The run has iterations {spans(known)}. Choose one of these.")
+
+
+def read_inspection(reader: RunReader, iteration: int | None = None, *, with_page: bool) -> Inspection:
+    """Read what is shown of a run.
+
+    Args:
+        reader: of the run; what its memory has is not read again.
+        iteration: one of its iterations; None for the last whose samples have rewards.
+        with_page: whether to read what only a page shows: the rewards of all iterations, samples of some.
+    """
     run = read_run(reader, iteration)
-    images_of = PromptImages(LARGE, reader.store)
-    with tempfile.TemporaryDirectory() as fetched:
-        stages = run.shown.stages if run.shown else {}
-        groups = read_groups(reader, stages, Path(fetched), images_of, limit=MAX_GROUPS)
-        heldout = read_heldout(reader, run, Path(fetched), images_of, limit=MAX_GROUPS)
-        appearances = read_appearances(reader, run, groups, Path(fetched)) if html is not None else {}
-    inspection = Inspection(run, groups, heldout, tuple(_warnings(reader, run, images_of)))
-    if html is not None:
-        write_page(html, render_run_page(run, groups, appearances, heldout, inspection.verdict, inspection.warnings))
-    return inspection
+    images_of = reader.memory.recall("images of prompts", lambda: PromptImages(LARGE, reader.store))
+    with tempfile.TemporaryDirectory() as folder:
+        fetched = Path(folder)
+        groups = read_groups(reader, run.shown.stages if run.shown else {}, fetched, images_of, limit=MAX_GROUPS)
+        heldout = read_heldout(reader, run, fetched, images_of, limit=MAX_GROUPS)
+        samples = PageSamples(groups, heldout)
+        if with_page:
+            excerpts = read_excerpts(reader, run, fetched, images_of)
+            samples = replace(samples, rewards=read_rewards(reader, run, fetched), excerpts=excerpts)
+    # Damage is found while samples are read, too.
+    run = replace(run, damages=tuple(reader.damages))
+    return Inspection(run, samples, tuple(_warnings(reader, run, images_of)))
 
 
 def _warnings(reader: RunReader, run: RunView, images_of: PromptImages) -> Iterator[str]:

@@ -27,10 +27,15 @@ def inspect(
     root: Root = "runs",
     everything: Annotated[bool, typer.Option("--all", help="show every curve and metric, and more prompts")] = False,
     config: Annotated[bool, typer.Option("--config", help="show the configuration with all defaults")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="serve the page, which follows the run, until Ctrl-C")] = False,
+    port: Annotated[int, typer.Option(help="port of --watch; by default a free one")] = 0,
     as_json: Json = False,
 ) -> None:
     """Show a run: curves, best and worst samples of each prompt, reward breakdown; nothing is changed."""
     with handle_errors(as_json):
+        if watch:
+            _watch(run, iteration=iteration, root=root, port=port, others={"--html": html, "--json": as_json})
+            return
         from flows.inspect_run import inspect_run
 
         inspection = inspect_run(run, root=root, iteration=iteration, html=html)
@@ -45,8 +50,20 @@ def inspect(
         console = Console()
         show_report(inspection.report(html), console)
         if html is None:
-            found = (inspection.run, inspection.groups, inspection.heldout)
+            found = (inspection.run, inspection.samples.groups, inspection.samples.heldout)
             show_run(*found, console, everything=everything, config=config)
+
+
+def _watch(run: str, *, iteration: int | None, root: str, port: int, others: Mapping[str, object]) -> None:
+    for name, value in others.items():
+        if value:
+            raise InputError(name, str(value), "With --watch nothing is written or printed but the page's address.")
+    from flows.watch_run import watch_run
+
+    def started(address: str) -> None:
+        typer.echo(f"{address} follows the run; Ctrl-C ends it")
+
+    watch_run(run, root=root, port=port, iteration=iteration, started=started)
 
 
 @commands.command("list")

@@ -9,6 +9,7 @@ from markupsafe import Markup
 from tasks.metrics import HELDOUT
 from tasks.reports.compared_runs import PairedDifference
 from tasks.reports.comparison import Comparison
+from tasks.reports.curves import line_plot
 from tasks.reports.report import Cells, Notice, Report, Table, render
 from tasks.reports.samples import TRAITS, varying
 from tasks.reports.text import change, counted, number, one_line, reward_origin
@@ -127,9 +128,6 @@ def interval_bar(found: PairedDifference, width: float) -> Markup:
 
 def render_compare_page(comparison: Comparison) -> str:
     """Write the page of a comparison."""
-    # Matplotlib takes a second to import.
-    from tasks.reports.plots import line_plot
-
     runs, report = comparison.runs, comparison_report(comparison)
     noun = runs[0].view.noun
     ends = [end for each in comparison.differences for end in (each.low, each.high) if end is not None]
@@ -141,7 +139,7 @@ def render_compare_page(comparison: Comparison) -> str:
     ]
     differences = replace(differences, rows=rows, texts=(*differences.texts, "the line is 0"))
     groups = [group for each in comparison.prompts for group in each.values()]
-    plots = [line_plot(*each[:3], legend=True, width=460, height=200) for each in comparison.curves]
+    plots = [line_plot(each, width=460, height=200) for each in comparison.curves]
     return render(
         "compare.html.jinja",
         title=report.title,

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_core.errors import InputError
 from tasks.metrics import split_stream
-from tasks.reports.run_page import Curve
+from tasks.reports.curves import Curve
 from tasks.reports.text import PLOTTED, REPORTED_OF_TEXTS, metric_title, with_streams
 from tasks.runs.layout import REWARDS, SCORES_FILE
 from tasks.runs.lookup import read_description

@@ -130,12 +130,9 @@ def data_uri(content: bytes, kind: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def image_uri(image: Image.Image, *, lossless_side: int = LOSSLESS_SIDE, quality: int = 88) -> str:
-    """Encode an image as a data link: PNG up to `lossless_side` pixels and where that is smaller, else JPEG."""
-    png, jpeg = io.BytesIO(), io.BytesIO()
-    image.save(png, "PNG", optimize=True)
-    if max(image.size) > lossless_side:
-        image.save(jpeg, "JPEG", quality=quality)
-        if jpeg.tell() < png.tell():
-            return data_uri(jpeg.getvalue(), "image/jpeg")
-    return data_uri(png.getvalue(), "image/png")
+def image_uri(image: Image.Image, *, lossless_side: int = LOSSLESS_SIDE, quality: int = 82) -> str:
+    """Encode an image as a data link: as WebP, without loss up to `lossless_side` pixels per side."""
+    content = io.BytesIO()
+    lossless = max(image.size) <= lossless_side
+    image.save(content, "WEBP", lossless=lossless, quality=20 if lossless else quality, method=2, exact=True)
+    return data_uri(content.getvalue(), "image/webp")

@@ -1,4 +1,4 @@
-"""The look of all plots: those of pages as SVG that follows a page's theme, those of guardrails as PNG.
+"""Plots of distributions as SVG that follows a page's theme, and those of guardrails as PNG.
 
 Matplotlib takes a second to import, so this module is imported only where something is plotted.
 """
@@ -6,7 +6,6 @@ Matplotlib takes a second to import, so this module is imported only where somet
 import io
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -20,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tasks.reports.fonts import FAMILY, Fonts, families_of, fonts_for
 from tasks.reports.statistics import BINS, Histogram
-from tasks.reports.text import counted
+from tasks.reports.text import counted, visible
 
 DOTS_PER_INCH = 110
 COLOURS = ("#2563eb", "#c2410c", "#0f766e", "#7c3aed", "#a16207", "#be185d", "#4d7c0f", "#0e7490", "#6b7280", "#111827")
@@ -31,14 +30,10 @@ MAX_MARKERS = 60
 _THEME = {INK: "--ink", SOFT: "--soft", LINE: "--line", **{COLOURS[index]: f"--s{index}" for index in range(6)}}
 """Variables of the pages' style sheet by the colour that represents them in a figure."""
 
-DASHES = ("solid", "dashed", "dotted")
-"""Of the first six series, the next six, and those after them."""
-
 _TOOLTIP = "tooltip:"
 
 FAINTEST = 0.18
 
-Points = Sequence[tuple[float, float]]
 Rewards = npt.NDArray[np.float64]
 
 
@@ -56,7 +51,7 @@ def svg_of(figure: Figure, label: str) -> Markup:
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    written = buffer.getvalue()
+    written = visible(buffer.getvalue())
     box = re.search(r'viewBox="[^"]*"', written)
     assert box is not None, "matplotlib writes the size of an image"
     body = written[written.index(">", written.index("<svg")) + 1 :]
@@ -66,7 +61,7 @@ def svg_of(figure: Figure, label: str) -> Markup:
     body = re.sub(r'<g id="[^"]*"/>\s*', "", re.sub(r'<g id="[^"]*">', "<g>", body))
     for colour, variable in _THEME.items():
         body = body.replace(colour, f"var({variable})")
-    return Markup(f'<svg {box[0]} role="img" aria-label="{escape(label)}">{body}')
+    return Markup(f'<svg {box[0]} role="img" aria-label="{escape(visible(label))}">{body}')
 
 
 def set_tooltip(artist: Artist, text: str) -> None:
@@ -91,60 +86,6 @@ def colour_of(index: int) -> str:
 def integer_ticks(most: int) -> MaxNLocator:
     """Place ticks at round integers, about `most` of them."""
     return MaxNLocator(nbins=most, integer=True, steps=[1, 2, 5, 10])
-
-
-def line_plot(
-    title: str,
-    meaning: str,
-    series: Mapping[str, Points],
-    *,
-    width: int = 360,
-    height: int = 170,
-    legend: bool = False,
-) -> dict[str, Any] | None:
-    """Plot lines over iterations; None without any point.
-
-    The series are (iteration, value) points by name, in the order of the iterations and finite; the size is in pixels.
-
-    Returns:
-        The title, the meaning, and whether the page writes a legend; the plot as `svg`; and in `lines` the name, the
-        last value and the number of the colour of each line. A series keeps its colour where others have no points.
-    """
-    lines = {name: points for name, points in series.items() if points}
-    if not lines:
-        return None
-    figure = new_figure(width / 72, height / 72)
-    axes = figure.add_subplot()
-    quiet(axes, grid="y")
-    axes.spines[:].set_visible(False)
-    axes.tick_params(labelsize=10.5, length=0, pad=5)
-    axes.margins(x=0.02)
-    axes.xaxis.set_major_locator(integer_ticks(6 if width < 600 else 12))
-    ticks = _value_ticks([y for points in lines.values() for _, y in points])
-    axes.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
-    axes.set_ylim(ticks[0], ticks[-1])
-    for index, (name, points) in enumerate(series.items()):
-        if not points:
-            continue
-        colour = colour_of(index % 6)
-        axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.8, linestyle=DASHES[index // 6 % len(DASHES)])
-        for x, y in points if len(points) <= MAX_MARKERS else points[-1:]:
-            (marker,) = axes.plot(x, y, "o", color=colour, markersize=4.5, markeredgewidth=0)
-            set_tooltip(marker, f"{name}, iteration {x:g}: {y:.4g}")
-    last = [(name, f"{points[-1][1]:.4g}", index % 6) for index, (name, points) in enumerate(series.items()) if points]
-    svg = svg_of(figure, f"{title} over iterations")
-    return {"title": title, "meaning": meaning, "lines": last, "svg": svg, "legend": legend}
-
-
-def _value_ticks(values: Sequence[float]) -> Sequence[float]:
-    """Choose about three round steps from below the least to above the largest value."""
-    low, high = min(values), max(values)
-    if low == high == 0:
-        high = 1.0
-    elif low == high:
-        margin = abs(low) * 0.1
-        low, high = low - margin, high + margin
-    return [float(tick) for tick in MaxNLocator(nbins=3, steps=[1, 2, 5, 10]).tick_values(low, high)]
 
 
 def plot_joint(before: Rewards, after: Rewards) -> Markup:

@@ -20,7 +20,7 @@ import fsspec
 
 from grpo_core.errors import InputError
 from tasks.metrics import HELDOUT
-from tasks.reports.text import change, excerpt, in_cell, markdown_table, metric_title, number, signed
+from tasks.reports.text import change, excerpt, in_cell, markdown_table, metric_title, number, signed, visible
 from tasks.storage.files import write_file_atomically
 
 if TYPE_CHECKING:
@@ -178,6 +178,7 @@ def _environment() -> "Environment":
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=lambda value: visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value,
     )
     environment.filters |= {
         "excerpt": excerpt,
@@ -197,8 +198,12 @@ def _image(context: "Context", image: "Image.Image", side: int | None = None, lo
     # The list of runs shows no image.
     from tasks.reports.images import LOSSLESS_SIDE, image_uri, shrunk
 
-    small = image.convert("RGB") if side is None else shrunk(image.convert("RGB"), side)
-    return _whole(context, image_uri(small, lossless_side=LOSSLESS_SIDE if lossless else 0))
+    # A page that is written again every few seconds shows most of its images again.
+    links: dict[tuple[int | None, bool], str] = image.info.setdefault("links", {})
+    if (side, lossless) not in links:
+        small = image.convert("RGB") if side is None else shrunk(image.convert("RGB"), side)
+        links[side, lossless] = image_uri(small, lossless_side=LOSSLESS_SIDE if lossless else 0)
+    return _whole(context, links[side, lossless])
 
 
 def _whole(context: "Context", content: str) -> str | None:

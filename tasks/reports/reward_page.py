@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import polars as pl
 
+from tasks.reports.curves import Curve, line_plot
 from tasks.reports.report import Cells, Notice, Report, Table, render
 from tasks.reports.statistics import Statistics, histogram_of, rounded
 from tasks.reports.text import correlation, counted, number, percent, significant
@@ -138,17 +139,21 @@ def analysis_report(analysis: Statistics, title: str, signs: Sequence[str]) -> R
 def render_reward_page(report: Report, analysis: Statistics, scores: pl.DataFrame, run: RunView) -> str:
     """Write the page of an analysis of these scores, with the guardrails of their run."""
     # Matplotlib takes a second to import.
-    from tasks.reports.plots import line_plot, plot_distribution
+    from tasks.reports.plots import plot_distribution
 
     means = {reward["label"]: _means(reward) for reward in analysis["rewards"]}
-    curves = {f"{label}: mean": ("of this reward alone", {label: points}) for label, points in means.items()}
+    curves = [
+        Curve(f"{label}: mean", "of this reward alone", {label: points}, legend=False)
+        for label, points in means.items()
+    ]
     if run.guardrail_series:
         meaning = "mean over the held-out samples, never trained on; one that falls while the reward rises is a warning"
-        curves["Held-out reward"] = ("of the run", {"held-out reward": run.heldout_series()})
-        curves["Guardrails"] = (meaning, run.guardrail_series)
-    plots = [
-        line_plot(name, *curve, legend=name == "Guardrails", width=460, height=200) for name, curve in curves.items()
-    ]
+        heldout = {"held-out reward": run.heldout_series()}
+        curves += [
+            Curve("Held-out reward", "of the run", heldout, legend=False),
+            Curve("Guardrails", meaning, run.guardrail_series),
+        ]
+    plots = [line_plot(each, width=460, height=200) for each in curves]
     histograms = {
         label: histogram_of(rounded(scores.filter(pl.col("label") == label), ["value"])["value"]) for label in means
     }

@@ -2,43 +2,44 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
-from typing import NamedTuple
+from statistics import fmean, quantiles
+from typing import NamedTuple, TypeVar
 
 from tasks.metrics import HELDOUT, split_stream
+from tasks.reports.curves import Curve, line_plot
 from tasks.reports.images import PromptImages
 from tasks.reports.report import Notice, Report, render, reward_facts, signs_notice
 from tasks.reports.samples import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
 from tasks.reports.text import PLOTTED, metric_rows, metric_title, with_streams
-from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE
+from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, UPDATE
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView, summary_of
 from tasks.runs.signs import Verdict
 from tasks.storage.files import is_local
 from tasks.storage.parquet import leading_stream, read_advantages
 
-Points = list[tuple[float, float]]
+MAX_VERSIONS = 30
+"""Versions that are shown of the held-out prompts; of more, some that are evenly spaced, and both ends."""
 
+MAX_FRAMES = 1000
+"""Samples that are read of all these versions together; of the first and the last, every shown prompt is."""
 
-class Curve(NamedTuple):
-    """A plot over iterations: title, meaning, points by series, and whether its lines need a legend."""
+MAX_ITERATIONS = 1000
+"""Iterations whose rewards are read one by one; of more, some that are evenly spaced."""
 
-    title: str
-    meaning: str
-    series: Mapping[str, Sequence[tuple[float, float]]]
-    legend: bool = True
+MAX_EXCERPTS, EXCERPT_GROUPS = 24, 6
+"""Iterations besides the shown one of which samples are shown, and prompts of each."""
 
-
-MAX_VERSIONS = 8
-"""Versions that the history of a held-out prompt shows."""
-
-MAX_ITERATIONS = 200
-"""Iterations, back from the shown one, in which earlier appearances of its prompts are looked for."""
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+"""Of the rewards of an iteration's samples."""
 
 Appearance = tuple[int, float]
 """An iteration that sampled a prompt, and the prompt's mean reward there."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,63 +48,121 @@ class Heldout:
 
     Attributes:
         versions: evaluated versions that are shown, in order; the first and the last of all are among them.
-        prompts: each prompt's group by every version, their samples ordered by id.
+        prompts: each prompt's group by version, their samples ordered by id; versions in between may lack it.
         total: number of prompts.
         same_seeds: whether all versions sampled with the same seeds.
     """
 
     versions: Sequence[int]
-    prompts: Sequence[Sequence[Group]]
+    prompts: Sequence[Mapping[int, Group]]
     total: int
     same_seeds: bool
 
     @property
     def pairs(self) -> list[tuple[Group, Group]]:
         """Each prompt's group by the first and by the last version."""
-        return [(groups[0], groups[-1]) for groups in self.prompts]
+        return [(groups[self.versions[0]], groups[self.versions[-1]]) for groups in self.prompts]
 
 
 def read_heldout(
     reader: RunReader, run: RunView, fetched: Path, images_of: PromptImages, *, limit: int
 ) -> Heldout | None:
     """Read the first groups of evaluations, the first and the last among them; None with fewer than two."""
-    count = len(run.evaluated)
-    if count < 2:
+    if len(run.evaluated) < 2:
         return None
-    chosen = sorted({round(place * (count - 1) / (MAX_VERSIONS - 1)) for place in range(MAX_VERSIONS)})
-    versions, sides, total = [], [], 0
-    for index in chosen:
-        ends = index in (0, count - 1)
-        side = MEDIUM if ends else SMALL
-        found = read_groups(reader, run.evaluated[index].stages, fetched, images_of, limit=limit, side=side)
+    chosen = _evenly(run.evaluated, MAX_VERSIONS)
+    by_version: dict[int, dict[str, Group]] = {}
+    total, per_version = 0, MAX_FRAMES // len(chosen)
+    for view in chosen:
+        is_end = view in (chosen[0], chosen[-1])
+        known = next(iter(by_version[chosen[0].version].values()), None) if by_version else None
+        count = limit if is_end or known is None else min(limit, max(1, per_version // len(known.samples)))
         # Only the ends are certain to be valid.
-        if ends or found.shown:
-            versions.append(run.evaluated[index].version)
+        stages = view.stages if is_end else reader.valid_stages(view.stages)
+        found = read_groups(reader, stages, fetched, images_of, limit=count, side=MEDIUM)
+        if is_end or found.shown:
             groups = [replace(each, samples=sorted(each.samples, key=itemgetter("sample_id"))) for each in found.shown]
-            sides.append({group.samples[0]["group_id"]: group for group in groups})
+            by_version[view.version] = {group.samples[0]["group_id"]: group for group in groups}
             total = max(total, found.total)
-    prompts = [[side[name] for side in sides] for name in sides[0] if all(name in side for side in sides)]
-    seeds = [[[row["seed"] for row in group.samples] for group in groups] for groups in prompts]
-    return Heldout(versions, prompts, total, all(each == first for first, *others in seeds for each in others))
+    first, *_, last = by_version.values()
+    names = [name for name in first if name in last]
+    prompts = [{version: found[name] for version, found in by_version.items() if name in found} for name in names]
+    seeds = [[[row["seed"] for row in group.samples] for group in groups.values()] for groups in prompts]
+    return Heldout(list(by_version), prompts, total, all(each == one for one, *others in seeds for each in others))
 
 
-def read_appearances(reader: RunReader, run: RunView, groups: Groups, fetched: Path) -> dict[str, list[Appearance]]:
-    """Return when the prompts of these groups were sampled, by prompt id, over the last MAX_ITERATIONS iterations."""
-    wanted = {group.samples[0]["prompt_id"] for group in groups.shown}
-    if run.shown is None or not wanted or not is_local(reader.store.filesystem):
-        # A remote run would be copied table by table.
-        return {}
-    found: dict[str, list[Appearance]] = {}
-    for view in [view for view in run.iterations if view.iteration <= run.shown.iteration][-MAX_ITERATIONS:]:
-        rewards: dict[str, list[float]] = {}
-        for part in view.stages.get(ADVANTAGES, ()):
+def _evenly(items: Sequence[T], most: int) -> list[T]:
+    """Choose at most this many, evenly spaced, the first and the last among them."""
+    last = len(items) - 1
+    if last < most:
+        return list(items)
+    return [items[place] for place in sorted({round(step * last / (most - 1)) for step in range(most)})]
+
+
+class RewardHistory(NamedTuple):
+    """Rewards of the samples of iterations.
+
+    Attributes:
+        quantiles: iteration, and the rewards at QUANTILES over its samples.
+        appearances: when each prompt was sampled, by prompt id.
+    """
+
+    quantiles: Sequence[tuple[float, Sequence[float]]]
+    appearances: Mapping[str, Sequence[Appearance]]
+
+
+NO_REWARDS = RewardHistory((), {})
+
+
+def read_rewards(reader: RunReader, run: RunView, fetched: Path) -> RewardHistory:
+    """Read the rewards of the leading stream of every iteration, as far as MAX_ITERATIONS allows."""
+    spread: list[tuple[float, Sequence[float]]] = []
+    appearances: dict[str, list[Appearance]] = {}
+    # A remote run would be copied table by table.
+    views = _evenly(run.iterations, MAX_ITERATIONS) if is_local(reader.store.filesystem) else []
+    for view in views:
+        parts = reader.valid_stages({ADVANTAGES: view.stages.get(ADVANTAGES, ())}).get(ADVANTAGES, ())
+        for part in parts:
             path = reader.local_folder(part, fetched) / ADVANTAGES_FILE
-            rows = leading_stream(read_advantages([path], ["prompt_id", "reward"]))
-            for prompt, reward in zip(rows["prompt_id"].to_pylist(), rows["reward"].to_pylist(), strict=True):
-                if prompt in wanted and reward is not None:
-                    rewards.setdefault(prompt, []).append(reward)
-        for prompt, known in rewards.items():
-            found.setdefault(prompt, []).append((view.iteration, fmean(known)))
+            levels, means = reader.memory.recall(("rewards", part.uri, part.sha256), partial(_rewards_of, path))
+            if levels:
+                spread.append((float(view.iteration), levels))
+            for prompt, mean in means.items():
+                appearances.setdefault(prompt, []).append((view.iteration, mean))
+    return RewardHistory(spread, appearances)
+
+
+def _rewards_of(path: Path) -> tuple[Sequence[float], Mapping[str, float]]:
+    """Return the quantiles of the rewards of a table, and the mean by prompt id."""
+    rows = leading_stream(read_advantages([path], ["prompt_id", "reward"]))
+    by_prompt: dict[str, list[float]] = {}
+    for prompt, reward in zip(rows["prompt_id"].to_pylist(), rows["reward"].to_pylist(), strict=True):
+        if reward is not None:
+            by_prompt.setdefault(prompt, []).append(reward)
+    rewards = [reward for each in by_prompt.values() for reward in each]
+    # The first of 19 cuts has a twentieth of the rewards below it.
+    cuts = quantiles(rewards, n=20, method="inclusive") if len(rewards) > 1 else []
+    levels = [cuts[round(20 * each) - 1] for each in QUANTILES] if cuts else []
+    return levels, {prompt: fmean(each) for prompt, each in by_prompt.items()}
+
+
+class Excerpt(NamedTuple):
+    """The best and the worst sample of the first prompts of an iteration."""
+
+    iteration: int
+    reward: float | None
+    groups: Groups
+
+
+def read_excerpts(reader: RunReader, run: RunView, fetched: Path, images_of: PromptImages) -> list[Excerpt]:
+    """Read samples of some iterations besides the shown one; of a remote run none, which would be copied."""
+    others = [view for view in run.iterations if view is not run.shown and ADVANTAGES in view.stages]
+    found = []
+    for view in _evenly(others, MAX_EXCERPTS) if is_local(reader.store.filesystem) else []:
+        stages = reader.valid_stages({stage: parts for stage, parts in view.stages.items() if stage != UPDATE})
+        groups = read_groups(reader, stages, fetched, images_of, limit=EXCERPT_GROUPS, side=SMALL, ends=True)
+        if groups.shown:
+            found.append(Excerpt(view.iteration, view.metrics.get("reward"), groups))
     return found
 
 
@@ -121,39 +180,55 @@ def run_report(run: RunView, verdict: Verdict, warnings: Sequence[str]) -> Repor
     return Report(f"{run.name}: {progress(run)}", facts, notices=notices)
 
 
-def render_run_page(
-    run: RunView,
-    groups: Groups,
-    appearances: Mapping[str, Sequence[Appearance]],
-    heldout: Heldout | None,
-    verdict: Verdict,
-    warnings: Sequence[str],
-) -> str:
-    """Write the page of a run, with the groups of the shown iteration."""
-    # Matplotlib takes a second to import.
-    from tasks.reports.plots import line_plot
+@dataclass(frozen=True)
+class PageSamples:
+    """The samples on the page of a run.
 
+    Attributes:
+        groups: those of the shown iteration.
+        heldout: those of evaluations; None with fewer than two.
+        rewards: of every iteration.
+        excerpts: some of other iterations.
+    """
+
+    groups: Groups
+    heldout: Heldout | None
+    rewards: RewardHistory = NO_REWARDS
+    excerpts: Sequence[Excerpt] = ()
+
+
+def render_run_page(
+    run: RunView, samples: PageSamples, verdict: Verdict, warnings: Sequence[str], *, watched: str = ""
+) -> str:
+    """Write the page of a run.
+
+    Args:
+        watched: what the page asks its server for, to be written again when it changes; empty for a file.
+    """
     titles = [metric_title(name, trained_on=run.trained_on)[0] for name in ("reward", HELDOUT)]
-    reward = dict(zip(titles, (run.series("reward"), run.heldout_series()), strict=True))
-    title = ("Reward", metric_title("reward", run.noun)[1])
+    series = dict(zip(titles, (run.series("reward"), run.heldout_series()), strict=True))
+    reward = Curve("Reward", metric_title("reward", run.noun)[1], series)
+    heldout = samples.heldout
     pairs = heldout.pairs if heldout else ()
-    shown = [group.samples for group in (*groups.shown, *(before for before, _ in pairs))]
+    shown = [group.samples for group in (*samples.groups.shown, *(before for before, _ in pairs))]
+    wide = {"width": 620, "height": 330} if pairs else {"width": 1120, "height": 250}
     return render(
         "run.html.jinja",
         title=run.name,
         run=run,
-        groups=groups,
-        appearances=appearances,
+        samples=samples,
+        groups=samples.groups,
         heldout=heldout,
         verdict=verdict,
         summary=run_report(run, verdict, warnings),
         progress=progress(run),
         stages=stage_shares(run),
-        reward_plot=line_plot(*title, reward, width=1120, height=250),
-        narrow_reward_plot=line_plot(*title, reward, width=360, height=200),
-        plots=[plot for each in _curves(run) if (plot := line_plot(*each[:3], legend=each.legend))],
+        reward_plot=line_plot(reward, **wide),
+        narrow_reward_plot=line_plot(reward, width=360, height=200),
+        plots=[plot for each in _curves(run, samples.rewards) if (plot := line_plot(each))],
         metrics=metric_rows(run.shown.metrics, run.noun, run.stream, run.trained_on) if run.shown else [],
-        traits=[name for name in TRAITS if name in {*groups.varying, *varying(shown)}],
+        traits=[name for name in TRAITS if name in {*samples.groups.varying, *varying(shown)}],
+        watched=watched,
     )
 
 
@@ -184,7 +259,18 @@ def plotted_metrics(run: RunView) -> list[str]:
     return [*means, *with_streams(("reward", *PLOTTED), names)[1:]]
 
 
-def _curves(run: RunView) -> Iterator[Curve]:
+def _spread(run: RunView, rewards: RewardHistory) -> Curve:
+    """Return the middle reward of the samples of each iteration, in the ranges around it."""
+    levels = [(iteration, *each) for iteration, each in rewards.quantiles]
+    bands = [[(each[0], each[1 + low], each[-1 - low]) for each in levels] for low in (0, 1)]
+    meaning = f"median over the {run.noun}s of an iteration; half of them lie in the darker band, 80 % in the lighter"
+    median = 1 + QUANTILES.index(0.5)
+    series = {"median": [(each[0], each[median]) for each in levels]}
+    return Curve("Spread of the reward", meaning, series, legend=False, bands={"median": bands})
+
+
+def _curves(run: RunView, rewards_read: RewardHistory) -> Iterator[Curve]:
+    yield _spread(run, rewards_read)
     meaning = "mean of the weighted rewards of each dataset alone"
     rewards = run.dataset_rewards.items()
     yield Curve("Reward by dataset", meaning, {name: run.series(metric) for name, metric in rewards})

@@ -240,17 +240,37 @@ def read_stages(reader: RunReader, stages: Stages, fetched: Path) -> Samples:
 
 
 def read_groups(
-    reader: RunReader, stages: Stages, fetched: Path, images_of: PromptImages, *, limit: int, side: int | None = None
+    reader: RunReader,
+    stages: Stages,
+    fetched: Path,
+    images_of: PromptImages,
+    *,
+    limit: int,
+    side: int | None = None,
+    ends: bool = False,
 ) -> Groups:
     """Read the first groups in the stored order, as :func:`read_stages`; without rollouts there are none.
 
-    Images are at most `side` pixels large; by default the best and the worst of a group LARGE, the others SMALL.
+    Args:
+        reader: of the run; what its memory has is not read again.
+        limit: number of groups.
+        side: longest side of images in pixels; by default the best and the worst of a group LARGE, the others SMALL.
+        ends: whether only the best and the worst sample of each group are read.
     """
     if ROLLOUTS not in stages:
         return Groups()
-    table = read_stages(reader, stages, fetched)
+    parts = tuple((part.uri, part.sha256) for each in stages.values() for part in each)
+    return reader.memory.recall(
+        (parts, limit, side, ends),
+        lambda: _read_groups(read_stages(reader, stages, fetched), images_of, limit, side, ends),
+    )
+
+
+def _read_groups(table: Samples, images_of: PromptImages, limit: int, side: int | None, ends: bool) -> Groups:
     groups = table.groups
     shown = [_with_further_images(group) for group in groups[:limit]]
+    if ends:
+        shown = [_ends(group) for group in shown]
     return Groups(
         shown=show_groups(table, shown, images_of, side),
         total=len(groups),
@@ -258,6 +278,12 @@ def read_groups(
         dropped=sum(bool(group[0]["dropped"]) for group in groups),
         varying=table.varying,
     )
+
+
+def _ends(group: Sequence[Row]) -> list[Row]:
+    """Choose the best and the worst sample, or the first where none has a reward."""
+    ranked = best_first(group)
+    return [ranked[0], *ranked[1:][-1:]] if ranked else [group[0]]
 
 
 def show_groups(

@@ -30,6 +30,11 @@ _MARKUP = re.compile(r"[|*_~`<>\[\]\\&#]")
 _ADDRESS = re.compile(r"://|www\.|.@.", re.IGNORECASE)
 _BETWEEN_WORDS = re.compile(r"([\s|`]+)")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+# Controls but tab and line ends; zero-width spaces, marks and overrides of direction, tags; lone surrogates.
+_INVISIBLE = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    r"\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]|\r(?!\n)"
+)
 _BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 
@@ -64,9 +69,21 @@ def fenced(text: str) -> str:
     return f"{fence}text\n{printable(_BREAKS.sub(chr(10), text), keep=chr(10) + chr(9))}\n{fence}"
 
 
+def visible(text: str) -> str:
+    """Name control characters and changes of the reading direction by their code points: ⟨U+202E⟩.
+
+    Line ends, tabs, and the joiners and marks of scripts and emoji are kept.
+    """
+    return _INVISIBLE.sub(lambda found: _code_point(found[0]), text)
+
+
 def printable(text: str, keep: str = "") -> str:
-    """Replace control characters, which a terminal would obey, and other invisible ones."""
-    return "".join(letter if letter.isprintable() or letter in keep else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    """Name everything invisible by its code point: control characters, which a terminal would obey, and others."""
+    return "".join(each if each.isprintable() or each in keep else _code_point(each) for each in text)
+
+
+def _code_point(letter: str) -> str:
+    return f"⟨U+{ord(letter):04X}⟩"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,11 +1,11 @@
 """Read and verify a run's folder without changing it; damage is reported and left where it is."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_core.errors import InputError
 from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, STATES, is_later_round, parse_iteration
@@ -21,6 +21,8 @@ from tasks.storage.artifacts.run_folder import QUARANTINE, REASON_FILE
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import is_local
 from tasks.storage.schemas import SCHEMA_VERSION
+
+T = TypeVar("T")
 
 VERIFIED_BYTES = 512 * 2**20
 """How many bytes of artifacts that are not shown are verified: about a second of sha256."""
@@ -51,6 +53,32 @@ class StoredArtifact:
     manifest: Manifest
 
 
+class Memory:
+    """What need not be read again when a run is read again, because verified files never change.
+
+    Attributes:
+        verified: folder and sha256 of the artifacts that were verified; not again for damage since then.
+    """
+
+    def __init__(self) -> None:
+        self.verified: set[tuple[str, str]] = set()
+        self._known: dict[Hashable, Any] = {}
+        self._used: set[Hashable] = set()
+
+    def recall(self, key: Hashable, read: Callable[[], T]) -> T:
+        """Return what was read under this key, or read it now."""
+        self._used.add(key)
+        if key not in self._known:
+            self._known[key] = read()
+        found: T = self._known[key]
+        return found
+
+    def forget_unused(self) -> None:
+        """Keep only what was recalled since the last call."""
+        self._known = {key: value for key, value in self._known.items() if key in self._used}
+        self._used = set()
+
+
 class RunReader:
     """Reads one run and collects the damage that it finds. Unlike the store it moves nothing.
 
@@ -58,14 +86,20 @@ class RunReader:
         damages: damage found so far, each file once.
         pruned: what `grpo prune` removed from the artifacts found so far, by folder.
         unverified: number of artifacts that were too large to verify.
+        memory: what later readers of the run need not read again.
     """
 
-    def __init__(self, store: ArtifactStore) -> None:
+    def __init__(self, store: ArtifactStore, memory: Memory | None = None) -> None:
+        """Read nothing yet.
+
+        Args:
+            memory: what earlier readers of the same run leave for this one; None for nothing.
+        """
         self.store = store
+        self.memory = memory or Memory()
         self.damages: list[Damage] = []
         self.pruned: dict[str, Mapping[str, Any]] = {}
         self.unverified = 0
-        self._verified: set[str] = set()
         # Verifying a remote artifact means fetching it, so only shown ones are verified.
         self._budget = VERIFIED_BYTES if is_local(store.filesystem) else 0
 
@@ -183,13 +217,24 @@ class RunReader:
                 self.report_damage(f"{folder}/{name}", f"it {reason}")
                 valid = False
         if valid and only is None:
-            self._verified.add(folder)
+            self.memory.verified.add((folder, artifact.reference.sha256))
         return valid
+
+    def valid_stages(self, stages: Mapping[str, Iterable[ArtifactRef]]) -> dict[str, tuple[ArtifactRef, ...]]:
+        """Return the artifacts by stage whose files verify, also beyond the budget; stages without any are left out."""
+        valid = {stage: tuple(part for part in parts if self._is_valid(part)) for stage, parts in stages.items()}
+        return {stage: parts for stage, parts in valid.items() if parts}
+
+    def _is_valid(self, reference: ArtifactRef) -> bool:
+        if (reference.folder, reference.sha256) in self.memory.verified:
+            return True
+        found = self.find(reference.folder)
+        return found is not None and found.reference.sha256 == reference.sha256 and self.verify(found)
 
     def verify_within_budget(self, artifact: StoredArtifact) -> bool:
         """Verify while the budget lasts; an artifact beyond it counts as valid and as unverified."""
         folder = artifact.reference.folder
-        if folder in self._verified:
+        if (folder, artifact.reference.sha256) in self.memory.verified:
             return True
         paths = [self.store.path(f"{folder}/{name}") for name in _shown(artifact.manifest.files)]
         size = sum(self.store.filesystem.size(path) or 0 for path in paths)

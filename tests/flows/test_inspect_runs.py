@@ -29,7 +29,7 @@ def shown(root: Path, name: str = "made", width: int = 200, everything: bool = T
     console = Console(file=io.StringIO(), width=width)
     found = inspect_run(name, root=str(root))
     show_report(found.report(None), console)
-    show_run(found.run, found.groups, found.heldout, console, everything=everything, config=everything)
+    show_run(found.run, found.samples.groups, found.samples.heldout, console, everything=everything, config=everything)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

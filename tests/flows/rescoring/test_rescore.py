@@ -99,7 +99,7 @@ def test_one_reward_more_computes_that_one_and_later_rescorings_take_it_from_the
     report = json.loads(finished.path("rescored", "three", "report.json").read_text())
     assert report["runs"] == ["run"]
     page = finished.path("rescored", "three", "report.html").read_text()
-    assert page.count("data:image/png") >= 1
+    assert page.count("data:image/webp") >= 1
     assert "://" not in page.replace("http://www.w3.org", "")
 
 

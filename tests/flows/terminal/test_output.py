@@ -12,7 +12,7 @@ from tasks.progress import advance_run, log, progress_of
 from tasks.reports.report import Notice, Report, Table
 
 HOSTILE = "[red]x[/red] \x1b[2J [/nothing]"
-SHOWN = "[red]x[/red] \N{REPLACEMENT CHARACTER}[2J [/nothing]"
+SHOWN = "[red]x[/red] ⟨U+001B⟩[2J [/nothing]"
 
 
 def shown(report: Report, width: int = 160, **options: bool) -> str:

@@ -65,7 +65,7 @@ def test_images_of_all_rounds_are_ranked_with_a_column_for_each_reward(tmp_path:
     worst = rows(markdown.split("## Worst")[1], "| image")
     assert [cells[1] for cells in worst] == ["**0.100**", "**0.100**", "**0.500**", "**0.500**"]
     for cells in best:
-        assert cells[0].startswith(f"![{cells[-1][1:-1]}](data:image/png;base64,")
+        assert cells[0].startswith(f"![{cells[-1][1:-1]}](data:image/webp;base64,")
     assert "dataset" not in markdown
     for label in maker.labels:
         assert f"iteration_000001/rewards/{label}`" in markdown

@@ -18,6 +18,7 @@ from tasks.reports.text import (
     one_line,
     printable,
     sparkline,
+    visible,
 )
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
@@ -116,7 +117,7 @@ def test_a_fence_is_closed_by_its_own_end_alone(text: str) -> None:
 
 
 def test_a_fence_shows_the_text_unchanged() -> None:
-    assert fenced("a\n```\nb | *c*\t<d>\x1b") == "````text\na\n```\nb | *c*\t<d>\N{REPLACEMENT CHARACTER}\n````"
+    assert fenced("a\n```\nb | *c*\t<d>\x1b") == "````text\na\n```\nb | *c*\t<d>⟨U+001B⟩\n````"
 
 
 def test_sparklines() -> None:
@@ -214,7 +215,7 @@ def test_markdown_has_all_of_it_as_text() -> None:
 def test_a_page_has_all_of_it_as_text_but_for_cells_that_are_markup() -> None:
     page = check_offline(_page(report_of(EVIL)))
     # Also the table's meaning, and the title of the window.
-    assert "".join(page.text).count(EVIL) == 2 + 2 + 6 + 2 + 1
+    assert "".join(page.text).count(visible(EVIL)) == 2 + 2 + 6 + 2 + 1
     assert "ranranran" not in "".join(page.text)
     assert check_offline(_page(Report("r", tables=[Table("", [{"a": Markup("<i>x</i>")}])]))).named("i")
 

@@ -17,6 +17,7 @@ from tasks.reports.rescoring import (
     render_rescoring_page,
     reward_rows,
 )
+from tasks.reports.text import visible
 from tasks.runs.stored import read_iterations
 from tests.tasks.reports.made_frames import made_samples
 from tests.tasks.reports.made_runs import RunMaker
@@ -202,7 +203,7 @@ def test_every_image_is_there_and_becomes_small_in_a_page_that_opens_offline() -
 def test_titles_prompts_labels_and_texts_are_data() -> None:
     text = "".join(check_offline(page({("run", "s0"): EVIL, ("run", "s2"): ""}, EVIL, title=EVIL)).text)
     # Title and heading, the reward's row, and of each of two samples the prompt and the reward; of one the text.
-    assert text.count(EVIL) == 2 + 1 + 2 * 2 + 1
+    assert text.count(visible(EVIL)) == 2 + 1 + 2 * 2 + 1
     assert "ranranran" not in text
     assert "output not read" not in text
 

@@ -10,8 +10,16 @@ from PIL import Image
 
 from tasks.reports import report as pages
 from tasks.reports.images import PromptImages
-from tasks.reports.run_page import progress, read_appearances, read_heldout, render_run_page
+from tasks.reports.run_page import (
+    PageSamples,
+    progress,
+    read_excerpts,
+    read_heldout,
+    read_rewards,
+    render_run_page,
+)
 from tasks.reports.samples import LARGE, read_groups
+from tasks.reports.text import visible
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.signs import hacking_verdict
@@ -106,7 +114,7 @@ def check_offline(html: str) -> Page:
         for name, value in attributes.items():
             assert not name.startswith("on")
             if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
-                assert re.match(r"data:image/(png|jpeg);base64,|#", value or ""), (tag, name, (value or "")[:40])
+                assert re.match(r"data:image/webp;base64,|#", value or ""), (tag, name, (value or "")[:40])
     assert not re.search(r"url\(|@import|https?:", html)
     assert any("default-src 'none'" in (meta.get("content") or "") for meta in page.named("meta"))
     return page
@@ -120,10 +128,13 @@ def images(page: Page) -> list[Image.Image]:
 def page_of(maker: RunMaker, warnings: tuple[str, ...] = ()) -> str:
     reader, targets = RunReader(maker.store), PromptImages(LARGE, maker.store)
     run = read_run(reader)
-    groups = read_groups(reader, run.shown.stages if run.shown else {}, maker.folder, targets, limit=50)
-    heldout = read_heldout(reader, run, maker.folder, targets, limit=50)
-    seen = read_appearances(reader, run, groups, maker.folder)
-    return render_run_page(run, groups, seen, heldout, hacking_verdict(run), warnings)
+    samples = PageSamples(
+        groups=read_groups(reader, run.shown.stages if run.shown else {}, maker.folder, targets, limit=50),
+        heldout=read_heldout(reader, run, maker.folder, targets, limit=50),
+        rewards=read_rewards(reader, run, maker.folder),
+        excerpts=read_excerpts(reader, run, maker.folder, targets),
+    )
+    return render_run_page(run, samples, hacking_verdict(run), warnings)
 
 
 def test_images_of_prompts_stand_in_front_of_the_samples(tmp_path: Path) -> None:
@@ -196,7 +207,9 @@ def test_prompts_warnings_and_configuration_are_data(tmp_path: Path) -> None:
     maker.store.write_file("config.yaml", ("run: {iterations: 2}\n# " + EVIL).encode())
     maker.store.quarantine(["run.json"], reason=EVIL)
     text = "".join(check_offline(page_of(maker, warnings=(EVIL,))).text)
-    assert text.count(EVIL) == 5  # the group, the held-out pair, the configuration, what was moved, the warning
+    # The group, the held-out pair, the excerpt of iteration 1, the configuration, what was moved, the warning.
+    assert text.count(visible(EVIL)) == 6
+    assert "\u202e" not in text
     assert "ranranran" not in text
 
 
@@ -269,8 +282,8 @@ def test_texts_are_shown_in_full_and_as_data(tmp_path: Path) -> None:
     assert not page.named("img")
     text = "".join(page.text)
     assert "ranranran" not in text
-    assert text.count(long) == 2  # among the ends and among all siblings
-    assert text.count("<table><tr><td>|") == 1
+    assert text.count(visible(long)) == 2  # among the ends and among all siblings
+    assert text.count("<table><tr><td>|⟨U+001B⟩") == 1
     assert "image" not in text.lower().split("kept in")[0]
     assert {"best", "worst"} <= {attributes.get("class") for attributes in page.named("figure")}
 
