@@ -315,13 +315,32 @@ def _placement(config: RunConfig) -> Iterator[InputError]:
         if placement.sharding == "fsdp2" and (lora.use_dora or lora.modules_to_save):
             hint = f"{place}.use_dora and modules_to_save need the whole model in each process; set it to ddp."
             yield InputError("placement.sharding", "fsdp2", hint)
+    yield from _devices(config)
     for name, where, known in (("rollouts", placement.rollouts, False), ("rewards", placement.rewards, pooled)):
-        if where.shards > 1 and where.pool is None and not known:
-            hint = f"Shards run on the workers of a work pool; set placement.{name}.pool, or set this to 1."
+        if (where.shards or 1) > 1 and where.pool is None and not known and not placement.names_devices_here:
+            hint = f"Shards run on several devices or on a pool; set placement.devices or {name}.pool, or this to 1."
             yield InputError(f"placement.{name}.shards", where.shards, hint)
     if config.storage.root.startswith("memory:") and pools_of(config):
         hint = "Workers cannot access the memory of this process; give a shared folder, or a URL such as s3://."
         yield InputError("storage.root", config.storage.root, hint)
+
+
+def _devices(config: RunConfig) -> Iterator[InputError]:
+    devices, hint = config.placement.devices, ""
+    indices = [each for each in devices if isinstance(each, int)]
+    if len(devices) > 1 and len(indices) < len(devices) and set(devices) != {"cpu"}:
+        hint = "Several devices are either GPUs by their index or the CPU: [0, 1], or [cpu, cpu]."
+    elif len(set(indices)) < len(indices):
+        hint = "Each GPU has one process; name it once. To sample more at once raise rollout.prompts_per_batch."
+    if hint:
+        yield InputError("placement.devices", list(devices), hint)
+    placed = {f"rewards.{index}": section for index, section in enumerate(config.rewards)}
+    placed |= {f"guardrails.rewards.{index}": section for index, section in enumerate(config.guardrails.rewards)}
+    for place, section in placed.items():
+        device = str(section.settings.get("device", ""))
+        if indices and device.startswith("cuda:") and not (section.pool or config.placement.rewards.pool):
+            hint = "The process that scores sees the one GPU that placement.devices gives it; set it to cuda."
+            yield InputError(f"{place}.settings.device", device, hint)
 
 
 def pools_of(config: RunConfig) -> list[tuple[str, str]]:

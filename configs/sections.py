@@ -371,6 +371,10 @@ class VisionRolloutSection(TextRolloutSection, VisionLMSettings):
 RolloutSection = GlmImageRolloutSection | DiffusersRolloutSection | TextRolloutSection | VisionRolloutSection
 
 
+Device = Literal["auto", "cpu", "cuda"] | NonNegativeInt
+"""A device of this machine; a number is the index of a GPU, as PyTorch counts them."""
+
+
 class StagePlacement(Section):
     """Where one stage runs."""
 
@@ -383,7 +387,9 @@ class StagePlacement(Section):
 class ShardedStagePlacement(StagePlacement):
     """Where a stage runs that can be split into shards of complete groups."""
 
-    shards: PositiveInt = Field(1, description="shards that the pool's workers run in parallel, joined in order")
+    shards: PositiveInt | None = Field(
+        None, description="shards that run in parallel, joined in order; null: one per device, on a pool 1"
+    )
 
 
 class RetrySection(Section):
@@ -403,15 +409,51 @@ class RetrySection(Section):
 class PlacementSection(Section):
     """Where the stages run; it changes results by rounding at most."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run; auto: a GPU if there is one")
-    torch_threads: PositiveInt = Field(1, description="measure before raising: on a small shared machine 1 is fastest")
-    processes: PositiveInt = Field(1, description="processes of the update on one machine, started once a run")
+    devices: tuple[Device, ...] = Field(
+        ("auto",),
+        min_length=1,
+        description="where models run. auto, cpu or cuda: in the run's process, auto on a GPU if there is one. "
+        "[0, 1] or [cpu, cpu]: a process per device, for rollouts, rewards and the update",
+    )
+    torch_threads: PositiveInt = Field(
+        1, description="of each process; measure before raising: on a small shared machine 1 is fastest"
+    )
     sharding: Literal["ddp", "fsdp2"] = Field("ddp", description="ddp: each process has all weights; fsdp2: a share")
     rollouts: ShardedStagePlacement = ShardedStagePlacement()
     rewards: ShardedStagePlacement = ShardedStagePlacement()
     advantages: StagePlacement = StagePlacement()
     update: StagePlacement = StagePlacement()
     retries: RetrySection = RetrySection()
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _accept_one(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether each device has a process; a GPU named by its index is seen by no other process of the run."""
+        return len(self.devices) > 1 or isinstance(self.devices[0], int)
+
+    @property
+    def names_devices_here(self) -> bool:
+        """Whether these processes are the run's; with rollouts and updates on pools they are the workers'."""
+        return self.in_processes and not (self.rollouts.pool and self.update.pool)
+
+    def shards_of(self, where: ShardedStagePlacement) -> int:
+        """Return the number of parts into which the stage of this section is cut."""
+        if where.pool is None and not self.names_devices_here:
+            return 1
+        return where.shards or (len(self.devices) if where.pool is None else 1)
+
+    def uncut(self) -> Self:
+        """Return the placement of a part of a stage."""
+        kinds = ("rollouts", "rewards")
+        return self.model_copy(update={kind: getattr(self, kind).model_copy(update={"shards": 1}) for kind in kinds})
+
+    def on(self, device: Device) -> Self:
+        """Return the placement for the process of one device, which sees no other GPU."""
+        return self.model_copy(update={"devices": ("cuda" if isinstance(device, int) else device,)})
 
 
 class StorageSection(Section):

@@ -70,7 +70,15 @@ OTHER_MEANING: Mapping[str, str] = MappingProxyType(
 """Path with TRL's name -> what to set instead."""
 
 ABBREVIATIONS: Mapping[str, str] = MappingProxyType(
-    {"lr": "learning_rate", "kl": "kl_coef", "wd": "weight_decay", "steps": "iterations", "model_name": "model"}
+    {
+        "lr": "learning_rate",
+        "kl": "kl_coef",
+        "wd": "weight_decay",
+        "steps": "iterations",
+        "model_name": "model",
+        "device": "devices",
+        "processes": "devices",
+    }
 )
 """What people call a setting -> its name."""
 

@@ -6,6 +6,7 @@ Each checks its input before anything heavy is imported, runs its flow to the en
 
 import contextvars
 import json
+import os
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import wait
@@ -63,12 +64,27 @@ def train(
         InputError: everything that is wrong with the input, before anything is written.
     """
     from configs.loader import as_config
-    from flows.preflight.files import check_files, refuse_missing_files
+    from flows.preflight.files import refuse_missing_files
     from flows.preflight.trust import remember, uses_of
 
     given = as_config(config, _texts(overrides))
     refuse_missing_files(given)
     remember(uses_of(given))
+    with _all_machines(given, progress=progress):
+        return _train(given, accept_code=accept_code, on_iteration=on_iteration, ask=ask, progress=progress)
+
+
+def _train(
+    given: "RunConfig",
+    *,
+    accept_code: bool,
+    on_iteration: "IterationHook | None",
+    ask: "Callable[[ChangedRunError], Sequence[str]] | None",
+    progress: bool,
+) -> "TrainSummary":
+    from configs.loader import as_config
+    from flows.preflight.files import check_files
+
     if on_iteration is None:
         finished = _reporting(lambda: read_finished(given), progress=progress)
         if finished is not None:
@@ -91,6 +107,34 @@ def train(
         return flow(chosen, accept_code=accept_code)
 
     return _run(body, on_iteration, progress=progress)
+
+
+@contextmanager
+def _all_machines(given: "RunConfig", *, progress: bool) -> Iterator[None]:
+    """Run the updates of a training on every machine on which it was started; only the first one has the run.
+
+    Raises:
+        SystemExit: on another machine, once the training has ended.
+    """
+    if "MASTER_ADDR" not in os.environ:
+        yield
+        return
+    # torch, which takes seconds to import, is not needed to learn that a run has finished.
+    from tasks.update.machines import Machines, claim_rendezvous, first_machine
+    from tasks.update.process import take_part_in_updates
+
+    rendezvous = claim_rendezvous(os.environ)
+    if rendezvous is None or rendezvous.rank == 0:
+        with first_machine(rendezvous):
+            yield
+        return
+
+    def take_part() -> None:
+        with Machines(rendezvous) as machines:
+            take_part_in_updates(machines, given.placement)
+
+    _reporting(take_part, progress=progress)
+    raise SystemExit(0)
 
 
 def replay(

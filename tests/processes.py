@@ -10,11 +10,12 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 
 def in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
-    """Run a module's function in each of `count` processes, as `accelerate launch` would.
+    """Run a module's function in each of `count` processes, which have joined a process group.
 
     The first error of one of them ends all and is raised here.
     """
@@ -28,6 +29,7 @@ def _joined(rank: int, count: int, port: int, function: Callable[..., None], arg
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
+    dist.init_process_group("gloo")
     function(*arguments)
 
 

@@ -79,7 +79,7 @@ def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan, rollout: Ro
     store_sources(run.store, plan, run.source_references, run.stored_sources)
     with_reference = config.advantages.kl_coef > 0
     rollouts = stage(policy, plan, run.model, rollout, with_reference, config.placement)
-    if config.placement.rollouts.shards > 1:
+    if config.placement.shards_of(config.placement.rollouts) > 1:
         clear_shards(run.store, plan.folder)
     return rollouts
 
@@ -151,7 +151,7 @@ def score_concurrently(
         wait(list(futures.values()))
     _forget_submitted(futures.values())
     made = {label: future.result() for label, future in futures.items()}
-    if placement.rewards.shards > 1:
+    if placement.shards_of(placement.rewards) > 1:
         clear_shards(current_store(), folder.rpartition("/")[0])
     return made
 

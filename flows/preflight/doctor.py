@@ -141,10 +141,23 @@ def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
         "model": f"{config.policy.model} can sample with these settings",
         "rewards": f"ready: {', '.join(reward.label for reward in config.rewards)}",
         "update": ", ".join(update.objective for update in config.updates.values()),
-        "device": f"{config.placement.device}, optimizer {', '.join(optimizers)}",
+        "device": f"{_placed(config)}, optimizer {', '.join(optimizers)}",
         "storage": config.storage.root,
         "trackers": f"ready: {', '.join(config.run.trackers)}" if config.run.trackers else "none",
     }[subject]
+
+
+def _placed(config: RunConfig) -> str:
+    """Name the devices, and into how many parts they divide the rollouts."""
+    placement = config.placement
+    names = ", ".join(f"cuda:{each}" if isinstance(each, int) else each for each in placement.devices)
+    if not placement.in_processes:
+        return names
+    rollout = config.rollout
+    batches = -(-rollout.prompts_per_iteration // rollout.prompts_per_batch)
+    parts = min(batches, placement.shards_of(placement.rollouts))
+    divided = f", rollouts in {counted(parts, 'shard')} of complete batches (rollout.prompts_per_batch)"
+    return f"{names}, a process each{divided if not placement.rollouts.pool else ''}"
 
 
 def _prompts_by_size(prompts: PromptFiles) -> Counter[ImageSize]:
@@ -206,13 +219,16 @@ def _cached(model: str) -> bool:
 
 def _memory(config: RunConfig, memory: MemoryEstimate) -> Finding:
     needed = memory.needed / GIB
-    if config.placement.device == "cpu" or not torch.cuda.is_available():
-        wanted = config.placement.device == "cuda"
+    devices = config.placement.devices
+    if "cpu" in devices or not torch.cuda.is_available():
+        wanted = not {"auto", "cpu"} & {*devices}
         message = f"there is no GPU; the run would need about {needed:.3g} GiB"
-        hint = "Set placement.device: auto, or run on a machine with a GPU." if wanted else ""
+        hint = "Set placement.devices: auto, or run on a machine with a GPU." if wanted else ""
         return Finding("memory", not wanted, message, hint)
-    free, total = torch.cuda.mem_get_info()
-    name = torch.cuda.get_device_name()
+    # Every process needs the same; the device with the least decides.
+    found = [each for each in devices if isinstance(each, int)] or [torch.cuda.current_device()]
+    free, total, device = min((*torch.cuda.mem_get_info(each), each) for each in found)
+    name = torch.cuda.get_device_name(device)
     message = f"about {needed:.3g} GiB of {free / GIB:.3g} free ({total / GIB:.3g} in total) on {name}"
     hint = "Lower rollout.prompts_per_batch, decode_batch_size or micro_batch_size, or set gradient_checkpointing."
     return Finding("memory", needed * GIB <= free, message, "" if needed * GIB <= free else hint)

@@ -88,13 +88,13 @@ def check_inputs(config: RunConfig) -> RunInputs:
 
 
 def check_evaluation(config: RunConfig) -> RunInputs:
-    """Check what an evaluation of a run's policies needs: neither training prompts, nor the update and its processes.
+    """Check what an evaluation of a run's policies needs: neither training prompts nor the update.
 
     Raises:
         InputError: as for check_inputs.
     """
-    single = config.placement.model_copy(update={"processes": 1, "sharding": "ddp"})
-    unused = {"data": DataSection(), "update": type(config.update)(), "placement": single}
+    unsharded = config.placement.model_copy(update={"sharding": "ddp"})
+    unused = {"data": DataSection(), "update": type(config.update)(), "placement": unsharded}
     config = config.model_copy(update=unused)
     # The run has been opened, and its configuration may name the root of another machine.
     files = run_checks(config, {name: check for name, check in CHECKS.items() if name != "storage"})

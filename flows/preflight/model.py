@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-import torch
-
 from configs.schema import RunConfig
 from configs.validation import error_at
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
@@ -14,11 +12,12 @@ from grpo_core.policies.trained.component import refuse_unavailable_attention
 from grpo_core.seeds import derive_seed
 from grpo_core.update.optimizer import refuse_unavailable
 from tasks.models.initial import initial_digest, local_source
-from tasks.models.resident import ModelSpec, torch_device
+from tasks.models.resident import ModelSpec, refuse_missing_devices, torch_device
 from tasks.prompts.curriculum import PromptSet
 from tasks.runs.stored import adapter_version
 from tasks.storage.artifacts.store import open_store
 from tasks.update.job import refuse_unusable_placement
+from tasks.update.machines import machine_count
 
 
 def check_model(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
@@ -108,19 +107,21 @@ EXTRAS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 
 def check_device(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
     """Report what this machine lacks for the stages that run on it."""
-    device, placement = config.placement.device, config.placement
+    placement = config.placement
     if placement.rollouts.pool and placement.update.pool:
-        # The device is that of the workers, which report when it is missing.
+        # The devices are those of the workers, which report when one is missing.
         return
-    if device == "cuda" and not torch.cuda.is_available():
-        yield InputError("placement.device", "cuda", "PyTorch finds no CUDA device here. Set it to auto or cpu.")
+    try:
+        refuse_missing_devices(placement.devices)
+    except InputError as error:
+        yield error
         return
     if placement.update.pool:
         # The rest depends on the worker's machine.
         return
     checks = [
         partial(refuse_unavailable_attention, config.policy.attn_implementation),
-        partial(refuse_unusable_placement, placement, config.updates),
+        partial(refuse_unusable_placement, placement, config.updates, machine_count()),
     ]
     for check in checks:
         try:

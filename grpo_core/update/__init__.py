@@ -7,5 +7,5 @@ nft_update      the update by DiffusionNFT, from finished images alone
 step            one optimizer step, what surrounds it, and its measurements under TRL's names
 optimizer       AdamW of torch or bitsandbytes, and its state as tensors, without pickle
 process_group   the processes that share one update
-accelerated     process groups over accelerate: the full model in each process, or a share of it (FSDP2)
+distributed     process groups over torch.distributed: the full model in each process, or a share of it (FSDP2)
 """

@@ -1,7 +1,7 @@
 """Processes that share one update: each computes its part of every minibatch, and gradients are summed."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ class ProcessGroup(Protocol):
 
     def add(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return the sum of all processes' values, on every process."""
+
+    def from_first(self, value: Any) -> Any:
+        """Return the first process's value on every process; the others' are ignored."""
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
         """Scale the gradients to a total norm of at most max_norm; return the norm before."""
@@ -59,6 +62,10 @@ class _SingleProcess:
     def add(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return the values unchanged."""
         return values
+
+    def from_first(self, value: Any) -> Any:
+        """Return the value unchanged."""
+        return value
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
         """Scale the gradients to a total norm of at most max_norm; return the norm before."""

@@ -18,8 +18,10 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from configs.sections import PlacementSection, ShardedStagePlacement, StagePlacement, StorageSection
 from grpo_core.errors import InputError
 from tasks.execution.child_process import ChildProcess
-from tasks.execution.errors import ErrorRecord, StageTimeoutError, record_of
+from tasks.execution.devices import DeviceProcesses
+from tasks.execution.errors import ErrorRecord, LostStageError, StageCancelledError, StageTimeoutError, record_of
 from tasks.execution.fingerprint import code_fingerprint, library_versions
+from tasks.execution.resources import resource
 from tasks.progress import listener
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, described, open_store_elsewhere, use_store
@@ -98,8 +100,14 @@ class Stage:
     def shards(self, arguments: Arguments) -> int:
         """Return the number of parts that the placement requests."""
         where = self.where(arguments)
-        is_cut = self.sharding is not None and where.pool is not None
-        return where.shards if is_cut and isinstance(where, ShardedStagePlacement) else 1
+        if self.sharding is None or not isinstance(where, ShardedStagePlacement):
+            return 1
+        placement: PlacementSection = arguments["placement"]
+        return placement.shards_of(where) if where.pool or self.runs_on_devices(arguments) else 1
+
+    def runs_on_devices(self, arguments: Arguments) -> bool:
+        """Return whether the stage computes with models of its own, in the processes of devices if there are any."""
+        return self.kind == "rewards" or self.uses_policy(arguments)
 
 
 _REGISTERED: dict[str, Stage] = {}
@@ -137,10 +145,7 @@ def clear_shards(store: ArtifactStore, folder: str) -> None:
 def unsharded(arguments: Arguments) -> PlacementSection:
     """Return the placement of a shard, which is not cut again."""
     placement: PlacementSection = arguments["placement"]
-    kinds = ("rollouts", "rewards")
-    return placement.model_copy(
-        update={kind: getattr(placement, kind).model_copy(update={"shards": 1}) for kind in kinds}
-    )
+    return placement.uncut()
 
 
 CALLS = ".calls"
@@ -249,13 +254,47 @@ def carry_out(call: StageCall) -> StageOutcome:
             raise InputError("worker", code[:12], hint)
         stage = stage_named(call.stage)
         store.requested = call_file(call.digest) if call.key else None
-        reference = stage.function(**arguments_of(call, stage))
+        reference = _made(stage, arguments_of(call, stage), store)
         if call.key is not None:
             record_stage(store, call.key, reference)
             remove_call(store, call.digest)
     except Exception as error:
         return StageOutcome(error=record_of(error), reasons=tuple(store.reasons))
     return StageOutcome(made=reference, reasons=tuple(store.reasons))
+
+
+def _made(stage: Stage, arguments: dict[str, Any], store: ArtifactStore) -> Reference:
+    """Run a stage's function; rollouts in the process of a device if there are any, as the update that follows."""
+    if stage.kind == "rollouts" and stage.uses_policy(arguments) and arguments["placement"].in_processes:
+        return run_on_device(stage, arguments, None, store)
+    return stage.function(**arguments)
+
+
+def run_on_device(stage: Stage, arguments: Arguments, timeout: float | None, store: ArtifactStore) -> Reference:
+    """Run the stage in the process of a device, as soon as one is free; raises what run_in_child raises."""
+    section = arguments.get("section")
+    label = " ".join(filter(None, [stage.name, section and section.label]))
+    with resource(DeviceProcesses).borrow(arguments["placement"], label) as device:
+        call = call_of(stage, {**arguments, "placement": device.placement}, store)
+        return run_in_child(device.process, call, timeout, store, label)
+
+
+def run_in_child(
+    process: ChildProcess, call: StageCall, timeout: float | None, store: ArtifactStore, label: str | None = None
+) -> Reference:
+    """Run a stage of this process's run in a child.
+
+    Raises:
+        Exception: what the stage raised.
+        LostStageError, StageTimeoutError, StageCancelledError: as ChildProcess.request.
+    """
+    try:
+        outcome = carry_out_in(process, call, timeout, label)
+    except (LostStageError, StageCancelledError, StageTimeoutError):
+        store.clear_abandoned()
+        raise
+    store.reasons.extend(outcome.reasons)
+    return outcome.reference()
 
 
 def stage_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -265,10 +304,12 @@ def stage_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda payload: carry_out(StageCall.model_validate_json(json.dumps(payload))).model_dump(mode="json")
 
 
-def carry_out_in(process: ChildProcess, call: StageCall, timeout: float | None) -> StageOutcome:
-    """Run the stage in a child that was started with the handler `stage`; raises what ChildProcess.request raises."""
-    with naming_timeout(call):
-        answer = process.request(call.stage, call.model_dump(mode="json"), timeout, listener())
+def carry_out_in(
+    process: ChildProcess, call: StageCall, timeout: float | None, label: str | None = None
+) -> StageOutcome:
+    """Run the stage in a child that handles stages; raises what ChildProcess.request raises."""
+    with naming_timeout(call.stage, call.arguments):
+        answer = process.request(label or call.stage, call.model_dump(mode="json"), timeout, listener())
     outcome = StageOutcome.model_validate_json(json.dumps(answer))
     if outcome.error is not None:
         process.failure(outcome.error)
@@ -276,14 +317,18 @@ def carry_out_in(process: ChildProcess, call: StageCall, timeout: float | None) 
 
 
 @contextlib.contextmanager
-def naming_timeout(call: StageCall) -> Iterator[None]:
-    """Add to a StageTimeoutError which stage ran into its timeout, which reward it computes, and the setting."""
+def naming_timeout(stage: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Add to a StageTimeoutError which stage ran into its timeout, which reward it computes, and the setting.
+
+    Args:
+        arguments: those of a call.
+    """
     try:
         yield
     except StageTimeoutError as error:
-        section = call.arguments.get("section", {})
-        title = " ".join(filter(None, [call.stage, section.get("name") or section.get("reward")]))
-        setting = f"placement.{stage_named(call.stage).kind}.timeout"
+        section = arguments.get("section", {})
+        title = " ".join(filter(None, [stage, section.get("name") or section.get("reward")]))
+        setting = f"placement.{stage_named(stage).kind}.timeout"
         raise StageTimeoutError(f"{title}: {error}; raise {setting}, or give the stage less to do") from error
 
 

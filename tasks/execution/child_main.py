@@ -19,7 +19,7 @@ HANDLERS = {
     "stage": "tasks.execution.call:stage_handler",
     "scoring": "tasks.rewards.rows:scoring_handler",
     "answering": "tasks.rewards.answers:answering_handler",
-    "update": "tasks.update.process:update_handler",
+    "device": "tasks.update.process:device_handler",
 }
 """Functions that import what the requests need, and return a function from one JSON value to another."""
 

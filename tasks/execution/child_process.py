@@ -1,7 +1,7 @@
 """Child processes that answer requests, keep their model between them, and can be killed at any moment.
 
 Parent and child exchange JSON, one object per line: requests on the child's standard input, answers on its standard
-output. Stages with a timeout, rewards in separate processes and updates in several processes all run in these.
+output. Stages with a timeout, rewards in separate processes and the processes of devices all run in these.
 """
 
 import contextlib
@@ -32,11 +32,17 @@ STDERR_TAIL_BYTES = 1 << 16
 class ChildProcess:
     """One child; the first request starts it, and so does the first one after it has ended.
 
-    Its command is given as arguments of the Python interpreter, its variables are added to this process's.
+    Its command is given as arguments of the Python interpreter, its variables are added to this process's, and errors
+    call it by its name.
+
+    Attributes:
+        starts: how often it was started.
     """
 
-    def __init__(self, command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
-        self.command, self.variables = tuple(command), variables or {}
+    def __init__(
+        self, command: Sequence[str], variables: Mapping[str, str] | None = None, name: str = "its process"
+    ) -> None:
+        self.command, self.variables, self.name, self.starts = tuple(command), variables or {}, name, 0
         self.last_label: str | None = None
         self._busy = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
@@ -128,6 +134,7 @@ class ChildProcess:
         if self._child is not None and exit_code(self._child) is None:
             return self._child
         self.end()
+        self.starts += 1
         self._lines = queue.Queue()
         self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115  (open as long as the child runs)
         try:
@@ -162,17 +169,17 @@ class ChildProcess:
         """Say why the child's answers have ended."""
         child, stderr = self._child, self._stderr
         if child is None or stderr is None or stderr.closed:
-            return StageCancelledError("its process was ended by this one")
+            return StageCancelledError(f"{self.name} was ended by this one")
         deadline = time.monotonic() + SECONDS_TO_END
         while (code := exit_code(child)) is None:
             if time.monotonic() > deadline:
-                return LostStageError("its process has closed its output and does not answer")
+                return LostStageError(f"{self.name} has closed its output and does not answer")
             time.sleep(0.01)
         stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
         tail = stderr.read().decode(errors="replace").strip().splitlines()[-STDERR_TAIL_LINES:]
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         cause = "; the machine's memory may have run out" if code == -signal.SIGKILL else ""
-        return LostStageError(f"its process ended {how}{cause}" + "".join(f"\n{line}" for line in tail))
+        return LostStageError(f"{self.name} ended {how}{cause}" + "".join(f"\n{line}" for line in tail))
 
     def end(self) -> None:
         """Kill the child and every process that it started; the next request starts another."""

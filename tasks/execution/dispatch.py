@@ -1,4 +1,4 @@
-"""Where a stage runs: in this process, in a child that can be killed, by the workers of a pool, or in shards."""
+"""Where a stage runs: in this process, a child that can be killed, those of the devices, on a pool, or in shards."""
 
 import contextlib
 import threading
@@ -7,21 +7,15 @@ from collections.abc import Callable
 from prefect.futures import PrefectFuture
 from prefect.transactions import CommitMode, get_transaction, transaction
 
-from tasks.execution.call import Arguments, Part, Reference, Stage, StageOutcome, call_of, carry_out_in
+from tasks.execution.call import Arguments, Part, Reference, Stage, call_of, run_in_child, run_on_device
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
-from tasks.execution.errors import (
-    LostStageError,
-    RetriesExhaustedError,
-    StageCancelledError,
-    StageTimeoutError,
-    retryable_kind,
-)
+from tasks.execution.errors import RetriesExhaustedError, retryable_kind
 from tasks.execution.resources import resource
 from tasks.execution.stopping import stages_cancelled_on_interrupt
 from tasks.execution.work_pool import carry_out_on_pool
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import ArtifactStore, current_store
+from tasks.storage.artifacts.store import current_store
 
 Submit = Callable[[Part], PrefectFuture[Reference]]
 
@@ -51,24 +45,18 @@ def dispatch(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
         task = get_transaction()
         assert task is not None, "a stage is a Prefect task, whose transaction has the stage's key"
         return carry_out_on_pool(call_of(stage, arguments, store, task.key), where.pool, where.timeout, store)
-    if where.timeout is not None:
-        outcome = _run_in_child(stage, arguments, where.timeout, store)
-        store.reasons.extend(outcome.reasons)
-        return outcome.reference()
+    on_devices = stage.runs_on_devices(arguments) and arguments["placement"].names_devices_here
+    if on_devices and stage.kind != "update":
+        return run_on_device(stage, arguments, where.timeout, store)
+    # An update is divided among the devices' processes by its own function.
+    if where.timeout is not None and not on_devices:
+        call = call_of(stage, arguments, store)
+        # Rollouts and updates share a child, and so its model, as long as they take turns.
+        group = "policy" if stage.uses_policy(arguments) else f"{call.stage} {call.arguments.get('section')}"
+        with resource(ChildProcesses).borrow(group, call.stage, child_command("stage")) as process:
+            return run_in_child(process, call, where.timeout, store)
     with resource(_PolicyLock).lock if stage.uses_policy(arguments) else contextlib.nullcontext():
         return stage.function(**arguments)
-
-
-def _run_in_child(stage: Stage, arguments: Arguments, timeout: float, store: ArtifactStore) -> StageOutcome:
-    call = call_of(stage, arguments, store)
-    # Rollouts and updates share a child, and so its model, as long as they take turns.
-    group = "policy" if stage.uses_policy(arguments) else f"{call.stage} {call.arguments.get('section')}"
-    with resource(ChildProcesses).borrow(group, call.stage, child_command("stage")) as process:
-        try:
-            return carry_out_in(process, call, timeout)
-        except (LostStageError, StageCancelledError, StageTimeoutError):
-            store.clear_abandoned()
-            raise
 
 
 def run_in_shards(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:

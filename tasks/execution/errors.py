@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import httpx
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import to_jsonable_python
 
@@ -164,6 +165,8 @@ _BUILDERS: Mapping[str, Callable[..., Exception]] = MappingProxyType(
         "FailedSamplesError": FailedSamplesError,
         "InputError": InputError,
         "NonFiniteError": NonFiniteError,
+        # A stage that ran out of a device's memory runs again with smaller batches.
+        "OutOfMemoryError": torch.OutOfMemoryError,
         "ParityError": _parity_error,
         "StaleReferenceError": StaleReferenceError,
         "StorageError": StorageError,

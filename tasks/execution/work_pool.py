@@ -72,7 +72,7 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
     write_call(store, call)
     with get_client(sync_client=True) as client:
         flow_run = _flow_run(client, call, pool, timeout)
-    with naming_timeout(call):
+    with naming_timeout(call.stage, call.arguments):
         state = follow(flow_run, pool, timeout, is_answered)
     # Another worker, which had seemed dead, may have answered instead of the one that was followed.
     if state is not None and not state.is_completed() and not is_answered():

@@ -23,7 +23,7 @@ from grpo_core.rewards.registry import build_reward, reward_reference
 from grpo_core.rewards.reward import Reward, provenance_of
 from tasks.execution.caching import stage_task
 from tasks.execution.call import SHARDS, Arguments, Part, Sharding, shard_folder, unsharded
-from tasks.models.resident import configure_torch
+from tasks.models.resident import set_threads
 from tasks.progress import progress_of
 from tasks.rewards.rows import SCORES, ReadSources, Row, batches_of, score_in_processes, score_rows
 from tasks.runs.layout import IMAGES, PARTS, SCORES_FILE, STATES
@@ -221,7 +221,7 @@ def score_reward_task(
         FailedSamplesError: more samples could not be scored than is allowed.
     """
     started = time.perf_counter()
-    configure_torch(placement)
+    set_threads(placement)
     store, reward = current_store(), build_reward(section.reward, section.settings)
     provenance = provenance_json(section)
     with store.reading(without=(STATES,)) as read, store.staging() as staged:

@@ -3,14 +3,13 @@
 import os
 from collections.abc import Mapping
 
-import torch
 from pydantic import BaseModel, ConfigDict
 
 from configs.sections import PlacementSection, StorageSection
 from configs.training import AnyUpdateSection
 from grpo_core.errors import InputError
 from grpo_core.streams import UNEQUAL_PASSES, Stream
-from tasks.models.resident import ModelSpec
+from tasks.models.resident import ModelSpec, refuse_missing_devices
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 
 
@@ -25,7 +24,7 @@ class UpdateJob(BaseModel):
         updates: the options of the update of each trained component, in the order in which they are trained.
         seed: the run's seed.
         max_staleness: how many versions a row's policy may be older than this one.
-        placement: device, threads and number of processes.
+        placement: devices, threads and sharding.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,14 +44,35 @@ class UpdateJob(BaseModel):
         return self.policy.version + 1
 
 
-class SharedJob(BaseModel):
-    """A job for other processes.
+class Member(BaseModel):
+    """The place of one process among those of an update, which find each other in a torch.distributed.TCPStore.
 
     Attributes:
-        job: the same for all of them.
+        rank: number of the process, from 0.
+        count: number of processes.
+        host: where the store is.
+        port: its port.
+        group: name of the group, different for every group that uses the store.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int
+    count: int
+    host: str
+    port: int
+    group: str
+
+
+class SharedJob(BaseModel):
+    """A job for one of several processes.
+
+    Attributes:
+        job: the same for all of them but for the placement, which names the device of the process.
         storage: where the artifacts are.
         run: whose artifacts they are.
         staged: folder that the first process writes to.
+        member: the place of the process among the others; None if it is the only one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,6 +81,7 @@ class SharedJob(BaseModel):
     storage: StorageSection
     run: str
     staged: str
+    member: Member | None = None
 
 
 class UpdateOutcome(BaseModel):
@@ -85,29 +106,30 @@ class UpdateOutcome(BaseModel):
     peak_memory: int | None = None
 
 
-def refuse_unusable_placement(placement: PlacementSection, updates: Mapping[Stream, AnyUpdateSection]) -> None:
-    """Raise InputError for a number of processes, or a way to shard the weights, that this machine cannot run."""
+def refuse_unusable_placement(
+    placement: PlacementSection, updates: Mapping[Stream, AnyUpdateSection], machines: int = 1
+) -> None:
+    """Raise InputError for devices, or a way to shard the weights, that this machine cannot run.
+
+    Args:
+        machines: how many share the update.
+    """
+    refuse_missing_devices(placement.devices)
+    if machines > 1 and not placement.in_processes:
+        hint = "Machines that share an update have a process per device; name the devices, such as [0] or [cpu, cpu]."
+        raise InputError("placement.devices", list(placement.devices), hint)
     if placement.sharding == "fsdp2":
-        _refuse_unusable_sharding(placement, updates)
-    on_cpu = placement.device == "cpu" or (placement.device == "auto" and not torch.cuda.is_available())
-    if placement.processes == 1:
-        return
-    if on_cpu:
-        # Two processes are allowed on any machine, so that the feature can be tried everywhere.
-        cores = max(2, len(os.sched_getaffinity(0)))
-        if placement.processes > cores:
-            hint = f"Each process needs a core and this machine has {cores}; use at most that."
-            raise InputError("placement.processes", placement.processes, hint)
-        return
-    gpus = torch.cuda.device_count()
-    if placement.processes > gpus:
-        hint = f"Each process needs a GPU and this machine has {gpus}; use at most that, or device: cpu."
-        raise InputError("placement.processes", placement.processes, hint)
+        _refuse_unusable_sharding(len(placement.devices) * machines, updates)
+    # Two processes are allowed on any machine, so that the feature can be tried everywhere.
+    count, cores = placement.devices.count("cpu"), max(2, len(os.sched_getaffinity(0)))
+    if count > cores:
+        hint = f"The process of each needs a core and this machine has {cores}; name it at most that often."
+        raise InputError("placement.devices", f"{count} times cpu", hint)
 
 
-def _refuse_unusable_sharding(placement: PlacementSection, updates: Mapping[Stream, AnyUpdateSection]) -> None:
-    if placement.processes == 1:
-        hint = "One process cannot shard the weights; set placement.processes to 2 or more, or this to ddp."
+def _refuse_unusable_sharding(processes: int, updates: Mapping[Stream, AnyUpdateSection]) -> None:
+    if processes == 1:
+        hint = "One process cannot shard the weights; name several in placement.devices, or set this to ddp."
         raise InputError("placement.sharding", "fsdp2", hint)
     for stream, update in updates.items():
         section = f"update.{stream}" if len(updates) > 1 else "update"

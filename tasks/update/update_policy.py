@@ -120,8 +120,8 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
 def _carry_out(
     job: UpdateJob, store: ArtifactStore, staged: Path, report_progress: Callable[[int, int], None]
 ) -> UpdateOutcome:
-    """Run the update in this process, or in as many others as the placement says."""
-    if job.placement.processes > 1:
+    """Run the update in this process, or in those of the devices."""
+    if job.placement.in_processes:
         return carry_out_together(job, store, staged, report_progress)
     outcome = carry_out(job, staged, SINGLE_PROCESS, report_progress)
     assert outcome is not None, "the first process has one"

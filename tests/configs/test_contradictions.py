@@ -78,7 +78,7 @@ def test_everything_is_reported_at_once() -> None:
         (quantized(dtype="float32", autocast="bfloat16"), "policy.autocast", "bfloat16"),
         (quantized(kind="int8", double_quant=True), "policy.quantization.double_quant", True),
         (quantized(int8_threshold=6.0), "policy.quantization.int8_threshold", 6.0),
-        ({**quantized(), "placement": {"processes": 2, "sharding": "fsdp2"}}, "placement.sharding", "fsdp2"),
+        ({**quantized(), "placement": {"devices": ["cpu", "cpu"], "sharding": "fsdp2"}}, "placement.sharding", "fsdp2"),
         ({"data": {"prompts": "p", "prompt_column": {"user": "q"}}}, "data.prompt_column", {"user": "q"}),
         ({**TEXT, "rewards": [ANSWER], "data": {"prompts": "p", "prompt_column": {}}}, "data.prompt_column", {}),
         ({"data": {"datasets": TWO, "streaming": True}}, "data.streaming", True),
@@ -100,13 +100,27 @@ def test_everything_is_reported_at_once() -> None:
             ["norm"],
         ),
         ({"policy": {"model": ".", "revision": "v1"}}, "policy.revision", "v1"),
+        ({"placement": {"devices": [0, 1, 0]}}, "placement.devices", [0, 1, 0]),
+        ({"placement": {"devices": [0, "cpu"]}}, "placement.devices", [0, "cpu"]),
+        ({"placement": {"devices": ["auto", "auto"]}}, "placement.devices", ["auto", "auto"]),
+        (
+            {
+                "placement": {"devices": [0, 1]},
+                "rewards": [{"reward": "aesthetic", "settings": {"device": "cuda:1"}}],
+            },
+            "rewards.0.settings.device",
+            "cuda:1",
+        ),
         (
             {"policy": {"model": "m", "dtype": "float32", "attn_implementation": "flash_attention_2"}},
             "policy.attn_implementation",
             "flash_attention_2",
         ),
         (
-            {"policy": {"model": "m", "lora": {"use_dora": True}}, "placement": {"processes": 2, "sharding": "fsdp2"}},
+            {
+                "policy": {"model": "m", "lora": {"use_dora": True}},
+                "placement": {"devices": ["cpu", "cpu"], "sharding": "fsdp2"},
+            },
             "placement.sharding",
             "fsdp2",
         ),

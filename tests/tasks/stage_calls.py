@@ -54,7 +54,7 @@ def refusal(path: str | Path, **options: Any) -> InputError:
 
 
 ROLLOUT = GlmImageRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)
-PLACEMENT = PlacementSection(device="cpu")
+PLACEMENT = PlacementSection(devices="cpu")
 MIX = (RewardSection(reward="jpeg", settings={"direction": "compressible"}),)
 UPDATE = UpdateSection(learning_rate=1e-3, minibatch_size=2)
 SECTION = PolicySection(model=str(MODEL), dtype="float32", lora=LoraSection(rank=2, alpha=4.0))

@@ -123,7 +123,7 @@ def test_a_prompt_that_the_model_cannot_read(tmp_path: Path) -> None:
 
 
 def test_each_problem_has_a_subject_and_a_hint(tmp_path: Path) -> None:
-    wrong = ["data.prompts=missing.txt", "placement.device=cuda", "storage.root=nosuch://runs"]
+    wrong = ["data.prompts=missing.txt", "placement.devices=cuda", "storage.root=nosuch://runs"]
     sets = [part for override in wrong for part in ("--set", override)]
     result = CliRunner().invoke(application, ["doctor", str(TINY), *sets, "--json"])
     assert result.exit_code == 2

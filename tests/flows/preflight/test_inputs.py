@@ -207,7 +207,7 @@ class TestSettings:
             (FROZEN, "policy.frozen", "x"),
             ("policy.lora.targets=(", "policy.lora.targets", "("),
             ("placement.sharding=fsdp2", "placement.sharding", "fsdp2"),
-            ("placement.processes=100000", "placement.processes", "100000"),
+            ("placement.devices=[0, 99]", "placement.devices", "[0, 99]"),
             ("update.optimizer=paged_adamw", "update.optimizer", "paged_adamw"),
             ("storage.root=nosuch://runs", "storage.root", "nosuch://runs"),
         ],
@@ -231,10 +231,10 @@ class TestSettings:
 
     def test_a_gpu_that_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-        only(refused(tmp_path, "placement.device=cuda"), "placement.device", "cuda")
+        only(refused(tmp_path, "placement.devices=cuda"), "placement.devices", "cuda")
 
     def test_the_machine_of_a_placed_update_is_not_checked_here(self, tmp_path: Path) -> None:
-        placed = ("placement.update.pool=far", "update.optimizer=paged_adamw", "placement.processes=100000")
+        placed = ("placement.update.pool=far", "update.optimizer=paged_adamw")
         only(refused(tmp_path, *placed), "placement.update.pool", "far")
 
     def test_a_damaged_model_folder(self, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ class TestReuse:
 
     @pytest.mark.slow
     def test_evaluation_and_placement_change_no_training_stage(self, finished: Runs, final: Compare) -> None:
-        changed = finished.start(**EVALUATED, placement__device="cpu")
+        changed = finished.start(**EVALUATED, placement__devices="cpu")
         baselines = tuple(f"baseline {name}: {stage}" for name in ("blank", "target") for stage in STAGES[1:4])
         evaluations = tuple(f"evaluation of policy {v}: {stage}" for v in (0, 2) for stage in STAGES[:4])
         assert changed.stages == baselines + evaluations

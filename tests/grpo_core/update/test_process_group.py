@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_core.parity import ParityError, ParityTolerance
-from grpo_core.update.accelerated import AcceleratedProcessGroup, in_buckets
+from grpo_core.update.distributed import DistributedProcessGroup, in_buckets
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
@@ -94,7 +94,7 @@ def updated(
 
 
 def update_every_variant(folder: Path) -> None:
-    process_group = AcceleratedProcessGroup(torch.device("cpu"))
+    process_group = DistributedProcessGroup(torch.device("cpu"))
     for name, settings in VARIANTS.items():
         policy, result = updated(settings, process_group)
         torch.save(policy.table.detach(), folder / f"{name}-{process_group.rank}.pt")
@@ -161,7 +161,7 @@ def test_weights_that_differ_are_refused_by_every_process(updates: tuple[int, Pa
 
 
 def fail_on_the_second(folder: Path) -> None:
-    process_group = AcceleratedProcessGroup(torch.device("cpu"))
+    process_group = DistributedProcessGroup(torch.device("cpu"))
     if process_group.rank == 1:
         raise ValueError("the second fails")
     process_group.add(torch.ones(1))

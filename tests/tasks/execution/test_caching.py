@@ -162,7 +162,7 @@ DETERMINING = [
     ("update", {"model": model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(rank=2)))}),
 ]
 WITHOUT_EFFECT = [
-    ("rollouts", {"placement": PlacementSection(torch_threads=2, device="cuda")}),
+    ("rollouts", {"placement": PlacementSection(torch_threads=2, devices="cuda")}),
     ("rollouts", {"policy": POLICY.model_copy(update={"checkpoint": artifact("c", uri="other/x/y", seconds=9.0)})}),
     ("rollouts", {"model": model(section=PolicySection(model="moved/folder", dtype="float32"))}),
     ("rollouts", {"rollout": Rollout(height=64, width=64, prompts_per_batch=1, decode_batch_size=3)}),
@@ -181,8 +181,8 @@ WITHOUT_EFFECT = [
     # What is not normalised by it does not depend on what came before.
     ("advantages", {"earlier": artifact("e", metrics=MOMENTS)}),
     ("rollouts", {"policy": POLICY.model_copy(update={"copies": {"reference": "unread"}})}),
-    ("update", {"placement": PlacementSection(processes=2)}),
-    ("update", {"placement": PlacementSection(torch_threads=2, device="cuda")}),
+    ("update", {"placement": PlacementSection(devices=("cpu", "cpu"))}),
+    ("update", {"placement": PlacementSection(torch_threads=2, devices="cuda")}),
     ("update", {"rollouts": (artifact("r", uri="other/x/y", seconds=9.0),)}),
     ("update", {"title": "another title"}),
     ("update", {"model": model(section=PolicySection(model="moved/folder", dtype="float32"))}),

@@ -26,7 +26,7 @@ from tasks.storage.prefect_results import recorded_stage
 from tests.tasks.execution.test_dispatch import reward_arguments, rollout_arguments
 from tests.tasks.update.update_jobs import TEXTS, UPDATE
 
-LOCAL_PLACEMENT = PlacementSection(device="cpu")
+LOCAL_PLACEMENT = PlacementSection(devices="cpu")
 TABLE = ArtifactRef(
     uri="run/iteration_000001/rollouts",
     sha256="0" * 64,
@@ -77,7 +77,7 @@ def test_arguments_come_back_as_they_were(store: ArtifactStore, name: str, argum
     received = StageCall.model_validate_json(call.model_dump_json())
     assert arguments_of(received, stage) == arguments
     assert received.digest == call.digest
-    again = call_of(stage, {**arguments, "placement": PlacementSection(device="cpu", torch_threads=2)}, store)
+    again = call_of(stage, {**arguments, "placement": PlacementSection(devices="cpu", torch_threads=2)}, store)
     assert again.digest != call.digest
 
 
@@ -103,7 +103,10 @@ def test_a_timeout_names_the_stage_its_reward_and_the_setting(
 ) -> None:
     name, arguments = CALLS[index]
     call = call_of(stage_named(name), arguments, store)
-    with pytest.raises(StageTimeoutError, match=rf"^{title}: late; raise {setting}"), naming_timeout(call):
+    with (
+        pytest.raises(StageTimeoutError, match=rf"^{title}: late; raise {setting}"),
+        naming_timeout(call.stage, call.arguments),
+    ):
         raise StageTimeoutError("late")
 
 

@@ -31,7 +31,7 @@ from tests.processes import ProgressLog
 from tests.tasks.execution.test_dispatch import reward_arguments, rollout_arguments
 from tests.tasks.update.update_jobs import IMAGES
 
-LOCAL_PLACEMENT = PlacementSection(device="cpu")
+LOCAL_PLACEMENT = PlacementSection(devices="cpu")
 LOUD = Path(__file__).parent / "loud.py"
 # A child in the place of the real one, whose imports take many seconds.
 PROGRAM = """

@@ -22,11 +22,11 @@ from tests.tasks.update.update_jobs import IMAGES, groups_of
 
 PROMPTS = tuple(f"a {colour} {shape}" for colour in ("red", "blue") for shape in ("circle", "cross", "square"))[:5]
 POOLED = PlacementSection(
-    device="cpu",
+    devices="cpu",
     rollouts=ShardedStagePlacement(pool="somewhere", shards=3),
     rewards=ShardedStagePlacement(pool="somewhere", shards=3),
 )
-LOCAL_PLACEMENT = PlacementSection(device="cpu")
+LOCAL_PLACEMENT = PlacementSection(devices="cpu")
 
 
 class Done:

@@ -25,7 +25,7 @@ from tests.processes import ProgressLog
 from tests.tasks.execution.test_dispatch import rollout_arguments
 from tests.tasks.update.update_jobs import IMAGES, UPDATE, advantages_of, job_of, largest_difference
 
-LOCAL_PLACEMENT = PlacementSection(device="cpu")
+LOCAL_PLACEMENT = PlacementSection(devices="cpu")
 
 
 def runs_out_above(size: int) -> Callable[[int], str]:

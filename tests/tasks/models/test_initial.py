@@ -96,7 +96,7 @@ def test_training_starts_from_it_and_so_does_the_reference(stored: Path, store: 
     spec = ModelSpec(section=policy, digest=digest, adapter_seed=3, references={"tokens": "device"})
     loaded = (
         ResidentPolicy()
-        .at(PolicyRef(version=0, digest=digest), spec, TEXTS.rollout, PlacementSection(device="cpu"))
+        .at(PolicyRef(version=0, digest=digest), spec, TEXTS.rollout, PlacementSection(devices="cpu"))
         .components["tokens"]
     )
     saved = stored.parent / "saved"
@@ -190,7 +190,7 @@ def test_each_component_starts_from_its_own_adapter(train: tuple[str, ...], both
     digest = initial_digest(policy, store, None)
     spec = ModelSpec(section=policy, digest=digest, adapter_seed=3, references={})
     start = PolicyRef(version=0, digest=digest)
-    loaded = ResidentPolicy().at(start, spec, JOINT.rollout, PlacementSection(device="cpu"))
+    loaded = ResidentPolicy().at(start, spec, JOINT.rollout, PlacementSection(devices="cpu"))
     assert tuple(loaded.components) == policy.streams
     for stream, component in loaded.components.items():
         saved = both.parent / f"{len(train)}-{stream}"

@@ -73,7 +73,7 @@ def score(
     earlier: tuple[ArtifactRef, ...] = (),
     folder: str = f"{PLACE}/rewards",
 ) -> ArtifactRef:
-    placement = PlacementSection(device="cpu")
+    placement = PlacementSection(devices="cpu")
     return score_reward_task.fn(rollouts_of(maker), section, folder, "iteration 1", placement, earlier)
 
 

@@ -56,7 +56,7 @@ def score(
     section = RewardSection(reward="function", name="mine", settings=settings, **more)
     use_store(store)
     made = score_reward_task.fn(
-        rollouts or rollouts_of(store), section, f"{PLACE}/rewards", "iteration 1", PlacementSection(device="cpu")
+        rollouts or rollouts_of(store), section, f"{PLACE}/rewards", "iteration 1", PlacementSection(devices="cpu")
     )
     return pl.read_parquet(store.local_files(made) / SCORES_FILE)["value"].to_list()
 

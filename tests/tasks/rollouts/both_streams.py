@@ -23,7 +23,7 @@ from tests.tasks.update.update_jobs import JOINT
 ROLLOUT = GlmImageRolloutSection(
     height=64, width=64, num_inference_steps=3, guidance_scale=1.0, sde_window_range=(0, 2), prompts_per_batch=1
 )
-PLACEMENT = PlacementSection(device="cpu")
+PLACEMENT = PlacementSection(devices="cpu")
 UNEVEN = (2, 1, 1)
 WINDOW = 2
 

@@ -161,7 +161,7 @@ def test_an_update_goes_on_from_what_is_stored(both: Updated, store: ArtifactSto
 
 def test_the_averaged_policy_is_loaded_by_component(both: Updated, store: ArtifactStore, tmp_path: Path) -> None:
     policy = version(store, both, tmp_path)
-    loaded = resource(ResidentPolicy).at(policy.averaged, JOINT.spec(), JOINT.rollout, PlacementSection(device="cpu"))
+    loaded = resource(ResidentPolicy).at(policy.averaged, JOINT.spec(), JOINT.rollout, PlacementSection(devices="cpu"))
     stored = Path(store.path("policies/000001"))
     for stream, folder in (("tokens", stored / "tokens"), ("denoising", stored / "denoising" / "ema")):
         saved = tmp_path / stream
@@ -201,7 +201,7 @@ def test_a_gate_of_either_component_stops_the_version(
     with pytest.raises(ParityError):
         alone(job.model_copy(update={"rollouts": (rollouts,)}), tmp_path / "refused")
     assert not (tmp_path / "refused" / "training_state.json").exists()
-    policy = resource(ResidentPolicy).at(job.policy, job.model, JOINT.rollout, PlacementSection(device="cpu"))
+    policy = resource(ResidentPolicy).at(job.policy, job.model, JOINT.rollout, PlacementSection(devices="cpu"))
     for component in policy.components.values():
         started = {name: value.detach() for name, value in component.trainable_parameters().items()}
         assert all(not value.any() for name, value in started.items() if "lora_B" in name)

@@ -1,4 +1,4 @@
-"""The update in several processes: the weights and moments of one, every row once, and failures that are reported."""
+"""The update in the processes of several devices: the weights of one, every row once, failures that are reported."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from configs.sections import LoraSection, PlacementSection
 from configs.training import ReferenceSection, UpdateSection
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.streams import Stream
-from grpo_core.update.accelerated import AcceleratedProcessGroup
+from grpo_core.update.distributed import DistributedProcessGroup
 from tasks.execution.errors import LostStageError
 from tasks.execution.resources import run_resources
 from tasks.progress import listen
@@ -37,6 +37,7 @@ from tests.tasks.update.update_jobs import (
     changed,
     commit,
     committed,
+    in_its_place,
     job_of,
     largest_difference,
     together,
@@ -44,6 +45,7 @@ from tests.tasks.update.update_jobs import (
 )
 
 pytestmark = pytest.mark.usefixtures("ending_processes")
+TWO = ("cpu", "cpu")
 MEDIA = {"images": IMAGES, "texts": TEXTS}
 
 
@@ -84,7 +86,7 @@ def test_two_processes_compute_the_weights_of_one(
     rollouts = modality.collect()
     advantages = trained_advantages(modality, rollouts)
     one = alone(job_of(modality, rollouts, advantages, update=update), tmp_path / "one")
-    job = job_of(modality, rollouts, advantages, update=update, processes=2, sharding=sharding)
+    job = job_of(modality, rollouts, advantages, update=update, devices=TWO, sharding=sharding)
     two = together(job, tmp_path / "two")
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-6
     assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
@@ -107,7 +109,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
         use_store(kept)
         policy: PolicyRef | None = None
         for version in (1, 2, 3):
-            shared = {"processes": 2, "sharding": sharding} if (way, version) == ("changing", 2) else {}
+            shared = {"devices": TWO, "sharding": sharding} if (way, version) == ("changing", 2) else {}
             job = job_of(modality, rollouts, advantages, policy=policy, update=update, **shared)
             folder = tmp_path / f"{way}-{version}"
             outcome = together(job, folder) if shared else alone(job, folder)
@@ -125,12 +127,12 @@ def make_two_versions(first: str, folder: Path) -> None:
     """In each process: an update, its commit and the next update."""
     log, shared = ProgressLog(), SharedJob.model_validate_json(first)
     listen(log)
-    outcome = take_part(shared)
+    outcome = take_part(in_its_place(shared))
     made = None if outcome is None else commit(current_store(), shared.job, Path(shared.staged), outcome)
-    policy = AcceleratedProcessGroup(torch.device("cpu")).from_first(made)
+    policy = DistributedProcessGroup(torch.device("cpu")).from_first(made)
     (folder / "two").mkdir(exist_ok=True)
     job = shared.job.model_copy(update={"policy": policy})
-    outcome = take_part(shared.model_copy(update={"job": job, "staged": str(folder / "two")}))
+    outcome = take_part(in_its_place(shared.model_copy(update={"job": job, "staged": str(folder / "two")})))
     loads = sum(line.startswith("loaded ") for line in log.lines)
     (folder / f"loads-{os.environ['RANK']}").write_text(str(loads))
     if outcome is not None:
@@ -146,7 +148,7 @@ def test_the_next_update_of_the_same_processes_is_that_of_new_ones(
     """With a reference that every update refreshes, and a moving average."""
     modality, update = UPDATES["texts, adapters"]
     rollouts = modality.collect()
-    job = job_of(modality, rollouts, advantages_of(rollouts), update=update, processes=2, sharding=sharding)
+    job = job_of(modality, rollouts, advantages_of(rollouts), update=update, devices=TWO, sharding=sharding)
     (tmp_path / "one").mkdir()
     shared = SharedJob(job=job, storage=described(store), run=store.run, staged=str(tmp_path / "one"))
     in_processes(2, make_two_versions, shared.model_dump_json(), tmp_path)
@@ -157,33 +159,34 @@ def test_the_next_update_of_the_same_processes_is_that_of_new_ones(
 
 
 @pytest.mark.parametrize(
-    ("placement", "optimizer", "place"),
+    ("placement", "optimizer", "refused"),
     [
-        ({"sharding": "fsdp2"}, "adamw", "placement.sharding"),
-        ({"sharding": "fsdp2", "processes": 2}, "adamw_8bit", "update.optimizer"),
-        ({"device": "cuda", "processes": 4096}, "adamw", "placement.processes"),
-        ({"processes": 9}, "adamw", "placement.processes"),
-        ({"processes": 9, "sharding": "fsdp2"}, "adamw", "placement.processes"),
-        ({"processes": 8}, "adamw", None),
-        ({"processes": 8, "sharding": "fsdp2"}, "adamw", None),
+        ({"sharding": "fsdp2"}, "adamw", ("placement.sharding", "fsdp2")),
+        ({"sharding": "fsdp2", "devices": TWO}, "adamw_8bit", ("update.optimizer", "adamw_8bit")),
+        ({"devices": (0, 4096)}, "adamw", ("placement.devices", 4096)),
+        ({"devices": ("cpu",) * 9}, "adamw", ("placement.devices", "9 times cpu")),
+        ({"devices": ("cpu",) * 8}, "adamw", None),
+        ({"devices": ("cpu",) * 8, "sharding": "fsdp2"}, "adamw", None),
     ],
 )
 def test_an_update_that_cannot_be_shared_is_refused(
-    monkeypatch: pytest.MonkeyPatch, placement: dict[str, object], optimizer: str, place: str | None
+    monkeypatch: pytest.MonkeyPatch, placement: dict[str, object], optimizer: str, refused: tuple[str, object] | None
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
-    section = PlacementSection(**{"device": "cpu", **placement})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    section = PlacementSection(**{"devices": "cpu", **placement})
     updates: dict[Stream, UpdateSection] = {"tokens": UpdateSection(optimizer=optimizer)}
-    if place is None:
+    if refused is None:
         refuse_unusable_placement(section, updates)
         return
     with pytest.raises(InputError) as caught:
         refuse_unusable_placement(section, updates)
-    assert caught.value.place == place
+    assert (caught.value.place, caught.value.value) == refused
 
 
 def test_microbatches_of_unequal_passes_are_not_sharded() -> None:
-    section = PlacementSection(device="cpu", processes=2, sharding="fsdp2")
+    section = PlacementSection(devices=TWO, sharding="fsdp2")
     one, two = UpdateSection(micro_batch_size=1), UpdateSection(micro_batch_size=2)
     refuse_unusable_placement(section, {"tokens": two, "denoising": one})
     refused: list[dict[Stream, UpdateSection]] = [{"denoising": two}, {"tokens": two, "denoising": two}]
@@ -198,7 +201,7 @@ def test_microbatches_of_unequal_passes_are_not_sharded() -> None:
 
 
 def update_processes(parent: psutil.Process) -> list[psutil.Process]:
-    return [each for each in parent.children() if each.cmdline()[-2:] == ["tasks.execution.child_main", "update"]]
+    return [each for each in parent.children() if each.cmdline()[-2:] == ["tasks.execution.child_main", "device"]]
 
 
 def run_task(
@@ -221,7 +224,7 @@ def test_the_task_starts_its_processes_and_the_next_rollouts_are_the_new_version
     store: ArtifactStore, tmp_path: Path, name: str, sharding: str
 ) -> None:
     modality, log = MEDIA[name], ProgressLog()
-    two = run_task(modality, log=log, processes=2, sharding=sharding)
+    two = run_task(modality, log=log, devices=TWO, sharding=sharding)
     # Only the first process's passes are told, two for every sample.
     assert (log.done[0], log.done[-1], log.done) == (0, len(ADVANTAGE_OF), sorted(log.done))
     drawn = modality.collect(two)
@@ -244,7 +247,7 @@ def test_the_task_starts_its_processes_and_the_next_rollouts_are_the_new_version
 def test_a_loss_that_is_not_finite_names_its_sample_and_leaves_no_version(store: ArtifactStore) -> None:
     values = tuple(float("nan") if row == 4 else value for row, value in enumerate(ADVANTAGE_OF))
     with pytest.raises(NonFiniteError) as caught:
-        run_task(TEXTS, values, processes=2)
+        run_task(TEXTS, values, devices=TWO)
     assert caught.value.quantity == "loss"
     assert caught.value.sample_ids == ("g1.s00",)
     assert store.find("policies/000001") is None
@@ -260,7 +263,7 @@ LONG = UPDATE.model_copy(update={"epochs": 500})
 def test_processes_are_kept_until_one_of_them_dies(tmp_path: Path) -> None:
     def version(name: str) -> str:
         use_store(ArtifactStore(str(tmp_path / "runs"), name))
-        return run_task(TEXTS, processes=2).digest
+        return run_task(TEXTS, devices=TWO).digest
 
     first = version("first")
     kept = update_processes(psutil.Process())
@@ -276,7 +279,7 @@ def test_processes_are_kept_until_one_of_them_dies(tmp_path: Path) -> None:
     use_store(store)
     log.then = lambda: update_processes(psutil.Process())[-1].kill()
     with pytest.raises(LostStageError, match="SIGKILL"):
-        run_task(TEXTS, log=log, update=LONG, processes=2)
+        run_task(TEXTS, log=log, update=LONG, devices=TWO)
     assert store.find("policies/000001") is None
     assert not update_processes(psutil.Process())
     assert not [path for path in Path(store.path(".incoming")).iterdir() if path.is_dir()]
@@ -289,7 +292,7 @@ from tests.processes import ProgressLog
 from tests.tasks.update.test_process import LONG, TEXTS, run_task
 
 use_store(ArtifactStore(sys.argv[1], "run"))
-run_task(TEXTS, log=ProgressLog(lambda: print("running", flush=True)), update=LONG, processes=2)
+run_task(TEXTS, log=ProgressLog(lambda: print("running", flush=True)), update=LONG, devices=TWO)
 """
 
 

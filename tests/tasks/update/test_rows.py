@@ -174,7 +174,7 @@ def test_another_attention_passes_the_gate(modality: Modality, store: ArtifactSt
     rollouts = eager.collect()
     alone(job_of(eager, rollouts, advantages_of(rollouts), update=STRICT), tmp_path / "eager")
     policy = resource(ResidentPolicy).at(
-        PolicyRef(version=0, digest=eager.spec().digest), eager.spec(), eager.rollout, PlacementSection(device="cpu")
+        PolicyRef(version=0, digest=eager.spec().digest), eager.spec(), eager.rollout, PlacementSection(devices="cpu")
     )
     assert {
         module.config._attn_implementation
@@ -196,7 +196,7 @@ def test_a_moving_average_is_kept_with_the_version_and_can_be_its_weights(store:
         for key, value in average.items():
             assert torch.equal(value, 0.25 * new[key] + 0.75 * before[key]), key
         before = average
-    placement = PlacementSection(device="cpu")
+    placement = PlacementSection(devices="cpu")
     averaged = resource(ResidentPolicy).at(policy.averaged, TEXTS.spec(), TEXTS.rollout, placement)
     first = load_file(Path(store.path("policies/000001")) / "tokens" / "ema" / "model.safetensors")
     parameters = averaged.components["tokens"].trainable_parameters()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, described
 from tasks.storage.schemas import ADVANTAGES, SCHEMA_VERSION
 from tasks.update.component import carry_out
-from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome
+from tasks.update.job import Member, SharedJob, UpdateJob, UpdateOutcome
 from tasks.update.process import take_part
 from tasks.update.update_policy import update_policy_task
 from tests.processes import in_processes
@@ -105,7 +106,7 @@ class Modality:
             images_of_samples=self.images_of_samples if set(self.images_of_samples) != {1} else (),
             window_start=self.window_start,
         )
-        return collect_rollouts_task.fn(policy, plan, self.spec(), self.rollout, False, PlacementSection(device="cpu"))
+        return collect_rollouts_task.fn(policy, plan, self.spec(), self.rollout, False, PlacementSection(devices="cpu"))
 
 
 IMAGES = Modality(
@@ -200,7 +201,7 @@ def job_of(
         updates=updates,
         seed=11,
         max_staleness=5,
-        placement=PlacementSection(device="cpu", **placement),
+        placement=PlacementSection(**{"devices": "cpu", **placement}),
     )
 
 
@@ -218,19 +219,26 @@ def committed(job: UpdateJob) -> PolicyRef:
 
 
 def together(job: UpdateJob, folder: Path) -> UpdateOutcome:
-    """The update in as many processes as its placement says, through the function that launched processes run."""
+    """The update in one process per device, through the function that the devices' processes run."""
     store = current_store()
     folder.mkdir()
     shared = SharedJob(job=job, storage=described(store), run=store.run, staged=str(folder))
     outcome = folder.with_name(f"{folder.name}-outcome.json")
-    in_processes(job.placement.processes, _take_part, shared.model_dump_json(), outcome)
+    in_processes(len(job.placement.devices), _take_part, shared.model_dump_json(), outcome)
     return UpdateOutcome.model_validate_json(outcome.read_text())
 
 
 def _take_part(shared: str, written: Path) -> None:
-    outcome = take_part(SharedJob.model_validate_json(shared))
+    outcome = take_part(in_its_place(SharedJob.model_validate_json(shared)))
     if outcome is not None:
         written.write_text(outcome.model_dump_json())
+
+
+def in_its_place(shared: SharedJob) -> SharedJob:
+    """The job for this process, which has joined the others."""
+    member = Member(rank=dist.get_rank(), count=dist.get_world_size(), host="", port=0, group="")
+    job = shared.job.model_copy(update={"placement": shared.job.placement.on("cpu")})
+    return shared.model_copy(update={"job": job, "member": member})
 
 
 def commit(store: ArtifactStore, job: UpdateJob, staged: Path, outcome: UpdateOutcome) -> PolicyRef:

@@ -27,7 +27,7 @@ from grpo_core.policies.glm_image.sources import SourceEncoder
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import GroupRequest, RolloutGroup
 from grpo_core.streams import STREAMS, ImageSize
-from grpo_core.update.accelerated import ShardedProcessGroup
+from grpo_core.update.distributed import ShardedProcessGroup
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup

@@ -1,4 +1,4 @@
-"""Process groups over accelerate, of processes that torchrun's variables name: one per GPU, or several on the CPU.
+"""Process groups over torch.distributed: one process per GPU, or several on the CPU, on one machine or on several.
 
 Each has the full model, or a share of it (FSDP2). DistributedDataParallel would average the gradients of each backward
 pass. The denominators here count the full minibatch, so gradients are summed once per minibatch, after the last
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -28,24 +28,30 @@ CHECKED_AT_ONCE = 1 << 24
 TIMEOUT = timedelta(days=7)
 
 
-class AcceleratedProcessGroup:
-    """A ProcessGroup; the backward pass already sums the gradients of sharded parameters."""
+def join(store: Store, rank: int, count: int, device: torch.device) -> None:
+    """Join the other processes, once in a process's life; every one of them has to call this.
+
+    Args:
+        store: where they find each other.
+        rank: number of this process, from 0.
+        count: number of processes.
+        device: cpu, or the GPU of this process, which becomes the current one.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=TIMEOUT)
+
+
+class DistributedProcessGroup:
+    """A ProcessGroup of the processes that have joined; the backward pass already sums sharded gradients.
+
+    Attributes:
+        device: of this process.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """Join the other processes, once in a process's life; every one of them has to call this.
-
-        Args:
-            device: cpu, or cuda for one GPU per process, which becomes the current one.
-        """
-        self._processes = PartialState(cpu=device.type == "cpu", timeout=TIMEOUT)
-        self.rank: int = self._processes.process_index
-        self.count: int = self._processes.num_processes
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this process."""
-        device: torch.device = self._processes.device
-        return device
+        self.device, self.rank, self.count = device, dist.get_rank(), dist.get_world_size()
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give every process the sum of all processes' gradients, bucket by bucket."""
@@ -157,7 +163,7 @@ def _checksum(values: Tensor) -> Float[Tensor, " sums"]:
     return sums
 
 
-class ShardedProcessGroup(AcceleratedProcessGroup):
+class ShardedProcessGroup(DistributedProcessGroup):
     """A ProcessGroup in which each process has a share of every layer and gathers the full layer while it runs.
 
     torch's `fully_shard` (Zhao et al., 2023, arXiv:2304.11277). accelerate would shard the outermost module and gather
