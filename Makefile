@@ -9,7 +9,7 @@ ENGINES_STAMP := $(ENGINES)/.installed
 ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 CONFIG ?= configs/tiny.yaml
 
-.PHONY: help install train test test-postgresql test-slow test-chaos test-attacks test-engines check format bench bench-pools tiny-model tiny-edit-model tiny-text-model tiny-vision-model tiny-sd3 curves ui lock clean
+.PHONY: help install train test test-postgresql test-slow test-chaos test-attacks test-engines check format bench bench-pools tiny-model tiny-edit-model tiny-text-model tiny-vision-model tiny-sd3 figures ui lock clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 18
 
@@ -86,10 +86,8 @@ tiny-vision-model: $(STAMP)  ## train the shipped tiny vision model again from i
 tiny-sd3: $(STAMP)  ## train the shipped tiny Stable Diffusion 3 again from its recipe
 	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models sd3
 
-curves: $(STAMP)  ## train the tiny text and vision models here and in TRL: docs/*_curves.png
-	$(ENVIRONMENT) $(RUN)/python -m tests.bench.text_iteration
-	$(ENVIRONMENT) $(RUN)/python -m tests.bench.grounding
-	$(ENVIRONMENT) $(RUN)/python -m tests.bench.grounding two
+figures: $(STAMP)  ## make the outputs, tables and pictures of README.md and docs/ again, except those of bench (ONLY=tutorial)
+	$(ENVIRONMENT) $(RUN)/python -m tests.bench.figures $(ONLY)
 
 ui: $(STAMP)  ## start Prefect's server and UI on this machine
 	$(RUN)/grpo ui

@@ -1,14 +1,13 @@
 """The tiny vision model beside TRL's GRPOTrainer: learning curves of finding shapes in drawn images.
 
-`python -m tests.bench.grounding` trains it here and in TRL with the same model, prompts, images, rewards and three
-seeds, writes docs/grounding_curves.png and prints a table, with what can be reached without the image; `two` does the
-same with two shapes in each image. The two draw their samples from other random streams, so their curves agree in
-distribution, not point by point.
+`make figures ONLY=grounding` trains it here and in TRL with the same model, prompts, images, rewards and three seeds,
+and writes docs/grounding_curves.png and the table of docs/results.md, with what can be reached without the image;
+`grounding_two` does the same with two shapes in each image. The two draw their samples from other random streams, so
+their curves agree in distribution, not point by point.
 """
 
 import asyncio
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,11 +26,20 @@ from data.tiny_vision import TinyVisionRecipe, encode_scenes, evaluate_tiny_visi
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import ScoringBatch
 from tasks.process import CHECKOUT
+from tasks.reports.text import markdown_table
 from tests.bench.text_iteration import SEEDS, draw, trl_settings
 
 CONFIG = CHECKOUT / "configs" / "tiny_grounding.yaml"
 FIGURES = {1: CHECKOUT / "docs" / "grounding_curves.png", 2: CHECKOUT / "docs" / "grounding_two_curves.png"}
 RECIPE = TinyVisionRecipe()
+HEADINGS = (
+    "",
+    "mean reward, first 3 iterations",
+    "last 5, seeds 0, 1, 2",
+    "held-out IoU before",
+    "after 100 iterations",
+    "CPU seconds",
+)
 
 
 class Curve(NamedTuple):
@@ -134,36 +142,33 @@ def heldout_iou(trainer: Any, config: RunConfig, shapes: int) -> float:
     return ious.clamp(min=0).mean().item()
 
 
-def main(shapes: int) -> None:
-    """Train in turn, write the figure and print the table."""
+def table(name: str) -> list[str]:
+    """Train in turn, write the figure and return the table, with what is reached without the image."""
     torch.set_num_threads(1)
+    shapes = 2 if name == "grounding_two" else 1
     ours, theirs = [], []
     for seed in SEEDS:
         ours.append(train_here(shapes, seed))
         theirs.append(train_with_trl(shapes, seed))
-        print(f"seed {seed}: {ours[-1].seconds:.0f} and {theirs[-1].seconds:.0f} CPU seconds", file=sys.stderr)
     what = "where is the shape?" if shapes == 1 else "where is the shape, of two?"
     draw([curve.rewards for curve in ours], [curve.rewards for curve in theirs], what, FIGURES[shapes])
     start = evaluate_tiny_vision_model(
         CHECKOUT / "data" / "models" / "tiny-vision", RECIPE, shapes=shapes, temperature=1.0
     )
-    constant, wrong = start.constant_box_iou, start.wrong_image_iou
-    print(f"held-out IoU of the best constant box {constant:.3f}, of the start on wrong images {wrong:.3f}")
-    print("| | reward, first 3 iterations | last 5, by seed | held-out IoU before | after, by seed | CPU seconds |")
-    print("|---|---|---|---|---|---|")
-    for name, curves in (("this project", ours), ("TRL 1.16", theirs)):
-        print(row_of(name, curves))
+    rows = [row_of(who, curves) for who, curves in (("this project", ours), ("TRL 1.16", theirs))]
+    without = f"the best box that is the same for all images {start.constant_box_iou:.3f}, wrong images"
+    return [
+        *markdown_table(HEADINGS, rows),
+        "",
+        f"Held-out IoU of the model before training: {without} {start.wrong_image_iou:.3f}.",
+    ]
 
 
-def row_of(name: str, curves: Sequence[Curve]) -> str:
+def row_of(name: str, curves: Sequence[Curve]) -> tuple[str, ...]:
     """One line of the table."""
     first = statistics.fmean(reward for curve in curves for reward in curve.rewards[:3])
     last = ", ".join(f"{statistics.fmean(curve.rewards[-5:]):.3f}" for curve in curves)
     before = statistics.fmean(curve.heldout[0] for curve in curves)
     after = ", ".join(f"{curve.heldout[1]:.3f}" for curve in curves)
     seconds = ", ".join(f"{curve.seconds:.0f}" for curve in curves)
-    return f"| {name} | {first:.3f} | {last} | {before:.3f} | {after} | {seconds} |"
-
-
-if __name__ == "__main__":
-    main(2 if "two" in sys.argv[1:] else 1)
+    return name, f"{first:.3f}", last, f"{before:.3f}", after, seconds

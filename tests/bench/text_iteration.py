@@ -1,13 +1,12 @@
 """The tiny text model beside TRL's GRPOTrainer at the same settings: seconds of an iteration, and learning curves.
 
-`python -m tests.bench.text_iteration` trains it here and in TRL with the same model, prompts, reward and three seeds,
-writes docs/learning_curves.png and prints a table. The two draw their samples from other random streams, so their
-curves agree in distribution, not point by point.
+`make figures ONLY=tiny_text` trains it here and in TRL with the same model, prompts, reward and three seeds, and
+writes docs/learning_curves.png and the table of docs/results.md. The two draw their samples from other random streams,
+so their curves agree in distribution, not point by point.
 """
 
 import asyncio
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from grpo_core.rewards.reward import ScoringBatch
 from grpo_core.rewards.text import AnswerReward
 from tasks.process import CHECKOUT
 from tasks.prompts.read import read_prompts
+from tasks.reports.text import markdown_table
 from tests.bench.page import ROUNDS, STEPS, Row, Timings
 
 CONFIG = CHECKOUT / "configs" / "tiny_text.yaml"
@@ -296,23 +296,16 @@ def draw(
     plt.close(figure)
 
 
-def main() -> None:
-    """Train in turn, write the figure and print the table."""
+def table(_name: str) -> list[str]:
+    """Train in turn, write the figure and return the table."""
     torch.set_num_threads(1)
-    started = time.perf_counter()
     ours, theirs = [], []
     for seed in SEEDS:
         ours.append(train_here(seed))
         theirs.append(train_with_trl(seed))
-        print(f"seed {seed}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
     draw(ours, theirs)
-    print("| | first 3 iterations | last 5 iterations, by seed |")
-    print("|---|---|---|")
+    rows = []
     for name, curves in (("this project", ours), ("TRL 1.16", theirs)):
         first = statistics.fmean(reward for curve in curves for reward in curve[:3])
-        last = ", ".join(f"{statistics.fmean(curve[-5:]):.3f}" for curve in curves)
-        print(f"| {name} | {first:.3f} | {last} |")
-
-
-if __name__ == "__main__":
-    main()
+        rows.append((name, f"{first:.3f}", ", ".join(f"{statistics.fmean(curve[-5:]):.3f}" for curve in curves)))
+    return markdown_table(("", "mean reward, first 3 iterations", "last 5 iterations, seeds 0, 1, 2"), rows)

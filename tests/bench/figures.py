@@ -1,0 +1,172 @@
+"""`make figures`: what README.md and docs/ show of runs, made again: outputs, tables and pictures.
+
+The trainings of docs/results.md run with each seed, here and in TRL, and their tables replace what stands between
+`<!-- results: NAME -->` and `<!-- end -->`. README.md and docs/tutorial.md run from their first block to their last in
+a folder of their own, as a person would in a new checkout. There, what stands between `<!-- output: last 9 -->` and
+`<!-- end -->` becomes the last, or first, nine lines that the block above prints; `<!-- picture: NAME from PATH at
+WIDTHxHEIGHT -->` makes docs/NAME from an image or a page of that folder; and what stands between
+`<!-- made: begin -->` and `<!-- made: end -->` says when, where and from which commit.
+"""
+
+import argparse
+import importlib
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+
+import polars as pl
+
+from tasks.process import CHECKOUT, code_version
+from tasks.reports.text import markdown_table
+from tests.bench.page import place_of, this_machine
+from tests.pages import blocks, prepare, run
+
+RESULTS = CHECKOUT / "docs" / "results.md"
+PAGES = {"readme": CHECKOUT / "README.md", "tutorial": CHECKOUT / "docs" / "tutorial.md"}
+SEEDS = (0, 1, 2)
+TRAININGS = {
+    "tiny": ("r2",),
+    "tiny_sd3": ("r2",),
+    "tiny_sd3_nft": ("r2",),
+    "tiny_both": ("r2", "brightness"),
+    "tiny_edit": ("r2",),
+}
+"""Configuration -> the held-out rewards of its table."""
+BESIDE_TRL = {
+    "tiny_text": "tests.bench.text_iteration",
+    "grounding": "tests.bench.grounding",
+    "grounding_two": "tests.bench.grounding",
+}
+"""Table -> the module that trains here and in TRL, draws the curves and returns the table."""
+PARTS = (*PAGES, *TRAININGS, *BESIDE_TRL)
+_END = "<!-- end -->\n"
+_OUTPUT = re.compile(r"\n*<!-- output: (first|last) (\d+) -->\n(?:.*\n)*?<!-- end -->\n")
+_PICTURE = re.compile(r"<!-- picture: (\S+) from (\S+?)(?: at (\d+)x(\d+))? -->")
+_MADE = re.compile(r"<!-- made: begin -->\n(?:.*\n)*?<!-- made: end -->\n")
+
+
+def main() -> None:
+    """Make one part here, or several one after the other, each in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--commit", default=code_version(), help="what runs; by default what is checked out")
+    options = parser.parse_args()
+    names = options.parts or PARTS
+    if unknown := sorted({*names} - {*PARTS}):
+        parser.error(f"{', '.join(unknown)}: not one of {', '.join(PARTS)}")
+    if len(names) > 1:
+        # The commit is taken once: what the first part writes is a change of the checkout.
+        same = ["--commit", options.commit] if options.commit else []
+        for name in names:
+            subprocess.run([sys.executable, "-m", "tests.bench.figures", name, *same], check=True)
+        return
+    (name,) = names
+    if name in PAGES:
+        make(PAGES[name], options.commit)
+        return
+    rows = list(heldout_table(name)) if name in TRAININGS else importlib.import_module(BESIDE_TRL[name]).table(name)
+    write_results(name, [*rows, "", f"{date.today()}, commit {options.commit}; {place_of(this_machine())}"])
+
+
+def heldout_table(name: str) -> Iterator[str]:
+    """Train a shipped configuration with each seed.
+
+    Yields:
+        Lines of a table of held-out rewards by policy version, and which prompts are worse after training.
+    """
+    from flows import open_run, train
+
+    rows, worse = [], []
+    values = [f"rewards/{reward}" for reward in TRAININGS[name]]
+    with tempfile.TemporaryDirectory(prefix="grpo-figures-") as root:
+        for seed in SEEDS:
+            overrides = {"run.seed": seed, "run.name": f"seed{seed}", "storage.root": root}
+            train(f"configs/{name}.yaml", overrides=overrides)
+            samples = open_run(f"{root}/seed{seed}").heldout()
+            means = samples.group_by("policy_version").agg(pl.col(values).mean()).sort("policy_version")
+            cells = [" / ".join(f"{row[value]:.3f}" for value in values) for row in means.iter_rows(named=True)]
+            rows.append((str(seed), *cells[:-1], f"**{cells[-1]}**"))
+            versions = means["policy_version"].to_list()
+            if found := ", ".join(f"{prompt} ({change})" for prompt, change in _worse(samples, values[0])):
+                worse.append(f"with seed {seed} {found}")
+    yield from markdown_table(("training seed", "before", *(f"iteration {each}" for each in versions[1:])), rows)
+    yield from ("", f"Worse after training than before: {'; '.join(worse) or 'no prompt with any seed'}.")
+
+
+def _worse(samples: pl.DataFrame, value: str) -> Iterator[tuple[str, str]]:
+    """Yield the prompts whose mean has fallen, with both means."""
+    ends = (samples["policy_version"].min(), samples["policy_version"].max())
+    before, after = (
+        dict(samples.filter(policy_version=each).group_by("prompt").agg(pl.col(value).mean()).rows()) for each in ends
+    )
+    for prompt in sorted(before):
+        if after[prompt] < before[prompt]:
+            yield prompt, f"{before[prompt]:.3f} to {after[prompt]:.3f}"
+
+
+def write_results(name: str, lines: Sequence[str]) -> None:
+    """Replace a table of docs/results.md."""
+    before, mark, rest = RESULTS.read_text(encoding="utf-8").partition(f"<!-- results: {name} -->\n")
+    assert mark, f"{RESULTS} has no {name}"
+    inside = "\n".join(lines)
+    RESULTS.write_text(f"{before}{mark}{inside}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+
+
+def make(page: Path, commit: str | None) -> None:
+    """Run a page, and write what it shows."""
+    text = page.read_text(encoding="utf-8")
+    begun, used = time.perf_counter(), _cpu_seconds()
+    with tempfile.TemporaryDirectory(prefix="grpo-figures-") as made:
+        folder = Path(made)
+        prepare(folder)
+        shown, position = [], 0
+        for block in blocks(page):
+            if not block.runs_here:
+                continue
+            print(block.place, flush=True)
+            printed = run(block, folder)
+            if found := _OUTPUT.match(text, block.end):
+                lines = printed.replace(f"{folder}/", "").replace(f"{CHECKOUT}/", "").strip().splitlines()
+                lines = lines[: int(found[2])] if found[1] == "first" else lines[-int(found[2]) :]
+                inside = "\n".join(["```text", *(line.rstrip() for line in lines), "```"])
+                head = f"\n<!-- output: {found[1]} {found[2]} -->"
+                shown += [text[position : found.start()], f"{head}\n{inside}\n<!-- end -->\n"]
+                position = found.end()
+        for name, path, width, height in _PICTURE.findall(text):
+            _picture(folder / path, CHECKOUT / "docs" / name, int(width or 0), int(height or 0))
+    wall, cpu = time.perf_counter() - begun, _cpu_seconds() - used
+    said = (
+        f"Outputs, numbers and pictures are those of one run of this page by `make figures`, {date.today()}, commit "
+        f"{commit}: {wall / 60:.0f} minutes, {cpu / 60:.0f} of them CPU time; {place_of(this_machine())}"
+    )
+    whole = "".join([*shown, text[position:]])
+    page.write_text(_MADE.sub(f"<!-- made: begin -->\n{said}\n<!-- made: end -->\n", whole), encoding="utf-8")
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _picture(source: Path, to: Path, width: int, height: int) -> None:
+    """Copy an image, or take a picture of an HTML page with Chromium (apt-get install chromium)."""
+    if source.suffix != ".html":
+        shutil.copy(source, to)
+        return
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert program, f"{to.name} shows a page, and there is no Chromium: apt-get install chromium"
+    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=5000"]
+    with tempfile.TemporaryDirectory() as profile:
+        command = [program, *options, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
+        subprocess.run([*command, f"--screenshot={to}", source.as_uri()], check=True, capture_output=True, timeout=300)
+
+
+if __name__ == "__main__":
+    main()
