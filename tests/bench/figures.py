@@ -3,9 +3,10 @@
 The trainings of docs/results.md run with each seed, here and in TRL, and their tables replace what stands between
 `<!-- results: NAME -->` and `<!-- end -->`. README.md and docs/tutorial.md run from their first block to their last in
 a folder of their own, as a person would in a new checkout. There, what stands between `<!-- output: last 9 -->` and
-`<!-- end -->` becomes the last, or first, nine lines that the block above prints; `<!-- picture: NAME from PATH at
-WIDTHxHEIGHT -->` makes docs/NAME from an image or a page of that folder; and what stands between
-`<!-- made: begin -->` and `<!-- made: end -->` says when, where and from which commit.
+`<!-- end -->` becomes the last (or first) nine lines that the block above prints, without those that have a word
+(`last 9 without seconds`); `<!-- picture: NAME from PATH at WIDTHxHEIGHT -->` makes docs/NAME from an image or a page
+of that folder; and what stands between `<!-- made: begin -->` and `<!-- made: end -->` says when, where and from which
+commit.
 """
 
 import argparse
@@ -47,7 +48,7 @@ BESIDE_TRL = {
 """Table -> the module that trains here and in TRL, draws the curves and returns the table."""
 PARTS = (*PAGES, *TRAININGS, *BESIDE_TRL)
 _END = "<!-- end -->\n"
-_OUTPUT = re.compile(r"\n*<!-- output: (first|last) (\d+) -->\n(?:.*\n)*?<!-- end -->\n")
+_OUTPUT = re.compile(r"\n*(?P<mark><!-- output: (first|last) (\d+)(?: without (\w+))? -->)\n(?:.*\n)*?<!-- end -->\n")
 _PICTURE = re.compile(r"<!-- picture: (\S+) from (\S+?)(?: at (\d+)x(\d+))? -->")
 _MADE = re.compile(r"<!-- made: begin -->\n(?:.*\n)*?<!-- made: end -->\n")
 
@@ -134,10 +135,10 @@ def make(page: Path, commit: str | None) -> None:
             printed = run(block, folder)
             if found := _OUTPUT.match(text, block.end):
                 lines = printed.replace(f"{folder}/", "").replace(f"{CHECKOUT}/", "").strip().splitlines()
-                lines = lines[: int(found[2])] if found[1] == "first" else lines[-int(found[2]) :]
-                inside = "\n".join(["```text", *(line.rstrip() for line in lines), "```"])
-                head = f"\n<!-- output: {found[1]} {found[2]} -->"
-                shown += [text[position : found.start()], f"{head}\n{inside}\n<!-- end -->\n"]
+                lines = lines[: int(found[3])] if found[2] == "first" else lines[-int(found[3]) :]
+                lines = [line.rstrip() for line in lines if not found[4] or found[4] not in line]
+                inside = "\n".join(["```text", *lines, "```"])
+                shown += [text[position : found.start()], f"\n{found['mark']}\n{inside}\n<!-- end -->\n"]
                 position = found.end()
         for name, path, width, height in _PICTURE.findall(text):
             _picture(folder / path, CHECKOUT / "docs" / name, int(width or 0), int(height or 0))
