@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from configs.schema import RunConfig
+from configs.sections import TextRolloutSection
 from configs.stream_contradictions import stream_contradictions
 from configs.training import RewardSection
 from configs.validation import error_at
 from grpo_core.advantages.settings import refuse_terms
 from grpo_core.errors import InputError
+from grpo_core.policies.engines.settings import refuse_adapters as refuse_vllm_adapters
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.quantization import refuse_adapters
 from grpo_core.rewards.registry import build_reward
@@ -38,6 +40,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
         *_batches(config),
         *_policy(config),
         *_quantization(config),
+        *_engine(config),
         *_reference(config),
         *_schedule(config),
         *_placement(config),
@@ -269,6 +272,30 @@ def _quantization(config: RunConfig) -> Iterator[InputError]:
     if config.placement.sharding == "fsdp2":
         hint = "Quantized weights are not sharded here; set it to ddp, in which each process has all of them."
         yield InputError("placement.sharding", "fsdp2", hint)
+
+
+def _engine(config: RunConfig) -> Iterator[InputError]:
+    policy, rollout = config.policy, config.rollout
+    if not isinstance(rollout, TextRolloutSection) or rollout.engine == "policy":
+        return
+    engine = rollout.engine
+    if policy.kind == "vision_lm":
+        hint = f"The engine {engine} is given ids alone here, and these prompts have images; use policy."
+        yield InputError("rollout.engine", engine, hint)
+        return
+    if engine != "vllm":
+        return
+    if not policy.trains_adapters:
+        hint = (
+            "A vLLM server takes new full weights over NCCL alone, or by a restart of a minute or more after each "
+            "update. Train adapters, or use rollout.engine: continuous_batching."
+        )
+        yield InputError("policy.lora", None, hint)
+    if policy.quantization is not None:
+        hint = "A server loads the base in its own way, with other weights; use rollout.engine: policy."
+        yield InputError("policy.quantization", policy.quantization.model_dump(exclude_defaults=True), hint)
+    for place, lora in policy.loras.items():
+        yield from _refused(refuse_vllm_adapters, lora, place)
 
 
 def _refused(check: Callable[..., object], *arguments: object) -> Iterator[InputError]:

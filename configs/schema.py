@@ -208,6 +208,14 @@ class RunConfig(ByPolicy):
         return self.rollout.window_start(iteration, self.run.seed)
 
     @property
+    def rounds_apart(self) -> bool:
+        """Whether an engine samples in 16 bits, whose kernels and batches round otherwise than the update's passes."""
+        rollout = self.rollout
+        if not isinstance(rollout, TextRolloutSection) or rollout.engine == "policy":
+            return False
+        return not self.policy.in_fp32 or (rollout.vllm is not None and rollout.vllm.dtype not in (None, "float32"))
+
+    @property
     def evaluation_rollout(self) -> RolloutSection:
         """The settings of held-out samples."""
         return self.rollout.for_evaluation(self.evaluate)

@@ -113,6 +113,8 @@ _TOLERANCES: Mapping[Stream, tuple[tuple[float, float], tuple[float, float]]] = 
     {"tokens": ((1e-3, 1e-4), (1.0, 0.05)), "denoising": ((1e-5, 1e-6), (1e-3, 1e-4))}
 )
 """Largest and mean difference by stream, in fp32 and in 16 bits."""
+_ENGINE_TOLERANCES = ((1e-3, 1e-4, 1e-3), (0.5, 0.05, 0.02))
+"""Of tokens that an engine sampled: largest and mean difference and the share beyond, in fp32 and in 16 bits."""
 
 
 class ParitySection(Section):
@@ -131,18 +133,33 @@ class ParitySection(Section):
     mean_difference: PositiveFloat | None = Field(
         None, description="null: 1e-4 in fp32 and 0.05 in 16 bits; of denoising steps 1e-6 and 1e-4"
     )
+    share_beyond: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="share of the tokens that may differ by more than max_difference; null: 0, and of tokens that an "
+        "engine sampled 1e-3 in fp32 and, beyond 0.5, 0.02 in 16 bits",
+    )
 
-    def tolerance(self, stream: Stream, *, in_fp32: bool, summed_values: int = 1) -> "ParityTolerance":
+    def tolerance(
+        self, stream: Stream, *, in_fp32: bool, summed_values: int = 1, by_engine: bool = False
+    ) -> "ParityTolerance":
         """Return the tolerance, with the defaults of the stream and the precision filled in.
 
         Args:
+            by_engine: whether rollout.engine is another than the policy itself.
             summed_values: how many values a log-prob is a sum over, which round each on their own; 1 for a mean.
         """
         from grpo_core.parity import ParityTolerance
 
-        largest, mean = _TOLERANCES[stream][0 if in_fp32 else 1]
+        precision = 0 if in_fp32 else 1
+        largest, mean, beyond = (*_TOLERANCES[stream][precision], 0.0)
+        if by_engine:
+            largest, mean, beyond = _ENGINE_TOLERANCES[precision]
         return ParityTolerance(
-            self.max_difference or largest * summed_values, self.mean_difference or mean * summed_values
+            self.max_difference or largest * summed_values,
+            self.mean_difference or mean * summed_values,
+            beyond if self.share_beyond is None else self.share_beyond,
         )
 
 

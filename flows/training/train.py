@@ -93,8 +93,8 @@ def missing_prompts(config: RunConfig, kept: Mapping[str, float]) -> int:
 
 
 def train_policy(run: Run, policy: PolicyRef, batch: ScoredRollouts, iteration: int) -> PolicyRef:
-    """Make one update, stage 4; rows that an older version sampled are weighted by importance."""
+    """Make one update, stage 4; rows of an older version, or of an engine in 16 bits, are weighted by importance."""
     staleness = policy.version - batch.policy.version
-    updates = corrected(run.updates, CORRECTION) if staleness else run.updates
+    updates = corrected(run.updates, CORRECTION) if staleness or run.config.rounds_apart else run.updates
     rollouts = tuple(each.rollouts for each in batch.rounds)
     return update_policy(run, policy, rollouts, batch.advantages, updates, staleness, f"iteration {iteration}")

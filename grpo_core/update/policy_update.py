@@ -37,6 +37,7 @@ def update_policy(
     *,
     seed: int,
     parity: ParityTolerance | None = None,
+    sampled_by: str | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
     on_progress: Progress | None = None,
 ) -> UpdateResult:
@@ -54,6 +55,7 @@ def update_policy(
         rows: with finite advantages; without rows nothing changes.
         seed: decides the order of the rows.
         parity: allowed difference of stored and recomputed log-probs; None: the default for fp32.
+        sampled_by: the engine that sampled the rows, in words; None: the policy itself.
         process_group: the processes that share the update; each has all rows and computes its part of them.
         on_progress: called with the number of passes done and their total, those without gradients included.
 
@@ -77,7 +79,7 @@ def update_policy(
     component.prepare_for_update()
     rows = _scored(component, rows, others, settings, process_group, tick)
     if not trained.any():
-        return UpdateResult(_measure(rows, parity, settings), ())
+        return UpdateResult(_measure(rows, parity, settings, sampled_by), ())
 
     def gradient(known: TrainingRows, indices: list[int]) -> tuple[Minibatch, Passes]:
         optimizer.zero_grad()
@@ -94,7 +96,7 @@ def update_policy(
     with no_gradient_of_a_refused_update(optimizer):
         minibatch, passes = gradient(replace(rows, old_logprobs=None), first)
         rows = _with_old_logprobs(rows, first, process_group.add(passes.logprobs))
-        before = _measure(rows, parity, settings)
+        before = _measure(rows, parity, settings, sampled_by)
         with keeping_old(component, needed=settings.measures_drift and passes.of_gaussians and bool(later)):
             steps = [step(minibatch, passes)]
             steps += [step(*gradient(rows, indices)) for indices in later]
@@ -157,15 +159,18 @@ def _with_old_logprobs(rows: TrainingRows, indices: list[int], logprobs: Tensor)
     return replace(rows, old_logprobs=rows.old_logprobs.index_copy(0, torch.tensor(indices), logprobs))
 
 
-def _measure(rows: TrainingRows, tolerance: ParityTolerance | None, settings: UpdateSettings) -> dict[str, float]:
+def _measure(
+    rows: TrainingRows, parity: ParityTolerance | None, settings: UpdateSettings, sampled_by: str | None
+) -> dict[str, float]:
     """Check parity on the rows that these weights sampled, then measure the mismatch to the sampler over all rows."""
     assert rows.old_logprobs is not None, "they are computed before the first step"
     own, gate = rows.on_policy, dict[str, float]()
     if own.any():
         names = [sample_id for sample_id, mine in zip(rows.sample_ids, own.tolist(), strict=True) if mine]
         stored, found, mask = (each[own] for each in (rows.rollout_logprobs, rows.old_logprobs, rows.actions.loss_mask))
-        report = measure_parity(names, stored, found, mask, rows.actions.stream)
-        allowed = tolerance or ParityTolerance()
+        allowed = parity or ParityTolerance()
+        limit = allowed.max_difference
+        report = measure_parity(names, stored, found, mask, rows.actions.stream, limit=limit, sampled_by=sampled_by)
         require_parity(report, allowed)
         gate = {PARITY_SHARE: share_of_tolerance(report, allowed)}
     mask, mismatch = rows.actions.loss_mask, settings.mismatch

@@ -156,8 +156,8 @@ def record_of(error: Exception) -> ErrorRecord:
 
 
 def _parity_error(report: Mapping[str, Any], tolerance: Mapping[str, Any]) -> ParityError:
-    samples = tuple(report["worst_samples"])
-    return ParityError(ParityReport(**{**report, "worst_samples": samples}), ParityTolerance(**tolerance))
+    lists = {name: tuple(report[name]) for name in ("worst_samples", "worst_differences")}
+    return ParityError(ParityReport(**{**report, **lists}), ParityTolerance(**tolerance))
 
 
 _BUILDERS: Mapping[str, Callable[..., Exception]] = MappingProxyType(

@@ -19,7 +19,7 @@ import torch
 from configs.sections import TextRolloutSection, VllmSection
 from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
-from grpo_core.policies.engines.settings import EngineRecord, Progress
+from grpo_core.policies.engines.settings import EngineRecord, Progress, server_command
 from grpo_core.policies.engines.vllm import PLACE, Adapter, Server, VllmEngine, find_server
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -27,6 +27,7 @@ from grpo_core.services import Service, ServiceError, read_token
 from tasks.execution.resources import resource
 from tasks.models.initial import component_folder, fetched_adapter, weights_folder
 from tasks.models.resident import ModelSpec, load_policy
+from tasks.rollouts.vllm_server import VllmServer
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.files import is_local
@@ -51,18 +52,25 @@ class VllmServers:
     def __init__(self) -> None:
         self._servers: dict[str, Server] = {}
 
-    def of(self, section: VllmSection) -> Sequence[Server]:
+    def of(self, section: VllmSection, command: Sequence[str] = ()) -> Sequence[Server]:
         """Return the servers of a configuration.
+
+        Args:
+            command: complete, of the one that the run starts.
 
         Raises:
             ServiceError: one does not answer.
+            LostStageError: the one that the run starts died while it started.
             InputError: one refuses the token, or is no vLLM server, or they serve different models or versions.
         """
         token = read_token(f"{PLACE}.token_env", section.token_env)
-        for url in section.urls:
+        urls = section.urls
+        if command:
+            urls = (resource(VllmServer).ensure_running(command, current_store(), section.timeout_s),)
+        for url in urls:
             if url not in self._servers:
                 self._servers[url] = run_awaitable(find_server(Service(url, section.timeout_s, token, PLACE)))
-        servers = [self._servers[url] for url in section.urls]
+        servers = [self._servers[url] for url in urls]
         if len({(each.model, each.version) for each in servers}) > 1:
             found = ", ".join(f"{each.address} {each.model} on vLLM {each.version}" for each in servers)
             raise InputError(
@@ -120,10 +128,10 @@ def sampling(
     """
     section = rollout.vllm
     assert section is not None, "the engine has a section"
-    servers = resource(VllmServers)
+    servers, command = resource(VllmServers), started_by(section, model) if section.words else ()
     sampler = weights or resource(PolicyWithoutWeights).at(model, rollout)
     with _served_adapter(policy, model, section) as adapter:
-        first, *_ = asked = servers.of(section)
+        first, *_ = asked = servers.of(section, command)
         record = EngineRecord(
             "vllm",
             first.version,
@@ -131,12 +139,31 @@ def sampling(
             json.dumps({"context": first.context}, sort_keys=True),
             None if adapter is None else policy.digest,
         )
-        sampler.engine = VllmEngine(lambda: servers.of(section), adapter, section.concurrency, on_progress)
+        sampler.engine = VllmEngine(lambda: servers.of(section, command), adapter, section.concurrency, on_progress)
         try:
             with _in_use(asked, adapter):
                 yield sampler, record
         finally:
             sampler.engine = None
+
+
+def started_by(section: VllmSection, model: ModelSpec, program: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the complete command of a server that fits a policy.
+
+    Args:
+        section: its command, and the dtype.
+        model: that it serves.
+        program: in place of the section's command.
+    """
+    policy = model.section
+    return server_command(
+        program or section.words,
+        policy.model,
+        server_dtype(section, model),
+        revision=policy.revision,
+        rank=policy.lora and policy.lora.rank,
+        context=None,
+    )
 
 
 def server_dtype(section: VllmSection, model: ModelSpec) -> str:

@@ -73,6 +73,7 @@ class ComponentUpdate:
                 in_fp32=job.model.section.in_fp32,
                 process_group=process_group,
                 on_progress=on_progress,
+                engines=stored.engines,
             )
         )
         optimizer.zero_grad()  # frees the gradients' memory for the next rollouts

@@ -1,7 +1,7 @@
 """Stored rollouts joined with their advantages -> the rows that each algorithm trains a component on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +10,7 @@ import polars as pl
 import pyarrow as pa
 
 from configs.training import ParitySection
+from grpo_core.policies.engines.settings import EngineRecord
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.records import TrainingRows
 from grpo_core.streams import Stream
@@ -38,12 +39,14 @@ class StoredRows:
         settings: how they were sampled, as the policy's frozen settings.
         staleness: versions between each row's policy and the one that is trained.
         too_stale: rows left out because of it.
+        engines: those that sampled them; none where no engine is stored.
     """
 
     rows: TrainingRows
     settings: Any
     staleness: tuple[int, ...]
     too_stale: int
+    engines: tuple[EngineRecord, ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """Return the number of rows of other weights and their staleness; empty if there are none."""
@@ -127,7 +130,16 @@ def read_training_rows(
         settings=family.settings(first),
         staleness=tuple((kept["policy_version"] - policy.version).abs().to_list()),
         too_stale=len(too_stale),
+        engines=_engines_of(kept),
     )
+
+
+def _engines_of(table: pl.DataFrame) -> tuple[EngineRecord, ...]:
+    """Return the engines of rows of texts; an adapter of each is enough to tell them apart."""
+    names = [each.name for each in fields(EngineRecord)]
+    if names[0] not in table.columns:
+        return ()
+    return tuple(EngineRecord(*row) for row in table.select(names).unique(maintain_order=True).iter_rows())
 
 
 def _read_samples(folders: Sequence[Path]) -> pl.DataFrame:
@@ -159,6 +171,7 @@ class Training:
         in_fp32: whether the model computes in fp32; decides the defaults of a parity gate.
         process_group: the processes that share the update.
         on_progress: called with passes done and the total.
+        engines: that sampled the rows; none where no engine is stored.
     """
 
     stream: Stream
@@ -170,6 +183,7 @@ class Training:
     in_fp32: bool
     process_group: ProcessGroup
     on_progress: Callable[[int, int], None] | None
+    engines: tuple[EngineRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,13 +204,16 @@ class Algorithm:
 def _by_ratios(training: Training) -> UpdateResult:
     parity: ParitySection = training.settings.parity
     summed = training.component.summed_values(training.rows.actions)
+    others = [each for each in training.engines if each.engine != "policy"]
+    in_fp32 = training.in_fp32 and all(each.engine_dtype == "float32" for each in others)
     return update_policy(
         training.component,
         training.optimizer,
         training.rows,
         training.settings,
         seed=training.seed,
-        parity=parity.tolerance(training.stream, in_fp32=training.in_fp32, summed_values=summed),
+        parity=parity.tolerance(training.stream, in_fp32=in_fp32, summed_values=summed, by_engine=bool(others)),
+        sampled_by=", ".join(map(str, others)) or None,
         process_group=training.process_group,
         on_progress=training.on_progress,
     )

@@ -1,7 +1,8 @@
 """The engines by name, what they say of themselves, and how a vLLM server is reached."""
 
 import re
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -28,7 +29,7 @@ class EngineRecord:
         engine_version: of its package; None for the policy itself.
         engine_dtype: that it computes in.
         engine_settings: JSON of what else decides its results; None for the policy itself.
-        engine_adapter: name of the adapter that a server answered with; None without one.
+        engine_adapter: digest of the adapter that a server answered with; None without one.
     """
 
     engine: str = "policy"
@@ -36,6 +37,11 @@ class EngineRecord:
     engine_dtype: str = "float32"
     engine_settings: str | None = None
     engine_adapter: str | None = None
+
+    def __str__(self) -> str:
+        """Name the engine for people."""
+        named = " ".join(filter(None, (self.engine, self.engine_version, "in", self.engine_dtype)))
+        return named + (f" with adapter {self.engine_adapter[:12]}" if self.engine_adapter else "")
 
 
 VLLM_MIN_VERSION = (0, 30)
@@ -49,11 +55,11 @@ class VllmSettings:
 
     Attributes:
         url: address of a server that runs already, or several that share the prompts of an iteration.
-        command: starts a server for this run, which ends with it; words with spaces as a list. {port} and {model} are
-            replaced, and what a server needs is appended.
+        command: starts a server that ends with the run, such as `/opt/vllm/bin/vllm serve`; as a list where words have
+            spaces. The model and the options that it needs are appended, except those that are given.
         dtype: that the server computes in (its --dtype); decides how near its log-probs have to be.
         token_env: environment variable with the server's --api-key; None to send none.
-        timeout_s: seconds for the answer to one row.
+        timeout_s: seconds for the answer to one row, and for the start of a server.
         concurrency: rows that a server is asked for at a time.
         adapter_folder: folder that this machine and the server see under the same path, for adapters; None: the run's
             own folder under storage.root.
@@ -88,6 +94,44 @@ class VllmSettings:
         """The addresses, without trailing slashes and without the path /v1 of OpenAI's clients."""
         given = (self.url,) if isinstance(self.url, str) else self.url or ()
         return tuple(re.sub(r"(/v1)?/*$", "", url) for url in given)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of the command; none without one."""
+        return tuple(shlex.split(self.command)) if isinstance(self.command, str) else self.command or ()
+
+
+def server_command(
+    words: Sequence[str], model: str, dtype: str, *, revision: str | None, rank: int | None, context: int | None
+) -> tuple[str, ...]:
+    """Return the command of a server that fits a policy: these words, and the options that they do not give.
+
+    Args:
+        words: the program, such as `vllm serve` or `python -m vllm.entrypoints.openai.api_server`, and options.
+        model: folder or hub name.
+        dtype: that it computes in.
+        revision: branch, tag or commit of a hub name; None: main.
+        rank: of the adapters that it loads; None: it loads none.
+        context: ids of a prompt and its completion together; None: as many as the model reads.
+    """
+    given = {word.partition("=")[0] for word in words}
+    options = {"--dtype": dtype, "--logprobs-mode": "processed_logprobs", "--max-logprobs": "-1"}
+    if context is not None:
+        options["--max-model-len"] = str(context)
+    if revision is not None:
+        options["--revision"] = revision
+    if rank is not None:
+        options |= {"--max-lora-rank": str(next(size for size in LORA_RANKS if size >= rank)), "--max-loras": "3"}
+    command = [*words]
+    if "serve" not in words:
+        options["--model"] = model
+    elif words[-1] == "serve":
+        command.append(model)
+    if rank is not None and "--enable-lora" not in given:
+        command.append("--enable-lora")
+    for name, value in options.items():
+        command += [] if name in given else [name, value]
+    return tuple(command)
 
 
 def _checked(check: Any, field: str, value: str) -> None:
