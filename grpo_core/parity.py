@@ -119,9 +119,9 @@ def _cause_of_an_engine(report: ParityReport) -> str:
         )
     return (
         "another distribution on the engine's side: another adapter, or other base weights, than the policy's; "
-        "log-probs before the temperature (--logprobs-mode has to be processed_logprobs); another temperature; a prompt "
-        "that it truncated, or read with another tokenizer, chat template or image size. `grpo doctor` checks the "
-        "server."
+        "log-probs before the temperature (--logprobs-mode has to be processed_logprobs); another temperature; a "
+        "prompt that it truncated, or read with another tokenizer, chat template or image size. `grpo doctor` checks "
+        "the server."
     )
 
 
@@ -169,7 +169,7 @@ def _cause_of_denoising(report: ParityReport) -> str:
     return _ARITHMETIC
 
 
-_ROUNDING = 0.02
+_ROUNDING = 0.03
 """Largest mean difference, in nats, that is put down to 16 bits."""
 _ARITHMETIC = (
     "arithmetic: another dtype, device, attention kernel or batch shape than the sampler's. If that is intended, "

@@ -136,6 +136,11 @@ class Service:
     token: str | None = field(repr=False)
     user: str
 
+    @property
+    def port(self) -> int | None:
+        """The port of the address; None if it has none."""
+        return urlsplit(self.address).port
+
     def client(self, connections: int = 100) -> "httpx.AsyncClient":
         """Return a client with room for this many connections."""
         import httpx

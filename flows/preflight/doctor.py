@@ -11,6 +11,7 @@ import torch
 from configs.contradictions import pools_of
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection
+from flows.preflight.engine import engine_notes
 from flows.preflight.files import prepare_hub
 from flows.preflight.inputs import CHECKS
 from flows.preflight.model import refuse_prompt_texts, source_of
@@ -79,7 +80,7 @@ def examine(config: RunConfig) -> Diagnosis:
     prepare_hub(config)
     prompts = read_prompt_files(config)
     findings: list[Finding] = []
-    notes = {"prompts": prompts.notes}
+    notes = {"prompts": prompts.notes, "engine": engine_notes(config)}
     for subject, check in CHECKS.items():
         findings += _problems(subject, check(config, prompts)) or [
             Finding(subject, True, _ready(subject, config, prompts))
@@ -141,6 +142,7 @@ def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
         "model": f"{config.policy.model} can sample with these settings",
         "rewards": f"ready: {', '.join(reward.label for reward in config.rewards)}",
         "update": ", ".join(update.objective for update in config.updates.values()),
+        "engine": getattr(config.rollout, "engine", "policy"),
         "device": f"{_placed(config)}, optimizer {', '.join(optimizers)}",
         "storage": config.storage.root,
         "trackers": f"ready: {', '.join(config.run.trackers)}" if config.run.trackers else "none",

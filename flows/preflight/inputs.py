@@ -10,6 +10,7 @@ from types import MappingProxyType
 from configs.contradictions import contradictions, pools_of
 from configs.schema import RunConfig
 from configs.sections import DataSection, LoraSection
+from flows.preflight.engine import check_engine
 from flows.preflight.files import check_storage, checked_once, prepare_hub, read_files
 from flows.preflight.model import (
     check_device,
@@ -38,6 +39,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "model": check_model,
         "rewards": check_rewards,
         "update": check_update,
+        "engine": check_engine,
         "device": check_device,
         "storage": check_storage,
         "trackers": check_trackers,

@@ -6,7 +6,6 @@ for this one's.
 
 import contextlib
 import json
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from configs.sections import TextRolloutSection, VllmSection
 from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
 from grpo_core.policies.engines.settings import EngineRecord, Progress, server_command
-from grpo_core.policies.engines.vllm import PLACE, Adapter, Server, VllmEngine, find_server
+from grpo_core.policies.engines.vllm import PLACE, Adapter, Server, VllmEngine, adapter_name, find_server
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from grpo_core.services import Service, ServiceError, read_token
@@ -31,19 +30,6 @@ from tasks.rollouts.vllm_server import VllmServer
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.files import is_local
-
-_NAME = re.compile(r"grpo-(?P<run>.+)-(?P<digest>[0-9a-f]{64})")
-
-
-def adapter_name(run: str, digest: str) -> str:
-    """Return the name under which a run's adapter with this digest is loaded."""
-    return f"grpo-{run}-{digest}"
-
-
-def run_of_adapter(name: str) -> str | None:
-    """Return the run that has loaded an adapter of this name; None if no run has."""
-    found = _NAME.fullmatch(name)
-    return found and found["run"]
 
 
 class VllmServers:
@@ -161,7 +147,7 @@ def started_by(section: VllmSection, model: ModelSpec, program: Sequence[str] = 
         policy.model,
         server_dtype(section, model),
         revision=policy.revision,
-        rank=policy.lora and policy.lora.rank,
+        rank=None if policy.lora is None else policy.lora.rank,
         context=None,
     )
 

@@ -44,7 +44,8 @@ class EngineRecord:
         return named + (f" with adapter {self.engine_adapter[:12]}" if self.engine_adapter else "")
 
 
-VLLM_MIN_VERSION = (0, 30)
+VLLM_MIN_VERSION = (0, 32)
+"""The oldest that was tried."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank; a server that is started for a rank gets the next larger one."""
 

@@ -6,6 +6,7 @@ another server where there is one. What a server would refuse again is an error 
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ BACKOFF_S = 0.5
 LOAD_TIMEOUT_S = 300.0
 _LOWEST = -9000.0
 """vLLM returns -9999 in place of minus infinity."""
-_TIES = 16
+TIES = 16
 """Ids beyond top_k that are asked for: those as likely as the last of them are kept too."""
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _SERVER_ERROR = 401, 403, 404, 500
 
@@ -55,6 +56,20 @@ class Adapter:
 
     name: str
     path: str
+
+
+_ADAPTER = re.compile(r"grpo-(.+)-[0-9a-f]{64}")
+
+
+def adapter_name(run: str, digest: str) -> str:
+    """Return the name under which a run's adapter with this digest is loaded."""
+    return f"grpo-{run}-{digest}"
+
+
+def run_of_adapter(name: str) -> str | None:
+    """Return the run that has loaded an adapter of this name; None if no run has."""
+    found = _ADAPTER.fullmatch(name)
+    return found and found[1]
 
 
 @dataclass
@@ -95,13 +110,13 @@ class Server:
         async with self._lock:
             unused = [name for name in self.loaded if not self.uses[name] and name != adapter.name]
             for name in unused[:-1]:
-                await self._unload(name, client)
+                await self.unload(name, client)
             if adapter.name in self.loaded:
                 self.loaded.remove(adapter.name)
             elif (path := (await loaded_adapters(self.service, client)).get(adapter.name)) != adapter.path:
                 # In place, what was computed with the previous weights would stay in the prefix cache.
                 if path is not None:
-                    await self._unload(adapter.name, client)
+                    await self.unload(adapter.name, client)
                 await self._load(adapter, client)
             self.loaded.append(adapter.name)
 
@@ -109,7 +124,7 @@ class Server:
         """Unload the adapters that this process has loaded."""
         async with self.service.client() as client, self._lock:
             for name in tuple(self.loaded):
-                await self._unload(name, client)
+                await self.unload(name, client)
 
     async def _load(self, adapter: Adapter, client: httpx.AsyncClient) -> None:
         try:
@@ -123,7 +138,8 @@ class Server:
             await self.service.request("/health", client=client, read=bytes.decode)
             raise _refused_adapter(self.address, adapter, _SERVER_ERROR, failure.said) from failure
 
-    async def _unload(self, name: str, client: httpx.AsyncClient) -> None:
+    async def unload(self, name: str, client: httpx.AsyncClient) -> None:
+        """Unload an adapter, if it is loaded."""
         if name in self.loaded:
             self.loaded.remove(name)
         try:
@@ -191,7 +207,7 @@ def _refused_adapter(address: str, adapter: Adapter, status: int, message: str) 
         )
         return InputError(f"{PLACE}.url", address, hint)
     hint = (
-        f"It does not load {adapter.path}: {message}. The server reads this path: give a folder that both see as "
+        f"It does not load {adapter.path}: {message.partition(', please check')[0]}. The server reads this path: give a folder that both see as "
         f"{PLACE}.adapter_folder; and it needs a --max-lora-rank of at least policy.lora.rank."
     )
     return InputError(f"{PLACE}.url", address, hint)
@@ -337,17 +353,34 @@ class VllmEngine:
 
     async def _post(self, server: Server, body: Mapping[str, Any], client: httpx.AsyncClient) -> object:
         try:
-            return await server.service.request("/v1/completions", json.dumps(body).encode(), client)
-        except RefusedRequestError as refusal:
-            if refusal.status == _NOT_FOUND and self.adapter is not None:
-                # A server that was started again has none, and another process may have unloaded it.
-                if self.adapter.name in server.loaded:
-                    server.loaded.remove(self.adapter.name)
-                raise ServiceError(f"the adapter {self.adapter.name} is not loaded") from refusal
-            if refusal.status in (_UNAUTHORIZED, _FORBIDDEN):
-                raise _refused_token(server.address) from refusal
-            hint = f"The server refuses a request (status {refusal.status}): {refusal.message}."
-            raise InputError(f"{PLACE}.url", server.address, hint) from refusal
+            return await completions(server, body, client)
+        except UnknownAdapterError:
+            # A server that was started again has none, and another process may have unloaded it.
+            if body["model"] in server.loaded:
+                server.loaded.remove(body["model"])
+            raise
+
+
+class UnknownAdapterError(ServiceError):
+    """A server has not loaded the adapter that a request names."""
+
+
+async def completions(server: Server, body: Mapping[str, Any], client: httpx.AsyncClient) -> object:
+    """Return the answer to a request of completions.
+
+    Raises:
+        ServiceError: there is none now.
+        InputError: the server refuses the request.
+    """
+    try:
+        return await server.service.request("/v1/completions", json.dumps(body).encode(), client)
+    except RefusedRequestError as refusal:
+        if refusal.status == _NOT_FOUND and body["model"] != server.model:
+            raise UnknownAdapterError(f"the adapter {body['model']} is not loaded") from refusal
+        if refusal.status in (_UNAUTHORIZED, _FORBIDDEN):
+            raise _refused_token(server.address) from refusal
+        hint = f"The server refuses a request (status {refusal.status}): {refusal.message}."
+        raise InputError(f"{PLACE}.url", server.address, hint) from refusal
 
 
 def _first(failures: ExceptionGroup[Exception]) -> Exception:
@@ -372,7 +405,7 @@ def request_body(model: str, prompt_ids: list[int], seed: int, rule: SamplingRul
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "logprobs": top_k + _TIES if top_k else 0,
+        "logprobs": top_k + TIES if top_k else 0,
         "stop_token_ids": list(rule.ends),
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
@@ -431,8 +464,8 @@ def _support(likeliest: Sequence[Mapping[str, float]], rule: SamplingRule) -> tu
     kept = []
     for options in likeliest:
         ids = sorted(int(name.removeprefix("token_id:")) for name, value in options.items() if value > _LOWEST)
-        if len(ids) >= rule.truncation.top_k + _TIES:
-            hint = f"More than {_TIES} ids are as likely as the last of them, and were kept; raise it, or set it to 0."
+        if len(ids) >= rule.truncation.top_k + TIES:
+            hint = f"More than {TIES} ids are as likely as the last of them, and were kept; raise it, or set it to 0."
             raise InputError("rollout.top_k", rule.truncation.top_k, hint)
         kept.append(tuple(ids))
     return tuple(kept)

@@ -1,0 +1,145 @@
+"""Whether a vLLM server can sample a policy, tried with two requests and an adapter that adds nothing."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from safetensors.torch import save_file
+
+from grpo_core.errors import InputError
+from grpo_core.policies.engines.settings import VLLM_MIN_VERSION
+from grpo_core.policies.engines.vllm import PLACE, TIES, Adapter, Server, completions, loaded_adapters, run_of_adapter
+from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.settings import ADAPTER_FILE
+
+_CERTAIN = 1e-3
+_PROBE_IDS = [1, 2, 3]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a policy needs of a server.
+
+    Attributes:
+        context: ids of the longest prompt and a completion of full length.
+        top_k: of the rollouts.
+        run: whose adapters the server may have loaded.
+        adapter: that adds nothing, of the rank that is trained; None: none is loaded.
+    """
+
+    context: int
+    top_k: int
+    run: str
+    adapter: Adapter | None
+
+
+def write_zero_adapter(trained: TrainedModel, folder: Path) -> None:
+    """Write an adapter with the settings of a policy's and zeros for the matrices of its first layer.
+
+    Args:
+        trained: adapters over a model, on the meta device too.
+    """
+    from peft import get_peft_model_state_dict
+
+    model: Any = trained.model
+    state = get_peft_model_state_dict(model)
+    first = {name: value for name, value in state.items() if re.search(r"\.0\.", name)} or state
+    zeros = {name: torch.zeros(value.shape, dtype=torch.float32) for name, value in first.items()}
+    save_file(zeros, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    config = model.peft_config["default"]
+    trains, config.inference_mode = config.inference_mode, True
+    config.save_pretrained(str(folder))
+    config.inference_mode = trains
+
+
+def unservable_modules(trained: TrainedModel) -> list[str]:
+    """Return the names of adapted modules that vLLM has no adapters for: embeddings and the output head."""
+    model: Any = trained.model.get_base_model()  # type: ignore[operator]
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [name for name, module in model.named_modules() if any(module is end for end in ends) and _adapted(module)]
+
+
+def _adapted(module: Any) -> bool:
+    return hasattr(module, "lora_A")
+
+
+async def server_problems(server: Server, needs: Needs) -> list[InputError]:
+    """Return what keeps a server from sampling a policy.
+
+    Raises:
+        ServiceError: it does not answer.
+        InputError: it refuses the token.
+    """
+    problems = list(_described(server, needs))
+    async with server.service.client() as client:
+        for name in await loaded_adapters(server.service, client):
+            other = run_of_adapter(name)
+            if other not in (None, needs.run):
+                hint = (
+                    f"The run {other} has adapters there; give each run a server of its own. If that run has ended, "
+                    f'unload {name}: POST /v1/unload_lora_adapter {{"lora_name": "{name}"}}.'
+                )
+                problems.append(InputError(f"{PLACE}.url", server.address, hint))
+                break
+        try:
+            await _require_processed(server, needs, client)
+            if needs.adapter is not None:
+                await server.load(needs.adapter, client)
+                await server.unload(needs.adapter.name, client)
+        except InputError as error:
+            problems.append(error)
+    return problems
+
+
+def _described(server: Server, needs: Needs) -> Iterator[InputError]:
+    """Yield what the server's own description tells."""
+    found = tuple(int(part) for part in re.findall(r"\d+", server.version)[:2])
+    if found < VLLM_MIN_VERSION:
+        oldest = ".".join(map(str, VLLM_MIN_VERSION))
+        hint = f"It is vLLM {server.version}; this needs {oldest} or later."
+        yield InputError(f"{PLACE}.url", server.address, hint)
+    if server.context < needs.context:
+        hint = (
+            f"It reads {server.context} ids, and the longest prompt with rollout.max_completion_length needs "
+            f"{needs.context}: start it with a larger --max-model-len, or lower that."
+        )
+        yield InputError(f"{PLACE}.url", server.address, hint)
+
+
+async def _require_processed(server: Server, needs: Needs, client: httpx.AsyncClient) -> None:
+    """Refuse a server whose log-probs are not those of the distribution that it samples from.
+
+    Of one id that can be sampled the log-prob is 0, whatever the model; before the truncation it is that of the logits.
+
+    Raises:
+        InputError: they are not, or it does not return as many as top_k needs.
+    """
+    body = {
+        "model": server.model,
+        "prompt": _PROBE_IDS,
+        "max_tokens": 4,
+        "temperature": 1.0,
+        "top_k": 1,
+        "seed": 0,
+        "ignore_eos": True,
+        "logprobs": needs.top_k + TIES if needs.top_k else 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    answer: Any = await completions(server, body, client)
+    try:
+        choice = answer["choices"][0]
+        sampled, read = choice["logprobs"]["token_logprobs"], choice["prompt_token_ids"]
+    except (KeyError, IndexError, TypeError) as error:
+        hint = "It returns neither the ids that it read nor log-probs: it is too old, or no vLLM server."
+        raise InputError(f"{PLACE}.url", server.address, hint) from error
+    if read != _PROBE_IDS or any(value is None or abs(value) > _CERTAIN for value in sampled):
+        hint = (
+            "Its log-probs are not those of the distribution that it samples from: start it with --logprobs-mode "
+            "processed_logprobs."
+        )
+        raise InputError(f"{PLACE}.url", server.address, hint)
