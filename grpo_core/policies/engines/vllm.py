@@ -206,8 +206,9 @@ def _refused_adapter(address: str, adapter: Adapter, status: int, message: str) 
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
         )
         return InputError(f"{PLACE}.url", address, hint)
+    why = message.partition(", please check")[0]
     hint = (
-        f"It does not load {adapter.path}: {message.partition(', please check')[0]}. The server reads this path: give a folder that both see as "
+        f"It does not load {adapter.path}: {why}. The server reads this path: give a folder that both see as "
         f"{PLACE}.adapter_folder; and it needs a --max-lora-rank of at least policy.lora.rank."
     )
     return InputError(f"{PLACE}.url", address, hint)
