@@ -236,7 +236,7 @@ def test_adapters_are_loaded_by_name_and_unloaded_when_unused(policy: CausalLMPo
 
 def test_stop_texts_end_rows_where_the_policy_ends_them(served: Vllm) -> None:
     policy = build_text_policy(CausalLMSettings(max_completion_length=LENGTH, stop=("b",)))
-    written = list("aabaa".encode())
+    written = [policy.tokenizer.convert_tokens_to_ids(letter) for letter in "aabaa"]
 
     def reply(body: dict[str, Any], number: int) -> Reply:
         # Seeds of even rows get the whole text, odd ones are ended before a stop text of the policy's rule.
@@ -250,8 +250,6 @@ def test_stop_texts_end_rows_where_the_policy_ends_them(served: Vllm) -> None:
         }
         return Reply({"model": body["model"], "choices": [choice]})
 
-    tokenizer = policy.tokenizer
-    written[:] = [tokenizer.convert_tokens_to_ids(letter) for letter in "aabaa"]
     served.fail = reply
     sampled = sample(policy, served.server())
     assert sampled.actions.token_ids.tolist() == [written[:3]] * len(SEEDS)
