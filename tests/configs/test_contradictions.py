@@ -35,6 +35,16 @@ def quantized(kind: str = "nf4", **changes: Any) -> dict[str, Any]:
     return {"policy": {"model": "m", "quantization": {"kind": kind, **own}, **changes}}
 
 
+def engine(rollout: dict[str, Any] | None = None, **policy: Any) -> dict[str, Any]:
+    """A text policy whose rollouts a vLLM server samples, with changes of the rollout and the policy."""
+    served = {"max_completion_length": 8, "engine": "vllm", "vllm": {"url": "http://localhost:1"}}
+    return {
+        "policy": {"kind": "causal_lm", "model": "m", **policy},
+        "rollout": {**served, **(rollout or {})},
+        "rewards": [ANSWER],
+    }
+
+
 def found(**sections: Any) -> list[tuple[str, object]]:
     values: dict[str, Any] = {
         "run": {"name": "x", "iterations": 1},
@@ -79,6 +89,26 @@ def test_everything_is_reported_at_once() -> None:
         (quantized(kind="int8", double_quant=True), "policy.quantization.double_quant", True),
         (quantized(int8_threshold=6.0), "policy.quantization.int8_threshold", 6.0),
         ({**quantized(), "placement": {"devices": ["cpu", "cpu"], "sharding": "fsdp2"}}, "placement.sharding", "fsdp2"),
+        (engine(lora=None, dtype="float32"), "policy.lora", None),
+        (engine(lora={"use_dora": True}), "policy.lora.use_dora", True),
+        (engine(lora={"modules_to_save": ["norm"]}, dtype="float32"), "policy.lora.modules_to_save", ["norm"]),
+        (engine(lora={"init_lora_weights": "pissa"}), "policy.lora.init_lora_weights", "pissa"),
+        (engine(lora={"rank": 513}), "policy.lora.rank", 513),
+        (engine(quantization={"kind": "nf4"}), "policy.quantization", {"kind": "nf4"}),
+        (engine(kind="vision_lm"), "rollout.engine", "vllm"),
+        (engine({"top_p": 0.9}), "rollout.top_p", 0.9),
+        (engine({"min_p": 0.1}), "rollout.min_p", 0.1),
+        (engine({"engine": "continuous_batching", "vllm": None, "top_k": 5}), "rollout.top_k", 5),
+        (engine({"vllm": None}), "rollout.vllm", None),
+        (engine({"vllm": {}}), "rollout.vllm.url", None),
+        (engine({"vllm": {"url": "localhost:1"}}), "rollout.vllm.url", "localhost:1"),
+        (engine({"vllm": {"url": ["http://a", "http://a/v1/"]}}), "rollout.vllm.url", ["http://a", "http://a"]),
+        (engine({"vllm": {"url": "http://a", "command": "vllm serve"}}), "rollout.vllm.command", "vllm serve"),
+        (
+            engine({"vllm": {"url": "http://a", "token_env": "sk-1"}}),
+            "rollout.vllm.token_env",
+            "not the name of a variable",
+        ),
         ({"data": {"prompts": "p", "prompt_column": {"user": "q"}}}, "data.prompt_column", {"user": "q"}),
         ({**TEXT, "rewards": [ANSWER], "data": {"prompts": "p", "prompt_column": {}}}, "data.prompt_column", {}),
         ({"data": {"datasets": TWO, "streaming": True}}, "data.streaming", True),
@@ -255,11 +285,27 @@ def test_a_function_gives_its_name_to_its_metrics() -> None:
 
 
 TINY = Path(configs.__file__).parent / "tiny.yaml"
+TINY_TEXT = TINY.with_name("tiny_text.yaml")
 
 
 def identity(*overrides: str) -> dict[str, Any]:
     # A revision is one of a hub name.
     return run_identity(read_config(TINY, ["policy.model=organisation/model", *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("override", "change"),
+    [
+        ("rollout.vllm.url=[http://a,http://b/v1]", None),
+        ("rollout.vllm={command: vllm serve}", None),
+        ("rollout.vllm.concurrency=9", None),
+        ("rollout.vllm.dtype=bfloat16", "rollout.vllm.dtype None -> bfloat16"),
+    ],
+)
+def test_the_place_of_a_server_changes_no_result(override: str, change: str | None) -> None:
+    values = ["policy.lora={}", "rollout.engine=vllm", "rollout.vllm={url: http://localhost:1}"]
+    before, after = (run_identity(read_config(TINY_TEXT, [*values, *more])) for more in ([], [override]))
+    assert list(changed_settings(before, after)) == ([change] if change else [])
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,9 @@ class TestStreams:
         summed = parity.tolerance("denoising", in_fp32=True, summed_values=1024)
         assert summed == ParityTolerance(1024 * 1e-5, 1024 * 1e-6)
         assert ParitySection(mean_difference=2.0).tolerance("denoising", in_fp32=True) == ParityTolerance(1e-5, 2.0)
+        engine = [parity.tolerance("tokens", in_fp32=each, by_engine=True) for each in (True, False)]
+        assert engine == [ParityTolerance(1e-3, 1e-4, 1e-3), ParityTolerance(0.5, 0.05, 0.02)]
+        assert ParitySection(share_beyond=0.0).tolerance("tokens", in_fp32=True, by_engine=True).share_beyond == 0
 
     @pytest.mark.parametrize("change", [{}, DECODER, JOINT, PIPELINE, TEXT])
     def test_what_was_stored_is_the_same_configuration(self, change: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from botocore.exceptions import ClientError, ConnectTimeoutError, EndpointConnec
 
 from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError, joined
 from grpo_core.parity import ParityError, ParityReport, ParityTolerance
+from grpo_core.policies.engines.vllm import EngineError
 from tasks.execution.errors import (
     ErrorRecord,
     LostStageError,
@@ -58,6 +59,7 @@ def answered(status: int) -> httpx.HTTPStatusError:
         (PermissionError(errno.EACCES, "no"), None),
         (OSError(errno.ENOSPC, "full"), None),
         (ClientError({"Error": {"Code": "AccessDenied"}}, "PutObject"), None),
+        (EngineError("vLLM at http://localhost:1: 2 of 8 rows have no answer"), Retryable.SERVICE),
         (answered(401), None),
         (answered(422), None),
         (RuntimeError("a bug"), None),
@@ -70,7 +72,7 @@ def test_which_errors_may_pass(error: Exception, kind: Retryable | None) -> None
     assert retryable_kind(error) is kind
 
 
-REPORT = ParityReport(0.5, 0.1, 0.6, 1.6, 40, 4, 1, ("s1", "s2"))
+REPORT = ParityReport(0.5, 0.1, 0.6, 1.6, 40, 4, 1, ("s1", "s2"), "tokens", (0.5, 0.25), 3, "vllm 0.32.0 in float32")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ REPORT = ParityReport(0.5, 0.1, 0.6, 1.6, 40, 4, 1, ("s1", "s2"))
         joined([InputError("a", 1, "hint"), InputError("b", [2], "other hint")]),
         FailedSamplesError("ocr", ["s0: no answer"], 4, 0.1),
         NonFiniteError("loss", ["s1", "s2"], "Lower the learning rate."),
-        ParityError(REPORT, ParityTolerance(1e-3, 1e-4)),
+        ParityError(REPORT, ParityTolerance(1e-3, 1e-4, 0.01)),
         StaleReferenceError("run/rollouts: part is missing"),
         StorageError("storage.root", "/full", "the disk is full"),
         ValueError("all rows are too stale"),
