@@ -226,6 +226,9 @@ def measure_parity(
         rows_apart=int((by_row > 0.1 * by_row.max()).sum()),
         worst_samples=tuple(sample_ids[row] for row in worst),
         stream=stream,
+        worst_differences=tuple(by_row[worst].tolist()),
+        tokens_beyond=int((difference.abs() > limit).sum()),
+        sampled_by=sampled_by,
     )
 
 

@@ -249,23 +249,23 @@ def test_a_few_tokens_of_an_engine_may_be_apart_and_no_more() -> None:
     disturbed[4, 2] += 0.3
     disturbed[1, 0] -= 0.4
     apart = replace(rows, rollout_logprobs=disturbed)
-    before = policy.table.detach().clone()
+    before, by = policy.table.detach().clone(), "vllm 1 with a"
 
     def updated(share: float, mean: float = 0.1) -> UpdateResult:
         tolerance, settings = ParityTolerance(0.01, mean, share), changed()
         optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(learning_rate=0.05))
-        return update_policy(policy, optimizer, apart, settings, seed=0, parity=tolerance, sampled_by="vllm 1 with a")
+        return update_policy(policy, optimizer, apart, settings, seed=0, parity=tolerance, sampled_by=by)
 
     for share, mean in ((1.9 / tokens, 0.1), (0.5, 0.6 / tokens)):
         with pytest.raises(ParityError) as refused:
             updated(share, mean)
         report = refused.value.report
-        assert (report.tokens_beyond, report.worst_samples[:2], report.sampled_by) == (2, ("s1", "s4"), "vllm 1 with a")
+        assert (report.tokens_beyond, report.worst_samples[:2], report.sampled_by) == (2, ("s1", "s4"), by)
         assert report.worst_differences[:2] == pytest.approx((0.4, 0.3), abs=1e-4)
-        assert "vllm 1 with a" in str(refused.value)
+        assert by in str(refused.value)
         assert "s1 (0.4)" in str(refused.value)
         assert torch.equal(policy.table.detach(), before)
-    assert updated(2 / tokens).steps
+    assert updated(2.01 / tokens).steps
 
 
 @pytest.mark.parametrize("minibatch_size", [3, 7])
