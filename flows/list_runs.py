@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import BaseModel
 
 from grpo_core.errors import InputError
-from tasks.reports.report import Report, Table
+from tasks.reports.report import Report, Table, require_page_path, write_page
 from tasks.reports.text import number
 from tasks.runs.layout import ADVANTAGES, evaluation_folder, iteration_folder, policy_folder
 from tasks.runs.lookup import CONFIG_FILE, runs_below
@@ -17,6 +18,9 @@ from tasks.storage.artifacts.reference import MANIFEST_ENDING
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.links import LinkError
 from tasks.storage.run_lock import is_locked
+
+if TYPE_CHECKING:
+    from tasks.reports.list_page import RunCurves
 
 
 class ListedRun(BaseModel):
@@ -53,6 +57,32 @@ def list_runs(root: str) -> list[ListedRun]:
         raise InputError("ROOT", root, "There is no such folder; name the one of storage.root, by default runs.")
     begun = datetime.min.replace(tzinfo=UTC)
     return sorted((_listed(store) for store in stores), key=lambda each: (each.progress or begun, each.run))
+
+
+def write_list_page(root: str, runs: Sequence[ListedRun], html: Path) -> None:
+    """Write the page of the runs below a storage root; of refused ones it has the reason alone.
+
+    Raises:
+        InputError: the page cannot be written there.
+    """
+    # The page takes longer to import than the list to read.
+    from tasks.reports.list_page import render_list_page
+
+    require_page_path(html)
+    known = {each.run for each in runs if each.problem is None}
+    curves = {store.run: _curves(store) for store in runs_below(root, "ROOT") or () if store.run in known}
+    ordered = [curves[each.run] for each in runs if each.run in curves]
+    write_page(html, render_list_page(root, runs_report(root, runs), ordered))
+
+
+def _curves(store: ArtifactStore) -> "RunCurves":
+    from tasks.reports.list_page import RunCurves
+
+    reader = RunReader(store)
+    rewards = [(float(number), _reward(reader, iteration_folder(number))) for number in reader.iterations()]
+    heldout = [(float(version), _reward(reader, evaluation_folder(version))) for version in reader.evaluations()]
+    kept = [[(x, y) for x, y in points if y is not None] for points in (rewards, heldout)]
+    return RunCurves(store.run, _config(store), *kept)
 
 
 def runs_report(root: str, runs: Sequence[ListedRun]) -> Report:
@@ -98,13 +128,18 @@ def _read(store: ArtifactStore) -> ListedRun:
 
 
 def _planned(store: ArtifactStore) -> int | None:
+    section = _config(store).get("run")
+    planned = section.get("iterations") if isinstance(section, Mapping) else None
+    return planned if isinstance(planned, int) else None
+
+
+def _config(store: ArtifactStore) -> Mapping[str, Any]:
+    """Read config.yaml; empty where it cannot be read."""
     try:
         values = yaml.safe_load(store.read_file(CONFIG_FILE) or b"")
     except (yaml.YAMLError, UnicodeDecodeError):
-        return None
-    section = values.get("run") if isinstance(values, Mapping) else None
-    planned = section.get("iterations") if isinstance(section, Mapping) else None
-    return planned if isinstance(planned, int) else None
+        return {}
+    return values if isinstance(values, Mapping) else {}
 
 
 def _reward(reader: RunReader, folder: str) -> float | None:

@@ -22,7 +22,7 @@ from tasks.storage.run_lock import is_locked
 HOST = "127.0.0.1"
 
 SECONDS_BETWEEN, SHARE = 2.0, 0.1
-"""Least time between two readings of a run, and the largest share of all time that reading takes."""
+"""Least time between two readings of a run, and the largest share of a processor that reading takes."""
 
 
 def watch_run(name: str, *, root: str, port: int, iteration: int | None, started: Callable[[str], None]) -> None:
@@ -58,7 +58,7 @@ class _Page:
 
     Attributes:
         tag: what the run had when it was read.
-        seconds: how long it took to read and to write.
+        seconds: processor time of reading and writing it.
         written: when that was, on the monotonic clock.
         time: the same for people.
     """
@@ -118,14 +118,14 @@ class RunWatch:
         return json.dumps([last, reader.names(EVALUATIONS), reader.names(POLICIES)[-4:], is_locked(self._store)])
 
     def _written(self, iteration: int | None, tag: str) -> _Page:
-        begun = time.monotonic()
+        begun = time.thread_time()
         reader = RunReader(self._store, self._memory if iteration is None else None)
         require_iteration(reader, iteration)
         found = read_inspection(reader, iteration, with_page=True)
         reader.memory.forget_unused()
         html = render_run_page(found.run, found.samples, found.verdict, found.warnings, watched=tag)
-        now = time.monotonic()
-        return _Page(html, tag, now - begun, now, f"{datetime.now():%H:%M:%S}")
+        seconds = time.thread_time() - begun
+        return _Page(html, tag, seconds, time.monotonic(), f"{datetime.now():%H:%M:%S}")
 
 
 class _Server(ThreadingHTTPServer):

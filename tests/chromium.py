@@ -126,6 +126,8 @@ def opened_tab(folder: Path) -> Iterator[Tab]:
                 target = next(each for each in json.load(answer) if each["type"] == "page")
             with connect(target["webSocketDebuggerUrl"], max_size=None, compression=None) as socket:
                 yield Tab(socket)
+                # Its helpers write files until it has closed itself.
+                socket.send('{"id": 0, "method": "Browser.close"}')
+                browser.wait(timeout=30)
         finally:
-            browser.terminate()
-            browser.wait()
+            browser.kill()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,22 +70,29 @@ def _watch(run: str, *, iteration: int | None, root: str, port: int, others: Map
 @commands.command("list")
 def list_runs(
     root: Annotated[str, typer.Argument(metavar="[ROOT]", help="a folder or any fsspec URL")] = "runs",
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """List the runs below a folder: state, iterations, rewards, when they last made progress."""
     with handle_errors(as_json):
         from flows.list_runs import list_runs as listed
-        from flows.list_runs import runs_report
+        from flows.list_runs import runs_report, write_list_page
 
         runs = listed(root)
+        if html is not None:
+            write_list_page(root, runs, html)
         if as_json:
-            typer.echo(json.dumps({"root": root, "runs": [each.model_dump(mode="json") for each in runs]}))
+            found = [each.model_dump(mode="json") for each in runs]
+            typer.echo(json.dumps({"root": root, "runs": found, "html": str(html) if html else None}))
             return
         from rich.console import Console
 
         from flows.terminal.output import show_report
 
-        show_report(runs_report(root, runs), Console())
+        report = runs_report(root, runs)
+        show_report(
+            report if html is None else replace(report, notes=[*report.notes, f"page written to {html}"]), Console()
+        )
 
 
 @commands.command()

@@ -197,10 +197,10 @@ def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, tuple[str | Non
 
     Besides the configuration these are the model, the prompts, the code of each stage, and library versions.
     """
-    settings = [dict(_flat({**run.view.config, **_described(run)}, "")) for run in runs]
+    settings = [dict(flat_settings({**run.view.config, **_described(run)})) for run in runs]
     values = {path: [each.get(path) for each in settings] for path in itertools.chain(*settings)}
     return {
-        path: tuple(None if value is None else _written(value) for value in found)
+        path: tuple(None if value is None else written_setting(value) for value in found)
         for path, found in values.items()
         if path not in _UNCOMPARED and any(value != found[0] for value in found)
     }
@@ -217,19 +217,20 @@ def _described(run: ComparedRun) -> dict[str, Any]:
     }
 
 
-def _flat(value: object, path: str) -> Iterator[tuple[str, object]]:
+def flat_settings(value: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield the path of each value, and the value; null is the same as what is missing."""
     if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
         # Rewards, data sets and the like go by their name and not by their place.
         value = {str(each.get("name") or each.get("reward") or place): each for place, each in enumerate(value)}
     if isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _flat(each, f"{path}.{key}" if path else str(key))
+            yield from flat_settings(each, f"{path}.{key}" if path else str(key))
     elif value is not None:
         yield path, value
 
 
-def _written(value: object) -> str:
+def written_setting(value: object) -> str:
+    """Write the value of a setting for a table."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -321,9 +321,10 @@ function setUpWatch() {
   };
   const look = async () => {
     try {
-      const state = await read("state" + location.search, answer => answer.json());
+      let state = await read("state" + location.search, answer => answer.json());
       if (state.tag !== document.body.dataset.watch && !busy()) {
         takeOver(new DOMParser().parseFromString(await read(location.href, answer => answer.text()), "text/html"));
+        state = await read("state" + location.search, answer => answer.json());
       }
       status(state.status);
     } catch (error) {

@@ -1,0 +1,134 @@
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from flows import watch_run as watching
+from flows.watch_run import HOST, RunWatch, watch_run
+from tests.chromium import needs_chromium, opened_tab
+from tests.flows.conftest import refused
+from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte, whole_run
+
+
+@contextmanager
+def served(maker: RunMaker) -> Iterator[str]:
+    server = watching._Server(RunWatch(maker.store), 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    with server:
+        thread.start()
+        try:
+            yield f"http://{HOST}:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def read(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        return str(answer.read().decode())
+
+
+def test_the_page_follows_a_run_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(watching, "SHARE", 1e9)
+    maker = RunMaker(tmp_path, planned=3)
+    with served(maker) as address:
+        assert "0 of 3 iterations" in read(address)
+        first = json.loads(read(f"{address}state"))
+        assert json.loads(read(f"{address}state"))["tag"] == first["tag"]
+        maker.evaluation(0, shift=0.0)
+        maker.rollouts("iteration_000001", "i000001")
+        state = json.loads(read(f"{address}state"))
+        assert state["tag"] != first["tag"]
+        assert "iteration 1 has rollouts" in read(address)
+        maker.rewards("iteration_000001", "i000001")
+        maker.advantages("iteration_000001", "i000001")
+        maker.update(1)
+        maker.iteration(2)
+        before = contents(maker.folder)
+        page = read(address)
+        assert "2 of 3 iterations" in page
+        assert "Images of iteration 2" in page
+        # A damaged iteration is named, and the others are shown.
+        flip_last_byte(maker.folder / "iteration_000001/rollouts/part-00000.parquet")
+        chosen = read(f"{address}?iteration=1")
+        assert "Images of iteration 1" in chosen
+        assert "iteration_000001/rollouts/part-00000.parquet" in chosen
+        assert set(contents(maker.folder)) == set(before)
+
+
+def test_what_is_not_there_and_other_hosts_are_refused(tmp_path: Path) -> None:
+    with served(whole_run(tmp_path)) as address:
+        for path, status in (("?iteration=7", 404), ("?iteration=x", 404), ("run.json", 404)):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                read(address + path)
+            assert error.value.code == status
+            error.value.close()
+        host = address.removeprefix("http://").rstrip("/")
+        connection = HTTPConnection(host, timeout=30)
+        connection.request("GET", "/", headers={"Host": "example.org"})
+        assert connection.getresponse().status == 403
+        connection.close()
+
+
+def test_a_run_that_cannot_be_read_is_reported_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = whole_run(tmp_path)
+
+    def vanished(*_: object, **__: object) -> None:
+        raise FileNotFoundError("it was moved away")
+
+    with served(maker) as address:
+        with monkeypatch.context() as broken:
+            broken.setattr(watching, "read_inspection", vanished)
+            with pytest.raises(urllib.error.HTTPError) as error:
+                read(address)
+            assert error.value.code == 503
+            assert b"it was moved away" in error.value.read()
+            error.value.close()
+        assert "Images of iteration 2" in read(address)
+
+
+def test_wrong_input(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path)
+    with served(maker) as address:
+        taken = int(address.rstrip("/").rsplit(":", 1)[1])
+        for options, place in (
+            ({"name": "none"}, "RUN"),
+            ({"iteration": 9}, "--iteration"),
+            ({"port": taken}, "--port"),
+            ({"port": 70000}, "--port"),
+        ):
+            asked = {"name": "made", "root": str(tmp_path), "port": 0, "iteration": None, **options}
+            (error,) = refused(lambda asked=asked: watch_run(**asked, started=pytest.fail))
+            assert error.place == place
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_browser_takes_over_what_is_new_and_keeps_what_was_chosen(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path / "runs", planned=4)
+    for version in (0, 1):
+        maker.evaluation(version, shift=version / 10)
+    maker.iteration(1)
+    with served(maker) as address, opened_tab(tmp_path / "browser") as tab:
+        tab.open(address)
+        tab.run("document.querySelector('[data-part=next]').click()")
+        tab.run("document.querySelector('[type=search]').value = 'blue'")
+        tab.run("document.querySelector('[type=search]').dispatchEvent(new Event('input', {bubbles: true}))")
+        tab.run("document.querySelector('[data-key=policy]').focus()")
+        maker.iteration(2)
+        maker.evaluation(2, shift=0.3)
+        tab.wait("document.querySelector('.badge').textContent.includes('2 of 4')")
+        # The slider stood at the last policy and follows; prompt, search and focus stay.
+        assert tab.run("document.querySelector('[data-part=version] b').textContent") == "policy 2"
+        assert tab.run("document.querySelector('[data-part=place]').value") == "2 of 2"
+        assert tab.run("document.querySelector('[type=search]').value") == "blue"
+        assert tab.run("document.activeElement.dataset.key") == "policy"
+        assert tab.problems == []
+        assert all(each.startswith(address) for each in tab.requests)
