@@ -6,6 +6,7 @@ import sys
 
 import httpx
 import pytest
+import torch
 from botocore.exceptions import ClientError, ConnectTimeoutError, EndpointConnectionError
 
 from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError, joined
@@ -86,6 +87,7 @@ REPORT = ParityReport(0.5, 0.1, 0.6, 1.6, 40, 4, 1, ("s1", "s2"), "tokens", (0.5
         StaleReferenceError("run/rollouts: part is missing"),
         StorageError("storage.root", "/full", "the disk is full"),
         ValueError("all rows are too stale"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     ],
     ids=lambda error: type(error).__name__,
 )

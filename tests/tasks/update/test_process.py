@@ -285,6 +285,31 @@ def test_processes_are_kept_until_one_of_them_dies(tmp_path: Path) -> None:
     assert not [path for path in Path(store.path(".incoming")).iterdir() if path.is_dir()]
 
 
+SMALL_DEVICE = """
+import torch
+
+
+def bounded(inputs, settings):
+    if len(inputs.advantages) > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    return -inputs.advantages.unsqueeze(-1) * inputs.logprobs
+"""
+
+
+@pytest.mark.slow
+def test_a_device_that_runs_out_of_memory_halves_the_batches_of_all(store: ArtifactStore, tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text(SMALL_DEVICE)
+    update, log = UPDATE.model_copy(update={"loss": f"{tmp_path}/losses.py:bounded"}), ProgressLog()
+    two = run_task(TEXTS, log=log, update=update.model_copy(update={"micro_batch_size": 2}), devices=TWO)
+    kept = ArtifactStore(store.root, "alone")
+    use_store(kept)
+    one = run_task(TEXTS, update=update)
+    assert [line for line in log.lines if "update.micro_batch_size 1 instead of 2" in line]
+    assert one.checkpoint is not None
+    assert two.checkpoint is not None
+    assert largest_difference(kept.local_files(one.checkpoint), store.local_files(two.checkpoint)) < 1e-6
+
+
 PROGRAM = """
 import sys
 from tasks.storage.artifacts.store import ArtifactStore, use_store
