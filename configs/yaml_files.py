@@ -48,6 +48,8 @@ OTHER_MEANING: Mapping[str, str] = MappingProxyType(
         "rollout.generation_batch_size": "Set rollout.prompts_per_iteration, which counts prompts and not completions, "
         "to generation_batch_size / num_generations.",
         "rollout.steps_per_generation": "Set update.minibatch_size to the rows of one optimizer step.",
+        "rollout.use_transformers_continuous_batching": "Set rollout.engine to continuous_batching, or to policy.",
+        "rollout.use_vllm": "Set rollout.engine to vllm and rollout.vllm.url or command to its server, or to policy.",
         "run.log_completions": "`grpo inspect RUN` and Prefect's UI show completions; there is no such setting.",
         "run.max_steps": "Set run.iterations: it counts rounds of sampling and training, max_steps counts optimizer "
         "steps. An iteration has update.epochs x its rows / update.minibatch_size of them.",

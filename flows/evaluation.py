@@ -109,8 +109,9 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
 def _determining(config: RunConfig) -> dict[str, Any]:
     """Return what determines the samples and scores of an evaluation, except the prompts and the policy."""
     rewards, rollout = (*config.rewards, *config.guardrails.rewards), config.evaluation_rollout
+    sampling = rollout.result_settings()
     return {
-        "rollout": rollout.model_dump(mode="json", exclude=set(rollout.training_settings)),
+        "rollout": {name: value for name, value in sampling.items() if name not in rollout.training_settings},
         "mix": [section.model_dump(mode="json", exclude=_WITHOUT_EFFECT) for section in config.rewards],
         "scores": [[section.label, scores_key(section)] for section in rewards],
         "advantages": config.advantages.model_dump(mode="json"),

@@ -148,9 +148,9 @@ def test_an_option_without_a_setting_is_refused_with_the_reason_of_the_document(
         reason = reason_on_page(name)
         assert (reason is not None) == (how in {"otherwise", "no"}), name
         assert reason is None or why.replace("`", "") in reason
-    (error,) = problems(written(tmp_path / "a.yaml"), "update.use_vllm=true").values()
-    assert (error.place, error.value) == ("update.use_vllm", True)
-    assert found["use_vllm"][1] in error.hint
+    (error,) = problems(written(tmp_path / "a.yaml"), "update.vllm_group_port=1").values()
+    assert (error.place, error.value) == ("update.vllm_group_port", 1)
+    assert found["vllm_group_port"][1] in error.hint
     # No option of TRL's any more; people still have it in their files.
     (error,) = problems(written(tmp_path / "a.yaml"), "update.warmup_ratio=0.1").values()
     assert "update.warmup_steps" in error.hint
