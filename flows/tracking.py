@@ -36,7 +36,20 @@ MAX_PROMPTS, MAX_SAMPLES, MAX_SIDE = 16, 4, 512
 
 TITLE_LETTERS = 60
 
-_COLUMNS = ("sample_id", "group_id", "prompt", "sources", "completion", "width", "height")
+GAP = 4
+"""White pixels between the images of a strip."""
+
+_COLUMNS = (
+    "sample_id",
+    "group_id",
+    "prompt",
+    "sources",
+    "target_uri",
+    "target_sha256",
+    "completion",
+    "width",
+    "height",
+)
 _FLUSHED_EVERY = "x_transaction_log_flush_interval"
 
 Images = Mapping[str, Sequence[Image.Image]]
@@ -134,7 +147,7 @@ def _read_records(store: ArtifactStore) -> dict[str, dict[str, Any]]:
 def read_images(store: ArtifactStore, evaluation: EvaluationView) -> Images:
     """Read the first samples of held-out prompts by `heldout/NN PROMPT`, the same at every evaluation.
 
-    The images in a prompt come before its samples, on white of the samples' size.
+    The images in a prompt and its target come before its samples, on white of the samples' size.
 
     There are none of texts, and none that were pruned.
     """
@@ -149,14 +162,24 @@ def read_images(store: ArtifactStore, evaluation: EvaluationView) -> Images:
     images_of, shown = PromptImages(MAX_SIDE, store), dict[str, Sequence[Image.Image]]()
     for index, group in enumerate(groups, start=1):
         if images := [found[row["sample_id"]] for row in group if row["sample_id"] in found]:
-            sources = [padded(each, images[0].size) for each in images_of.sources(group[0])]
-            shown[_title(index, group[0])] = [*sources, *images]
+            target = images_of.target(group[0]["target_uri"], group[0]["target_sha256"])
+            before = [*images_of.sources(group[0]), *([target] if target is not None else [])]
+            shown[_title(index, group[0])] = [*(padded(each, images[0].size) for each in before), *images]
     return shown
 
 
 def _title(index: int, row: Row) -> str:
     # A slash would begin a group of its own.
     return f"heldout/{index:02d} {one_line(row['prompt'], TITLE_LETTERS).replace('/', ' ')}"
+
+
+def strip_of(images: Sequence[Image.Image]) -> Image.Image:
+    """Place images of one size next to each other, with gaps between them."""
+    width, height = images[0].size
+    strip = Image.new("RGB", (len(images) * (width + GAP) - GAP, height), "white")
+    for index, image in enumerate(images):
+        strip.paste(image, (index * (width + GAP), 0))
+    return strip
 
 
 def tracker_folder(store: ArtifactStore) -> Path:
@@ -247,9 +270,9 @@ class TensorBoard(Backend):
             self.tracker.tracker.file_writer.add_summary(summary)
 
     def log_images(self, number: int, images: Images) -> None:
-        """Log the images of each held-out prompt, which have one size, as one grid."""
-        grids = {title: np.stack([np.asarray(image) for image in shown]) for title, shown in images.items()}
-        self.tracker.log_images(grids, step=number, dataformats="NHWC")
+        """Log the images of each held-out prompt as one strip."""
+        strips = {title: np.asarray(strip_of(shown))[None] for title, shown in images.items()}
+        self.tracker.log_images(strips, step=number, dataformats="NHWC")
 
 
 class WandB(Backend):

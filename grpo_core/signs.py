@@ -28,7 +28,11 @@ NO_ENTROPY = 0.02
 NO_SPREAD = 0.9
 """Share of groups without spread from which on hardly anything is learned."""
 
-CLIPPED = 0.5
+HAD_SPREAD, ALIKE = 0.5, 0.3
+"""A reward that has reached its bound had a spread in more than half of the groups at first, has risen by half of the
+samples' standard deviation then, and has less than this share of it left."""
+
+CLIPPED = 0.55
 """Share of actions that are clipped after an iteration's first step, from which on clipping determines the update."""
 
 NEAR_GATE = 0.8
@@ -118,7 +122,7 @@ def find_signs(iterations: Sequence[MeasuredIteration], stream: Stream) -> tuple
     """
     signs: list[Sign] = []
     for end in range(1, len(iterations) + 1):
-        signs += new_signs(iterations[:end], stream, signs)
+        signs += new_signs(iterations[max(0, end - WINDOW) : end], stream, signs)
     return tuple(signs)
 
 
@@ -161,14 +165,16 @@ def _found(measured: _Measured) -> list[tuple[str, str]]:
 def _reward_at_bound(measured: _Measured) -> str | None:
     if not measured.holds("frac_reward_zero_std", lambda share: share >= NO_SPREAD):
         return None
-    first = next((row for row in measured.rows if {"reward", "reward_std"} <= {*row}), None)
-    reward = measured.last("reward")
-    # It rose by at least half of what samples differed by at first.
-    if first is None or not reward or reward[0] - first["reward"] < max(first["reward_std"] / 2, 1e-9):
+    needed = ("reward", "reward_std", "frac_reward_zero_std")
+    first = next((row for row in measured.rows if all(name in row for name in needed)), None)
+    reward, std = measured.last("reward"), measured.last("reward_std")
+    if first is None or not reward or not std or first["frac_reward_zero_std"] >= HAD_SPREAD:
+        return None
+    if reward[0] - first["reward"] < first["reward_std"] / 2 or std[0] > ALIKE * first["reward_std"]:
         return None
     return (
-        f"the reward rose to {reward[0]:.3g} and {_share(measured)} of the groups have no spread, so nothing is left "
-        "to learn: stop here, take harder prompts, or a reward that still tells samples apart"
+        f"the reward is {reward[0]:.3g} and {_share(measured)} of the groups have no spread, so nothing is left to "
+        "learn: stop here, or take harder prompts"
     )
 
 
@@ -176,8 +182,8 @@ def _entropy(measured: _Measured) -> str | None:
     if not measured.holds("entropy", lambda nats: nats <= NO_ENTROPY):
         return None
     return (
-        f"the entropy is {measured.last('entropy')[0]:.2g} nats a token, so siblings are nearly the same: raise "
-        f"rollout.temperature, or {measured.place}.clip_range_high, or lower {measured.place}.learning_rate"
+        f"the entropy is {measured.last('entropy')[0]:.2g} nats a token, so siblings are alike: raise "
+        f"rollout.temperature or lower {measured.place}.learning_rate"
     )
 
 
@@ -186,8 +192,8 @@ def _groups_without_spread(measured: _Measured) -> str | None:
         return None
     reward = "".join(f" (reward {value:.3g})" for value in measured.last("reward"))
     return (
-        f"{_share(measured)} of the groups have no spread{reward}, so there is nothing to learn from: the prompts are "
-        "too easy or too hard, rollout.group_size too small, or the reward cannot tell siblings apart"
+        f"{_share(measured)} of the groups have no spread{reward}, so nothing is learned: check the reward, how hard "
+        "the prompts are, and rollout.group_size"
     )
 
 
@@ -197,8 +203,8 @@ def _kl(measured: _Measured) -> str | None:
     if measured.stream != "tokens" or not kl or kl[0] < FAR_KL:
         return None
     return (
-        f"the KL is {kl[0]:.2f} nats a token, so the policy is far from the model, and samples may fall apart: lower "
-        f"{measured.place}.learning_rate (now {_learning_rate(measured)}) or raise {measured.place}.kl_coef"
+        f"the KL is {kl[0]:.2f} nats a token, far from the model: lower {measured.place}.learning_rate "
+        f"(now {_learning_rate(measured)}) or raise {measured.place}.kl_coef"
     )
 
 
@@ -206,10 +212,8 @@ def _kl_penalty(measured: _Measured) -> str | None:
     terms = [row["loss"] - row["policy_loss"] for row in measured.rows[-RECENT:] if {"kl", "policy_loss"} <= {*row}]
     if len(terms) < RECENT or math.fsum(terms) / RECENT < KL_PENALTY:
         return None
-    return (
-        f"the KL term is {math.fsum(terms) / RECENT:.2g} of the loss, more than the advantages can gain, so the policy "
-        f"stays where it is: lower {measured.place}.kl_coef"
-    )
+    mean = math.fsum(terms) / RECENT
+    return f"the KL term is {mean:.2g} of the loss and holds the policy back: lower {measured.place}.kl_coef"
 
 
 def _clipped(measured: _Measured) -> str | None:
@@ -224,7 +228,7 @@ def _clipped(measured: _Measured) -> str | None:
     noun = "tokens" if measured.stream == "tokens" else "steps"
     return (
         f"{math.fsum(shares) / RECENT:.0%} of the {noun} are clipped after the first optimizer step: raise "
-        f"{measured.place}.clip_range, or take fewer epochs or a lower {measured.place}.learning_rate"
+        f"{measured.place}.clip_range, or lower {measured.place}.learning_rate or epochs"
     )
 
 
@@ -233,24 +237,30 @@ def _near_gate(measured: _Measured) -> str | None:
     if not share or share[0] < NEAR_GATE:
         return None
     return (
-        f"stored and recomputed log-probs differ by {share[0]:.0%} of what the gate allows, beyond which the update "
-        f"refuses: sample and train in the same dtype and kernels, or set {measured.place}.parity"
+        f"stored and recomputed log-probs differ by {share[0]:.0%} of what the gate allows: sample and train in the "
+        f"same dtype, or set {measured.place}.parity"
     )
 
 
 def _reward_fell(measured: _Measured) -> str | None:
-    rows = [row for row in measured.rows if {"reward", "reward_std", "groups_kept", "groups_dropped"} <= {*row}]
+    rows = [row for row in measured.rows if all(name in row for name in _REWARD)]
     if len(rows) <= ROW:
         return None
     now = _level(rows[-ROW:])
+    # No level is above the highest reward, and no difference more certain than this one of its levels.
+    if max(row["reward"] for row in rows) - now.mean <= FALL * now.error:
+        return None
     earlier = [_level(rows[max(0, end - ROW) : end]) for end in range(1, len(rows) - ROW + 1)]
     best = max(earlier, key=lambda level: level.mean - FALL * math.hypot(level.error, now.error))
     if best.mean - now.mean <= FALL * math.hypot(best.error, now.error):
         return None
     return (
-        f"the reward fell from {best.mean:.3g} to {now.mean:.3g}: lower {measured.place}.learning_rate (now "
-        f"{_learning_rate(measured)}) and look at the samples"
+        f"the reward fell from {best.mean:.3g} to {now.mean:.3g}: look at the samples, and lower "
+        f"{measured.place}.learning_rate (now {_learning_rate(measured)})"
     )
+
+
+_REWARD = ("reward", "reward_std", "groups_kept", "groups_dropped")
 
 
 class _Level(NamedTuple):
@@ -287,6 +297,7 @@ _RULES: Mapping[str, Callable[[_Measured], str | None]] = {
 _EXPLAINS: Mapping[str, Sequence[str]] = {
     "reward-at-bound": ("entropy", "groups-without-spread"),
     "entropy": ("groups-without-spread",),
+    "reward-fell": ("entropy", "groups-without-spread"),
     "kl": ("kl-penalty", "clipped"),
 }
 """What follows from a sign and says nothing further."""

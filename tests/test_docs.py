@@ -1,4 +1,4 @@
-"""Defaults that docs/denoising.md states, and the tables of the benchmarks."""
+"""Defaults that docs/denoising.md states, what docs/is_it_learning.md covers, and the tables of the benchmarks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,11 +7,14 @@ import pytest
 
 import configs
 from configs.training import DenoisingUpdateSection, ParitySection, UpdateSection
+from grpo_core.signs import SIGNS
 from grpo_core.streams import STREAMS
+from tasks.reports.text import METRICS
 from tests.bench import page
 from tests.bench.page import Machine, Measured, Row
 
-PAGE = (Path(configs.__file__).parent.parent / "docs" / "denoising.md").read_text(encoding="utf-8")
+DOCS = Path(configs.__file__).parent.parent / "docs"
+PAGE = (DOCS / "denoising.md").read_text(encoding="utf-8")
 
 
 def test_the_stated_defaults_are_those_of_the_sections() -> None:
@@ -33,6 +36,16 @@ MACHINE = Machine(
 )
 RATIO = Row(what="step", unit="s", ours=(3.0, 1.0, 2.0), peer="TRL", theirs=(2.0, 4.0, 8.0), at_most=0.25)
 MEASURED = Measured("A step", "abc", "2026-01-01", 1.5, MACHINE, (RATIO,))
+
+
+def test_every_sign_and_every_metric_is_explained() -> None:
+    lines = (DOCS / "is_it_learning.md").read_text(encoding="utf-8").splitlines()
+    anchors = {line.lstrip("# ").lower().replace(" ", "-") for line in lines if line.startswith("#")}
+    assert {*SIGNS} <= anchors
+    listed = {row.split("|")[1].strip().partition("`](#")[0].lstrip("[`") for row in lines if row.startswith("| [`")}
+    assert listed == {*SIGNS}
+    explained = {name for row in lines if row.startswith("| `") for name in row.split("|")[1].split("`")[1::2]}
+    assert {*METRICS} <= explained
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,9 @@ async def publish_summary(run: Run, summary: TrainSummary, last_report: UUID | N
     page = await publish_report(summary.report(), f"{summary.run}-summary", "\n\n".join(parts))
     shown = summary.model_copy(update={"pages": {**pages, **_page("summary", page)}})
     report = shown.report()
+    signs = [line for notice in report.notices for line in notice.lines]
     facts = [f"{name}: {value}" for name, value in report.facts]
-    get_run_logger().info("\n    ".join([report.title, *facts, *report.notes]))
+    get_run_logger().info("\n    ".join([report.title, *signs, *facts, *report.notes]))
     return shown
 
 

@@ -142,7 +142,7 @@ def plot_guardrails(versions: Sequence[int], rewards: Series, guardrails: Mappin
     """
     fonts = fonts_for(guardrails)
     with matplotlib.rc_context({"font.family": [FAMILY, *families_of(fonts.paths[1:])]}):
-        return _png_of(_draw_guardrails(versions, rewards, guardrails, fonts))
+        return png_of(_draw_guardrails(versions, rewards, guardrails, fonts))
 
 
 def _draw_guardrails(
@@ -165,7 +165,7 @@ def _draw_guardrails(
     else:
         above.set_xticks(versions)
     note = f"; begin at zero or have no values: {', '.join(left_out)}" if left_out else ""
-    _headline(figure, "Held-out reward and guardrails", f"guardrails as multiples of their first value{note}")
+    headline(figure, "Held-out reward and guardrails", f"guardrails as multiples of their first value{note}")
     return figure
 
 
@@ -195,14 +195,14 @@ def _plot_lines(
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9, labelcolor="linecolor")
 
 
-def _png_of(figure: Figure) -> bytes:
+def png_of(figure: Figure) -> bytes:
     """Write a figure as PNG, without the library's version: equal figures give equal bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
     return buffer.getvalue()
 
 
-def _headline(figure: Figure, title: str, meaning: str) -> None:
+def headline(figure: Figure, title: str, meaning: str) -> None:
     """Write a title above everything, and a sentence below in smaller letters."""
     # Of the other fonts few are bold.
     bold = {"fontfamily": FAMILY, "fontweight": "bold"}

@@ -35,7 +35,7 @@ class Verdict:
     @property
     def signs(self) -> tuple[Sign, ...]:
         """The measures that fell, as signs."""
-        advice = "look at its samples, and use an earlier policy or another reward"
+        advice = "look at the samples, and use an earlier policy or another reward"
         return tuple(Sign(HACKING, each.since, f"{each}: {advice}", each.guardrail) for each in self.fallen)
 
 

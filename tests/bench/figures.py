@@ -46,7 +46,9 @@ BESIDE_TRL = {
     "grounding_two": "tests.bench.grounding",
 }
 """Table -> the module that trains here and in TRL, draws the curves and returns the table."""
-PARTS = (*PAGES, *TRAININGS, *BESIDE_TRL)
+SICK_RUNS = "sick_runs"
+"""The plots of docs/is_it_learning.md."""
+PARTS = (*PAGES, *TRAININGS, *BESIDE_TRL, SICK_RUNS)
 _END = "<!-- end -->\n"
 _OUTPUT = re.compile(r"\n*(?P<mark><!-- output: (first|last) (\d+)(?: without (\w+))? -->)\n(?:.*\n)*?<!-- end -->\n")
 _PICTURE = re.compile(r"<!-- picture: (\S+) from (\S+?)(?: at (\d+)x(\d+))? -->")
@@ -69,6 +71,9 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", "tests.bench.figures", name, *same], check=True)
         return
     (name,) = names
+    if name == SICK_RUNS:
+        importlib.import_module("tests.bench.sick_runs").main(())
+        return
     if name in PAGES:
         make(PAGES[name], options.commit)
         return

@@ -125,10 +125,12 @@ def test_tensorboard_has_metrics_images_and_settings(run: TrackedRun) -> None:
     (before, after) = read.Images(FIRST)
     assert (before.step, after.step) == (0, 2)
     strip = Image.open(io.BytesIO(after.encoded_image_string))
-    assert strip.size == (24, 6)
-    assert [strip.getpixel((6 * sibling + 3, 3)) for sibling in range(4)] == [
+    # Four images of six pixels, and three gaps of four.
+    assert strip.size == (36, 6)
+    assert [strip.getpixel((10 * sibling + 3, 3)) for sibling in range(4)] == [
         colour(0, sibling) for sibling in range(4)
     ]
+    assert {strip.getpixel((10 * sibling + x, 3)) for sibling in range(3) for x in range(6, 10)} == {(255, 255, 255)}
     settings = read.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"update.learning_rate" in settings
     assert str(run.folder).encode() in settings
@@ -281,13 +283,15 @@ def test_unknown_and_missing_trackers_are_refused(monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_images_of_prompts_come_before_the_samples_at_their_size(tmp_path: Path) -> None:
+def test_images_of_prompts_and_targets_come_before_the_samples_at_their_size(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, side=6)
     maker.sources = {0: [png((9, 8, 7), side=3)]}
+    maker.targets = {0: tmp_path / "target.png"}
+    maker.targets[0].write_bytes(png((1, 2, 3), side=12))
     maker.evaluation(0, shift=0.0)
     stages = {name: (maker.store.find(f"evaluations/000000/{name}"),) for name in ("rollouts", "advantages")}
     shown = read_images(maker.store, EvaluationView(0, stages, {}))  # type: ignore[arg-type]
     first, second = shown.values()
-    assert [image.size for image in first] == [(6, 6)] * 5
-    assert first[0].getpixel((0, 0)) == (9, 8, 7)
+    assert [image.size for image in first] == [(6, 6)] * 6
+    assert [image.getpixel((0, 0)) for image in first[:2]] == [(9, 8, 7), (1, 2, 3)]
     assert len(second) == 4
