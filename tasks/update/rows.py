@@ -135,11 +135,12 @@ def read_training_rows(
 
 
 def _engines_of(table: pl.DataFrame) -> tuple[EngineRecord, ...]:
-    """Return the engines of rows of texts; an adapter of each is enough to tell them apart."""
+    """Return the engines that sampled the rows, as the rows say; images say none."""
     names = [each.name for each in fields(EngineRecord)]
     if names[0] not in table.columns:
         return ()
-    return tuple(EngineRecord(*row) for row in table.select(names).unique(maintain_order=True).iter_rows())
+    said = table.select(names).drop_nulls(names[0]).unique(maintain_order=True)
+    return tuple(EngineRecord(*row) for row in said.iter_rows())
 
 
 def _read_samples(folders: Sequence[Path]) -> pl.DataFrame:
