@@ -18,7 +18,10 @@ from tasks.process import CHECKOUT
 
 MARK = "# needs "
 _BLOCK = re.compile(r"(?:^ {4}.*\n|^\n+(?= {4}))+|^```(\w*)\n(?:.*\n)*?```\n", re.MULTILINE)
-_PROGRAMS = ("cat", "docker", "export", "git", "grep", "grpo", "kubectl", "make", "prefect", "printf", "sbatch", "sudo")
+_PROGRAMS = (
+    *("cat", "docker", "export", "git", "grep", "grpo", "kubectl", "make", "prefect", "printf", "sbatch", "sudo"),
+    *("torchrun", "uv", "vllm"),
+)
 _TIMEOUT = 1800
 
 
