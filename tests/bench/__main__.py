@@ -21,6 +21,7 @@ PARTS = {
     "text_iteration": ("text_iteration", "measure"),
     "vision": ("vision", "measure"),
     "denoising": ("denoising", "measure"),
+    "engines": ("engines", "measure"),
     "sampling": ("policy", "measure_sampling"),
     "update": ("policy", "measure_update"),
     "orchestration": ("commands", "measure_orchestration"),

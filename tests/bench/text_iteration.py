@@ -273,7 +273,11 @@ def train_with_trl(seed: int) -> list[float]:
 
 
 def draw(
-    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], what: str = "tiny text model", to: Path = FIGURE
+    ours: Sequence[Sequence[float]],
+    theirs: Sequence[Sequence[float]],
+    what: str = "tiny text model",
+    to: Path = FIGURE,
+    names: tuple[str, str] = ("this project", "TRL 1.16 GRPOTrainer"),
 ) -> None:
     """Plot the rewards of each seed as a thin line, their mean as a thick one."""
     import matplotlib
@@ -282,7 +286,7 @@ def draw(
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.0), dpi=150)
-    for curves, name, colour in ((ours, "this project", "#0b6e4f"), (theirs, "TRL 1.16 GRPOTrainer", "#c8553d")):
+    for curves, name, colour in ((ours, names[0], "#0b6e4f"), (theirs, names[1], "#c8553d")):
         places = range(1, len(curves[0]) + 1)
         for curve in curves:
             axes.plot(places, curve, color=colour, linewidth=0.8, alpha=0.35)

@@ -34,6 +34,8 @@ _LOWEST = -9000.0
 """vLLM returns -9999 in place of minus infinity."""
 TIES = 16
 """Ids beyond top_k that are asked for: those as likely as the last of them are kept too."""
+_IMPOSSIBLE = 25.0
+"""Nats: what happens by chance once in 7e10 iterations."""
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _SERVER_ERROR = 401, 403, 404, 500
 
 
@@ -258,7 +260,8 @@ class VllmEngine:
 
         Raises:
             EngineError: some rows have no usable answer after several attempts.
-            InputError: a server refuses a request, or answers for another model, prompt or adapter.
+            InputError: a server refuses a request, or answers for another model, prompt or adapter, or with one seed
+                for all rows.
         """
         ids, numbers = prompt_ids_of(encoded), rows.tolist()
         requested = [
@@ -267,6 +270,13 @@ class VllmEngine:
         ]
         found = self._complete(requested, rule)
         completions = [found[each.place] for each in requested]
+        if surprise_of_copies(numbers, completions) > _IMPOSSIBLE:
+            named = ", ".join(server.address for server in self.servers())
+            hint = (
+                "All rows of a prompt have the same tokens, although each was asked for with its own seed: something "
+                "between this machine and the server replaces the seeds, or returns kept answers."
+            )
+            raise InputError(f"{PLACE}.url", named, hint)
         return as_sampled_tokens(completions, prompts, encoded.lengths[rows], rule, sources)
 
     def _complete(self, requested: Sequence[_Row], rule: SamplingRule) -> dict[int, Completion]:
@@ -382,6 +392,22 @@ async def completions(server: Server, body: Mapping[str, Any], client: httpx.Asy
             raise _refused_token(server.address) from refusal
         hint = f"The server refuses a request (status {refusal.status}): {refusal.message}."
         raise InputError(f"{PLACE}.url", server.address, hint) from refusal
+
+
+def surprise_of_copies(prompts: Sequence[int], completions: Sequence[Completion]) -> float:
+    """Return minus the log of the probability, in nats, that rows of the same prompt are all equal; 0 if some differ.
+
+    Args:
+        prompts: the number of each row's prompt.
+        completions: of the rows.
+    """
+    first: dict[int, Completion] = {}
+    surprise = 0.0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if first.setdefault(prompt, completion).token_ids != completion.token_ids:
+            return 0.0
+        surprise -= sum(completion.logprobs) if first[prompt] is not completion else 0.0
+    return surprise
 
 
 def _first(failures: ExceptionGroup[Exception]) -> Exception:

@@ -10,6 +10,7 @@ import random
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import HTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.engines import vllm
-from grpo_core.policies.engines.vllm import Adapter, EngineError, Server, VllmEngine, find_server
+from grpo_core.policies.engines.engine import Completion
+from grpo_core.policies.engines.vllm import Adapter, EngineError, Server, VllmEngine, find_server, surprise_of_copies
 from grpo_core.policies.engines.vllm_checks import Needs, server_problems
 from grpo_core.records import SampledTokens
 from grpo_core.services import Service, ServiceError
@@ -200,6 +202,30 @@ def test_answers_of_another_model_or_to_another_prompt_are_refused(
     assert (refused.value.place, refused.value.value) == ("rollout.vllm.url", value)
 
 
+def test_one_seed_for_all_rows_is_refused_where_it_is_no_chance(policy: CausalLMPolicy, served: Vllm) -> None:
+    for nats, refused in ((3.0, True), (0.01, False)):
+
+        def kept(body: dict[str, Any], number: int, nats: float = nats) -> Reply:
+            answer = answered({**body, "seed": 0})
+            choice = answer["choices"][0]
+            choice["logprobs"]["token_logprobs"] = [-nats] * len(choice["token_ids"])
+            return Reply(answer)
+
+        served.fail = kept
+        if not refused:
+            # A policy that is almost certain of its answers gives the same one to all siblings.
+            assert sample(policy, served.server()).finished.shape == (len(SEEDS),)
+            continue
+        with pytest.raises(InputError) as caught:
+            sample(policy, served.server())
+        assert (caught.value.place, caught.value.value) == ("rollout.vllm.url", served.stub.url)
+    one = Completion((5, 7), (-1.0, -2.5))
+    copies = [replace(one) for _ in range(5)]
+    # Of five rows of three prompts two repeat another one, at 3.5 nats each.
+    assert surprise_of_copies([0, 0, 1, 2, 1], copies) == 7.0
+    assert surprise_of_copies([0, 0], [one, Completion((5, 8), (-1.0, -2.5))]) == 0.0
+
+
 def test_what_a_server_refuses_is_an_error_at_once(policy: CausalLMPolicy, served: Vllm) -> None:
     for status, place in ((400, "rollout.vllm.url"), (401, "rollout.vllm.token_env")):
         served.asked.clear()
@@ -246,7 +272,7 @@ def test_stop_texts_end_rows_where_the_policy_ends_them(served: Vllm) -> None:
             "token_ids": ids,
             "prompt_token_ids": body["prompt"],
             "finish_reason": "stop" if early else "length",
-            "logprobs": {"token_logprobs": [-0.5] * len(ids)},
+            "logprobs": {"token_logprobs": [-0.1] * len(ids)},
         }
         return Reply({"model": body["model"], "choices": [choice]})
 
