@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,8 +13,28 @@ from grpo_core.actions import TokenSupport
 from grpo_core.records import ActionLogprobs, Entropies
 
 CHUNK_TOKENS = 256
+_KEPT_CHUNKS = 4
+# Values at a time of which more is computed: those of a processor's cache, and as many as a GPU needs to be busy.
+_CPU_BLOCK, _GPU_BLOCK = 1 << 18, 1 << 24
 
 Head = Callable[[Tensor], Tensor]
+
+
+def scaled_logits(
+    logits: Float[Tensor, "*batch ids"],
+    vocabulary: int,
+    temperature: float,
+    forbidden: Int[Tensor, " forbidden"] | None = None,
+) -> Float[Tensor, "*batch vocabulary"]:
+    """Return the logits of the first `vocabulary` ids over the temperature, in fp32; the given ones if they are that.
+
+    Args:
+        forbidden: ids below `vocabulary` that get -inf, such as placeholders of images; None: there are none.
+    """
+    scaled = logits[..., :vocabulary].float()
+    if forbidden is not None:
+        scaled = scaled.index_fill(-1, forbidden, -torch.inf)
+    return scaled if temperature == 1 else scaled / temperature
 
 
 def vocabulary_logprobs(
@@ -28,12 +49,9 @@ def vocabulary_logprobs(
     what makes stored and recomputed log-probs agree.
 
     Args:
-        forbidden: ids below `vocabulary` that are left out too, such as placeholders of images; None: there are none.
+        forbidden: ids below `vocabulary` that are left out too; None: there are none.
     """
-    scaled = logits[..., :vocabulary].float()
-    if forbidden is not None:
-        scaled = scaled.index_fill(-1, forbidden, -torch.inf)
-    return torch.log_softmax(scaled if temperature == 1 else scaled / temperature, dim=-1)
+    return torch.log_softmax(scaled_logits(logits, vocabulary, temperature, forbidden), dim=-1)
 
 
 def gather_logprobs(
@@ -44,10 +62,9 @@ def gather_logprobs(
 
 
 def entropy_of(logprobs: Float[Tensor, "*batch vocabulary"]) -> Float[Tensor, "*batch"]:
-    """Compute the entropy in nats of each distribution; differentiable, ids of probability zero included."""
-    # At a log-prob of -inf, p * log p and its derivative would be NaN where both tend to 0; at -1e4, p is 0.
-    finite = logprobs.clamp(min=-1e4)
-    return -(logprobs.exp() * finite).sum(-1)
+    """Compute the entropy in nats of each distribution, ids of probability zero included."""
+    # At a log-prob of -inf, p * log p would be NaN where it tends to 0; at -1e4, p is 0.
+    return -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)
 
 
 def score_hidden(
@@ -66,8 +83,8 @@ def score_hidden(
     """Compute the log-probs of given tokens from the hidden states that predict them.
 
     Logits exist for one chunk of trained tokens at a time: each chunk's are computed again in the backward pass
-    (Chen et al., 2016, arXiv:1604.06174), so that memory does not grow with time x vocabulary. The last chunk's are
-    kept: the backward pass begins with them.
+    (Chen et al., 2016, arXiv:1604.06174), so that memory does not grow with time x vocabulary. The log-probs of the
+    last chunks are kept: the backward pass begins with them.
 
     Args:
         hidden: hidden[b, t] predicts token_ids[b, t].
@@ -83,17 +100,22 @@ def score_hidden(
     places = loss_mask.nonzero(as_tuple=True)
     states, ids = hidden[places].split(chunk_tokens), token_ids[places].split(chunk_tokens)
     possible = [None] * len(ids) if support is None else _by_chunk(support, loss_mask, chunk_tokens)
-    *chunks, last = zip(states, ids, possible, strict=True)
+    chunks = list(zip(states, ids, possible, strict=True))
     score = partial(
         _score_chunk, head, vocabulary=vocabulary, temperature=temperature, forbidden=forbidden, entropy=entropy
     )
-    scored = [_without_keeping(score, *chunk) for chunk in chunks]
-    scored.append(score(*last))
+    # With a support, a chunk takes more than twice the memory.
+    kept = len(chunks) - (_KEPT_CHUNKS if support is None else 1)
+    scored = [(_without_keeping if place < kept else _call)(score, *chunk) for place, chunk in enumerate(chunks)]
     logprobs, entropies = torch.cat(scored, 1)
     if entropy != "differentiable":
         entropies = entropies.detach()
     zeros = torch.zeros(loss_mask.shape, device=hidden.device)
     return ActionLogprobs(zeros.index_put(places, logprobs), zeros.index_put(places, entropies), kl=zeros)
+
+
+def _call(function: Callable[..., Tensor], *arguments: object) -> Tensor:
+    return function(*arguments)
 
 
 def _without_keeping(function: Callable[..., Tensor], *arguments: object) -> Tensor:
@@ -119,15 +141,64 @@ def _score_chunk(
 
     They are one tensor: what a loss leaves unused would be computed again in the backward pass and kept to its end.
     """
-    logprobs = vocabulary_logprobs(head(states), vocabulary, temperature, forbidden)
-    if possible is not None:
-        outside = ~_possible_ids(possible, vocabulary, logprobs.device)
-        logprobs = logprobs.masked_fill(outside, -torch.inf).log_softmax(-1)
-    chosen = gather_logprobs(logprobs, ids)
-    if entropy == "none":
-        return torch.stack([chosen, torch.zeros_like(chosen)])
-    # After everything that has a gradient, so that constants are not computed again in the backward pass.
-    return torch.stack([chosen, entropy_of(logprobs if entropy == "differentiable" else logprobs.detach())])
+    if possible is None:
+        scores = scaled_logits(head(states), vocabulary, temperature, forbidden)
+    else:
+        outside = ~_possible_ids(possible, vocabulary, states.device)
+        logprobs = vocabulary_logprobs(head(states), vocabulary, temperature, forbidden)
+        scores = logprobs.masked_fill(outside, -torch.inf)
+    # A head that returns what it is given must not have it changed: it may be computed with again.
+    ours = scores.is_contiguous() and scores.untyped_storage().data_ptr() != states.untyped_storage().data_ptr()
+    scored: Tensor = _Normalised.apply(scores, ids, entropy, ours)
+    return scored
+
+
+def _block_rows(values: Float[Tensor, "tokens ids"]) -> int:
+    block = _CPU_BLOCK if values.device.type == "cpu" else _GPU_BLOCK
+    return max(1, block // values.shape[-1])
+
+
+class _Normalised(torch.autograd.Function):
+    """log_softmax, the log-prob of each given token and the entropies, in the memory of the logits.
+
+    One tensor of tokens x vocabulary is alive from the logits to their gradient, where separate operations make one
+    each. The numbers are theirs, to the bit.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Float[Tensor, "tokens ids"], ids: Int[Tensor, " tokens"], entropy: Entropies, ours: bool
+    ) -> Float[Tensor, "2 tokens"]:
+        """Return log-probs and entropies.
+
+        Args:
+            scores: fp32 logits.
+            entropy: zeros for "none".
+            ours: whether nobody else reads the logits, so that their memory can be used.
+        """
+        logprobs = torch.log_softmax(scores, -1, out=scores.detach()) if ours else torch.log_softmax(scores, -1)
+        ctx.save_for_backward(logprobs, ids)
+        ctx.with_entropy = entropy == "differentiable"
+        chosen = gather_logprobs(logprobs, ids)
+        if entropy == "none":
+            return torch.stack([chosen, torch.zeros_like(chosen)])
+        return torch.stack([chosen, torch.cat(list(map(entropy_of, logprobs.split(_block_rows(logprobs)))))])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Float[Tensor, "2 tokens"]) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of the logits, in the memory of the log-probs."""
+        (gradient,) = gradients
+        logprobs, ids = ctx.saved_tensors
+        by_row = (logprobs, ids.unsqueeze(-1), *gradient.unsqueeze(-1))
+        blocks = (values.split(_block_rows(logprobs)) for values in by_row)
+        for block, chosen, of_chosen, of_entropy in zip(*blocks, strict=True):
+            if ctx.with_entropy:
+                upstream = block.exp().mul_(block.clamp(min=-1e4) + 1).mul_(-of_entropy)
+            else:
+                upstream = torch.zeros_like(block)
+            upstream.scatter_add_(-1, chosen, of_chosen)
+            torch.ops.aten._log_softmax_backward_data.out(upstream, block, -1, block.dtype, out=block)
+        return logprobs, None, None, None
 
 
 def _by_chunk(support: TokenSupport, loss_mask: Bool[Tensor, "batch time"], chunk_tokens: int) -> list[TokenSupport]:

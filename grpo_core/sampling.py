@@ -28,21 +28,25 @@ def draw_tokens(logprobs: Float[Tensor, "batch vocab"], uniforms: Float[Tensor, 
         logprobs: normalised log-probs. A row of NaN gives some id, whose log-prob is NaN: the caller detects it there.
         uniforms: in [0, 1), fp64.
     """
-    rows, vocabulary = logprobs.shape
+    vocabulary = logprobs.shape[-1]
     numbers = uniforms.to(logprobs.device, torch.float64).unsqueeze(-1)
     if vocabulary <= _BLOCK:
         cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
         return _first_above(cumulative, numbers * cumulative[:, -1:]).squeeze(-1)
     # A block first, then the id in it: fp64 sums of every id of a large vocabulary would take longer than its softmax.
-    filled = torch.nn.functional.pad(logprobs, (0, -vocabulary % _BLOCK), value=-torch.inf)
-    blocks = filled.exp().unflatten(-1, (-1, _BLOCK))
-    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    # The last block is what is left over.
+    probabilities = logprobs.softmax(-1)
+    whole = vocabulary - vocabulary % _BLOCK
+    blocks = probabilities[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1)
+    rest = probabilities[:, whole:].sum(-1, keepdim=True)
+    ends = torch.cat([blocks, rest], -1).cumsum(-1, dtype=torch.float64)
     thresholds = numbers * ends[:, -1:]
     chosen = _first_above(ends, thresholds)
     begins = torch.nn.functional.pad(ends, (1, 0)).gather(-1, chosen)
-    within = blocks[torch.arange(rows, device=chosen.device), chosen.squeeze(-1)].cumsum(-1, dtype=torch.float64)
-    ids = chosen * _BLOCK + _first_above(within, thresholds - begins)
-    return ids.squeeze(-1).clamp(max=vocabulary - 1)
+    places = chosen * _BLOCK + torch.arange(_BLOCK, device=chosen.device)
+    within = probabilities.gather(-1, places.clamp(max=vocabulary - 1)).where(places < vocabulary, 0.0)
+    offset = _first_above(within.cumsum(-1, dtype=torch.float64), thresholds - begins)
+    return (chosen * _BLOCK + offset).squeeze(-1).clamp(max=vocabulary - 1)
 
 
 def _first_above(

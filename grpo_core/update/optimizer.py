@@ -95,14 +95,17 @@ class PolicyOptimizer:
         self.steps += 1
 
     def state(self) -> dict[str, Tensor]:
-        """Copy the optimizer's state to the CPU as named tensors; `steps` is not part of it."""
+        """Return the optimizer's state on the CPU as named tensors; `steps` is not part of it.
+
+        Those of parameters on the CPU are the optimizer's own: the next step changes them.
+        """
         state = {KIND: torch.tensor(list(self._kind.encode()), dtype=torch.uint8)}
         for name, parameter in self.parameters.items():
             moments = self._optimizer.state.get(parameter) or {UNTOUCHED: torch.zeros(0)}
             for key, value in sorted(moments.items()):
                 # bitsandbytes counts its steps in plain numbers.
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
-                state[f"{name}|{key}"] = tensor.detach().to("cpu", copy=True).contiguous()
+                state[f"{name}|{key}"] = tensor.detach().cpu().contiguous()
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from grpo_core.errors import NonFiniteError
 from grpo_core.losses.microbatch_loss import TokenLoss, clipped_share_of_rows, count_clipped
@@ -75,9 +76,11 @@ def optimizer_step(
 
 def _require_finite_weights(optimizer: PolicyOptimizer, sample_ids: Sequence[str], process_group: ProcessGroup) -> None:
     """Raise on every process if one of them has a broken weight; otherwise the others would wait for it."""
-    shares = (getattr(weight, "to_local", lambda weight=weight: weight)() for weight in optimizer.parameters.values())
-    broken = sum(int(not torch.isfinite(share.detach()).all()) for share in shares)
-    if float(process_group.add(torch.tensor(float(broken)))):
+    weights = (getattr(weight, "to_local", lambda weight=weight: weight)() for weight in optimizer.parameters.values())
+    # One pass over each without a temporary of its size; the largest of NaN and anything is NaN.
+    largest = get_total_norm([weight.detach() for weight in weights if weight.numel()], math.inf)
+    broken = 0.0 if math.isfinite(largest) else 1.0
+    if float(process_group.add(torch.tensor(broken))):
         hint = "Lower the learning rate or the weight decay; the last policy version is intact."
         raise NonFiniteError("weight after a step", sample_ids, hint)
 

@@ -151,17 +151,26 @@ def measure_update() -> Iterator[Row]:
                 yield from _compared(vocabulary, group, folder)
 
 
-def build_model(vocabulary: int, folder: str) -> None:
-    """Write a Llama with random weights, and the tokenizer of the shipped text model with words up to this size."""
+def tokenizer_of(vocabulary: int) -> Any:
+    """Return the tokenizer of the shipped text model with words up to this size."""
     from tokenizers import Tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from data.tiny_text import build_tokenizer, save_tiny_text_model
+    from data.tiny_text import build_tokenizer
 
     tokenizer = build_tokenizer()
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     described["model"]["vocab"] |= {f"word {place}": place for place in range(len(tokenizer), vocabulary)}
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(described))
+    return tokenizer
+
+
+def build_model(vocabulary: int, folder: str) -> None:
+    """Write a Llama with random weights and a vocabulary of this size."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from data.tiny_text import save_tiny_text_model
+
+    tokenizer = tokenizer_of(vocabulary)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=128,

@@ -9,8 +9,9 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from multiprocessing import get_context
@@ -140,8 +141,7 @@ def timed_steps(trainer: Any) -> list[float]:
     return [end - begun for begun, end in pairwise(ends.times)]
 
 
-PROMPTS, GROUP_SIZE, MICROBATCH, LENGTH = 8, 8, 16, 64
-WHAT = f"text iteration, {PROMPTS * GROUP_SIZE} rows of {LENGTH} tokens, 4.5 M parameters"
+LENGTH = 64
 
 
 def build_model(folder: Path) -> None:
@@ -153,14 +153,85 @@ def build_model(folder: Path) -> None:
     save_tiny_text_model(build_model(recipe, tokenizer), tokenizer, folder)
 
 
+def build_large_vocabulary(folder: Path) -> None:
+    """Write a Qwen3 of 42 million random parameters with the vocabulary of the released ones."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from data.tiny_text import save_tiny_text_model
+    from tests.bench.policy import VOCABULARIES, tokenizer_of
+
+    tokenizer = tokenizer_of(VOCABULARIES[-1])
+    config = Qwen3Config(
+        vocab_size=VOCABULARIES[-1],
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    save_tiny_text_model(Qwen3ForCausalLM(config), tokenizer, folder)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the sizes of an iteration.
+
+    Attributes:
+        model: what it is, for people.
+        build: writes it into a folder.
+        prompts, group_size, microbatch: of an iteration.
+        rounds: how often the peers run.
+        beside_trl: the goal, as a multiple of TRL's step.
+        beside_least: the goal, as a multiple of generate() and the passes; None without one.
+    """
+
+    model: str
+    build: Callable[[Path], None]
+    prompts: int
+    group_size: int
+    microbatch: int
+    rounds: int
+    beside_trl: float
+    beside_least: float | None
+
+    @property
+    def what(self) -> str:
+        """What is measured, with its sizes."""
+        return f"text iteration, {self.prompts * self.group_size} rows of {LENGTH} tokens, {self.model}"
+
+    def configured(self, folder: str) -> RunConfig:
+        """The configuration of all sides, for a folder that has the model."""
+        return configured(
+            f"{folder}/model",
+            f"{folder}/runs",
+            prompts=self.prompts,
+            group_size=self.group_size,
+            microbatch=self.microbatch,
+            rounds=self.rounds,
+        )
+
+
+CASES = (
+    Case("4.5 M parameters", build_model, 8, 8, 16, ROUNDS, 1.0, 1.1),
+    Case("42 M parameters, vocabulary 151,936", build_large_vocabulary, 4, 8, 16, 2, 0.5, None),
+)
+
+
 @cache
 def configured(
-    model: str, root: str, *, prompts: int = PROMPTS, group_size: int = GROUP_SIZE, microbatch: int = MICROBATCH
+    model: str, root: str, *, prompts: int, group_size: int, microbatch: int, rounds: int = ROUNDS
 ) -> RunConfig:
     """The configuration of all sides: one optimizer step an iteration, no held-out prompts, hardly any learning."""
     settings = {
         "run.name": "bench",
-        "run.iterations": ROUNDS * (STEPS + 1),
+        "run.iterations": rounds * (STEPS + 1),
         "storage.root": root,
         "policy.model": model,
         "rollout.prompts_per_iteration": prompts,
@@ -182,30 +253,35 @@ def measure() -> Iterator[Row]:
     microbatches, without a reward, an optimizer, or anything that is kept. The peers run in a process of their own
     while the flow waits in its `on_iteration` hook.
     """
+    for case in CASES:
+        yield from _measure(case)
+
+
+def _measure(case: Case) -> Iterator[Row]:
     from flows.commands import train
 
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, get_context("spawn")) as peers:
-        model, root = f"{folder}/model", f"{folder}/runs"
-        build_model(Path(model))
+        case.build(Path(folder, "model"))
 
         def run_peers() -> None:
-            timings.steps += peers.submit(_trl_steps, model, root).result()
-            for name, seconds in peers.submit(_least, model, root).result().items():
+            timings.steps += peers.submit(_trl_steps, case, folder).result()
+            for name, seconds in peers.submit(_least, case, folder).result().items():
                 timings.least.setdefault(name, []).extend(seconds)
 
         timings = Timings(run_peers)
-        train(configured(model, root), on_iteration=timings, progress=False)
-    ours, stages = tuple(timings.iterations), timings.stages
+        train(case.configured(folder), on_iteration=timings, progress=False)
+    ours, stages, what = tuple(timings.iterations), timings.stages, case.what
     least = {name: tuple(seconds) for name, seconds in timings.least.items()}
     both = tuple(map(sum, zip(*least.values(), strict=True)))
-    yield Row(what=WHAT, unit="s", ours=ours, peer="TRL GRPOTrainer step", theirs=tuple(timings.steps), at_most=0.75)
-    yield Row(what=WHAT, unit="s", ours=ours, peer=" + ".join(least), theirs=both, at_most=1.1)
+    trl = tuple(timings.steps)
+    yield Row(what=what, unit="s", ours=ours, peer="TRL GRPOTrainer step", theirs=trl, at_most=case.beside_trl)
+    yield Row(what=what, unit="s", ours=ours, peer=" + ".join(least), theirs=both, at_most=case.beside_least)
     for stage, name in zip(("rollouts", "update"), least, strict=True):
         yield Row(what=f"{stage} of it", unit="s", ours=tuple(stages[stage]), peer=name, theirs=least[name])
 
 
-def _trl_steps(model: str, root: str) -> list[float]:
-    return step_seconds(configured(model, root), STEPS)
+def _trl_steps(case: Case, folder: str) -> list[float]:
+    return step_seconds(case.configured(folder), STEPS)
 
 
 @cache
@@ -214,15 +290,16 @@ def _loaded(model: str) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
 
 
-def _least(folder: str, root: str) -> dict[str, list[float]]:
+def _least(case: Case, folder: str) -> dict[str, list[float]]:
     """Seconds of generate() and of the passes over its rows, as many as the flow has counted iterations."""
     torch.set_num_threads(1)
-    (model, tokenizer), config = _loaded(folder), configured(folder, root)
+    config = case.configured(folder)
+    model, tokenizer = _loaded(config.policy.model)
     assert config.data.prompts is not None
     messages = [
-        [{"role": "user", "content": each.text}] for each in read_prompts(config.data.prompts).prompts[:PROMPTS]
+        [{"role": "user", "content": each.text}] for each in read_prompts(config.data.prompts).prompts[: case.prompts]
     ]
-    rows = [message for message in messages for _ in range(GROUP_SIZE)]
+    rows = [message for message in messages for _ in range(case.group_size)]
     prompts = tokenizer.apply_chat_template(
         rows, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
@@ -232,7 +309,7 @@ def _least(folder: str, root: str) -> dict[str, list[float]]:
         begun = time.perf_counter()
         ids = model.generate(**prompts, do_sample=True, top_k=0, max_new_tokens=LENGTH)
         between = time.perf_counter()
-        for part in ids.split(MICROBATCH):
+        for part in ids.split(case.microbatch):
             mask = (part != tokenizer.pad_token_id).long()
             logits = model(input_ids=part, attention_mask=mask, logits_to_keep=part.shape[1] - width + 1).logits
             chosen = logits[:, :-1].log_softmax(-1).gather(-1, part[:, width:, None])
