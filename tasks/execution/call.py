@@ -275,7 +275,7 @@ def run_on_device(stage: Stage, arguments: Arguments, timeout: float | None, sto
     section = arguments.get("section")
     label = " ".join(filter(None, [stage.name, section and section.label]))
     with resource(DeviceProcesses).borrow(arguments["placement"], label) as device:
-        call = call_of(stage, {**arguments, "placement": device.placement}, store)
+        call = call_of(stage, {**arguments, "placement": arguments["placement"].on(device.device)}, store)
         return run_in_child(device.process, call, timeout, store, label)
 
 

@@ -22,14 +22,10 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class DeviceProcess:
-    """The process of one device.
-
-    Attributes:
-        placement: for what runs in it.
-    """
+    """A process, and the device that is its own."""
 
     process: ChildProcess
-    placement: PlacementSection
+    device: Device
 
 
 class DeviceProcesses:
@@ -101,7 +97,7 @@ class DeviceProcesses:
             name = f"the process of GPU {device}" if isinstance(device, int) else f"process {number} of {count}"
             variables = {"OMP_NUM_THREADS": str(placement.torch_threads), **visible_devices(device)}
             process = ChildProcess(child_command("device"), variables, name)
-            self._all.append(DeviceProcess(process, placement.on(device)))
+            self._all.append(DeviceProcess(process, device))
         self._idle = list(self._all)
 
     def close(self) -> None:

@@ -200,7 +200,7 @@ class UpdateGroup:
 
 
 def _request(device: DeviceProcess, member: Member, shared: SharedJob, reporter: ProgressReporter) -> Any:
-    job = shared.job.model_copy(update={"placement": device.placement})
+    job = shared.job.model_copy(update={"placement": shared.job.placement.on(device.device)})
     own = shared.model_copy(update={"job": job, "member": member if member.count > 1 else None})
     payload = {"update": own.model_dump(mode="json")}
     return device.process.request("update policy", payload, shared.job.placement.update.timeout, reporter)

@@ -26,7 +26,6 @@ def test_a_stage_gets_a_free_process_first_the_one_that_did_the_same() -> None:
         assert again is second
     with devices.borrow(THREE, "score ssim") as again:
         assert again is first
-    assert first.placement.devices == ("cpu",)
 
 
 def test_an_update_waits_for_all_and_gets_them_in_order() -> None:

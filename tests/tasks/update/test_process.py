@@ -314,7 +314,7 @@ PROGRAM = """
 import sys
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.processes import ProgressLog
-from tests.tasks.update.test_process import LONG, TEXTS, run_task
+from tests.tasks.update.test_process import LONG, TEXTS, TWO, run_task
 
 use_store(ArtifactStore(sys.argv[1], "run"))
 run_task(TEXTS, log=ProgressLog(lambda: print("running", flush=True)), update=LONG, devices=TWO)
