@@ -133,6 +133,11 @@ class ServerProcess:
                 raise RuntimeError(message)
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
+    def answers(self, seconds: float) -> bool:
+        """Return whether the server says within so many seconds that it is well."""
+        until = time.monotonic() + seconds
+        return self._answers(lambda: not self.is_running or time.monotonic() > until)
+
     def _answers(self, is_over: Callable[[], bool]) -> bool:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=SECONDS_BETWEEN_LINES)
         try:

@@ -27,6 +27,7 @@ PLACE = "rollout.vllm.command"
 HOST, PORT = "127.0.0.1", "{port}"
 _SECONDS_TO_END = 15.0
 """The guard gives the server 10 s before it kills it."""
+_SECONDS_TO_ANSWER = 60.0
 _SECONDS_BETWEEN_LOOKS = 0.1
 _WITHOUT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that would let packages of this environment, or this checkout, into the server's."""
@@ -72,7 +73,9 @@ class VllmServer:
                     process = self._process = _start(command, store)
                     self._command = tuple(command)
                     process.wait_until_ready(seconds)
-                elif not process.is_running:
+                elif not process.is_running or not process.answers(_SECONDS_TO_ANSWER):
+                    # Without its engine a server answers 503 for a while, and loads nothing.
+                    kill_family(process.process)
                     process.start_again(seconds)
             except BaseException:
                 # The next call starts another one.

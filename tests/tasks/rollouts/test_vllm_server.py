@@ -32,11 +32,17 @@ engine.stdout.readline()
 
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        self.send_response(200 if well or self.path != "/health" else 503)
         self.end_headers()
         told = dict(pids=[os.getpid(), engine.pid], path=os.environ.get("PYTHONPATH"), arguments=sys.argv[1:])
         self.wfile.write(json.dumps(told).encode())
 
+    def do_POST(self):
+        global well
+        well = False
+        self.do_GET()
+
+well = True
 port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("127.0.0.1", port), Answer).serve_forever()
 """
@@ -127,6 +133,14 @@ def test_a_server_that_dies_is_started_again(server: VllmServer, store: Artifact
     assert are_gone(second)
     # A retry of the stage tries once more.
     assert processes(server.ensure_running(COMMAND, store, SECONDS))
+
+
+def test_a_server_that_is_not_well_is_started_again(server: VllmServer, store: ArtifactStore) -> None:
+    url = server.ensure_running(COMMAND, store, SECONDS)
+    first = processes(url)
+    urllib.request.urlopen(f"{url}/", data=b"", timeout=SECONDS).close()
+    assert server.ensure_running(COMMAND, store, SECONDS) == url
+    assert are_gone(first)
 
 
 def test_a_run_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
