@@ -41,6 +41,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
         *_policy(config),
         *_quantization(config),
         *_engine(config),
+        *_offload(config),
         *_reference(config),
         *_schedule(config),
         *_placement(config),
@@ -296,6 +297,23 @@ def _engine(config: RunConfig) -> Iterator[InputError]:
         yield InputError("policy.quantization", policy.quantization.model_dump(exclude_defaults=True), hint)
     for place, lora in policy.loras.items():
         yield from _refused(refuse_vllm_adapters, lora, place)
+
+
+def _offload(config: RunConfig) -> Iterator[InputError]:
+    policy, sharded = config.policy, config.placement.sharding == "fsdp2"
+    if policy.offload != "none" and sharded:
+        hint = "With fsdp2 each process has a share of the weights on its GPU; use none, or placement.sharding ddp."
+        yield InputError("policy.offload", policy.offload, hint)
+    if policy.offload == "components" and policy_family(policy.kind).modality == "text":
+        hint = "A language model is one network, which every stage needs; use none, or policy.quantization."
+        yield InputError("policy.offload", policy.offload, hint)
+    for stream, update in config.updates.items():
+        place = f"{config.update_path(stream)}.offload_optimizer"
+        if update.offload_optimizer and update.optimizer != "adamw":
+            hint = f"Only the moments of adamw; {update.optimizer} keeps its own: use adamw, or leave this out."
+            yield InputError(place, True, hint)
+        if update.offload_optimizer and sharded:
+            yield InputError(place, True, "Sharded moments stay on the GPUs; leave it out, or use ddp.")
 
 
 def _refused(check: Callable[..., object], *arguments: object) -> Iterator[InputError]:

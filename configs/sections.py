@@ -87,7 +87,7 @@ Kind = Literal["glm_image", "diffusers", "causal_lm", "vision_lm"]
 class PolicySection(Section):
     """The model that is trained."""
 
-    keyless = frozenset({"gradient_checkpointing"})
+    keyless = frozenset({"gradient_checkpointing", "offload"})
 
     kind: Kind = Field("glm_image", description="the policy family")
     model: str = Field(min_length=1, description="folder of a saved model, or a hub name")
@@ -124,6 +124,11 @@ class PolicySection(Section):
         True, description="of vision_lm: train the language model alone, not what encodes its images"
     )
     gradient_checkpointing: bool = Field(False, description="less memory in the update, one more forward pass")
+    offload: Literal["none", "components", "auto"] = Field(
+        "none",
+        description="components: what a stage does not need is not on the GPU, such as text encoders while the "
+        "transformer is trained; auto: where the estimate says that all together do not fit",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -182,7 +182,7 @@ class ReferenceSection(Section):
 class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
     """How stored rollouts change the policy, whatever the algorithm."""
 
-    keyless = frozenset({"micro_batch_size"})
+    keyless = frozenset({"micro_batch_size", "offload_optimizer"})
 
     learning_rate: float = Field(1e-5, gt=0, le=1e3, description="after warm-up")
     lr_scheduler_kwargs: dict[str, ScheduleValue] = Field(default_factory=dict)

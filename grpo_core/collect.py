@@ -57,11 +57,11 @@ def collect_rollouts(
             that are not numbers; the samples are named.
     """
     whole = not requests
-    for batch in sampled_at_once(requests, prompts_per_batch):
-        assert len({len(request.sample_ids) for request in batch}) == 1, "equally many samples"
-        for group in policy.sample(batch):
-            whole = whole or not all(isinstance(output, BrokenImage) for output in group.outputs)
-            yield _with_reference(policy, group, rows_per_pass) if with_reference else group
+    batches = list(sampled_at_once(requests, prompts_per_batch))
+    assert all(len({len(request.sample_ids) for request in batch}) == 1 for batch in batches), "equally many samples"
+    for group in policy.sample_batches(batches):
+        whole = whole or not all(isinstance(output, BrokenImage) for output in group.outputs)
+        yield _with_reference(policy, group, rows_per_pass) if with_reference else group
     if not whole:
         hint = "The weights that make the images are damaged, or their arithmetic overflows: use float32 or bfloat16."
         raise NonFiniteError("pixel", [name for request in requests for name in request.sample_ids], hint)

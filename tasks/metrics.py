@@ -15,6 +15,9 @@ the one before, in the start that finished it first."""
 SAMPLES_PER_SECOND, TOKENS_PER_SECOND, GPU_MEMORY = "samples_per_second", "tokens_per_second", "gpu_memory/"
 """Samples and sampled tokens per second of collecting rollouts; prefix of a stage's peak of GPU memory, in GiB."""
 
+OFFLOAD = "offload/"
+"""Prefix of the GiB of frozen weights that a stage moved to the device, and of the seconds that it took."""
+
 SECONDS, GUARDRAIL_PREFIX = "seconds/", "guardrails/"
 """Prefixes: seconds by stage; mean of a guardrail over the held-out samples, by label."""
 
@@ -31,7 +34,7 @@ RUNNING = "running/"
 def is_measured(name: str) -> bool:
     """Whether a metric is a time, a speed or an amount of memory, which differs from one start to the next."""
     exact = (STEP_TIME, WALL_TIME, SAMPLES_PER_SECOND, TOKENS_PER_SECOND)
-    return name in exact or name.startswith((SECONDS, GPU_MEMORY))
+    return name in exact or name.startswith((SECONDS, GPU_MEMORY, OFFLOAD))
 
 
 def stream_prefix(stream: Stream, trained: Sequence[Stream]) -> str:
@@ -55,7 +58,16 @@ Stages = Mapping[tuple[str, str], Sequence[ArtifactRef]]
 """An artifact per sampling round, by stage and reward label (empty for other stages), in the order of the stages."""
 
 _POOLED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
-    {TOKENS: sum, "token_samples": sum, "null": sum, "failed": sum, "min_length": min, "max_length": max}
+    {
+        TOKENS: sum,
+        "token_samples": sum,
+        "null": sum,
+        "failed": sum,
+        "min_length": min,
+        "max_length": max,
+        "moved_gib": sum,
+        "moved_seconds": sum,
+    }
 )
 
 

@@ -14,14 +14,13 @@ from configs.sections import ImageRolloutSection
 from flows.preflight.engine import engine_notes
 from flows.preflight.files import prepare_hub
 from flows.preflight.inputs import CHECKS
-from flows.preflight.model import refuse_prompt_texts, source_of
+from flows.preflight.model import estimate_model, refuse_offload_without_room, refuse_prompt_texts, source_of
 from flows.preflight.prompts import PromptFiles, read_prompt_files
 from flows.server.reachable import require_pools, require_server, require_ui, server_url, workers_online
 from grpo_core.errors import InputError
-from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
+from grpo_core.policies.estimate import GIB, MemoryEstimate
 from grpo_core.policies.protocol import policy_family
-from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.streams import ImageSize, Stream
+from grpo_core.streams import ImageSize
 from tasks.models.initial import training_choices
 from tasks.reports.report import Report, Table
 from tasks.reports.text import counted
@@ -68,11 +67,12 @@ class Diagnosis:
         for each in self.findings:
             notes += [f"{'ok' if each.healthy else 'problem':<7} {each.subject}: {each.message}"]
             notes += [f"        {line}" for line in (each.hint, *each.notes) if line]
-        parts = [
-            {"part": part, "GiB": f"{gib:.2f}" if gib >= 0.01 else f"{gib:.2g}", "from": by}
-            for part, gib, by in (self.memory.rows() if self.memory else ())
+        memory = self.memory or MemoryEstimate(())
+        tables = [
+            Table("GPU memory by part, estimated", memory.part_rows(), ("from",)),
+            Table("GPU memory by phase, estimated", memory.phase_rows() if self.memory else [], ("on the GPU",)),
         ]
-        return Report("", tables=[Table("GPU memory, estimated", parts, ("from",))], notes=notes)
+        return Report("", tables=tables, notes=notes)
 
 
 def examine(config: RunConfig) -> Diagnosis:
@@ -97,9 +97,12 @@ def examine(config: RunConfig) -> Diagnosis:
             with training_choices(policy, store, version, references=config.references) as choices:
                 notes["model"] = policy_family(policy.kind).check_choices(source_of(config), choices)
                 estimate = estimate_model(config, choices, tuple(sizes))
+                moved = estimate_model(config, choices, tuple(sizes), offload=True).memory
             memory, checkpoint, states = estimate.memory, estimate.checkpoint, estimate.states
+            if _offloads(config, memory):
+                memory = moved
             weights = _weights(config, estimate.counted)
-            findings += [weights, _memory(config, memory)]
+            findings += [weights, _memory(config, memory, moved)]
             if sizes:
                 findings.append(_sizes(sizes, estimate.tokens))
             if weights.healthy:
@@ -177,27 +180,6 @@ def _sizes(prompts: Counter[ImageSize], tokens: Mapping[ImageSize, int]) -> Find
     return Finding("sizes", True, ", ".join(named) + (f" and {more} with fewer tokens" if more else ""))
 
 
-def estimate_model(
-    config: RunConfig, choices: Mapping[Stream, TrainingChoice], sizes: tuple[ImageSize, ...] = ()
-) -> ModelEstimate:
-    """Estimate the memory of one GPU for images of these sizes, or of the rollout's, and the size of a checkpoint."""
-    images = config.images_of_samples
-    compared: Mapping[Stream, int] = {"tokens": len(images), "denoising": max(images)}
-    workloads = {
-        stream: Workload(
-            dtype=config.policy.dtype,
-            group_size=compared[stream],
-            prompts_per_batch=config.rollout.prompts_per_batch,
-            micro_batch_size=update.micro_batch_size,
-            eight_bit_optimizer=update.optimizer.endswith("8bit"),
-            averages=(update.ema is not None) + bool(update.old_policy_decay(1)),
-            sizes=sizes,
-        )
-        for stream, update in config.updates.items()
-    }
-    return estimate_resources(config.policy.kind, source_of(config), config.rollout, choices, workloads)
-
-
 def _weights(config: RunConfig, counted: str) -> Finding:
     model, folder = config.policy.model, Path(source_of(config)).expanduser()
     if folder.is_dir() and not any(folder.rglob("*.safetensors")):
@@ -219,12 +201,32 @@ def _cached(model: str) -> bool:
     return any(folder.rglob("*.safetensors"))
 
 
-def _memory(config: RunConfig, memory: MemoryEstimate) -> Finding:
+def _offloads(config: RunConfig, memory: MemoryEstimate) -> bool:
+    """Whether a run on this machine offloads components; memory is that without, unless all runs do."""
+    if config.policy.offload != "auto" or not torch.cuda.is_available() or "cpu" in config.placement.devices:
+        return config.policy.offload == "components"
+    return memory.needed > torch.cuda.mem_get_info()[1]
+
+
+def _memory(config: RunConfig, memory: MemoryEstimate, moved: MemoryEstimate) -> Finding:
+    """Compare the estimate with this machine.
+
+    Args:
+        memory: of the run.
+        moved: with offloaded components, whether or not it does that.
+    """
     needed = memory.needed / GIB
     devices = config.placement.devices
+    try:
+        refuse_offload_without_room(config, moved)
+    except InputError as error:
+        return Finding("memory", False, f"{error.place}: got {error.value!r}", error.hint)
     if "cpu" in devices or not torch.cuda.is_available():
         wanted = not {"auto", "cpu"} & {*devices}
-        message = f"there is no GPU; the run would need about {needed:.3g} GiB"
+        fewer = moved.needed < memory.needed
+        message = f"there is no GPU; the run would need about {needed:.3g} GiB" + (
+            f", and {moved.needed / GIB:.3g} with policy.offload components" if fewer else ""
+        )
         hint = "Set placement.devices: auto, or run on a machine with a GPU." if wanted else ""
         return Finding("memory", not wanted, message, hint)
     # Every process needs the same; the device with the least decides.
@@ -232,7 +234,8 @@ def _memory(config: RunConfig, memory: MemoryEstimate) -> Finding:
     free, total, device = min((*torch.cuda.mem_get_info(each), each) for each in found)
     name = torch.cuda.get_device_name(device)
     message = f"about {needed:.3g} GiB of {free / GIB:.3g} free ({total / GIB:.3g} in total) on {name}"
-    hint = "Lower rollout.prompts_per_batch, decode_batch_size or micro_batch_size, or set gradient_checkpointing."
+    hint = "Lower rollout.prompts_per_batch, decode_batch_size or micro_batch_size, or set gradient_checkpointing"
+    hint += ", policy.offload or policy.quantization: docs/memory.md."
     return Finding("memory", needed * GIB <= free, message, "" if needed * GIB <= free else hint)
 
 

@@ -17,6 +17,8 @@ from flows.preflight.model import (
     check_model,
     check_trackers,
     check_update,
+    offload_estimates,
+    refuse_offload_without_room,
     refuse_prompt_texts,
     source_of,
     trained_model,
@@ -123,6 +125,9 @@ def _check_model(config: RunConfig, files: PromptFiles) -> RunInputs:
     store, spec = open_store(config.storage, config.run.name), trained_model(config)
     # What was downloaded can be read, and it is not loaded yet.
     raise_all(check_model(config, files))
+    if estimates := offload_estimates(config):
+        refuse_offload_without_room(config, estimates[True])
+        spec = spec.model_copy(update={"memory": estimates[False].needed})
     training, heldout = files.usable("data"), files.usable("evaluate")
     refuse_prompt_texts(config, (*training, *heldout))
     return RunInputs(store, spec, training, heldout, files.notes)

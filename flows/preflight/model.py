@@ -1,17 +1,21 @@
 """Checks of the model that a run trains, and of the devices and processes that it runs on."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from configs.schema import RunConfig
 from configs.validation import error_at
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
 from grpo_core.errors import InputError
+from grpo_core.policies.estimate import MemoryEstimate, ModelEstimate, Workload, estimate_resources
+from grpo_core.policies.offload import refuse_too_little_room
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.component import refuse_unavailable_attention
+from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.seeds import derive_seed
+from grpo_core.streams import ImageSize, Stream
 from grpo_core.update.optimizer import refuse_unavailable
-from tasks.models.initial import initial_digest, local_source
+from tasks.models.initial import initial_digest, local_source, training_choices
 from tasks.models.resident import ModelSpec, refuse_missing_devices, torch_device
 from tasks.prompts.curriculum import PromptSet
 from tasks.runs.stored import adapter_version
@@ -58,6 +62,20 @@ def _refuse_quantization(config: RunConfig) -> None:
         )
 
 
+def refuse_offload_without_room(config: RunConfig, memory: MemoryEstimate) -> None:
+    """Raise InputError if what is offloaded on this machine has no room in CPU memory, or on the disk without a GPU.
+
+    Args:
+        memory: with offloaded components.
+    """
+    placement = config.placement
+    # What a worker's machine has is found out there.
+    if config.policy.offload == "components" and not (placement.rollouts.pool or placement.update.pool):
+        # Each process has its own.
+        copies = {name: count * len(placement.devices) for name, count in memory.offloaded.items()}
+        refuse_too_little_room(copies, torch_device(placement))
+
+
 def _size_problems(config: RunConfig, prompts: PromptFiles) -> list[InputError]:
     """Return an error for each size that the model cannot generate, with the nearest that it can."""
     refuse = policy_family(config.policy.kind).refuse_unusable
@@ -94,6 +112,47 @@ def trained_model(config: RunConfig) -> ModelSpec:
         references=config.references,
         adapter=adapter,
     )
+
+
+def estimate_model(
+    config: RunConfig,
+    choices: Mapping[Stream, TrainingChoice],
+    sizes: tuple[ImageSize, ...] = (),
+    *,
+    offload: bool | None = None,
+) -> ModelEstimate:
+    """Estimate the memory of one GPU for images of these sizes, or of the rollout's, and the size of a checkpoint.
+
+    Args:
+        offload: whether components are offloaded; None: as configured, which with `auto` means not.
+    """
+    images = config.images_of_samples
+    compared: Mapping[Stream, int] = {"tokens": len(images), "denoising": max(images)}
+    workloads = {
+        stream: Workload(
+            dtype=config.policy.dtype,
+            group_size=compared[stream],
+            prompts_per_batch=config.rollout.prompts_per_batch,
+            micro_batch_size=update.micro_batch_size,
+            eight_bit_optimizer=update.optimizer.endswith("8bit"),
+            averages=(update.ema is not None) + bool(update.old_policy_decay(1)),
+            sizes=sizes,
+            offload_optimizer=update.offload_optimizer,
+        )
+        for stream, update in config.updates.items()
+    }
+    moved = config.policy.offload == "components" if offload is None else offload
+    return estimate_resources(config.policy.kind, source_of(config), config.rollout, choices, workloads, offload=moved)
+
+
+def offload_estimates(config: RunConfig) -> Mapping[bool, MemoryEstimate]:
+    """Return the estimate without and with offloaded components; empty where nothing is to be offloaded."""
+    if config.policy.offload == "none":
+        return {}
+    adapter = adapter_version(config)
+    store = open_store(config.storage, config.run.name) if adapter else None
+    with training_choices(config.policy, store, adapter, references=config.references) as choices:
+        return {each: estimate_model(config, choices, offload=each).memory for each in (False, True)}
 
 
 def source_of(config: RunConfig) -> str:

@@ -7,8 +7,10 @@ Z-Image's and GLM-Image's blocks: 69 to 131 bytes in fp32, 42 to 96 in 16 bits, 
 fp32. It has not been compared with a GPU; kernels' workspaces and the allocator's fragmentation are in ERROR_MARGIN.
 """
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -38,7 +40,24 @@ _SCORED_ID = 26
 _STATE_BYTES = 2
 """States are stored in 16 bits."""
 
-Phase = Literal["always", "sampling", "decoding", "update", "backward", "optimizer step"]
+Phase = Literal[
+    "encoding", "sampling", "decoding", "tokens backward", "tokens step", "denoising backward", "denoising step"
+]
+
+PHASES: Mapping[Phase, str] = MappingProxyType(
+    {
+        "encoding": "rollouts: encode prompts",
+        "sampling": "rollouts: sample tokens",
+        "decoding": "rollouts: denoise and decode images",
+        "tokens backward": "update of tokens: passes",
+        "tokens step": "update of tokens: optimizer step",
+        "denoising backward": "update of denoising: passes",
+        "denoising step": "update of denoising: optimizer step",
+    }
+)
+"""What the phases are called; the first three are those of the rollout stage, and one ends before the next begins."""
+
+ALWAYS = frozenset(PHASES)
 
 
 @dataclass(frozen=True)
@@ -47,18 +66,19 @@ class MemoryPart:
 
     Attributes:
         name: of the part.
-        phase: when it is in memory: always, in one phase of the rollout stage (sampling, decoding), during all of
-            the update stage, or in one phase of it (backward, optimizer step).
         bytes: its size.
         formula: how the size is computed, as text.
         exact: whether it is counted; otherwise it is estimated by a formula.
+        phases: when it is on the GPU.
+        offloaded: whether it is in CPU memory in the other phases.
     """
 
     name: str
-    phase: Phase
     bytes: int
     formula: str
     exact: bool = False
+    phases: frozenset[Phase] = ALWAYS
+    offloaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,45 +87,77 @@ class MemoryEstimate:
 
     Attributes:
         parts: all of them; names are unique.
+        phases: those that the configuration has, in order.
     """
 
     parts: tuple[MemoryPart, ...]
-
-    def phase(self, phase: Phase) -> int:
-        """Return the bytes of the parts that are in memory in this phase only."""
-        return sum(part.bytes for part in self.parts if part.phase == phase)
+    phases: tuple[Phase, ...] = tuple(PHASES)
 
     def part(self, name: str) -> int:
         """Return the bytes of one part; 0 for one that this configuration does not have."""
         return sum(part.bytes for part in self.parts if part.name == name)
 
+    def in_phase(self, phase: Phase, *, exact: bool) -> int:
+        """Return the bytes that are on the GPU in a phase, those that are counted or those that are estimated."""
+        return sum(part.bytes for part in self.parts if phase in part.phases and part.exact == exact)
+
+    def _peak(self, *, rollouts: bool) -> int:
+        chosen = [phase for phase in self.phases if PHASES[phase].startswith("rollouts") == rollouts]
+        return max((self.in_phase(each, exact=True) + self.in_phase(each, exact=False) for each in chosen), default=0)
+
     @property
     def rollout_peak(self) -> int:
-        """Bytes at the peak of the rollout stage: sampling ends before decoding begins."""
-        return self.phase("always") + max(self.phase("sampling"), self.phase("decoding"))
+        """Bytes at the peak of the rollout stage."""
+        return self._peak(rollouts=True)
 
     @property
     def update_peak(self) -> int:
         """Bytes at the peak of the update stage: activations are gone when the optimizer steps."""
-        return self.phase("always") + self.phase("update") + max(self.phase("backward"), self.phase("optimizer step"))
+        return self._peak(rollouts=False)
 
     @property
     def needed(self) -> int:
         """Bytes that a GPU should have: the higher peak and the margin."""
         return int(max(self.rollout_peak, self.update_peak) * (1 + ERROR_MARGIN))
 
-    def rows(self) -> list[tuple[str, float, str]]:
-        """Return (part, GiB, how it is known) of every part, then of both peaks and of the GPU memory needed."""
-        parts = [
-            (part.name, part.bytes / GIB, f"{'exact' if part.exact else 'approximate'}, {part.phase}: {part.formula}")
+    @property
+    def offloaded(self) -> Mapping[str, int]:
+        """The bytes in CPU memory by part: what is offloaded, at least at times."""
+        return {part.name: part.bytes for part in self.parts if part.offloaded}
+
+    def part_rows(self) -> list[dict[str, str]]:
+        """Return each part with its GiB, exact or approximate, and how they are computed."""
+        return [
+            {
+                "part": part.name,
+                "exact GiB": _gib(part.bytes) if part.exact else "",
+                "approximate GiB": "" if part.exact else _gib(part.bytes),
+                "from": part.formula,
+            }
             for part in self.parts
         ]
-        return [
-            *parts,
-            ("peak of the rollout stage", self.rollout_peak / GIB, "always + the larger of sampling and decoding"),
-            ("peak of the update stage", self.update_peak / GIB, "always + update + the larger of its phases"),
-            ("needed", self.needed / GIB, f"the higher peak + {ERROR_MARGIN:.0%} for workspaces and fragmentation"),
-        ]
+
+    def phase_rows(self) -> list[dict[str, str]]:
+        """Return each phase with its GiB and the parts that are on the GPU, then the memory that a GPU should have."""
+        rows = []
+        for phase in self.phases:
+            exact, approximate = (self.in_phase(phase, exact=each) for each in (True, False))
+            rows.append(
+                {
+                    "phase": PHASES[phase],
+                    "exact GiB": _gib(exact),
+                    "approximate GiB": _gib(approximate),
+                    "GiB": _gib(exact + approximate),
+                    "on the GPU": ", ".join(part.name for part in self.parts if phase in part.phases),
+                }
+            )
+        margin = f"the largest phase + {ERROR_MARGIN:.0%} for workspaces and fragmentation"
+        return [*rows, {"phase": "needed", "GiB": _gib(self.needed), "on the GPU": margin}]
+
+
+def _gib(count: int) -> str:
+    gib = count / GIB
+    return f"{gib:.2f}" if gib >= 0.01 or not count else f"{gib:.2g}"
 
 
 @dataclass(frozen=True)
@@ -120,6 +172,7 @@ class Workload:
         eight_bit_optimizer: the optimizer's moments take one byte each.
         sizes: of the images, each once; empty: texts, or images of the size in the settings.
         averages: copies of the trained parameters that an update keeps, such as a moving average.
+        offload_optimizer: the optimizer's moments are in CPU memory.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -129,6 +182,7 @@ class Workload:
     eight_bit_optimizer: bool
     sizes: tuple[ImageSize, ...] = ()
     averages: int = 0
+    offload_optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +210,8 @@ def estimate_resources(
     settings: Any,
     choices: Mapping[Stream, TrainingChoice],
     workloads: Mapping[Stream, Workload],
+    *,
+    offload: bool = False,
 ) -> ModelEstimate:
     """Estimate the GPU memory and disk space of a model of this kind; nothing is loaded.
 
@@ -163,6 +219,7 @@ def estimate_resources(
         settings: the family's, of its sampler.
         choices: what of each trained component is trained.
         workloads: of the same components.
+        offload: whether networks that a phase does not need are in CPU memory.
 
     Raises:
         InputError: its configuration is not on this machine, or no parameter is trained.
@@ -172,8 +229,8 @@ def estimate_resources(
     with torch.device("meta"):
         sizes = policy_family(kind).sizes(model, settings, choices, workload.sizes)
     trainings = {
-        stream: TrainingEstimate(component, choices[stream], workloads[stream])
-        for stream, component in sizes.components.items()
+        stream: TrainingEstimate(component, choices[stream], workloads[stream], stream, first=not place)
+        for place, (stream, component) in enumerate(sizes.components.items())
     }
     counted = sizes.described + "".join(training.adapters for training in trainings.values())
     states = 0
@@ -185,19 +242,16 @@ def estimate_resources(
         largest = max(sizes.tokens, key=lambda size: sizes.tokens[size])
         counted += f"; {states / MIB:.3g} MiB of states per image of {largest}"
     group_size = max(each.group_size for each in workloads.values())
+    at_once = min(getattr(settings, "decode_batch_size", 0), group_size)
+    parts = (
+        *_weights(sizes, BYTES[workload.dtype], choices, offload=offload),
+        *itertools.chain.from_iterable(each.parts() + each.backward_parts() for each in trainings.values()),
+        *_sampling(sizes, workload),
+        *_decoding(sizes, at_once, workload),
+    )
+    held = tuple(part for part in parts if part.bytes)
     return ModelEstimate(
-        memory=MemoryEstimate(
-            tuple(
-                part
-                for part in (
-                    *_weights(sizes, BYTES[workload.dtype]),
-                    *_training(trainings),
-                    *_sampling(sizes, workload),
-                    *_decoding(sizes, min(getattr(settings, "decode_batch_size", 0), group_size), workload),
-                )
-                if part.bytes
-            )
-        ),
+        memory=MemoryEstimate(held, _phases(sizes, held)),
         checkpoint=sum(training.checkpoint for training in trainings.values()),
         counted=counted,
         tokens=sizes.tokens,
@@ -205,10 +259,43 @@ def estimate_resources(
     )
 
 
+def _phases(sizes: ModelSizes, parts: Iterable[MemoryPart]) -> tuple[Phase, ...]:
+    """Return the phases that there are; prompts are encoded in one of their own where encoders are offloaded."""
+    found: dict[Phase, bool] = {
+        "encoding": any(part.offloaded and "encoding" in part.phases for part in parts),
+        "sampling": sizes.cached > 0,
+        "decoding": sizes.image_pixels > 0,
+        "tokens backward": "tokens" in sizes.components,
+        "denoising backward": "denoising" in sizes.components,
+    }
+    found |= {"tokens step": found["tokens backward"], "denoising step": found["denoising backward"]}
+    return tuple(phase for phase in PHASES if found[phase])
+
+
+_BACKWARD: Mapping[Stream, Phase] = MappingProxyType({"tokens": "tokens backward", "denoising": "denoising backward"})
+_STEP: Mapping[Stream, Phase] = MappingProxyType({"tokens": "tokens step", "denoising": "denoising step"})
+
+
 class TrainingEstimate:
     """What training adds to a model: adapters, copies, gradients, moments, a backward pass, and a policy version."""
 
-    def __init__(self, sizes: ComponentSizes, choice: TrainingChoice, workload: Workload) -> None:
+    def __init__(
+        self,
+        sizes: ComponentSizes,
+        choice: TrainingChoice,
+        workload: Workload,
+        stream: Stream = "tokens",
+        *,
+        first: bool = True,
+    ) -> None:
+        """Count what is trained.
+
+        Args:
+            first: whether the names of its parts go without the stream.
+        """
+        self._prefix = "" if first else f"{stream} "
+        self._backward: frozenset[Phase] = frozenset({_BACKWARD[stream]})
+        self._step: frozenset[Phase] = frozenset({_STEP[stream]})
         self.sizes, self.choice, self.workload, self.b = sizes, choice, workload, BYTES[workload.dtype]
         self.trained = sum(parameter.numel() for parameter in sizes.trained.trainable_parameters().values())
         # peft keeps adapters in fp32 for a model of any dtype.
@@ -233,15 +320,32 @@ class TrainingEstimate:
         copied = self.choice.lora is not None or self.choice.reference == "device"
         reference = count * each if copied and not self.choice.starts_as_base else 0
         moments = f"2 x {count} moments x {moment} bytes"
-        return [
-            MemoryPart("adapters", "always", count * each if self.choice.lora else 0, what, exact=True),
-            MemoryPart("reference model", "always", reference, "the trained parameters once more", exact=True),
-            MemoryPart("moving averages", "update", self.workload.averages * count * each, what, exact=True),
-            MemoryPart("gradients", "update", count * each, what, exact=True),
-            MemoryPart("optimizer moments", "update", 2 * count * moment, moments, exact=True),
+        update = self._backward | self._step
+        largest = max((each.numel() for each in self.sizes.trained.trainable_parameters().values()), default=0)
+        # On the device there are those of one parameter, while it is changed.
+        offloaded, where = self.workload.offload_optimizer, frozenset[Phase]()
+        own = [
+            MemoryPart("adapters", count * each if self.choice.lora else 0, what, exact=True),
+            MemoryPart("reference model", reference, "the trained parameters once more", exact=True),
+            MemoryPart("moving averages", self.workload.averages * count * each, what, exact=True, phases=update),
+            MemoryPart("gradients", count * each, what, exact=True, phases=update),
+            MemoryPart(
+                "optimizer moments",
+                2 * count * moment,
+                f"{moments}, in CPU memory" if offloaded else moments,
+                exact=True,
+                phases=where if offloaded else update,
+                offloaded=offloaded,
+            ),
             # The multi-tensor step makes one more tensor for each parameter.
-            MemoryPart("optimizer temporaries", "optimizer step", count * each, what),
+            MemoryPart(
+                "optimizer temporaries",
+                3 * largest * each if offloaded else count * each,
+                "the largest parameter's moments" if offloaded else what,
+                phases=self._step,
+            ),
         ]
+        return [replace(part, name=f"{self._prefix}{part.name}") for part in own]
 
     def backward_parts(self) -> list[MemoryPart]:
         """Return what a microbatch keeps for its backward pass, and the largest step of that pass."""
@@ -255,8 +359,13 @@ class TrainingEstimate:
         which = "each block's input" if checkpointed else "every block's"
         formula = f"{rows} rows x {sizes.steps * sizes.passes} passes x {sizes.positions} positions: {which}"
         return [
-            MemoryPart("activations", "backward", kept, formula),
-            MemoryPart("backward pass at work", "backward", max(block, self._logits()), "one block, or the log-probs"),
+            MemoryPart(f"{self._prefix}activations", kept, formula, phases=self._backward),
+            MemoryPart(
+                f"{self._prefix}backward pass at work",
+                max(block, self._logits()),
+                "one block, or the log-probs",
+                phases=self._backward,
+            ),
         ]
 
     def _logits(self) -> int:
@@ -269,37 +378,33 @@ class TrainingEstimate:
         return 3 * scored * sizes.width * b + at_once + whole + (0 if self.choice.lora else head)
 
 
-def _weights(sizes: ModelSizes, value_bytes: int) -> Iterator[MemoryPart]:
+def _weights(
+    sizes: ModelSizes, value_bytes: int, choices: Mapping[Stream, TrainingChoice], *, offload: bool
+) -> Iterator[MemoryPart]:
+    full = {stream for stream, choice in choices.items() if choice.lora is None}
     for name, count in sizes.networks.items():
         formula = f"{count / 1e9:.3g} B parameters x {value_bytes} bytes"
         few, few_bytes = sizes.quantized.get(name, (0, 0))
         if few:
             formula = f"{few / 1e9:.3g} B x {few_bytes / few:.3g} bytes, {(count - few) / 1e9:.3g} B x {value_bytes}"
-        yield MemoryPart(name, "always", few_bytes + (count - few) * value_bytes, formula, exact=True)
-    yield MemoryPart("device overhead", "always", GIB, "CUDA context and the libraries' own buffers")
+        # A network whose own weights are trained stays.
+        needed = sizes.needed.get(name)
+        moved = offload and needed is not None and not any(_STEP[stream] in needed for stream in full)
+        phases = needed if moved and needed is not None else ALWAYS
+        size = few_bytes + (count - few) * value_bytes
+        yield MemoryPart(name, size, formula, exact=True, phases=phases, offloaded=moved)
+    yield MemoryPart("device overhead", GIB, "CUDA context and the libraries' own buffers")
     for name, kept in sizes.kept_bytes.items():
-        yield MemoryPart(name, "always", kept, "kept at most")
-
-
-def _training(trainings: Mapping[Stream, TrainingEstimate]) -> Iterator[MemoryPart]:
-    """Yield what training adds. Of several updates the one that needs most counts: one ends before the next begins."""
-    updates: list[MemoryEstimate] = []
-    for stream, training in trainings.items():
-        parts = training.parts()
-        for part in (part for part in parts if part.phase == "always"):
-            yield replace(part, name=f"{stream} {part.name}") if updates else part
-        updates.append(
-            MemoryEstimate((*(part for part in parts if part.phase != "always"), *training.backward_parts()))
-        )
-    yield from max(updates, key=lambda update: update.update_peak).parts
+        yield MemoryPart(name, kept, "kept at most")
 
 
 def _sampling(sizes: ModelSizes, workload: Workload) -> Iterator[MemoryPart]:
     """Yield the key-value cache, and one step's logits with the sampling distribution in fp32 and fp64."""
+    during = frozenset[Phase]({"sampling"})
     rows, b = workload.prompts_per_batch * workload.group_size, BYTES[workload.dtype]
-    yield MemoryPart("key-value cache", "sampling", rows * sizes.cached * b, f"{rows} rows x {sizes.cached} values")
+    yield MemoryPart("key-value cache", rows * sizes.cached * b, f"{rows} rows x {sizes.cached} values", phases=during)
     distribution = rows * sizes.head * (b + FP32 + 4 * 8)
-    yield MemoryPart("sampling distribution", "sampling", distribution, "one step's logits, fp64 sums")
+    yield MemoryPart("sampling distribution", distribution, "one step's logits, fp64 sums", phases=during)
 
 
 def _decoding(sizes: ModelSizes, rows: int, workload: Workload) -> Iterator[MemoryPart]:
@@ -313,4 +418,4 @@ def _decoding(sizes: ModelSizes, rows: int, workload: Workload) -> Iterator[Memo
     decoded = max(sizes.image_pixels, min(rows * sizes.image_pixels, PIXELS_AT_ONCE))
     values = max(_MADE_BY_BLOCK * rows * sizes.image_values, 4 * sizes.image_channels * decoded)
     formula = f"a block for {rows} images, or the autoencoder"
-    yield MemoryPart("decoding", "decoding", values * BYTES[workload.dtype], formula)
+    yield MemoryPart("decoding", values * BYTES[workload.dtype], formula, phases=frozenset({"decoding"}))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from grpo_core.actions import DenoisingBatch
+    from grpo_core.policies.offload import ComponentOffload
     from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained.model import TrainedModel
     from grpo_core.policies.trained.quantization import QuantizationSettings
@@ -49,8 +50,12 @@ class PolicyComponent(Protocol):
     def trainable_parameters(self) -> "dict[str, nn.Parameter]":
         """Return the parameters that an update changes, by name, in a fixed order."""
 
-    def prepare_for_update(self) -> None:
-        """Enter the mode for gradients: dropout stays off, activations are recomputed if so configured."""
+    def prepare_for_update(self, actions: Any = None) -> None:
+        """Enter the mode for gradients: dropout stays off, activations are recomputed if so configured.
+
+        Args:
+            actions: a batch of all actions that will be scored, for what is computed once for all passes.
+        """
 
     def prepare_for_sampling(self) -> None:
         """Enter the mode for sampling: no dropout, no recomputation."""
@@ -77,7 +82,13 @@ class VelocityComponent(PolicyComponent, Protocol):
 
 
 class Policy(Protocol):
-    """A model, or several that work together, from prompts to images or texts."""
+    """A model, or several that work together, from prompts to images or texts.
+
+    Attributes:
+        offload: what moves the weights that are not in use off the device.
+    """
+
+    offload: "ComponentOffload"
 
     @property
     def components(self) -> "Mapping[Stream, PolicyComponent]":
@@ -94,12 +105,14 @@ class Policy(Protocol):
         device: "torch.device",
         autocast: "torch.dtype | None",
         attn_implementation: str | None = None,
+        offload: bool = False,
     ) -> "Policy":
         """Load a model by folder or hub name.
 
         Args:
             choices: what of each trained component is trained, by stream; the other components are frozen.
             attn_implementation: of the trained model, as in transformers; None: transformers' default.
+            offload: keep the frozen weights that are not in use off the device, if it has several networks.
 
         Raises:
             InputError: no such model, settings that it cannot sample with, or no parameter to train.
@@ -118,6 +131,18 @@ class Policy(Protocol):
 
         Raises:
             NonFiniteError: a log-prob, or the latents of an image, are not finite; the samples are named.
+        """
+
+    def sample_batches(self, batches: "Sequence[Sequence[GroupRequest]]") -> "Iterator[RolloutGroup]":
+        """Sample the groups of several batches, in order, as `sample` does for each.
+
+        Where components are offloaded, each does its part for all batches before the next one comes to the device.
+
+        Args:
+            batches: the requests of each are sampled at once.
+
+        Raises:
+            NonFiniteError: as `sample`.
         """
 
 

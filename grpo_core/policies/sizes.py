@@ -59,6 +59,7 @@ class ModelSizes:
         kept_bytes: bytes of what is kept beside the weights, by the name of its part.
         tokens: number of tokens of an image by its size; empty for texts.
         quantized: of networks in 4 or 8 bits: their quantized parameters, and the bytes of these with scales.
+        needed: the phases of an estimate that need a network, of those that can be offloaded.
     """
 
     networks: Mapping[str, int]
@@ -73,6 +74,7 @@ class ModelSizes:
     kept_bytes: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[ImageSize, int] = field(default_factory=dict)
     quantized: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    needed: Mapping[str, frozenset[Any]] = field(default_factory=dict)
 
 
 def count_parameters(module: nn.Module) -> int:

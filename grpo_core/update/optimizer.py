@@ -71,6 +71,8 @@ class PolicyOptimizer:
             # Its import takes seconds, and every command that reads a configuration imports this module.
             from torch.distributed.tensor import DTensor
 
+            if settings.offload_optimizer:
+                return _OffloadedAdamW(trained, values)
             # Multi-tensor steps do not accept full and sharded parameters together.
             mixed = len({isinstance(parameter, DTensor) for parameter in trained}) > 1
             return torch.optim.AdamW(trained, foreach=False if mixed else None, **values)
@@ -123,9 +125,12 @@ class PolicyOptimizer:
                 self._optimizer.state.pop(parameter, None)
             elif self._kind == "adamw":
                 # torch keeps its step counters on the CPU.
+                moments = loaded[name].items()
+                if isinstance(self._optimizer, _OffloadedAdamW):
+                    self._optimizer.state[parameter] = {key: _on_host(value, parameter) for key, value in moments}
+                    continue
                 self._optimizer.state[parameter] = {
-                    key: value.to("cpu" if key == "step" else parameter.device, copy=True)
-                    for key, value in loaded[name].items()
+                    key: value.to("cpu" if key == "step" else parameter.device, copy=True) for key, value in moments
                 }
             else:
                 self._load_quantized(parameter, index, loaded[name])
@@ -185,3 +190,46 @@ class PolicyOptimizer:
                 held[key] = held[key] if same else value.to(parameter.device, copy=True)
             else:
                 held[key].copy_(value)
+
+
+class _OffloadedAdamW:
+    """AdamW of torch, whose moments are in CPU memory, pinned for a GPU, and on the device for one parameter at a time.
+
+    Attributes:
+        param_groups: as of an optimizer of torch, one for each parameter.
+        state: moments by parameter, in CPU memory.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], values: Mapping[str, Any]) -> None:
+        self._optimizers = {parameter: torch.optim.AdamW([parameter], **values) for parameter in parameters}
+        self.param_groups = [group for each in self._optimizers.values() for group in each.param_groups]
+        self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        for parameter, optimizer in self._optimizers.items():
+            if parameter.grad is None:
+                continue
+            kept = self.state.get(parameter, {})
+            if kept:
+                optimizer.state[parameter] = {
+                    # torch keeps its step counters on the CPU.
+                    key: value.to("cpu" if key == "step" else parameter.device, copy=True, non_blocking=True)
+                    for key, value in kept.items()
+                }
+            optimizer.step()
+            for key, value in optimizer.state.pop(parameter).items():
+                if key in kept:
+                    # Into the same pinned memory, and complete before it is read.
+                    kept[key].copy_(value)
+                else:
+                    self.state.setdefault(parameter, {})[key] = _on_host(value, parameter)
+
+
+def _on_host(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Copy a moment into CPU memory, pinned where its parameter is on a GPU."""
+    pinned = parameter.device.type == "cuda" and value.dim() > 0
+    return torch.empty_like(value, device="cpu", pin_memory=pinned).copy_(value)

@@ -76,7 +76,7 @@ def update_policy(
     others = [row for row in range(len(rows)) if row not in with_own_pass]
     total = _all_passes(len(rows), len(others), minibatch_size, settings, process_group)
     tick = counter(total, on_progress)
-    component.prepare_for_update()
+    component.prepare_for_update(rows.actions)
     rows = _scored(component, rows, others, settings, process_group, tick)
     if not trained.any():
         return UpdateResult(_measure(rows, parity, settings, sampled_by), ())

@@ -166,6 +166,8 @@ class OptimizerSettings:
             `paged_adamw` (in fp32), `paged_adamw_8bit`: in memory that CUDA moves to the host when the GPU's runs out.
         total_steps: length of the schedule in optimizer steps, warm-up included; ignored by schedules without one.
         lr_scheduler_kwargs: further arguments of the schedule's function in transformers.
+        offload_optimizer: keep the moments of adamw in CPU memory. A step brings those of one parameter at a time to
+            the device, where the same kernels compute it as without.
 
     Raises:
         InputError: a schedule that cannot be computed with these values.
@@ -180,6 +182,7 @@ class OptimizerSettings:
     optimizer: OptimizerKind = "adamw"
     total_steps: PositiveInt | None = None
     lr_scheduler_kwargs: Mapping[str, ScheduleValue] = field(default_factory=dict)
+    offload_optimizer: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "update")

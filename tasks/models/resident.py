@@ -14,6 +14,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.protocol import Policy, PolicyFamily, policy_family
 from grpo_core.policies.trained.settings import Reference
 from grpo_core.streams import Stream
+from tasks.metrics import OFFLOAD
 from tasks.models.initial import (
     component_folder,
     copy_folder,
@@ -34,6 +35,7 @@ class ModelSpec(BaseModel):
         digest: digest of the model's files, and of the adapter that training starts from.
         adapter_seed: seed of the adapters' random initialisation.
         references: where each component's reference is kept when every weight is trained; `none` where none is needed.
+        memory: bytes that a GPU needs by the estimate if nothing is offloaded; None: not estimated.
         adapter: checkpoint of the run that training starts from; None without one, for a folder and a hub name.
     """
 
@@ -44,6 +46,14 @@ class ModelSpec(BaseModel):
     adapter_seed: int
     references: Mapping[Stream, Reference]
     adapter: ArtifactRef | None = None
+    memory: int | None = None
+
+    def offloads(self, device: torch.device) -> bool:
+        """Return whether components that are not in use are kept off this device."""
+        offload = self.section.offload
+        if offload != "auto" or device.type != "cuda" or self.memory is None:
+            return offload == "components"
+        return self.memory > torch.cuda.get_device_properties(device).total_memory
 
     @property
     def family(self) -> PolicyFamily:
@@ -158,14 +168,16 @@ class ResidentPolicy:
         return kept.by_stream if kept is not None and (kept.checkpoint, kept.updates) == (written, updates) else {}
 
     def keep_optimizers(self, checkpoint: str, updates: Mapping[Stream, Any], optimizers: Mapping[Stream, Any]) -> None:
-        """Keep the optimizers of an update for the next one; a GPU's memory is needed for the rollouts in between.
+        """Keep optimizers in CPU memory for the next update; a GPU's memory is needed for the rollouts in between.
 
         Args:
             checkpoint: digest of what the update wrote.
             updates: its settings by stream.
             optimizers: by stream.
         """
-        if self._loaded is not None and self._loaded.device.type == "cpu":
+        if self._loaded is None:
+            return
+        if self._loaded.device.type == "cpu" or all(each.offload_optimizer for each in updates.values()):
             self._loaded.optimizers = _Optimizers(checkpoint, updates, optimizers)
 
     def begin_reference_refresh(self) -> None:
@@ -177,6 +189,14 @@ class ResidentPolicy:
         """Name the version that the update has made of the weights in memory."""
         if self._loaded is not None:
             self._loaded.digest, self._loaded.reference_digest = digest, reference_digest
+
+    def offloaded(self, stage: str) -> dict[str, float]:
+        """Return, as metrics of a stage, what was moved to the device and back since the last call; empty without."""
+        if self._loaded is None or not self._loaded.policy.offload.enabled:
+            return {}
+        moved = self._loaded.policy.offload.take_moved()
+        log(f"{stage}: moved {moved.bytes / 2**30:.3g} GiB of frozen weights in {moved.seconds:.2g} s")
+        return {f"{OFFLOAD}{stage}/moved_gib": moved.bytes / 2**30, f"{OFFLOAD}{stage}/moved_seconds": moved.seconds}
 
     def close(self) -> None:
         """Free the policy's memory; `at` loads it again."""
@@ -215,6 +235,7 @@ def load_policy(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
             device=device,
             autocast=None if section.autocast is None else getattr(torch, section.autocast),
             attn_implementation=section.attn_implementation,
+            offload=spec.offloads(device),
         )
 
 

@@ -194,7 +194,7 @@ def collect_rollouts_task(
                 schema_version=schemas.SCHEMA_VERSION,
                 rows=table.rows,
                 seconds=time.perf_counter() - started,
-                metrics=token_metrics(sorted(staged.glob(PARTS))),
+                metrics=token_metrics(sorted(staged.glob(PARTS))) | resource(ResidentPolicy).offloaded("rollouts"),
                 peak_memory=peak_memory(),
             )
 

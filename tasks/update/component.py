@@ -209,7 +209,7 @@ def carry_out(
         checkpoint_digest=checkpoint_digest,
         synced=synced,
         rows=len({sample_id for each in stored.values() for sample_id in each.rows.sample_ids}),
-        metrics=metrics,
+        metrics=metrics | resident.offloaded("update"),
         peak_memory=peak_memory(),
     )
 

@@ -109,6 +109,17 @@ def test_everything_is_reported_at_once() -> None:
             "rollout.vllm.token_env",
             "not the name of a variable",
         ),
+        (
+            {"policy": {"model": "m", "offload": "auto"}, "placement": {"devices": ["cpu"] * 2, "sharding": "fsdp2"}},
+            "policy.offload",
+            "auto",
+        ),
+        (
+            {**TEXT, "policy": {**TEXT["policy"], "offload": "components"}, "rewards": [ANSWER]},
+            "policy.offload",
+            "components",
+        ),
+        ({"update": {"offload_optimizer": True, "optimizer": "adamw_8bit"}}, "update.offload_optimizer", True),
         ({"data": {"prompts": "p", "prompt_column": {"user": "q"}}}, "data.prompt_column", {"user": "q"}),
         ({**TEXT, "rewards": [ANSWER], "data": {"prompts": "p", "prompt_column": {}}}, "data.prompt_column", {}),
         ({"data": {"datasets": TWO, "streaming": True}}, "data.streaming", True),

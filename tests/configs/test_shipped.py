@@ -9,7 +9,7 @@ import yaml
 
 import configs
 from configs.loader import as_config, read_config, read_rewards_file
-from flows.preflight import doctor
+from flows.preflight.model import estimate_model
 from grpo_core.policies.estimate import MemoryEstimate
 from grpo_core.policies.glm_image.loading import RELEASED_MODEL
 from grpo_core.policies.trained.settings import TrainingChoice
@@ -75,7 +75,7 @@ def estimate_of(name: str, *overrides: str) -> MemoryEstimate:
         stream: TrainingChoice(policy.lora, policy.frozen, reference, policy.gradient_checkpointing)
         for stream, reference in config.references.items()
     }
-    return doctor.estimate_model(config, choices).memory
+    return estimate_model(config, choices).memory
 
 
 def test_the_update_that_needs_more_decides_where_two_run_in_turn() -> None:
@@ -84,7 +84,7 @@ def test_the_update_that_needs_more_decides_where_two_run_in_turn() -> None:
     assert large.rollout_peak == small.rollout_peak
     assert small.part("denoising adapters") == large.part("denoising adapters") > 0
     # 20 rows of 2 steps, 1024 patches and 30 blocks keep each block's 4096 inputs in 16 bits.
-    assert large.part("activations") == 20 * 2 * 1024 * 30 * 4096 * 2
+    assert large.part("denoising activations") == 20 * 2 * 1024 * 30 * 4096 * 2
     # As many rows of tokens as in the file that trains them alone.
     assert small.part("activations") == tokens.part("activations")
 

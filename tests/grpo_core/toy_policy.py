@@ -1,5 +1,6 @@
 """The smallest policy there is: a table of logits, whose log-probs and gradients can be worked out by hand."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -56,6 +57,9 @@ class TablePolicy:
             images = self.render(drafts.actions, noise_seeds=request.noise_seeds)
             yield RolloutGroup(request, {"tokens": drafts}, tuple(images))
 
+    def sample_batches(self, batches: Sequence[Sequence[GroupRequest]]) -> Iterator[RolloutGroup]:
+        return itertools.chain.from_iterable(map(self.sample, batches))
+
     @torch.no_grad()
     def sample_tokens(
         self,
@@ -104,7 +108,7 @@ class TablePolicy:
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         return {"table": self.table}
 
-    def prepare_for_update(self) -> None:
+    def prepare_for_update(self, actions: Any = None) -> None:
         """A table has no modes."""
 
     def prepare_for_sampling(self) -> None:

@@ -1,5 +1,6 @@
 """Causal language models behind the Policy protocol. Templates and end tokens are known only in this package."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         device: torch.device = CPU,
         autocast: torch.dtype | None = None,
         attn_implementation: str | None = None,
+        offload: bool = False,
     ) -> "CausalLMPolicy":
         """Load by folder or hub name; on the meta device without weights, to sample with an engine that has its own.
 
@@ -164,6 +166,10 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         """Sample the completions of all groups at once."""
         for request, drafts in sample_drafts(requests, self.sample_tokens):
             yield RolloutGroup(request, {"tokens": drafts}, tuple(self.decode(drafts.actions)))
+
+    def sample_batches(self, batches: Sequence[Sequence[GroupRequest]]) -> Iterator[RolloutGroup]:
+        """Sample one batch after the other."""
+        return itertools.chain.from_iterable(map(self.sample, batches))
 
     def sample_tokens(
         self,

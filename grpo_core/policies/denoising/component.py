@@ -27,11 +27,15 @@ from grpo_core.policies.denoising.scheduler import (
     step_logprob,
 )
 from grpo_core.policies.denoising.settings import DenoisingSettings
+from grpo_core.policies.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.policies.trained.component import TrainedComponent
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.records import ActionLogprobs, BrokenImage, Entropies, GroupRequest, SampledActions, StepGaussians
 from grpo_core.seeds import make_generator
 from grpo_core.streams import ImageSize
+
+VAE = "vae"
+"""Name of the autoencoder among the parts of a pipeline, also that of diffusers."""
 
 
 class DenoisingComponent(TrainedComponent[DenoisingBatch]):
@@ -52,7 +56,9 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         trained: TrainedModel,
         *,
         autocast: torch.dtype | None = None,
+        offload: ComponentOffload = NO_OFFLOAD,
     ) -> None:
+        self.offload = offload
         self.pipeline = pipeline
         self.settings = settings
         self.trained = trained
@@ -114,13 +120,14 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         images: list[Image.Image | BrokenImage] = []
         sampled: list[SampledActions] = []
         self.prepare_for_sampling()
-        # Images without noisy steps equal those of the exported pipeline, whose adapters are not merged.
-        noisy = rows.window_start is not None and self.settings.sde_window_size > 0
-        with self.trained.merged() if noisy and self.autocast is None else nullcontext():
-            for part in self._calls(rows, rows_per_call):
-                levels, steps = self._denoise(rows.select(part), size)
-                images += [image_of(each) for each in levels]
-                sampled += [] if steps is None else [steps]
+        with self.offload.using(*self.parts, VAE):
+            # Images without noisy steps equal those of the exported pipeline, whose adapters are not merged.
+            noisy = rows.window_start is not None and self.settings.sde_window_size > 0
+            with self.trained.merged() if noisy and self.autocast is None else nullcontext():
+                for part in self._calls(rows, rows_per_call):
+                    levels, steps = self._denoise(rows.select(part), size)
+                    images += [image_of(each) for each in levels]
+                    sampled += [] if steps is None else [steps]
         return list(by_group(requests, images, sampled))
 
     def _calls(self, rows: SampleRows, rows_per_call: int) -> Iterator[range]:
@@ -183,6 +190,9 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
             finished=torch.ones(count, dtype=torch.bool),
             max_length=len(scheduler.window),
         )
+
+    def _parts_of(self, actions: DenoisingBatch) -> tuple[str, ...]:
+        return (*self.parts, VAE) if actions.sources else self.parts
 
     def _score(
         self, model: nn.Module, actions: DenoisingBatch, *, entropy: Entropies, kl: bool = False
@@ -267,19 +277,21 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         Args:
             actions: of one size; only the first state of a row is read.
         """
-        calls = [self._call(actions, rows) for rows in self._alike(actions)]
         found = []
-        for call in calls:
-            scheduler = VelocityScheduler.like(self.pipeline.scheduler, self.settings).begin(call.first_step)
-            self._run(call, scheduler)
-            found.append(scheduler.velocity.to(torch.promote_types(scheduler.velocity.dtype, torch.float32)))
-        return torch.cat(found)[self._order(calls)]
+        with self.offload.using(*self._parts_of(actions)):
+            calls = [self._call(actions, rows) for rows in self._alike(actions)]
+            for call in calls:
+                scheduler = VelocityScheduler.like(self.pipeline.scheduler, self.settings).begin(call.first_step)
+                self._run(call, scheduler)
+                found.append(scheduler.velocity.to(torch.promote_types(scheduler.velocity.dtype, torch.float32)))
+            return torch.cat(found)[self._order(calls)]
 
     @torch.no_grad()
     def sigmas(self, actions: DenoisingBatch) -> Float[Tensor, " steps"]:
         """Return the noise level before each denoising step of these rows, which are of one size, on the CPU."""
         scheduler = StartScheduler.like(self.pipeline.scheduler, self.settings)
-        self._run(self._call(actions, [0]), scheduler)
+        with self.offload.using(*self._parts_of(actions)):
+            self._run(self._call(actions, [0]), scheduler)
         levels: Tensor = scheduler.sigmas[:-1]
         return levels.cpu()
 

@@ -1,7 +1,7 @@
 """Pipelines as they are loaded, the rows of their calls, and images of latents."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,14 @@ from grpo_core.records import BrokenImage, GroupRequest, SampledActions
 from grpo_core.streams import ImageSize
 
 
-def load_frozen(model: str, read: Callable[[], Any], device: torch.device) -> Any:
+def load_frozen(model: str, read: Callable[[], Any], device: torch.device, offloaded: Collection[str] = ()) -> Any:
     """Load a pipeline of diffusers with all its networks frozen, in evaluation mode.
 
     Args:
         model: folder or hub name, for the error.
         read: loads the pipeline.
+        device: of its networks.
+        offloaded: names of the parts that are left where they were loaded.
 
     Raises:
         InputError: its files are missing, damaged or not reachable.
@@ -43,11 +45,13 @@ def load_frozen(model: str, read: Callable[[], Any], device: torch.device) -> An
         hint = f"Give a folder with complete files, or a hub name whose files are cached or reachable ({first_line})."
         raise InputError("policy.model", model, hint) from error
     pipeline.set_progress_bar_config(disable=True)
-    for part in pipeline.components.values():
+    for name, part in pipeline.components.items():
         if isinstance(part, nn.Module):
             part.requires_grad_(False)
             part.eval()
-    return pipeline.to(device)
+            if offloaded and name not in offloaded:
+                part.to(device)
+    return pipeline if offloaded else pipeline.to(device)
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,32 @@
 """The transformer of a pipeline as a component: what the call of its class is given for a row."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_core.actions import TokenBatch
+from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.images import SourceImage, without_marks
-from grpo_core.policies.denoising.component import DenoisingComponent
+from grpo_core.policies.denoising.component import VAE, DenoisingComponent
 from grpo_core.policies.diffusers.prompt_cache import PromptCache
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings, SavedPipeline, call_settings
+from grpo_core.policies.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.seeds import make_generator
 from grpo_core.streams import ImageSize
+
+TRANSFORMER, ENCODERS = "transformer", "text_encoder"
+"""Name of the part of a pipeline that is trained; beginning of the names of those that encode prompts."""
 
 
 class DiffusersDenoising(DenoisingComponent):
     """The transformer of a pipeline, which makes all denoising steps."""
 
     settings: DiffusersSettings
+    parts = (TRANSFORMER,)
 
     def __init__(
         self,
@@ -29,17 +36,47 @@ class DiffusersDenoising(DenoisingComponent):
         trained: TrainedModel,
         *,
         autocast: torch.dtype | None = None,
+        offload: ComponentOffload = NO_OFFLOAD,
     ) -> None:
         """Combine the parts; `DiffusersPolicy.load` is the usual way.
 
         Args:
             saved: what the pipeline's configuration files say.
         """
-        super().__init__(pipeline, settings, trained, autocast=autocast)
+        super().__init__(pipeline, settings, trained, autocast=autocast, offload=offload)
         self.saved = saved
-        self.prompts = PromptCache(pipeline)
+        encoders = tuple(name for name in saved.parts if name.startswith(ENCODERS))
+        self.prompts = PromptCache(pipeline, encoding=partial(offload.using, *encoders))
         if saved.pipeline_class.sources is not None:
             _encode_in_own_dtype(pipeline.vae)
+
+    def prepare_for_update(self, actions: DenoisingBatch | None = None) -> None:
+        """Enter the mode for gradients; with offloaded parts the prompts are encoded before the first pass."""
+        super().prepare_for_update(actions)
+        if actions is not None:
+            sources = actions.sources or ((),) * len(actions)
+            self.encode_ahead(zip(actions.prompts, sources, actions.sizes, strict=True))
+
+    def encode_ahead(self, rows: Iterable[tuple[str, tuple[SourceImage, ...], ImageSize]]) -> None:
+        """Encode the prompts of rows before the transformer takes the place of the text encoders on the device.
+
+        Without offloaded parts nothing is done: the first call with a prompt encodes it.
+
+        Args:
+            rows: prompt, source images and size of the image; equal ones are encoded once.
+        """
+        if not self.offload.enabled:
+            return
+        distinct = dict.fromkeys(rows)
+        encoding_images = (VAE,) if any(sources for _, sources, _ in distinct) else ()
+        # Where all are known from before, nothing is moved.
+        with self.offload.using(*encoding_images, evict=False), self.prompts.keeping():
+            # It encodes prompts of its own; calls with source images do not ask for it.
+            _ = encoding_images or self.prompts.pads_to_one_length
+            for prompt, sources, size in distinct:
+                # Two rows: what several rows of a call have in common is found out with the first of them.
+                arguments = self._arguments((prompt,) * 2, None, size, (sources,) * 2)
+                super().start_latents({**arguments, "generator": [make_generator(0) for _ in range(2)]})
 
     @property
     def one_prompt_per_call(self) -> bool:

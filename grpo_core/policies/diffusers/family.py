@@ -188,6 +188,13 @@ class DiffusersFamily:
         positions = patches[largest] + (prompt if isinstance(prompt, int) else PROMPT_TOKENS)
         if (sources := saved.pipeline_class.sources) is not None and sources.usual:
             positions += sources.area(largest) // (saved.pixel_unit or 16) ** 2
+        denoising = frozenset({"denoising backward", "denoising step"})
+        needed = {
+            TRANSFORMER: denoising | {"decoding"},
+            # Source images are encoded by each call.
+            "vae": frozenset({"decoding"}) | (denoising if sources is not None and sources.usual else frozenset()),
+            **{part: frozenset({"encoding"}) for part in networks if part.startswith("text_encoder")},
+        }
         component = ComponentSizes(
             trained=train_transformer(transformer, choices["denoising"], model, initial_state=dict),
             width=width,
@@ -200,6 +207,7 @@ class DiffusersFamily:
         return ModelSizes(
             networks=counts,
             quantized={f"{part} weights": size for part, size in quantized.items()},
+            needed={f"{part} weights": phases for part, phases in needed.items()},
             components={"denoising": component},
             described=f"transformer {counts[f'{TRANSFORMER} weights'] / 1e9:.3g} B parameters in {blocks} blocks",
             image_values=component.passes * positions * width,

@@ -1,7 +1,7 @@
 """A pipeline by folder or hub name, its networks on the meta device, and the pipeline with trained weights."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -62,13 +62,19 @@ def modules_in_full(model: str, saved: SavedPipeline, part: str) -> list[str]:
 
 
 def load_pipeline(
-    model: str, *, dtype: torch.dtype, device: torch.device, quantization: QuantizationSettings | None = None
+    model: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: QuantizationSettings | None = None,
+    offloaded: Collection[str] = (),
 ) -> Any:
     """Load all parts of a pipeline, frozen, in evaluation mode.
 
     Args:
         model: a folder written by `save_pretrained`, or a hub name such as stabilityai/stable-diffusion-3.5-medium.
         quantization: of its transformer and text encoders, or of those that it names; None: as they are stored.
+        offloaded: names of the parts that are left where they are loaded, in CPU memory unless they are quantized.
 
     Raises:
         InputError: the folder does not exist, files are missing, or it is not a pipeline that can be trained.
@@ -84,7 +90,7 @@ def load_pipeline(
             model, dtype=dtype, use_safetensors=True, trust_remote_code=False, **options
         )
 
-    pipeline = load_frozen(model, read, device)
+    pipeline = load_frozen(model, read, device, offloaded)
     saved = require_saved_pipeline(model)
     chosen = quantized_parts(saved.parts, quantization)
     for name in (each for each in saved.parts if is_network(saved, each)):
@@ -161,6 +167,15 @@ def is_network(saved: SavedPipeline, part: str) -> bool:
     library, name = saved.parts[part]
     found = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), name, None)
     return isinstance(found, type) and issubclass(found, nn.Module)
+
+
+def offloaded_parts(saved: SavedPipeline, choice: TrainingChoice) -> tuple[str, ...]:
+    """Return the names of the parts that can be off the device: encoders, autoencoder, and a transformer with adapters.
+
+    Others, and a transformer whose own weights are trained, stay on it.
+    """
+    movable = ("text_encoder", "vae", *((TRANSFORMER,) if choice.lora is not None else ()))
+    return tuple(part for part in saved.parts if part.startswith(movable) and is_network(saved, part))
 
 
 def load_transformer(model: str, dtype: torch.dtype) -> Any:

@@ -1,5 +1,6 @@
 """A pipeline that makes or edits images, behind the Policy protocol; each prompt is encoded once."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from grpo_core.policies.diffusers.compatibility import refuse_incompatible, refu
 from grpo_core.policies.diffusers.component import DiffusersDenoising
 from grpo_core.policies.diffusers.loading import (
     load_pipeline,
+    offloaded_parts,
     read_initial_state,
     require_saved_pipeline,
     require_usable_weights,
@@ -16,6 +18,7 @@ from grpo_core.policies.diffusers.loading import (
     use_attention,
 )
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings, call_settings, refuse_size
+from grpo_core.policies.offload import offload_parts
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import BrokenImage, GroupRequest, Output, RolloutGroup
@@ -30,7 +33,7 @@ class DiffusersPolicy:
     def __init__(self, denoising: DiffusersDenoising) -> None:
         """Wrap the component; `load` is the usual way."""
         self.denoising = denoising
-        self.settings = denoising.settings
+        self.settings, self.offload = denoising.settings, denoising.offload
 
     @property
     def components(self) -> Mapping[Stream, PolicyComponent]:
@@ -58,6 +61,7 @@ class DiffusersPolicy:
         device: torch.device = CPU,
         autocast: torch.dtype | None = None,
         attn_implementation: str | None = None,
+        offload: bool = False,
     ) -> "DiffusersPolicy":
         """Load by folder or hub name.
 
@@ -69,12 +73,14 @@ class DiffusersPolicy:
         choice = choices["denoising"]
         saved, quantization = require_saved_pipeline(model), choice.quantization
         require_usable_weights(model, saved, quantization, device, adapters=choice.lora is not None)
-        pipeline = load_pipeline(model, dtype=dtype, device=device, quantization=quantization)
+        offloaded = offloaded_parts(saved, choice) if offload else ()
+        pipeline = load_pipeline(model, dtype=dtype, device=device, quantization=quantization, offloaded=offloaded)
         use_attention(pipeline.transformer, attn_implementation)
         trained = train_transformer(
             pipeline.transformer, choice, model, initial_state=lambda: read_initial_state(model, dtype)
         )
-        denoising = DiffusersDenoising(pipeline, saved, settings, trained, autocast=autocast)
+        mover = offload_parts(pipeline, offloaded, device)
+        denoising = DiffusersDenoising(pipeline, saved, settings, trained, autocast=autocast, offload=mover)
         policy = cls(denoising)
         policy.sample_with(settings)
         if not tried:
@@ -88,6 +94,12 @@ class DiffusersPolicy:
         for request, group in zip(requests, groups, strict=True):
             _require_size(group.images, size)
             yield RolloutGroup(request, {} if group.sampled is None else {"denoising": group.sampled}, group.images)
+
+    def sample_batches(self, batches: Sequence[Sequence[GroupRequest]]) -> Iterator[RolloutGroup]:
+        """Sample one batch after the other; with offloaded parts the prompts of all are encoded before."""
+        rows = ((each.prompt, each.sources, each.size or self.settings.size) for batch in batches for each in batch)
+        self.denoising.encode_ahead(rows)
+        return itertools.chain.from_iterable(map(self.sample, batches))
 
 
 def _require_size(images: Sequence[Output], size: ImageSize) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -30,8 +31,18 @@ class PromptCache:
     do not depend on the other rows.
     """
 
-    def __init__(self, pipeline: Any, max_bytes: int = MAX_BYTES) -> None:
-        """Take the method's place in the pipeline."""
+    def __init__(
+        self,
+        pipeline: Any,
+        max_bytes: int = MAX_BYTES,
+        encoding: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Take the method's place in the pipeline.
+
+        Args:
+            encoding: a context in which the text encoders can be run.
+        """
+        self._encoding, self._needed, self._is_keeping = encoding, set[str](), False
         self._encode: Callable[..., Any] = pipeline.encode_prompt
         self._signature = inspect.signature(self._encode)
         self._max_bytes = max_bytes
@@ -78,6 +89,8 @@ class PromptCache:
         else:
             self._results[key] = self._encode_rows(single, 1)
             self._forget()
+        if self._is_keeping:
+            self._needed.add(key)
         return self._results[key]
 
     def _growth(self, single: dict[str, Any], result: Any, *, copies: bool) -> Any:
@@ -100,14 +113,28 @@ class PromptCache:
         return self._growths[kind]
 
     def _encode_rows(self, single: dict[str, Any], rows: int) -> Any:
-        # Z-Image writes its templates into the list that it is given.
-        return self._encode(
-            **{name: value * rows if _is_by_row(name, value) else value for name, value in single.items()}
-        )
+        with self._encoding():
+            # Z-Image writes its templates into the list that it is given.
+            return self._encode(
+                **{name: value * rows if _is_by_row(name, value) else value for name, value in single.items()}
+            )
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep all that is encoded in this context, however much it is, until the next such context."""
+        self._needed, self._is_keeping = set(), True
+        try:
+            yield
+        finally:
+            self._is_keeping = False
 
     def _forget(self) -> None:
-        while sum(map(_bytes, self._results.values())) > self._max_bytes and len(self._results) > 1:
-            self._results.popitem(last=False)
+        *older, _ = self._results
+        for key in older:
+            if sum(map(_bytes, self._results.values())) <= self._max_bytes:
+                return
+            if key not in self._needed:
+                del self._results[key]
 
 
 def _is_by_row(name: str, value: Any) -> bool:

@@ -1,5 +1,6 @@
 """The diffusion decoder: the image that a draft's large grid describes, and its noisy denoising steps."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -10,13 +11,14 @@ from diffusers import GlmImagePipeline
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from grpo_core.actions import TokenBatch
+from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
 from grpo_core.policies.denoising.component import DenoisingComponent
-from grpo_core.policies.glm_image.loading import pixel_unit
+from grpo_core.policies.glm_image.loading import DECODER, TEXT_ENCODER, pixel_unit
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.glm_image.sources import SOURCE_ARGUMENTS, SourceEncoder, shared_by_rows
+from grpo_core.policies.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.streams import ImageSize
@@ -43,6 +45,7 @@ class GlmImageDecoder(DenoisingComponent):
 
     pipeline: GlmImagePipeline
     settings: GlmImageSettings
+    parts = (TEXT_ENCODER, DECODER)
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class GlmImageDecoder(DenoisingComponent):
         *,
         autocast: torch.dtype | None = None,
         sources: SourceEncoder | None = None,
+        offload: ComponentOffload = NO_OFFLOAD,
     ) -> None:
         """Combine the parts.
 
@@ -59,8 +63,15 @@ class GlmImageDecoder(DenoisingComponent):
             trained: the pipeline's diffusion transformer, or the frozen one where only the token model is trained.
             sources: encodes source images; None: one of its own.
         """
-        super().__init__(pipeline, settings, trained, autocast=autocast)
-        self.sources = sources or SourceEncoder(pipeline)
+        super().__init__(pipeline, settings, trained, autocast=autocast, offload=offload)
+        self.sources = sources or SourceEncoder(pipeline, offload)
+
+    def prepare_for_update(self, actions: DenoisingBatch | None = None) -> None:
+        """Enter the mode for gradients; source images are encoded by the token model before the first pass."""
+        super().prepare_for_update(actions)
+        sources = None if actions is None else actions.sources
+        for source in dict.fromkeys(itertools.chain(*(sources or ()))):
+            self.sources.codes(source)
 
     @property
     def one_prompt_per_call(self) -> bool:

@@ -180,6 +180,12 @@ class GlmImageFamily:
         return ModelSizes(
             networks=counts,
             quantized=quantized,
+            needed={
+                "autoregressive weights": frozenset({"sampling", "tokens backward", "tokens step"}),
+                "decoder weights": frozenset({"decoding", "denoising backward", "denoising step"}),
+                "autoencoder weights": frozenset({"decoding"}),
+                "glyph encoder weights": frozenset({"decoding", "denoising backward", "denoising step"}),
+            },
             components=components,
             described=(
                 f"token model {counts['autoregressive weights'] / 1e9:.3g} B parameters, decoder "

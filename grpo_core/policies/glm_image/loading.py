@@ -5,7 +5,7 @@ The glyph encoder's configuration is not published; it is the encoder of google/
 arXiv:2105.13626), whose width is the decoder's `text_embed_dim` and whose size in fp32 is that of the released file.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from grpo_core.policies.pipeline_quantization import (
     require_usable_parts,
 )
 from grpo_core.policies.trained.quantization import QuantizationSettings, default_skips, prepare_layers
+from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.policies.trained.whole import TrainedPart
 from grpo_core.streams import ImageSize, Stream
 
@@ -267,12 +268,14 @@ def load_pipeline(
     dtype: torch.dtype,
     device: torch.device,
     quantization: QuantizationSettings | None = None,
+    offloaded: Collection[str] = (),
 ) -> GlmImagePipeline:
     """Load all components of a GLM-Image, frozen, in evaluation mode.
 
     Args:
         model: a folder written by `save_pretrained`, or a hub name such as zai-org/GLM-Image.
         quantization: of its networks; None: as they are stored.
+        offloaded: names of the parts that are left where they are loaded, in CPU memory unless they are quantized.
 
     Raises:
         InputError: the folder does not exist or is no pipeline, or the hub's files are not available.
@@ -292,10 +295,16 @@ def load_pipeline(
             raise InputError("policy.model", model, hint)
         return pipeline
 
-    pipeline: GlmImagePipeline = load_frozen(model, read, device)
+    pipeline: GlmImagePipeline = load_frozen(model, read, device, offloaded)
     for part in (AUTOREGRESSIVE, DECODER, TEXT_ENCODER):
         prepare_layers(getattr(pipeline, part), quantization if part in quantized_parts(PARTS, quantization) else None)
     return pipeline
+
+
+def offloaded_parts(choices: Mapping[Stream, TrainingChoice]) -> tuple[str, ...]:
+    """Return the names of the parts that can be off the device; one whose own weights are trained stays on it."""
+    full = {_NETWORKS[stream][1] for stream, choice in choices.items() if choice.lora is None}
+    return tuple(part for part in (AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER) if part not in full)
 
 
 def _load_network(model: str, stream: Stream, dtype: torch.dtype) -> Any:

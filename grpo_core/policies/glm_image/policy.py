@@ -1,5 +1,6 @@
 """GLM-Image behind the Policy protocol: a token model that writes an image, and a decoder that paints it."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,14 +15,17 @@ from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, sample_tokens, score_tokens
 from grpo_core.policies.glm_image.decoding import GlmImageDecoder, require_fit, train_decoder
 from grpo_core.policies.glm_image.loading import (
+    AUTOREGRESSIVE,
     FROZEN_PARTS,
     load_pipeline,
+    offloaded_parts,
     pixel_unit,
     read_initial_state,
     require_usable_weights,
 )
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.glm_image.sources import SourceEncoder
+from grpo_core.policies.offload import NO_OFFLOAD, ComponentOffload, offload_parts
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.policies.trained.component import TrainedComponent, use_attention
 from grpo_core.policies.trained.lora_and_full import FrozenModel, train_model
@@ -43,6 +47,8 @@ train_token_model = partial(train_model, default_targets=LANGUAGE_MODEL_LINEARS,
 class GlmImageTokens(TrainedComponent[TokenBatch]):
     """The stream of image tokens: a preview grid, then the large grid; of an edit the large grid alone."""
 
+    parts = (AUTOREGRESSIVE,)
+
     def __init__(
         self,
         pipeline: GlmImagePipeline,
@@ -51,6 +57,7 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         *,
         autocast: torch.dtype | None = None,
         sources: SourceEncoder | None = None,
+        offload: ComponentOffload = NO_OFFLOAD,
     ) -> None:
         """Combine the parts.
 
@@ -58,8 +65,8 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
             trained: the pipeline's autoregressive model, or the frozen one where only the decoder is trained.
             sources: encodes source images; None: one of its own.
         """
-        self.pipeline = pipeline
-        self.sources = sources or SourceEncoder(pipeline)
+        self.pipeline, self.offload = pipeline, offload
+        self.sources = sources or SourceEncoder(pipeline, offload)
         self.trained = trained
         self.autocast = autocast
         self.sample_with(settings)
@@ -138,18 +145,19 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         """
         assert sources is None or all(sources), "an image drawn from text alone has other tokens than an edit"
         size = size or self.settings.size
-        encoded = self._encode(list(prompts), size, sources)
-        with self._sampling():
-            ids, logprobs, support = sample_tokens(
-                self.trained.model,
-                encoded,
-                group_size=group_size,
-                tokens=self.grids_of(size, edit=sources is not None).tokens,
-                seeds=seeds,
-                vocabulary=self.vocabulary,
-                temperature=self.settings.temperature,
-                truncation=self.settings,
-            )
+        with self.offload.using(*self.parts):
+            encoded = self._encode(list(prompts), size, sources)
+            with self._sampling():
+                ids, logprobs, support = sample_tokens(
+                    self.trained.model,
+                    encoded,
+                    group_size=group_size,
+                    tokens=self.grids_of(size, edit=sources is not None).tokens,
+                    seeds=seeds,
+                    vocabulary=self.vocabulary,
+                    temperature=self.settings.temperature,
+                    truncation=self.settings,
+                )
         rows = tuple(prompt for prompt in prompts for _ in range(group_size))
         mask = torch.ones(ids.shape, dtype=torch.bool)
         own = None if sources is None else tuple(each for each in sources for _ in range(group_size))
@@ -198,7 +206,7 @@ class GlmImagePolicy:
         Args:
             trained: streams of the halves that are trained, in the order of STREAMS.
         """
-        self.tokens, self.decoder = tokens, decoder
+        self.tokens, self.decoder, self.offload = tokens, decoder, decoder.offload
         halves: Mapping[Stream, Any] = {"tokens": tokens, "denoising": decoder}
         self.components: Mapping[Stream, PolicyComponent] = {stream: halves[stream] for stream in trained}
 
@@ -227,6 +235,7 @@ class GlmImagePolicy:
         device: torch.device = CPU,
         autocast: torch.dtype | None = None,
         attn_implementation: str | None = None,
+        offload: bool = False,
     ) -> "GlmImagePolicy":
         """Load by folder or hub name.
 
@@ -241,7 +250,8 @@ class GlmImagePolicy:
         quantization = next((choice.quantization for choice in choices.values()), None)
         adapters = all(choice.lora is not None for choice in choices.values())
         require_usable_weights(model, quantization, choices, device, adapters=adapters)
-        pipeline = load_pipeline(model, dtype=dtype, device=device, quantization=quantization)
+        offloaded = offloaded_parts(choices) if offload else ()
+        pipeline = load_pipeline(model, dtype=dtype, device=device, quantization=quantization, offloaded=offloaded)
         writer, painter = pipeline.vision_language_encoder, pipeline.transformer
         use_attention(writer, attn_implementation)
         initial_state = partial(read_initial_state, model, dtype=dtype)
@@ -261,23 +271,33 @@ class GlmImagePolicy:
                 base_name=model,
                 initial_state=partial(initial_state, "denoising"),
             )
-        sources = SourceEncoder(pipeline)
+        mover = offload_parts(pipeline, offloaded, device)
+        sources = SourceEncoder(pipeline, mover)
         painting = autocast if "denoising" in choices else None
         return cls(
-            GlmImageTokens(pipeline, settings, tokens, autocast=autocast, sources=sources),
-            GlmImageDecoder(pipeline, settings, denoising, autocast=painting, sources=sources),
+            GlmImageTokens(pipeline, settings, tokens, autocast=autocast, sources=sources, offload=mover),
+            GlmImageDecoder(pipeline, settings, denoising, autocast=painting, sources=sources, offload=mover),
             tuple(choices),
         )
 
     def sample(self, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:
         """Sample the tokens of all groups at once, then paint group by group."""
-        for request, drafts in sample_drafts(requests, self.tokens.sample):
-            (painted,) = self.decoder.sample(
-                [request],
-                drafts.actions,
-                size=request.size or self.settings.size,
-                rows_per_call=self.settings.decode_batch_size,
-            )
-            sampled: Mapping[Stream, SampledActions | None] = {"tokens": drafts, "denoising": painted.sampled}
-            streams = {stream: actions for stream, actions in sampled.items() if actions is not None}
-            yield RolloutGroup(request, streams, painted.images)
+        return itertools.starmap(self._painted, sample_drafts(requests, self.tokens.sample))
+
+    def sample_batches(self, batches: Sequence[Sequence[GroupRequest]]) -> Iterator[RolloutGroup]:
+        """Sample one batch after the other; with offloaded parts the tokens of all batches come first."""
+        if not self.offload.enabled:
+            return itertools.chain.from_iterable(map(self.sample, batches))
+        drafted = [list(sample_drafts(batch, self.tokens.sample)) for batch in batches]
+        return itertools.starmap(self._painted, itertools.chain.from_iterable(drafted))
+
+    def _painted(self, request: GroupRequest, drafts: SampledTokens) -> RolloutGroup:
+        (painted,) = self.decoder.sample(
+            [request],
+            drafts.actions,
+            size=request.size or self.settings.size,
+            rows_per_call=self.settings.decode_batch_size,
+        )
+        sampled: Mapping[Stream, SampledActions | None] = {"tokens": drafts, "denoising": painted.sampled}
+        streams = {stream: actions for stream, actions in sampled.items() if actions is not None}
+        return RolloutGroup(request, streams, painted.images)

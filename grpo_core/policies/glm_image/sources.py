@@ -17,8 +17,9 @@ from PIL import Image
 
 from grpo_core.images import SourceImage
 from grpo_core.policies.glm_image.autoregressive import Codes
-from grpo_core.policies.glm_image.loading import pixel_unit
+from grpo_core.policies.glm_image.loading import AUTOREGRESSIVE, pixel_unit
 from grpo_core.policies.glm_image.settings import SourceLimits, refuse_coarse_codes
+from grpo_core.policies.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.streams import ImageSize
 
 MAX_KEPT = 4096
@@ -32,8 +33,8 @@ class SourceEncoder:
         limits: of the sizes that both halves of the model read alike.
     """
 
-    def __init__(self, pipeline: GlmImagePipeline) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipeline: GlmImagePipeline, offload: ComponentOffload = NO_OFFLOAD) -> None:
+        self._pipeline, self._offload = pipeline, offload
         self._processor = pipeline.processor.image_processor
         self._model: Any = pipeline.vision_language_encoder
         self._kept: OrderedDict[str, Codes] = OrderedDict()
@@ -65,20 +66,21 @@ class SourceEncoder:
     @torch.no_grad()
     def _encode(self, image: Image.Image) -> Codes:
         refuse_coarse_codes(self._pipeline.name_or_path, self.limits.unit, pixel_unit(self._pipeline))
-        device = next(self._model.parameters()).device
         inputs = self._processor(images=[image], return_tensors="pt")
-        grid = inputs["image_grid_thw"].to(device)
-        # Alone and in the dtype of its weights: the nearest code must depend on neither other images nor the caller.
-        with torch.autocast(device.type, enabled=False):
-            features = self._model.get_image_features(inputs["pixel_values"].to(device), grid).pooler_output
-            codes: torch.Tensor = self._model.get_image_tokens(list(features), grid)
+        with self._offload.using(AUTOREGRESSIVE):
+            device = next(self._model.parameters()).device
+            grid = inputs["image_grid_thw"].to(device)
+            # Alone and in the dtype of its weights: the nearest code depends on neither other images nor the caller.
+            with torch.autocast(device.type, enabled=False):
+                features = self._model.get_image_features(inputs["pixel_values"].to(device), grid).pooler_output
+                codes: torch.Tensor = self._model.get_image_tokens(list(features), grid)
         _, rows, columns = grid[0].tolist()
         assert (columns, rows) == tuple(side // self.limits.unit for side in image.size), "one code per unit"
         return codes.reshape(rows, columns).cpu()
 
     def decoder_arguments(self, sources: Sequence[SourceImage], rows: int) -> dict[str, Any]:
         """Return the arguments of the pipeline's call for rows with the same sources."""
-        device = self._model.device
+        device = self._pipeline.transformer.device
         codes = [self.codes(source) for source in sources]
         # As for the image that is made: each token covers two by two patches.
         doubled = [each.repeat_interleave(2, 0).repeat_interleave(2, 1) for each in codes]

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
+from grpo_core.policies.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.records import ActionLogprobs, Entropies
 
@@ -76,14 +77,22 @@ class TrainedComponent(ABC, Generic[A]):
     Attributes:
         trained: the trained parameters and the reference.
         autocast: dtype of matrix products; None: that of the weights.
+        offload: what moves the weights that are not in use off the device.
+        parts: names of the networks that score actions.
     """
 
     trained: TrainedModel
     autocast: torch.dtype | None
+    offload: ComponentOffload = NO_OFFLOAD
+    parts: tuple[str, ...] = ()
 
     @abstractmethod
     def _score(self, model: nn.Module, actions: A, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
         """Compute the log-probs of the actions under this model, the policy's or the reference."""
+
+    def _parts_of(self, actions: A) -> tuple[str, ...]:
+        """Return the names of the networks that score these actions."""
+        return self.parts
 
     @property
     def _device(self) -> torch.device:
@@ -91,11 +100,12 @@ class TrainedComponent(ABC, Generic[A]):
 
     def logprobs(self, actions: A, *, entropy: Entropies = "constant", kl: bool = False) -> ActionLogprobs:
         """Compute the log-probs of the actions under the current weights."""
-        return self._score(self.trained.model, actions, entropy=entropy, kl=kl)
+        with self.offload.using(*self._parts_of(actions)):
+            return self._score(self.trained.model, actions, entropy=entropy, kl=kl)
 
     def reference_logprobs(self, actions: A) -> Float[Tensor, "batch time"]:
         """Compute the log-probs of the actions under the reference, without gradients."""
-        with torch.no_grad(), self.trained.reference() as reference:
+        with torch.no_grad(), self.offload.using(*self._parts_of(actions)), self.trained.reference() as reference:
             return self._score(reference, actions, entropy="none").logprobs
 
     def summed_values(self, actions: A) -> int:
@@ -106,7 +116,7 @@ class TrainedComponent(ABC, Generic[A]):
         """Return the parameters that an update changes, by name."""
         return self.trained.trainable_parameters()
 
-    def prepare_for_update(self) -> None:
+    def prepare_for_update(self, actions: A | None = None) -> None:
         """Enter the mode for gradients."""
         self.trained.prepare_for_update()
 

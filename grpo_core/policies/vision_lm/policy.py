@@ -66,6 +66,7 @@ class VisionLMPolicy(CausalLMPolicy):
         device: torch.device = CPU,
         autocast: torch.dtype | None = None,
         attn_implementation: str | None = None,
+        offload: bool = False,
     ) -> "VisionLMPolicy":
         """Load by folder or hub name.
 

@@ -59,6 +59,21 @@ def test_it_does_not_grow_with_the_iterations(empty: Runs, staleness: int) -> No
     assert {name: n for name, n in kept[7].items() if n > kept[4][name] + leeway.get(name, 0)} == {}
 
 
+@pytest.mark.slow
+def test_offloading_changes_no_digest_and_is_measured(empty: Runs) -> None:
+    plain = empty.start("plain", run__iterations=2, **SMALL)
+    # Under a root of its own, where nothing of the other run can be used again.
+    other = Runs(empty.root.parent / "other")
+    changes = {**SMALL, "policy__offload": "components", "update__offload_optimizer": True}
+    moved = other.start("moved", run__iterations=2, **changes)
+    assert moved.summary.policy_digest == plain.summary.policy_digest
+    measured = other.metrics(2, "moved")
+    for stage in ("rollouts", "update"):
+        assert measured[f"offload/{stage}/moved_gib"] > 0
+        assert measured[f"offload/{stage}/moved_seconds"] > 0
+    assert not any(name.startswith("offload/") for name in empty.metrics(2, "plain"))
+
+
 def test_lines_forget_a_stage_that_has_ended() -> None:
     lines = Lines()
     for done in (0, 1, 2):

@@ -215,3 +215,31 @@ def test_pages_are_refused_on_the_cpu(kind: OptimizerKind) -> None:
         PolicyOptimizer(parameters(), replace(WARM, optimizer=kind))
     assert (caught.value.place, caught.value.value) == ("update.optimizer", kind)
     refuse_unavailable(kind, torch.device("cuda"))
+
+
+def test_moments_in_cpu_memory_change_no_bit() -> None:
+    """Also where a parameter has no gradient at first, and over a stored state of either kind."""
+    offloaded = replace(WARM, offload_optimizer=True)
+    plain, apart = (PolicyOptimizer(parameters(), each) for each in (WARM, offloaded))
+    for optimizer in (plain, apart):
+        give_gradients(optimizer.parameters, 0)
+        optimizer.parameters["bias"].grad = None
+        optimizer.step()
+    assert all(torch.equal(value, apart.state()[name]) for name, value in plain.state().items())
+    both = [run(optimizer, range(1, 4)) for optimizer in (plain, apart)]
+    exchanged = [
+        PolicyOptimizer(values, each, steps=4)
+        for values, each in zip(map(_fresh, both), (offloaded, WARM), strict=True)
+    ]
+    for optimizer, state in zip(exchanged, (plain.state(), apart.state()), strict=True):
+        optimizer.load_state(state)
+    both += [run(optimizer, range(4, 6)) for optimizer in exchanged]
+    for one, other in (both[:2], both[2:]):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+    # A step leaves no moments behind where the parameters are.
+    exchanged[0].zero_grad()
+    assert not any(each.state for each in exchanged[0]._optimizer._optimizers.values())
+
+
+def _fresh(values: dict[str, Tensor]) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(value.clone()) for name, value in values.items()}

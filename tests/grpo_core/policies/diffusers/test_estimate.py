@@ -96,6 +96,33 @@ def test_what_grows_with_what(saved_folder: SavedFolder) -> None:
     assert larger.memory.part("activations") > base
 
 
+def test_a_phase_has_what_it_needs_and_nothing_that_is_offloaded(saved_folder: SavedFolder) -> None:
+    folder, chosen = saved_folder("sd3"), settings()
+    choices: Mapping[Any, TrainingChoice] = {"denoising": LORA}
+    workload = Workload("float32", 4, 2, 2, eight_bit_optimizer=False, offload_optimizer=True)
+    moved = estimate_resources("diffusers", str(folder), chosen, choices, {"denoising": workload}, offload=True).memory
+    plain = estimated(folder, chosen).memory
+    encoders = ("text_encoder weights", "text_encoder_2 weights", "text_encoder_3 weights")
+    texts, transformer = sum(map(plain.part, encoders)), plain.part("transformer weights")
+    vae, adapters = plain.part("vae weights"), plain.part("adapters")
+    everything = texts + transformer + vae + adapters
+    assert plain.phases == ("decoding", "denoising backward", "denoising step")
+    # Gradients, then the two moments.
+    assert [plain.in_phase(each, exact=True) for each in plain.phases] == [everything] + [everything + 3 * adapters] * 2
+    assert plain.offloaded == {}
+    assert moved.phases == ("encoding", *plain.phases)
+    expected = [texts + adapters, transformer + vae + adapters, transformer + 2 * adapters, transformer + 2 * adapters]
+    assert [moved.in_phase(each, exact=True) for each in moved.phases] == expected
+    assert sum(moved.offloaded.values()) == texts + transformer + vae + 2 * adapters
+    for phase in plain.phases[:2]:
+        assert moved.in_phase(phase, exact=False) == plain.in_phase(phase, exact=False)
+    # Every weight is trained: the transformer stays, and so do its gradients.
+    full: Mapping[Any, TrainingChoice] = {"denoising": TrainingChoice(None)}
+    whole = estimate_resources("diffusers", str(folder), chosen, full, {"denoising": workload}, offload=True).memory
+    assert set(whole.offloaded) == {*encoders, "vae weights", "optimizer moments"}
+    assert whole.in_phase("encoding", exact=True) == texts + whole.part("transformer weights")
+
+
 def test_blocks_are_counted() -> None:
     import diffusers
 
