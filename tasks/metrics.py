@@ -4,9 +4,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from grpo_core.streams import STREAMS, Stream
 from tasks.storage.artifacts.reference import ArtifactRef
+
+if TYPE_CHECKING:
+    # It imports torch, which those that only read metrics do not need.
+    from grpo_core.policies.trained.offload import Moved
 
 HELDOUT, STEP_TIME, WALL_TIME = "heldout_reward", "step_time", "wall_time"
 """Mean held-out reward of the policy that an iteration made; seconds of all its stages; seconds between its report and
@@ -52,6 +57,13 @@ def split_stream(name: str) -> tuple[Stream | None, str]:
         if name.startswith(f"{stream}/") and name != f"{stream}/":
             return stream, name.removeprefix(f"{stream}/")
     return None, name
+
+
+def offload_metrics(stage: str, moved: "Moved") -> dict[str, float]:
+    """Return what a stage moved to the device as its metrics; empty if it moved nothing."""
+    if not moved.bytes:
+        return {}
+    return {f"{OFFLOAD}{stage}/moved_gib": moved.bytes / 2**30, f"{OFFLOAD}{stage}/moved_seconds": moved.seconds}
 
 
 Stages = Mapping[tuple[str, str], Sequence[ArtifactRef]]

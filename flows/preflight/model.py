@@ -8,9 +8,9 @@ from configs.validation import error_at
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
 from grpo_core.errors import InputError
 from grpo_core.policies.estimate import MemoryEstimate, ModelEstimate, Workload, estimate_resources
-from grpo_core.policies.offload import refuse_too_little_room
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.component import refuse_unavailable_attention
+from grpo_core.policies.trained.offload import refuse_too_little_room
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.seeds import derive_seed
 from grpo_core.streams import ImageSize, Stream

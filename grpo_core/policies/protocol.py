@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from grpo_core.actions import DenoisingBatch
-    from grpo_core.policies.offload import ComponentOffload
     from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained.model import TrainedModel
+    from grpo_core.policies.trained.offload import ComponentOffload
     from grpo_core.policies.trained.quantization import QuantizationSettings
     from grpo_core.policies.trained.settings import TrainingChoice
     from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup

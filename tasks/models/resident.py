@@ -14,7 +14,6 @@ from grpo_core.errors import InputError
 from grpo_core.policies.protocol import Policy, PolicyFamily, policy_family
 from grpo_core.policies.trained.settings import Reference
 from grpo_core.streams import Stream
-from tasks.metrics import OFFLOAD
 from tasks.models.initial import (
     component_folder,
     copy_folder,
@@ -189,14 +188,6 @@ class ResidentPolicy:
         """Name the version that the update has made of the weights in memory."""
         if self._loaded is not None:
             self._loaded.digest, self._loaded.reference_digest = digest, reference_digest
-
-    def offloaded(self, stage: str) -> dict[str, float]:
-        """Return, as metrics of a stage, what was moved to the device and back since the last call; empty without."""
-        if self._loaded is None or not self._loaded.policy.offload.enabled:
-            return {}
-        moved = self._loaded.policy.offload.take_moved()
-        log(f"{stage}: moved {moved.bytes / 2**30:.3g} GiB of frozen weights in {moved.seconds:.2g} s")
-        return {f"{OFFLOAD}{stage}/moved_gib": moved.bytes / 2**30, f"{OFFLOAD}{stage}/moved_seconds": moved.seconds}
 
     def close(self) -> None:
         """Free the policy's memory; `at` loads it again."""

@@ -20,6 +20,7 @@ from grpo_core.streams import Stream
 from tasks.execution.caching import stage_task
 from tasks.execution.call import Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.execution.resources import halve_on_out_of_memory, peak_memory, reset_peak_memory
+from tasks.metrics import offload_metrics
 from tasks.models.resident import ModelSpec
 from tasks.progress import progress_of
 from tasks.prompts.targets import TargetReference, load_target
@@ -187,6 +188,7 @@ def collect_rollouts_task(
             for each in (table, images, states):
                 if each is not None:
                     each.close()
+            moved = sampler.policy.offload.take_moved()
             return store.commit(
                 staged,
                 f"{plan.folder}/{ROLLOUTS}",
@@ -194,7 +196,7 @@ def collect_rollouts_task(
                 schema_version=schemas.SCHEMA_VERSION,
                 rows=table.rows,
                 seconds=time.perf_counter() - started,
-                metrics=token_metrics(sorted(staged.glob(PARTS))) | resource(ResidentPolicy).offloaded("rollouts"),
+                metrics=token_metrics(sorted(staged.glob(PARTS))) | offload_metrics("rollouts", moved),
                 peak_memory=peak_memory(),
             )
 

@@ -20,6 +20,7 @@ from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.step import UpdateResult
 from tasks.execution.resources import peak_memory, reset_peak_memory, resource
+from tasks.metrics import offload_metrics
 from tasks.models.initial import COPIES, component_folder, copy_digests, copy_folder, weights_digest
 from tasks.models.resident import ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
@@ -209,7 +210,7 @@ def carry_out(
         checkpoint_digest=checkpoint_digest,
         synced=synced,
         rows=len({sample_id for each in stored.values() for sample_id in each.rows.sample_ids}),
-        metrics=metrics | resident.offloaded("update"),
+        metrics=metrics | offload_metrics("update", learner.offload.take_moved()),
         peak_memory=peak_memory(),
     )
 

@@ -27,9 +27,9 @@ from grpo_core.policies.denoising.scheduler import (
     step_logprob,
 )
 from grpo_core.policies.denoising.settings import DenoisingSettings
-from grpo_core.policies.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.policies.trained.component import TrainedComponent
 from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.records import ActionLogprobs, BrokenImage, Entropies, GroupRequest, SampledActions, StepGaussians
 from grpo_core.seeds import make_generator
 from grpo_core.streams import ImageSize

@@ -13,8 +13,8 @@ from grpo_core.images import SourceImage, without_marks
 from grpo_core.policies.denoising.component import VAE, DenoisingComponent
 from grpo_core.policies.diffusers.prompt_cache import PromptCache
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings, SavedPipeline, call_settings
-from grpo_core.policies.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.seeds import make_generator
 from grpo_core.streams import ImageSize
 

@@ -18,8 +18,8 @@ from grpo_core.policies.diffusers.loading import (
     use_attention,
 )
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings, call_settings, refuse_size
-from grpo_core.policies.offload import offload_parts
 from grpo_core.policies.protocol import PolicyComponent
+from grpo_core.policies.trained.offload import offload_parts
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import BrokenImage, GroupRequest, Output, RolloutGroup
 from grpo_core.streams import ImageSize, Stream

@@ -18,9 +18,9 @@ from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.glm_image.loading import DECODER, TEXT_ENCODER, pixel_unit
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.glm_image.sources import SOURCE_ARGUMENTS, SourceEncoder, shared_by_rows
-from grpo_core.policies.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.streams import ImageSize
 
 

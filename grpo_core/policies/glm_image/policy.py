@@ -25,11 +25,11 @@ from grpo_core.policies.glm_image.loading import (
 )
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.glm_image.sources import SourceEncoder
-from grpo_core.policies.offload import NO_OFFLOAD, ComponentOffload, offload_parts
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.policies.trained.component import TrainedComponent, use_attention
 from grpo_core.policies.trained.lora_and_full import FrozenModel, train_model
 from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload, offload_parts
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledActions, SampledTokens
 from grpo_core.streams import ImageSize, Stream

@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
-from grpo_core.policies.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.records import ActionLogprobs, Entropies
 
 

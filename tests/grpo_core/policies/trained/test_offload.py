@@ -14,8 +14,8 @@ from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.trial_sources import reduced_sources
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.offload import ComponentOffload, Moved, refuse_too_little_room
 from grpo_core.policies.protocol import Policy
+from grpo_core.policies.trained.offload import ComponentOffload, Moved, refuse_too_little_room
 from grpo_core.policies.trained.quantization import QuantizationSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import GroupRequest, RolloutGroup
