@@ -1,6 +1,7 @@
 """Shipped configurations are valid, and fit the GPU that they are for."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -72,7 +73,9 @@ def estimate_of(name: str, *overrides: str) -> MemoryEstimate:
     config = read_config(ROOT / "configs" / f"{name}.yaml", overrides)
     policy = config.policy
     choices = {
-        stream: TrainingChoice(policy.lora, policy.frozen, reference, policy.gradient_checkpointing)
+        stream: TrainingChoice(
+            policy.lora, policy.frozen, reference, policy.gradient_checkpointing, quantization=policy.quantization
+        )
         for stream, reference in config.references.items()
     }
     return estimate_model(config, choices).memory
@@ -97,6 +100,18 @@ def test_it_fits_the_gpu_it_is_for_and_states_the_estimate(name: str, memory: in
     needed = estimate_of(name).needed
     assert needed <= memory
     assert needed / 1024**3 == pytest.approx(stated, abs=1)
+
+
+@pytest.mark.slow
+def test_smaller_gpus_hold_what_the_page_says_with_its_settings() -> None:
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    nf4 = "policy.quantization={kind: nf4, double_quant: true}"
+    variants = {40: ("policy.offload=components",), 24: ("policy.offload=components", nf4)}
+    for name, (gigabytes, overrides) in itertools.product(("glm_image_80gb", "glm_image_both"), variants.items()):
+        needed = estimate_of(name, *overrides).needed
+        assert needed <= gigabytes * GIGABYTE
+        row = next(line for line in page.splitlines() if f"`{name}.yaml`" in line and f"| {gigabytes} GB |" in line)
+        assert needed / 1024**3 == pytest.approx(float(row.split("|")[-2].removesuffix(" GiB ")), abs=0.1)
 
 
 def test_the_mix_is_sampled_and_trained_as_the_file_with_one_reward() -> None:
