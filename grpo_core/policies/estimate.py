@@ -152,7 +152,8 @@ class MemoryEstimate:
                 }
             )
         margin = f"the largest phase + {ERROR_MARGIN:.0%} for workspaces and fragmentation"
-        return [*rows, {"phase": "needed", "GiB": _gib(self.needed), "on the GPU": margin}]
+        none = {"exact GiB": "", "approximate GiB": ""}
+        return [*rows, {"phase": "needed", **none, "GiB": _gib(self.needed), "on the GPU": margin}]
 
 
 def _gib(count: int) -> str:

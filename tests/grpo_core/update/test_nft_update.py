@@ -72,7 +72,7 @@ class LinearComponent:
         weight: Tensor = next(self.trained.model.parameters())
         return weight
 
-    def prepare_for_update(self) -> None:
+    def prepare_for_update(self, actions: Any = None) -> None:
         self.trained.prepare_for_update()
 
     def logprobs(self, actions: Any, **options: Any) -> Any:
