@@ -39,6 +39,7 @@ from tasks.storage.parquet import read_table
 from tasks.storage.schemas import METRICS
 from tests.flows.conftest import REPOSITORY, Runs, refused
 from tests.flows.test_serve_rewards import serving_app
+from tests.grpo_core.rewards.stub import Reply, serve
 
 MODELS = REPOSITORY / "data" / "models"
 CPU = torch.device("cpu")
@@ -230,11 +231,14 @@ class TestImages:
 
 def test_a_service_that_repeats_the_token_does_not_bring_it_into_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_TOKEN", "sk-hidden-secret")
-    service = RemoteReward(url="http://127.0.0.1:9", reward="mine", token_env="SERVICE_TOKEN")
-    for status, content in ((401, b'{"error": "unknown token sk-hidden-secret"}'), (400, b"Bearer sk-hidden-secret?")):
-        error = service._refused("http://127.0.0.1:9", status, content)
-        assert "***" in str(error)
-        assert "sk-hidden-secret" not in str(error)
+    with serve() as service:
+        reward = RemoteReward(url=service.url, reward="mine", token_env="SERVICE_TOKEN")
+        for status, body in ((401, {"error": "unknown token sk-hidden-secret"}), (400, b"Bearer sk-hidden-secret?")):
+            service.script(Reply(body, status))
+            error = refusal(reward.check_service)
+            assert error.value == f"status {status}"
+            assert "***" in str(error)
+            assert "sk-hidden-secret" not in str(error)
 
 
 TOKEN = "sk-3141592653589793-not-for-files"

@@ -102,7 +102,7 @@ def test_each_image_is_stored_once_and_scored_with_its_prompt(trained: tuple[Run
     shown = inspect_run("run", root=str(runs.root))
     assert shown.summary(None).policy_digest == start.summary.policy_digest
     assert shown.warnings == ()
-    with_images = [group for group in shown.groups.shown if group.sources]
+    with_images = [group for group in shown.samples.groups.shown if group.sources]
     assert sorted(len(group.sources) for group in with_images) == [1, 2]
 
 

@@ -294,7 +294,9 @@ def gradient_of_update(policy: GlmImagePolicy, stream: Any, groups: list[Rollout
     component, rows = policy.components[stream], join_groups(groups, advantages, stream)
     optimizer = PolicyOptimizer(component.trainable_parameters(), OptimizerSettings(1e-9, betas=(0.5, 0.999)))
     settings = UpdateSettings(micro_batch_size=3, max_grad_norm=1e9, clip_range=1e-4)
-    update_policy(component, optimizer, rows, settings, seed=0, parity=ParityTolerance(1e-5, 1e-6))
+    # The attention of the shipped token model is sharp: single tokens round by up to 1e-4, by the processor.
+    parity = ParityTolerance() if stream == "tokens" else ParityTolerance(1e-5, 1e-6)
+    update_policy(component, optimizer, rows, settings, seed=0, parity=parity)
     return {name: 2 * value for name, value in optimizer.state().items() if name.endswith("|exp_avg")}
 
 

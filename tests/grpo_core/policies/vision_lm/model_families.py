@@ -98,35 +98,36 @@ def page(table: Mapping[str, Mapping[str, Any]]) -> str:
 
 ## Prompts
 
-A plain prompt has its images before its text, or in place of as many marks `<image>`. A conversation has a block
-`{{"type": "image"}}` for each image; without any, images come before the first text of the user. Another number of
-marks or blocks than images is refused, and so is a prompt that is too long for the model's context with its images.
+In a plain prompt, images replace the marks `<image>`; without marks they come before the text. A conversation has a
+block `{{"type": "image"}}` for each image; without blocks, images come before the first text of the user. The number of
+marks or blocks must be that of the images. A prompt that is too long for the model's context, images included, is
+refused.
 
 Each prompt is processed alone. While the image encoder and its projector are frozen, the features of a prompt's images
-are computed once and shared by its samples, by all passes of an update and by the reference. They stay in CPU memory,
-up to 4 GiB of the prompts that were used last. With `freeze_vision: false` they are computed once a pass, with
+are computed once and shared by its samples, by all passes of an update and by the reference. Features of the most
+recent prompts stay in CPU memory, up to 4 GiB. With `freeze_vision: false` they are computed in each pass, with
 gradients.
 
-Ids that stand for images are never sampled, and have no share of the probability.
+Image tokens are never sampled: they have probability 0.
 
 ## Training
 
 With `policy.lora` and frozen vision, the linear layers of the language model get adapters. `policy.lora.targets` that
-reach a layer of the encoder are refused, unless `freeze_vision` is false; then peft's `all-linear` is the default,
-which leaves the output head out. Without adapters, `freeze_vision` freezes every weight outside the language model and
+match a layer of the encoder are refused, unless `freeze_vision` is false; then the default is peft's `all-linear`,
+which excludes the output head. Without adapters, `freeze_vision` freezes every weight outside the language model and
 its head.
 
 `rollout.min_pixels` and `max_pixels` bound the number of pixels of an image, where the image processor scales images to
-an area (its own `size` of `shortest_edge` and `longest_edge`). Other processors refuse them and show their size; change
-it in the model's `preprocessor_config.json`.
+an area (its own `size` of `shortest_edge` and `longest_edge`). For other processors these settings are refused, and the
+message shows their size; change it in the model's `preprocessor_config.json`.
 
 ## What a model needs
 
-A model is tried before any weights are read. A copy of it with random weights and few narrow layers samples and scores
-prompts with images of two sizes and one without images. Its log-probs have to be those of a plain forward pass that is
-given the pixels, and another image has to change them: a model that looks at no image passes every comparison of
-log-probs. A run tries a model without a small copy with its own weights. `grpo doctor` and the start of a run refuse
-others with the reason. A model needs:
+`grpo doctor` and the start of a run try a model before any weights are read. A copy with random weights and a few
+narrow layers samples and scores prompts with images of two sizes, and one without images. Its log-probs must be those
+of a plain forward pass over the pixels, and another image must change them: a model that ignores its images would pass
+every comparison of log-probs. If no small copy can be built, the run tries the model with its own weights. A model
+that fails is refused with the reason. It needs:
 
 - placeholders: ids that the features of an image replace (`image_token_id`);
 - a forward pass that takes features in place of pixels (`mm_encoder_outputs`);
@@ -135,10 +136,10 @@ others with the reason. A model needs:
 
 ## Families that were tried
 
-Small models of transformers {hf.__version__} with random weights, in fp32 on a CPU: siblings of prompts with images of
-different sizes, one with two images and one without any. The difference is the largest, in nats, between the log-probs
-that were recorded while sampling and those of the update and of a plain forward pass over each row. "Another image"
-is how far log-probs move when every image is another of the same size. They have not been compared in bf16 or on a GPU.
+These are small models of transformers 5.23.0 with random weights, in fp32 on a CPU. The prompts have images of
+different sizes; one has two images, one has none. "Difference" is the largest one, in nats, between the log-probs
+recorded while sampling and those of the update and of a plain forward pass. "Another image" is how far log-probs move
+when every image is replaced by another of the same size. Neither bf16 nor GPUs have been compared.
 
 | models | type | difference | another image | language model | max_pixels | prompts without images |
 |---|---|---|---|---|---|---|
