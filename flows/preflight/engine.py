@@ -126,7 +126,7 @@ def _seen_by_servers(config: RunConfig, section: VllmSection) -> str:
             hint = "A server reads no bucket: give a folder that this machine and the server see under one path."
             raise InputError(f"{PLACE}.adapter_folder", None, hint)
         folder = Path(store.path())
-    return str(nearest_existing(folder).resolve())
+    return str(nearest_existing(folder.absolute()))
 
 
 def _longest(config: RunConfig, prompts: PromptFiles) -> int:

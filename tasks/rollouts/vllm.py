@@ -194,7 +194,8 @@ def _served_adapter(policy: PolicyRef, model: ModelSpec, section: VllmSection) -
         elif policy.checkpoint is not None and not is_local(store.filesystem):
             hint = "A server reads no bucket: give a folder that this machine and the server see under one path."
             raise InputError(f"{PLACE}.adapter_folder", None, hint)
-        yield Adapter(name, str(folder.resolve()))
+        # Where a link leads here is not where it leads for a server.
+        yield Adapter(name, str(folder.absolute()))
 
 
 def _copied(folder: Path, target: Path) -> Path:

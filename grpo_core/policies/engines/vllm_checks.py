@@ -85,13 +85,11 @@ async def server_problems(server: Server, needs: Needs) -> list[InputError]:
                 )
                 problems.append(InputError(f"{PLACE}.url", server.address, hint))
                 break
-        try:
-            await _require_processed(server, needs, client)
-            if needs.adapter is not None:
-                await server.load(needs.adapter, client)
-                await server.unload(needs.adapter.name, client)
-        except InputError as error:
-            problems.append(error)
+        for require in (_require_processed, _require_adapter):
+            try:
+                await require(server, needs, client)
+            except InputError as error:
+                problems.append(error)
     return problems
 
 
@@ -143,3 +141,14 @@ async def _require_processed(server: Server, needs: Needs, client: httpx.AsyncCl
             "processed_logprobs."
         )
         raise InputError(f"{PLACE}.url", server.address, hint)
+
+
+async def _require_adapter(server: Server, needs: Needs, client: httpx.AsyncClient) -> None:
+    """Load the adapter and unload it.
+
+    Raises:
+        InputError: the server refuses it.
+    """
+    if needs.adapter is not None:
+        await server.load(needs.adapter, client)
+        await server.unload(needs.adapter.name, client)

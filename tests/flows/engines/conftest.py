@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from data.tiny_text import TinyTextRecipe, build_tokenizer, save_tiny_text_model, train_model
 from tasks.rollouts.vllm_server import VllmServer
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.flows.conftest import REPOSITORY
+from tests.flows.conftest import REPOSITORY, Runs, Start
 
 PYTHON = REPOSITORY / ".venv-engines" / "bin" / "python"
 SECONDS_TO_START = 900.0
@@ -90,6 +90,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_model(built, tokenizer, recipe)
     save_tiny_text_model(built.eval(), tokenizer, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def trained(
+    server: None, model: Path, servers: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Runs, Start]:
+    """A finished run that no test changes."""
+    runs = Runs(tmp_path_factory.mktemp("trained"))
+    return runs, runs.start_text(**settings(model, {"url": servers.url()}, run__iterations=3))
 
 
 def save_other_adapter(model: Path, folder: Path) -> None:

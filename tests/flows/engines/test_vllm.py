@@ -1,6 +1,7 @@
 """Trainings with rollouts of a vLLM server: the numbers are those of the policy itself, and faults are refused."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from grpo_core.policies.engines.vllm import adapter_name
 from tests.flows.conftest import Runs, Start, flip, refused
 from tests.flows.engines.conftest import RANK, Servers, save_other_adapter, settings
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 NEAR = 2e-5
 """Of log-probs in fp32, in nats."""
 DIFFERENCE = "sampling/sampling_logp_difference/max"
@@ -24,15 +26,6 @@ DIFFERENCE = "sampling/sampling_logp_difference/max"
 def url(servers: Servers) -> str:
     """A server as it should be."""
     return servers.url()
-
-
-@pytest.fixture(scope="module")
-def trained(
-    server: None, model: Path, servers: Servers, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Runs, Start]:
-    """A finished run that no test changes."""
-    runs = Runs(tmp_path_factory.mktemp("trained"))
-    return runs, runs.start_text(**settings(model, {"url": servers.url()}, run__iterations=3))
 
 
 def rows(runs: Runs, iteration: int, run: str = "text") -> pl.DataFrame:
@@ -96,6 +89,15 @@ def require_refused(runs: Runs, given: dict[str, object], url: str, count: int =
 
 def test_a_server_for_lower_ranks_refuses_the_adapter(empty: Runs, model: Path, url: str) -> None:
     require_refused(empty, settings(model, {"url": url}, policy__lora={"rank": 2 * RANK}), url)
+
+
+def test_a_folder_that_the_server_does_not_see_is_refused(empty: Runs, model: Path, url: str, tmp_path: Path) -> None:
+    # The path means this folder in this process alone.
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        require_refused(empty, settings(model, {"url": url, "adapter_folder": f"/proc/self/fd/{descriptor}"}), url)
+    finally:
+        os.close(descriptor)
 
 
 def test_another_model_behind_the_address_is_refused(empty: Runs, model: Path, url: str, tmp_path: Path) -> None:

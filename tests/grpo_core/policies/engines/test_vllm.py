@@ -320,9 +320,11 @@ def test_what_keeps_a_server_from_sampling_a_policy(served: Vllm) -> None:
     assert not served.loaded
     raw = -1.5
     served.loaded["grpo-other-" + "b" * 64] = "/elsewhere"
-    found = run_awaitable(server_problems(served.server(), Needs(65, 0, "mine", None)))
-    # The context, the other run, and log-probs before the temperature.
-    assert [(error.place, error.value) for error in found] == [("rollout.vllm.url", served.stub.url)] * 3
+    missing = Reply({"error": {"message": "Not Found"}}, 404)
+    served.stub.respond = lambda asked: missing if "lora" in asked.path else served.respond(asked)
+    found = run_awaitable(server_problems(served.server(), Needs(65, 0, "mine", ADAPTER)))
+    # The context, the other run, log-probs before the temperature, and no adapters.
+    assert [(error.place, error.value) for error in found] == [("rollout.vllm.url", served.stub.url)] * 4
 
 
 def test_a_server_that_is_gone_or_none_of_vllms(served: Vllm, free_tcp_port: int) -> None:
