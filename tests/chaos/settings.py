@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import cast
 
 from tests.flows.conftest import SMALL, TINY, TINY_SD3_NFT, TINY_TEXT, Runs
 
@@ -28,6 +29,14 @@ BOTH_STREAMS = {
     "update": {
         "tokens": {"learning_rate": 2e-3, "minibatch_size": 2, "micro_batch_size": 2, "kl_coef": 0.01},
         "denoising": {"minibatch_size": 2, "kl_coef": 0.1},
+    },
+}
+OFFLOADED = {
+    **BOTH_STREAMS,
+    "policy.offload": "components",
+    "update": {
+        stream: {**update, "offload_optimizer": True}
+        for stream, update in cast(Mapping[str, Mapping[str, object]], BOTH_STREAMS["update"]).items()
     },
 }
 NFT = {
@@ -77,6 +86,11 @@ def images(runs: Runs, run: str) -> list[str]:
 def both_streams(runs: Runs, run: str) -> list[str]:
     """`grpo train` of both halves of an image model."""
     return _training(str(TINY), BOTH_STREAMS, runs, run)
+
+
+def offloaded(runs: Runs, run: str) -> list[str]:
+    """The same with components and moments off the device."""
+    return _training(str(TINY), OFFLOADED, runs, run)
 
 
 def nft(runs: Runs, run: str) -> list[str]:

@@ -6,6 +6,7 @@ and without offload the results are equal to the bit.
 """
 
 import hashlib
+import mmap
 import tempfile
 import time
 import weakref
@@ -76,7 +77,9 @@ class _Stored:
 
     def load(self, device: torch.device) -> Tensor:
         # Matrix products on a CPU round differently over other addresses, and files are mapped to any.
-        memory = torch.empty(self.form.nbytes + self.misalignment, dtype=torch.uint8)[self.misalignment :]
+        # What malloc gives to a thread goes back to it when it is free, not to the system.
+        pages = mmap.mmap(-1, self.form.nbytes + self.misalignment, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)[self.misalignment :]
         values, content = memory.view(self.form.dtype).view(self.form.shape), memory.numpy().data
         self.file.seek(self.start)
         self.file.readinto(content)  # type: ignore[attr-defined]
@@ -269,8 +272,9 @@ def _frozen_slots(component: nn.Module) -> Iterator[_Slot]:
     for module in component.modules():
         for parameter in module.parameters(recurse=False):
             yield from _movable(_Slot(parameter, "data")) if not parameter.requires_grad else ()
-        for buffer in module.buffers(recurse=False):
-            yield from _movable(_Slot(buffer, "data"))
+        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+            # The buffer itself: one that was loaded as a view would keep the whole file mapped by its base.
+            yield from _movable(_Slot(module, name))
         if is_quantized(module):
             yield from _scales(module)
 

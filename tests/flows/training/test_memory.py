@@ -1,16 +1,22 @@
 """What a run keeps in memory from one iteration to the next."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.context import FlowRunContext
+from prefect.settings import PREFECT_API_URL
 
 from flows.training.hooks import use_hook
 from flows.training.prefetch import RolloutPrefetcher
 from tasks.progress import Lines
 from tasks.reports.iteration import IterationRecord
 from tasks.storage.artifacts.reference import ArtifactRef
+from tests.chaos.campaign import Campaign, Plan
+from tests.chaos.operations import Golden, Operation
+from tests.chaos.processes import forking
+from tests.chaos.settings import BOTH_STREAMS, OFFLOADED, offloaded
 from tests.flows.conftest import Runs
 
 SMALL: dict[str, Any] = {
@@ -59,19 +65,36 @@ def test_it_does_not_grow_with_the_iterations(empty: Runs, staleness: int) -> No
     assert {name: n for name, n in kept[7].items() if n > kept[4][name] + leeway.get(name, 0)} == {}
 
 
+PLANS = (
+    # In the rollouts; in the update, when the tokens' adapter is written and before the decoder's is; at its end.
+    Plan(operation=Operation("rename */iteration_000001/rollouts.manifest.json", 1)),
+    Plan(operation=Operation("mkdir */denoising", 1)),
+    Plan(operation=Operation("open */training_state.json", 1)),
+)
+
+
 @pytest.mark.slow
-def test_offloading_changes_no_digest_and_is_measured(empty: Runs) -> None:
-    plain = empty.start("plain", run__iterations=2, **SMALL)
+def test_offloaded_and_killed_here_and_there_it_ends_as_without(empty: Runs, tmp_path: Path) -> None:
+    plain, changes = (
+        {name.replace(".", "__"): value for name, value in settings.items()} for settings in (BOTH_STREAMS, OFFLOADED)
+    )
+    golden = Golden(empty, "plain", str(empty.start("plain", **plain).summary.policy_digest))
     # Under a root of its own, where nothing of the other run can be used again.
-    other = Runs(empty.root.parent / "other")
-    changes = {**SMALL, "policy__offload": "components", "update__offload_optimizer": True}
-    moved = other.start("moved", run__iterations=2, **changes)
-    assert moved.summary.policy_digest == plain.summary.policy_digest
+    other = Runs(tmp_path / "other")
+    moved = other.start("moved", **changes)
+    assert moved.summary.policy_digest == golden.digest
+    assert other.tables("moved") == empty.tables("plain")
     measured = other.metrics(2, "moved")
     for stage in ("rollouts", "update"):
         assert measured[f"offload/{stage}/moved_gib"] > 0
         assert measured[f"offload/{stage}/moved_seconds"] > 0
     assert not any(name.startswith("offload/") for name in empty.metrics(2, "plain"))
+
+    environment = {"PREFECT_API_URL": str(PREFECT_API_URL.value()), "PREFECT_HOME": str(tmp_path)}
+    with forking(environment, tmp_path / "log") as fork_server:
+        campaign = Campaign(golden, offloaded, fork_server.start, tmp_path)
+        campaign.one_run(iter(PLANS))
+    assert campaign.kills == list(PLANS)
 
 
 def test_lines_forget_a_stage_that_has_ended() -> None:
