@@ -1,5 +1,6 @@
 """Components off the device: equal to the bit with and without, each moved once a stage, nothing used while absent."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,17 @@ def test_what_leaves_comes_back_as_it_was_and_is_no_number_meanwhile() -> None:
     assert moved.bytes == 4 * (6 + 6 + 3) + 8 + 2 * (4 + 2)
     assert moved.seconds > 0
     assert offload.take_moved() == Moved()
+
+
+def test_a_buffer_that_was_loaded_as_a_view_does_not_keep_the_rest() -> None:
+    component, whole = nn.Module(), torch.arange(8.0)
+    component.register_buffer("part", whole[2:6])
+    rest = weakref.ref(whole)
+    del whole
+    offload = ComponentOffload({"a": component}, CPU)
+    assert rest() is None
+    with offload.using("a"):
+        assert component.get_buffer("part").tolist() == [2, 3, 4, 5]
 
 
 def test_a_flipped_byte_of_the_file_is_noticed() -> None:
