@@ -72,8 +72,8 @@ def fitting_command(config: RunConfig, url: str | None) -> str:
 
 def _server_problems(config: RunConfig, section: VllmSection, url: str, prompts: PromptFiles) -> Iterator[InputError]:
     from grpo_core.policies.causal_lm.loading import build_on_meta, read_config
-    from grpo_core.policies.engines.vllm import Adapter, adapter_name, find_server
     from grpo_core.policies.engines.vllm_checks import Needs, server_problems, unservable_modules, write_zero_adapter
+    from grpo_core.policies.engines.vllm_server import Adapter, adapter_name, find_server
 
     token = read_token(f"{PLACE}.token_env", section.token_env)
     service = Service(url, section.timeout_s, token, PLACE)

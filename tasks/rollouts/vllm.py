@@ -19,7 +19,8 @@ from configs.sections import TextRolloutSection, VllmSection
 from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
 from grpo_core.policies.engines.settings import EngineRecord, Progress, server_command
-from grpo_core.policies.engines.vllm import PLACE, Adapter, Server, VllmEngine, adapter_name, find_server
+from grpo_core.policies.engines.vllm import VllmEngine
+from grpo_core.policies.engines.vllm_server import PLACE, Adapter, Server, adapter_name, find_server
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from grpo_core.services import Service, ServiceError, read_token

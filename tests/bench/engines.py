@@ -27,7 +27,8 @@ from grpo_core.awaitables import run_awaitable
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.engines import continuous_batching
-from grpo_core.policies.engines.vllm import VllmEngine, find_server
+from grpo_core.policies.engines.vllm import VllmEngine
+from grpo_core.policies.engines.vllm_server import find_server
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.seeds import derive_seed
 from grpo_core.services import Service

@@ -1,8 +1,8 @@
 """Engines: who samples completions in place of the policy's own loop, behind one interface.
 
 engine: the interface, what an engine says of itself, and completions as sampled tokens. settings: names and options,
-without libraries. continuous_batching: transformers' `generate_batch`, in this process. vllm: servers over HTTP, and
-the adapters that they have loaded. vllm_checks: whether a server can sample a policy.
+without libraries. continuous_batching: transformers' `generate_batch`, in this process. vllm: servers over HTTP.
+vllm_server: one of them, and the adapters that it has loaded. vllm_checks: whether it can sample a policy.
 
 An engine gets ids and seeds and returns ids and log-probs; prompts, stop texts and templates are the policy's.
 """

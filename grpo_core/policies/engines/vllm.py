@@ -1,15 +1,13 @@
-"""vLLM servers over HTTP: a request per row with the row's own seed, and the adapters that they have loaded.
+"""vLLM servers as an engine: a request per row with the row's own seed.
 
 A server may die, hang or cut an answer: rows without a usable answer are requested again with the same seeds, from
 another server where there is one. What a server would refuse again is an error at once.
 """
 
 import asyncio
-import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -23,20 +21,18 @@ from grpo_core.policies.causal_lm.prompts import EncodedPrompts
 from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule
 from grpo_core.policies.engines.engine import Completion, as_sampled_tokens, end_of, prompt_ids_of
 from grpo_core.policies.engines.settings import Progress
+from grpo_core.policies.engines.vllm_server import PLACE, Adapter, Server, UnknownAdapterError, completions
 from grpo_core.records import SampledTokens
-from grpo_core.services import RefusedRequestError, Service, ServiceError, pause_s
+from grpo_core.services import ServiceError, pause_s
 
-PLACE = "rollout.vllm"
 ATTEMPTS = 5
 BACKOFF_S = 0.5
-LOAD_TIMEOUT_S = 300.0
 _LOWEST = -9000.0
 """vLLM returns -9999 in place of minus infinity."""
 TIES = 16
 """Ids beyond top_k that are asked for: those as likely as the last of them are kept too."""
 _IMPOSSIBLE = 25.0
 """Nats: what happens by chance once in 7e10 iterations."""
-_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _SERVER_ERROR = 401, 403, 404, 500
 
 
 class EngineError(ServiceError):
@@ -45,180 +41,6 @@ class EngineError(ServiceError):
 
 class _UnusableAnswerError(Exception):
     """An answer that cannot be stored; the same request may get another one."""
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A stored adapter that a server samples with.
-
-    Attributes:
-        name: with the digest of its weights, so that no server answers with another one under it.
-        path: its folder, as the server sees it.
-    """
-
-    name: str
-    path: str
-
-
-_ADAPTER = re.compile(r"grpo-(.+)-[0-9a-f]{64}")
-
-
-def adapter_name(run: str, digest: str) -> str:
-    """Return the name under which a run's adapter with this digest is loaded."""
-    return f"grpo-{run}-{digest}"
-
-
-def run_of_adapter(name: str) -> str | None:
-    """Return the run that has loaded an adapter of this name; None if no run has."""
-    found = _ADAPTER.fullmatch(name)
-    return found and found[1]
-
-
-@dataclass
-class Server:
-    """One vLLM server, and the adapters that this process has loaded there.
-
-    Attributes:
-        service: its address.
-        model: the name of its base model.
-        root: the folder or hub name that the base model was loaded from.
-        context: ids of a prompt and its completion together, at most.
-        version: of vLLM.
-        loaded: names of adapters, the one used last at the end.
-        uses: how many stages use each now.
-    """
-
-    service: Service
-    model: str
-    root: str
-    context: int
-    version: str
-    loaded: list[str] = field(default_factory=list)
-    uses: Counter[str] = field(default_factory=Counter)
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def address(self) -> str:
-        """The server, for messages."""
-        return self.service.address
-
-    async def load(self, adapter: Adapter, client: httpx.AsyncClient) -> None:
-        """Have an adapter loaded, and those unloaded that no stage uses, except the one used last.
-
-        Raises:
-            ServiceError: the server does not answer.
-            InputError: it refuses the adapter, or adapters at all.
-        """
-        async with self._lock:
-            unused = [name for name in self.loaded if not self.uses[name] and name != adapter.name]
-            for name in unused[:-1]:
-                await self.unload(name, client)
-            if adapter.name in self.loaded:
-                self.loaded.remove(adapter.name)
-            elif (path := (await loaded_adapters(self.service, client)).get(adapter.name)) != adapter.path:
-                # In place, what was computed with the previous weights would stay in the prefix cache.
-                if path is not None:
-                    await self.unload(adapter.name, client)
-                await self._load(adapter, client)
-            self.loaded.append(adapter.name)
-
-    async def unload_all(self) -> None:
-        """Unload the adapters that this process has loaded."""
-        async with self.service.client() as client, self._lock:
-            for name in tuple(self.loaded):
-                await self.unload(name, client)
-
-    async def _load(self, adapter: Adapter, client: httpx.AsyncClient) -> None:
-        try:
-            await self._post("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path}, client)
-        except RefusedRequestError as refusal:
-            raise _refused_adapter(self.address, adapter, refusal.status, refusal.message) from refusal
-        except ServiceError as failure:
-            # A server that is alive answers so for an adapter that it cannot use.
-            if not failure.said:
-                raise
-            await self.service.request("/health", client=client, read=bytes.decode)
-            raise _refused_adapter(self.address, adapter, _SERVER_ERROR, failure.said) from failure
-
-    async def unload(self, name: str, client: httpx.AsyncClient) -> None:
-        """Unload an adapter, if it is loaded."""
-        if name in self.loaded:
-            self.loaded.remove(name)
-        try:
-            await self._post("/v1/unload_lora_adapter", {"lora_name": name}, client)
-        except RefusedRequestError as refusal:
-            # Another process, or the server's own restart, has unloaded it.
-            if refusal.status != _NOT_FOUND:
-                raise InputError(f"{PLACE}.url", self.address, f"It unloads no adapter: {refusal}.") from refusal
-
-    async def _post(self, path: str, body: Mapping[str, Any], client: httpx.AsyncClient) -> object:
-        service = replace(self.service, timeout_s=LOAD_TIMEOUT_S)
-        return await service.request(path, json.dumps(body).encode(), client, read=bytes.decode)
-
-
-async def find_server(service: Service) -> Server:
-    """Ask a server what it serves.
-
-    Raises:
-        ServiceError: it does not answer.
-        InputError: it refuses the token, or is no vLLM server.
-    """
-    async with service.client() as client:
-        version, cards = await _asked(service, "/version", client), await _cards(service, client)
-    base = next((card for card in cards if not card.get("parent")), {})
-    found = (
-        base.get("id"),
-        base.get("root"),
-        base.get("max_model_len"),
-        isinstance(version, dict) and version.get("version"),
-    )
-    if not isinstance(found[0], str) or not isinstance(found[2], int) or not isinstance(found[3], str):
-        raise InputError(f"{PLACE}.url", service.address, "It answers, but not as a vLLM server does; correct it.")
-    return Server(service, found[0], str(found[1]), found[2], found[3])
-
-
-async def loaded_adapters(service: Service, client: httpx.AsyncClient) -> dict[str, str]:
-    """Return the path of every adapter that a server has loaded, by its name."""
-    cards = await _cards(service, client)
-    return {str(card.get("id")): str(card.get("root")) for card in cards if card.get("parent")}
-
-
-async def _cards(service: Service, client: httpx.AsyncClient) -> list[dict[str, Any]]:
-    answer = await _asked(service, "/v1/models", client)
-    cards = answer.get("data") if isinstance(answer, dict) else None
-    return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
-
-
-async def _asked(service: Service, path: str, client: httpx.AsyncClient) -> object:
-    try:
-        return await service.request(path, client=client)
-    except RefusedRequestError as refusal:
-        if refusal.status in (_UNAUTHORIZED, _FORBIDDEN):
-            raise _refused_token(service.address) from refusal
-        hint = f"It answers {path} with status {refusal.status}: it is no vLLM server, or too old."
-        raise InputError(f"{PLACE}.url", service.address, hint) from refusal
-
-
-def _refused_adapter(address: str, adapter: Adapter, status: int, message: str) -> InputError:
-    if status in (_UNAUTHORIZED, _FORBIDDEN):
-        return _refused_token(address)
-    if status == _NOT_FOUND and "adapter" not in message.lower():
-        hint = (
-            f"It loads no adapters while it runs ({message}): start it with --enable-lora and the environment variable "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
-        )
-        return InputError(f"{PLACE}.url", address, hint)
-    why = message.partition(", please check")[0]
-    hint = (
-        f"It does not load {adapter.path}: {why}. The server reads this path: give a folder that both see as "
-        f"{PLACE}.adapter_folder; and it needs a --max-lora-rank of at least policy.lora.rank."
-    )
-    return InputError(f"{PLACE}.url", address, hint)
-
-
-def _refused_token(address: str) -> InputError:
-    hint = "It wants a token, or another one: set this to the environment variable with the server's --api-key."
-    return InputError(f"{PLACE}.token_env", address, hint)
 
 
 @dataclass(frozen=True)
@@ -370,28 +192,6 @@ class VllmEngine:
             if body["model"] in server.loaded:
                 server.loaded.remove(body["model"])
             raise
-
-
-class UnknownAdapterError(ServiceError):
-    """A server has not loaded the adapter that a request names."""
-
-
-async def completions(server: Server, body: Mapping[str, Any], client: httpx.AsyncClient) -> object:
-    """Return the answer to a request of completions.
-
-    Raises:
-        ServiceError: there is none now.
-        InputError: the server refuses the request.
-    """
-    try:
-        return await server.service.request("/v1/completions", json.dumps(body).encode(), client)
-    except RefusedRequestError as refusal:
-        if refusal.status == _NOT_FOUND and body["model"] != server.model:
-            raise UnknownAdapterError(f"the adapter {body['model']} is not loaded") from refusal
-        if refusal.status in (_UNAUTHORIZED, _FORBIDDEN):
-            raise _refused_token(server.address) from refusal
-        hint = f"The server refuses a request (status {refusal.status}): {refusal.message}."
-        raise InputError(f"{PLACE}.url", server.address, hint) from refusal
 
 
 def surprise_of_copies(prompts: Sequence[int], completions: Sequence[Completion]) -> float:

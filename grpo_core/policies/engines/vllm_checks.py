@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from grpo_core.errors import InputError
 from grpo_core.policies.engines.settings import VLLM_MIN_VERSION
-from grpo_core.policies.engines.vllm import PLACE, TIES, Adapter, Server, completions, loaded_adapters, run_of_adapter
+from grpo_core.policies.engines.vllm import TIES
+from grpo_core.policies.engines.vllm_server import PLACE, Adapter, Server, completions, loaded_adapters, run_of_adapter
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import ADAPTER_FILE
 

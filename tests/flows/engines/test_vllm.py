@@ -12,7 +12,7 @@ import pytest
 from grpo_core.errors import InputError
 from grpo_core.parity import ParityError
 from grpo_core.policies.engines import vllm
-from grpo_core.policies.engines.vllm import adapter_name
+from grpo_core.policies.engines.vllm_server import adapter_name
 from tests.flows.conftest import Runs, Start, flip, refused
 from tests.flows.engines.conftest import RANK, Servers, save_other_adapter, settings
 

@@ -27,8 +27,9 @@ from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.engines import vllm
 from grpo_core.policies.engines.engine import Completion
-from grpo_core.policies.engines.vllm import Adapter, EngineError, Server, VllmEngine, find_server, surprise_of_copies
+from grpo_core.policies.engines.vllm import EngineError, VllmEngine, surprise_of_copies
 from grpo_core.policies.engines.vllm_checks import Needs, server_problems
+from grpo_core.policies.engines.vllm_server import Adapter, Server, find_server
 from grpo_core.records import SampledTokens
 from grpo_core.services import Service, ServiceError
 from tests.grpo_core.rewards.stub import Asked, Reply, Stub, serve
