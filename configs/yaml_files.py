@@ -44,32 +44,34 @@ TRL_NAMES: Mapping[str, str] = MappingProxyType(
 
 OTHER_MEANING: Mapping[str, str] = MappingProxyType(
     {
-        "evaluate.eval_steps": "Set evaluate.every: it counts iterations, eval_steps counts optimizer steps.",
-        "rollout.generation_batch_size": "Set rollout.prompts_per_iteration, which counts prompts and not completions, "
-        "to generation_batch_size / num_generations.",
-        "rollout.steps_per_generation": "Set update.minibatch_size to the rows of one optimizer step.",
-        "rollout.use_transformers_continuous_batching": "Set rollout.engine to continuous_batching, or to policy.",
-        "rollout.use_vllm": "Set rollout.engine to vllm and rollout.vllm.url or command to its server, or to policy.",
-        "run.log_completions": "`grpo inspect RUN` and Prefect's UI show completions; there is no such setting.",
-        "run.max_steps": "Set run.iterations: it counts rounds of sampling and training, max_steps counts optimizer "
-        "steps. An iteration has update.epochs x its rows / update.minibatch_size of them.",
-        "run.num_train_epochs": "Set run.iterations to num_train_epochs x prompts / rollout.prompts_per_iteration.",
-        "run.report_to": "Set run.trackers to a list of the same names, such as [tensorboard, wandb].",
-        "run.output_dir": "Set run.name, and storage.root for the folder of all runs.",
-        "update.adam_beta1": "Set update.betas to [adam_beta1, adam_beta2].",
-        "update.adam_beta2": "Set update.betas to [adam_beta1, adam_beta2].",
-        "update.gradient_accumulation_steps": "Set update.minibatch_size, the rows of one optimizer step, to "
-        "per_device_train_batch_size x gradient_accumulation_steps x processes.",
-        "update.optim": "Set update.optimizer to adamw, adamw_8bit, paged_adamw or paged_adamw_8bit.",
-        "update.ref_model_sync_steps": "Set update.reference.refresh_every: it counts iterations, ref_model_sync_steps "
-        "counts optimizer steps.",
-        "update.sync_ref_model": "Set update.reference.refresh_every to the iterations between refreshes, or to 0.",
-        "update.vllm_importance_sampling_correction": "Set update.mismatch.mode to truncate, mask or none.",
-        "update.vllm_importance_sampling_mode": "Set update.mismatch.level to its first half, token or sequence, and "
-        "update.mismatch.mode to its second, truncate or mask.",
+        "evaluate.eval_steps": "Set `evaluate.every`: it counts iterations, `eval_steps` counts optimizer steps.",
+        "rollout.generation_batch_size": "Set `rollout.prompts_per_iteration` to `generation_batch_size` / "
+        "`num_generations`: it counts prompts, not completions.",
+        "rollout.steps_per_generation": "Set `update.minibatch_size` to the rows of one optimizer step.",
+        "rollout.use_transformers_continuous_batching": "Set `rollout.engine` to `continuous_batching` or `policy`.",
+        "rollout.use_vllm": "Set `rollout.engine` to `vllm` and `rollout.vllm` to its server (docs/engines.md), or the "
+        "engine to `policy`.",
+        "run.log_completions": "Leave it out: every sample is stored, and trackers get the held-out ones.",
+        "run.max_steps": "Set `run.iterations`: it counts rounds of sampling and training, `max_steps` optimizer "
+        "steps. An iteration has `update.epochs` x its rows / `update.minibatch_size` of them.",
+        "run.num_train_epochs": "Set `run.iterations` to `num_train_epochs` x prompts / "
+        "`rollout.prompts_per_iteration`.",
+        "run.report_to": "Set `run.trackers` to a list of the same names, such as `[tensorboard, wandb]`, or to `[]`.",
+        "run.output_dir": "Set `run.name`, and `storage.root` for the folder of all runs.",
+        "update.adam_beta1": "Set `update.betas` to `[adam_beta1, adam_beta2]`.",
+        "update.adam_beta2": "Set `update.betas` to `[adam_beta1, adam_beta2]`.",
+        "update.gradient_accumulation_steps": "Set `update.minibatch_size`, the rows of one optimizer step, to "
+        "`per_device_train_batch_size` x `gradient_accumulation_steps` x processes.",
+        "update.optim": "Set `update.optimizer` to `adamw`, `adamw_8bit`, `paged_adamw` or `paged_adamw_8bit`.",
+        "update.ref_model_sync_steps": "Set `update.reference.refresh_every`: it counts iterations, "
+        "`ref_model_sync_steps` counts optimizer steps.",
+        "update.sync_ref_model": "Set `update.reference.refresh_every` to the iterations between refreshes, or to 0.",
+        "update.vllm_importance_sampling_correction": "Set `update.mismatch.mode` to `truncate`, `mask` or `none`.",
+        "update.vllm_importance_sampling_mode": "Set `update.mismatch.level` to its first half, `token` or `sequence`, "
+        "and `update.mismatch.mode` to its second, `truncate` or `mask`.",
     }
 )
-"""Path with TRL's name -> what to set instead."""
+"""Path with TRL's name -> what to set instead, in Markdown; PAGE has it from here."""
 
 ABBREVIATIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -132,7 +134,7 @@ def _translate(found: dict[str, Any], place: str, name: str) -> list[InputError]
         hint = f"With cispo TRL's epsilon_high caps the ratio itself; set {place}.ratio_cap."
         return [InputError(f"{place}.{name}", value, hint)]
     if path in OTHER_MEANING:
-        return [InputError(f"{place}.{name}", value, OTHER_MEANING[path])]
+        return [InputError(f"{place}.{name}", value, OTHER_MEANING[path].replace("`", ""))]
     target = TRL_NAMES[path].partition(".")[2]
     *parents, last = target.split(".")
     section = found

@@ -1,6 +1,6 @@
-"""The tables of docs/settings.md, from the sections of a configuration.
+"""What docs has from the code: the tables of settings.md, and of coming_from_trl.md what the refused names say.
 
-`python -m tests.configs.settings_page` writes them.
+`python -m tests.configs.settings_page` writes both.
 """
 
 import inspect
@@ -32,7 +32,8 @@ from configs.training import (
     RewardSection,
     UpdateSection,
 )
-from configs.yaml_files import TRL_NAMES
+from configs.yaml_files import OTHER_MEANING, TRL_NAMES
+from configs.yaml_files import PAGE as TRL_PAGE
 
 PAGE = Path(configs.__file__).parent.parent / "docs" / "settings.md"
 BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"
@@ -80,6 +81,17 @@ _BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum
 def page() -> str:
     """All tables of the page."""
     return "\n".join([BEGIN, "", *(line for title in SECTIONS for line in _table(title)), END])
+
+
+def trl_page() -> str:
+    """The page on TRL's names; in the last cell of a refused one stands the hint of its error."""
+    hints = {path.partition(".")[2]: hint for path, hint in OTHER_MEANING.items()}
+    return re.sub(
+        r"^(\| `(\w+)` \|.*\| refused \|).*\|$",
+        lambda row: f"{row[1]} {hints[row[2]].rstrip('.')} |",
+        TRL_PAGE.read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
 
 
 def _table(title: str) -> Iterator[str]:
@@ -194,10 +206,11 @@ def _type(part: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
 
 
 def write() -> None:
-    """Put the tables into the page."""
+    """Put all of it into the pages."""
     text = PAGE.read_text(encoding="utf-8")
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     PAGE.write_text(before + page() + after, encoding="utf-8")
+    TRL_PAGE.write_text(trl_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

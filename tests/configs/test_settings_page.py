@@ -1,13 +1,14 @@
-"""docs/settings.md says every key of a configuration."""
+"""docs/settings.md says every key of a configuration; coming_from_trl.md has the hints of the code."""
 
 import re
 
 from configs.schema import RunConfig
-from tests.configs.settings_page import PAGE, SECTIONS, page
+from tests.configs.settings_page import PAGE, SECTIONS, TRL_PAGE, page, trl_page
 
 
-def test_the_page_is_fresh() -> None:
+def test_the_pages_are_fresh() -> None:
     assert page() in PAGE.read_text(encoding="utf-8"), "run python -m tests.configs.settings_page"
+    assert trl_page() == TRL_PAGE.read_text(encoding="utf-8"), "run python -m tests.configs.settings_page"
 
 
 def test_every_section_is_there_and_every_key_has_an_effect() -> None:
