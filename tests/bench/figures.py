@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from datetime import date
@@ -152,7 +153,7 @@ def make(page: Path, commit: str | None) -> None:
         f"Outputs, numbers and pictures are those of one run of this page by `make figures`, {date.today()}, commit "
         f"{commit}: {wall / 60:.0f} minutes, {cpu / 60:.0f} of them CPU time; {place_of(this_machine())}"
     )
-    whole = "".join([*shown, text[position:]])
+    whole, said = "".join([*shown, text[position:]]), textwrap.fill(said, 150, break_on_hyphens=False)
     page.write_text(_MADE.sub(f"<!-- made: begin -->\n{said}\n<!-- made: end -->\n", whole), encoding="utf-8")
 
 

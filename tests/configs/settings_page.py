@@ -6,6 +6,7 @@
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def _table(title: str) -> Iterator[str]:
     for name, section in zip(names, sections, strict=True):
         for path, *cells in _rows(section, "", {}):
             rows.setdefault(path, {})[name] = (cells[0], cells[1], cells[2])
-    yield from (f"## {title}", "", *([note, ""] if note else []))
+    yield from (f"## {title}", "", *([textwrap.fill(note, 150), ""] if note else []))
     trl = {ours: theirs.partition(".")[2] for theirs, ours in TRL_NAMES.items()}
     named = any(f"{title}.{path}" in trl for path in rows)
     yield "| key | type | default | effect |" + (" TRL's name |" if named else "")
