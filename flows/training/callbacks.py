@@ -67,9 +67,9 @@ class Publisher:
         """
         self.finish()
         context = contextvars.copy_context()
-        self._begun = self._thread.submit(
-            context.run, self._publish, tuple(history.iterations), line, history.trained_on, tuple(history.signs)
-        )
+        heldout = tuple(history.heldout_rewards.values())
+        so_far = (tuple(history.iterations), history.trained_on, tuple(history.signs), heldout)
+        self._begun = self._thread.submit(context.run, lambda: self._publish(line, *so_far))
 
     def finish(self) -> None:
         """Wait for what was begun; raises as `publish`."""
@@ -78,13 +78,18 @@ class Publisher:
             begun.result()
 
     def _publish(
-        self, history: Sequence[IterationRecord], line: str, trained_on: str | None, signs: Sequence[Sign]
+        self,
+        line: str,
+        history: Sequence[IterationRecord],
+        trained_on: str | None,
+        signs: Sequence[Sign],
+        heldout: Sequence[float],
     ) -> None:
         store, iterations, record = self._run.store, self._run.config.run.iterations, history[-1]
         # A run that resumes passes its previous iterations, which have been published.
         if not record.stored or record.iteration == iterations:
             title = f"{store.run}, iteration {record.iteration}"
-            report = iteration_markdown(store, store.run, history, trained_on, signs)
+            report = iteration_markdown(store, store.run, history, trained_on, signs, heldout)
             self.last_report = self._show("report", "markdown", title, report)
             self._show("metrics", "table", title, json.dumps(iteration_table(record)))
             self._show_progress(100.0 * record.iteration / iterations, line)

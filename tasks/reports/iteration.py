@@ -87,12 +87,14 @@ def iteration_markdown(
     history: Sequence[IterationRecord],
     trained_on: str | None = None,
     signs: Sequence[Sign] = (),
+    heldout: Sequence[float] = (),
 ) -> str:
     """Write the last iteration's metrics, the reward over the iterations so far, and the best and worst samples.
 
     Args:
         trained_on: name of the rescoring whose rewards a replay is trained on; None where they are the run's own.
         signs: of the run so far, shown first.
+        heldout: the held-out rewards of the policies that were evaluated, from that before training on.
     """
     record = history[-1]
     advantages = record.advantages
@@ -103,7 +105,7 @@ def iteration_markdown(
         table = read_samples(read, rollouts, rewards, [advantages], _COLUMNS)
         tables = [
             Table("", list(_metric_rows(record, table, trained_on))),
-            Table("", list(_curves(history, trained_on))),
+            Table("", list(_curves(history, heldout, trained_on))),
         ]
         title = f"{run}: iteration {record.iteration}"
         lines = [markdown_of(Report(title, tables=tables, notices=[signs_notice(signs)]))]
@@ -126,10 +128,10 @@ def _metric_rows(record: IterationRecord, table: Samples, trained_on: str | None
             yield {"metric": title, "value": significant(record.metrics[name])}
 
 
-def _curves(history: Sequence[IterationRecord], trained_on: str | None) -> Iterator[Cells]:
+def _curves(history: Sequence[IterationRecord], heldout: Sequence[float], trained_on: str | None) -> Iterator[Cells]:
     names = ["reward", *(name for name in history[-1].metrics if dataset_of(name) is not None)]
     series = {name: [past.metrics[name] for past in history if name in past.metrics] for name in names}
-    series["heldout_reward"] = [past.heldout for past in history if past.heldout is not None]
+    series["heldout_reward"] = list(heldout)
     for name, values in series.items():
         if values:
             title = metric_title(name, trained_on=trained_on)[0]

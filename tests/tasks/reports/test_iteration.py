@@ -71,6 +71,13 @@ def test_images_of_all_rounds_are_ranked_with_a_column_for_each_reward(tmp_path:
         assert f"iteration_000001/rewards/{label}`" in markdown
 
 
+def test_rewards_over_iterations_begin_with_the_policy_before_training(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path)
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker)], heldout=[0.25, 0.5, 1.0])
+    table = {cells[0]: cells[1:] for cells in rows(markdown, "| over iterations")}
+    assert table["held-out reward"] == ["▁▃█", "0.250 → 1.000 (+0.750)"]
+
+
 def test_the_best_and_the_worst_are_of_different_prompts(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, prompts=tuple(f"prompt {index}" for index in range(5)))
     markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
