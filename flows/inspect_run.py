@@ -18,8 +18,8 @@ from tasks.reports.run_page import (
     stage_shares,
 )
 from tasks.reports.samples import LARGE, read_groups
-from tasks.reports.text import counted, relative
-from tasks.runs.layout import ROLLOUTS, source_file
+from tasks.reports.text import relative
+from tasks.runs.layout import ROLLOUTS
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
@@ -162,17 +162,7 @@ def _warnings(reader: RunReader, run: RunView, images_of: PromptImages) -> Itera
         yield f"{damage.place}: {damage.reason}"
     if run.damages:
         yield "damaged files are left where they are and not shown; the next start makes the files of a stage again"
-    if images_of.missing_sources:
-        digest, reason = next(iter(images_of.missing_sources.items()))
-        missing = counted(len(images_of.missing_sources), "image")
-        yield f"{missing} of prompts cannot be shown, the first {source_file(digest)}: {reason}"
-    if images_of.missing:
-        uri, reason = next(iter(images_of.missing.items()))
-        count = len(images_of.missing)
-        yield (
-            f"{count} target image{'s' if count > 1 else ''} cannot be shown, the first {uri}: {reason} "
-            "Relative paths are read from the folder that `grpo` is started in"
-        )
+    yield from images_of.warnings()
 
 
 def _pruned(reader: RunReader, run: RunView) -> Iterator[str]:

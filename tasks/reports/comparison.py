@@ -123,10 +123,6 @@ def compare_runs(
         measure, prompts, total = _side_by_side(compared, paired, images_of)
     scores = dict.fromkeys(each.score for differences in paired.values() for each in differences)
     damages = [f"{label}: {each.place}: {each.reason}" for label, reader in readers.items() for each in reader.damages]
-    missing = [f"the target image {uri} cannot be shown: {reason}" for uri, reason in images_of.missing.items()]
-    missing += [
-        f"the image {name} of a prompt cannot be shown: {why}" for name, why in images_of.missing_sources.items()
-    ]
     return Comparison(
         runs=runs,
         settings=differing_settings(runs),
@@ -140,7 +136,7 @@ def compare_runs(
         total=total,
         omissions=[*reasons, *omissions],
         unequal_versions=list(_unequal_versions(runs, compared, versions, evaluation)),
-        warnings=[*damages, *missing[:1]],
+        warnings=[*damages, *images_of.warnings()],
     )
 
 

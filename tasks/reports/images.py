@@ -12,15 +12,19 @@ from PIL import Image
 from grpo_core.errors import InputError
 from grpo_core.images import decode_stored
 from tasks.prompts.targets import TargetReference, load_target
-from tasks.runs.layout import IMAGES
+from tasks.reports.text import counted
+from tasks.runs.layout import IMAGES, source_file
 from tasks.runs.sources import read_sources
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.files import is_local
 
 PRUNED = "image removed"
 """Shown in place of an image that `grpo prune` deleted."""
 
 LOSSLESS_SIDE = 128
 """Images up to this many pixels per side are embedded without loss, because each of their pixels matters."""
+
+_NOWHERE = "It is neither in the working directory nor beside the storage root. Start `grpo` where the run was started."
 
 
 def read_images(
@@ -51,7 +55,8 @@ def read_images(
 class PromptImages:
     """What prompts have besides their text: target images by address, and the images in them by digest.
 
-    Each is read once; missing and changed ones are recorded and left out.
+    Each is read once; missing and changed ones are recorded and left out. The relative path of a target is that of the
+    folder in which its run was started; it is looked for in the working directory, then beside the storage roots.
 
     Attributes:
         missing: addresses of targets, and reasons.
@@ -75,11 +80,19 @@ class PromptImages:
         if uri is None or sha256 is None or uri in self.missing:
             return None
         if uri not in self._targets:
+            path = self._path_of(uri)
             try:
-                self._targets[uri] = shrunk(load_target(TargetReference(uri, sha256)), self._side)
+                self._targets[uri] = shrunk(load_target(TargetReference(path or uri, sha256)), self._side)
             except InputError as error:
-                self.missing[uri] = error.hint
+                self.missing[uri] = error.hint if path else _NOWHERE
         return self._targets.get(uri)
+
+    def _path_of(self, uri: str) -> str | None:
+        """Return where a target is; None for a relative path that leads to nothing."""
+        if "://" in uri or Path(uri).is_absolute():
+            return uri
+        folders = (Path(store.root).parent for store in self._stores if is_local(store.filesystem))
+        return next((str(folder / uri) for folder in (Path(), *folders) if (folder / uri).exists()), None)
 
     def sources(self, row: Mapping[str, Any]) -> list[Image.Image]:
         """Read the images in the prompt of a stored sample, reduced where they are large."""
@@ -88,6 +101,19 @@ class PromptImages:
             if digest not in self._sources and digest not in self.missing_sources:
                 self._read_source(digest, str(row.get("sample_id")))
         return [self._sources[digest] for digest in digests if digest in self._sources]
+
+    def warnings(self) -> list[str]:
+        """Say which images could not be read: how many, and the first of them with the reason."""
+        found = []
+        if self.missing_sources:
+            digest, reason = next(iter(self.missing_sources.items()))
+            count = counted(len(self.missing_sources), "image")
+            found.append(f"{count} of prompts cannot be shown, the first {source_file(digest)}: {reason}")
+        if self.missing:
+            uri, reason = next(iter(self.missing.items()))
+            count = counted(len(self.missing), "target image")
+            found.append(f"{count} cannot be shown, the first {uri}: {reason}")
+        return found
 
     def _read_source(self, digest: str, sample_id: str) -> None:
         reason = "It is of no run that is shown."

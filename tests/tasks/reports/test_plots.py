@@ -12,6 +12,7 @@ from PIL import Image
 from tasks.reports.fonts import fonts_for
 from tasks.reports.images import PromptImages, fitted, image_uri, read_images, shrunk
 from tasks.reports.plots import normalised, plot_distribution, plot_guardrails, plot_joint, plot_label
+from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.reports.made_runs import RunMaker, colour, png
 from tests.tasks.reports.test_run_page import Page
 
@@ -143,6 +144,17 @@ def test_targets_are_verified(tmp_path: Path) -> None:
     assert known[changed] in targets.missing[str(changed)]
     assert targets.target(None, None) is None
     assert len(targets.missing) == 3
+
+
+def test_relative_targets_are_looked_for_beside_the_storage_root(tmp_path: Path) -> None:
+    store = ArtifactStore(str(tmp_path / "runs"), "tiny")
+    (tmp_path / "targets").mkdir()
+    (tmp_path / "targets" / "0.png").write_bytes(png((1, 2, 3)))
+    known = hashlib.sha256(png((1, 2, 3))).hexdigest()
+    targets = PromptImages(320, store)
+    assert targets.target("targets/0.png", known) is not None
+    assert targets.target("targets/1.png", known) is None
+    assert list(targets.missing) == ["targets/1.png"]
 
 
 def test_a_large_transparent_target_lies_over_white_and_is_made_smaller(tmp_path: Path) -> None:
