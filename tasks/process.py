@@ -1,8 +1,9 @@
-"""The checkout that this process runs, its user's cache, pauses of collection; its children, and how they end."""
+"""The checkout and its pages, its user's cache, pauses of collection; child processes, and how they end."""
 
 import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +13,14 @@ from typing import Any
 import psutil
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+_PAGE = re.compile(r"(?<![\w/])docs/\w+\.md\b")
+
+
+def openable(message: str) -> str:
+    """Give the pages of docs/ in a message the path at which they can be opened from the working directory."""
+    if os.path.samefile(CHECKOUT, "."):
+        return message
+    return _PAGE.sub(lambda page: str(CHECKOUT / page[0]), message)
 
 
 def environment(**settings: str) -> dict[str, str]:

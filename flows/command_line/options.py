@@ -21,6 +21,7 @@ from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 from configs.validation import Section, validated
 from grpo_core.errors import InputError, joined
+from tasks.process import openable
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -54,7 +55,7 @@ def handle_errors(as_json: bool = False) -> Iterator[None]:
         yield
     except InputError as error:
         for problem in error.errors:
-            typer.secho(f"error: {problem}", fg="red", err=True)
+            typer.secho(openable(f"error: {problem}"), fg="red", err=True)
         if as_json:
             errors = [{"place": each.place, "value": each.value, "hint": each.hint} for each in error.errors]
             typer.echo(json.dumps({"errors": errors}, default=str))

@@ -8,6 +8,7 @@ from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from tasks.process import openable
 from tasks.reports.report import Fact, Report, Table
 from tasks.reports.text import printable
 
@@ -36,7 +37,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
     console = console or stderr()
     for notice in report.notices:
         if notice.lines:
-            lines = Text("\n").join(plain(line) for line in notice.lines)
+            lines = Text("\n").join(plain(openable(line)) for line in notice.lines)
             console.print(Panel(lines, title=plain(notice.title), border_style="yellow"))
     if report.title:
         console.print(plain(report.title), style="bold", soft_wrap=True)
@@ -48,7 +49,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
     if report.facts:
         console.print(_facts("", report.facts))
     for note in report.notes:
-        line, first = plain(note), note.partition(" ")[0]
+        line, first = plain(openable(note)), note.partition(" ")[0]
         line.stylize(_STYLES.get(first, ""), 0, len(first))
         console.print(line, soft_wrap=True, highlight=False)
 

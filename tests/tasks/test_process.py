@@ -1,11 +1,15 @@
-"""Objects that are made while garbage collection is paused."""
+"""Objects that are made while garbage collection is paused, and where pages of docs/ are."""
 
 import gc
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
-from tasks.process import collection_paused, environment
+import pytest
+
+from grpo_core.signs import SIGNS, Sign
+from tasks.process import CHECKOUT, collection_paused, environment, openable
 
 
 class _Node:
@@ -45,3 +49,13 @@ def test_a_pause_within_another_does_not_end_it() -> None:
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_the_page_of_every_sign_can_be_opened_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (CHECKOUT, CHECKOUT / "docs", tmp_path):
+        monkeypatch.chdir(folder)
+        for name in SIGNS:
+            page, _, anchor = openable(str(Sign(name, 1, "x"))).rpartition("(")[2].rstrip(")").partition("#")
+            assert Path(page).is_file()
+            assert anchor == name
+    assert openable("my/docs/engines.md") == "my/docs/engines.md"
