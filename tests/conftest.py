@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import certifi
 from jaxtyping import install_import_hook
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -32,6 +33,12 @@ def _isolate() -> None:
         Path(_PRIVATE.name, folder).mkdir(parents=True, exist_ok=True)
         os.environ[name] = str(Path(_PRIVATE.name, folder))
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["DO_NOT_TRACK"] = "1"
+    # No test speaks TLS, and each of thousands of clients would read all certificates of the bundle.
+    end = "-----END CERTIFICATE-----\n"
+    one = Path(_PRIVATE.name, "certificate.pem")
+    one.write_text(Path(certifi.where()).read_text().partition(end)[0] + end)
+    os.environ["SSL_CERT_FILE"] = str(one)
     # Programs that tests start run in another folder, and import these sources.
     os.environ["PYTHONPATH"] = str(REPOSITORY)
 

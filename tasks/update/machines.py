@@ -157,7 +157,7 @@ class Machines:
             limit = time.monotonic() + SECONDS_TO_LEAVE
             present = [rank for rank in range(1, self.rendezvous.count) if self._get(f"machine/{rank}")]
             while present and time.monotonic() < limit:
-                present = [rank for rank in present if not self._get(f"left/{rank}")]
+                present = [rank for rank in present if self._get(f"left/{rank}") is None]
                 time.sleep(SECONDS_BETWEEN_CHECKS)
 
     def _beat(self) -> None:

@@ -21,10 +21,14 @@ from typing import Any, TypeVar
 
 import polars as pl
 import pytest
-from prefect.settings import PREFECT_API_URL
-from prefect.testing.utilities import prefect_test_harness
+from prefect.context import _temporary_global_settings_context, get_settings_context
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.loader import read_config
+from flows.prefect_settings import SERVER
+from flows.server.temporary import TemporaryServer, _environment
 from flows.training.summary import TrainSummary
 from grpo_core.errors import InputError
 from tasks.metrics import is_measured
@@ -257,8 +261,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=120):
+    running = TemporaryServer(_environment(SERVER))
+    running.wait_until_ready(120.0)
+    # The settings of threads are the global ones.
+    with (
+        temporary_settings({PREFECT_API_URL: running.api_url}),
+        _temporary_global_settings_context(get_settings_context()),
+    ):
         yield
+        # At its exit the process would wait for a server that is gone to take what has not been sent.
+        for worker in (APILogWorker, EventsWorker):
+            worker.drain_all()
+    running.close()
+    running.process.wait()
     # What the clients left is collected here, where it is no failure; at the very end of pytest it would be one.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)

@@ -37,6 +37,7 @@ def resumed(runs: Runs, stopped: Terminal) -> str:
     return str(json.loads(done.stdout.splitlines()[-1])["policy_digest"])
 
 
+@pytest.mark.slow
 def test_ctrl_c_waits_for_the_stage_and_the_same_command_resumes(
     empty: Runs, undisturbed: tuple[Runs, Start], tmp_path: Path
 ) -> None:

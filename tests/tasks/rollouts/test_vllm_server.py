@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from grpo_core.errors import InputError
+from tasks.execution import server_process
 from tasks.execution.errors import LostStageError
 from tasks.rollouts import vllm_server
 from tasks.rollouts.vllm_server import PLACE, VllmServer
@@ -80,7 +81,21 @@ def are_gone(found: list[psutil.Process]) -> bool:
 def await_end(child: psutil.Process) -> None:
     """Return when a child of this process has ended; its exit code stays for who started it."""
     while child.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.05)
+        time.sleep(0.01)
+
+
+def kill_guard(url: str) -> list[psutil.Process]:
+    """Kill the guard; the server, its engine, and what is left of the guard."""
+    found = processes(url)
+    found[2].kill()
+    await_end(found[2])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (server_process, vllm_server):
+        monkeypatch.setattr(module, "_SECONDS_BETWEEN_LOOKS", 0.02)
 
 
 @pytest.fixture
@@ -113,25 +128,32 @@ def test_a_run_has_one_server_which_ends_with_it(server: VllmServer, store: Arti
     assert '"GET /health HTTP/1.1" 200' in (tmp_path / "runs" / "run" / VLLM_LOG).read_text()
 
 
-@pytest.mark.parametrize("killed", [[0], [1, 0], [2], [0, 1, 2]])
-def test_a_server_that_dies_is_started_again(server: VllmServer, store: ArtifactStore, killed: list[int]) -> None:
+def test_a_server_that_dies_is_started_again(
+    server: VllmServer, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_process, "_SECONDS_TO_LIVE", 0.0)
     url = server.ensure_running(COMMAND, store, SECONDS)
-    first = processes(url)
-    for index in killed:
-        first[index].kill()
-    await_end(first[2])
-    again, heard = heard_of(lambda: server.ensure_running(COMMAND, store, SECONDS))
-    assert again == url
-    assert are_gone(first)
-    assert ["SIGKILL" in line for line in heard.lines] == [True]
-    second = processes(url)
-    second[2].kill()
-    await_end(second[2])
-    # Once more at once: it would die again and again.
+    for killed in ([0], [1, 0], [2], [0, 1, 2]):
+        before = processes(url)
+        for index in killed:
+            before[index].kill()
+        await_end(before[2])
+        again, heard = heard_of(lambda: server.ensure_running(COMMAND, store, SECONDS))
+        assert again == url
+        assert are_gone(before)
+        assert ["SIGKILL" in line for line in heard.lines] == [True]
+
+
+def test_one_that_dies_again_at_once_is_lost_until_the_stage_is_retried(
+    server: VllmServer, store: ArtifactStore
+) -> None:
+    url = server.ensure_running(COMMAND, store, SECONDS)
+    kill_guard(url)
+    assert server.ensure_running(COMMAND, store, SECONDS) == url
+    found = kill_guard(url)
     with pytest.raises(LostStageError, match="SIGKILL"):
         server.ensure_running(COMMAND, store, SECONDS)
-    assert are_gone(second)
-    # A retry of the stage tries once more.
+    assert are_gone(found)
     assert processes(server.ensure_running(COMMAND, store, SECONDS))
 
 

@@ -112,13 +112,17 @@ def test_a_job_and_how_it_ends(
 
 
 def test_other_code_is_refused(places: tuple[Rendezvous, Rendezvous], monkeypatch: pytest.MonkeyPatch) -> None:
-    with Machines(places[0]) as first, Machines(places[1]) as second:
+    with ThreadPoolExecutor(1) as threads, Machines(places[0]) as first, Machines(places[1]) as second:
         monkeypatch.setattr("tasks.update.machines.code_of", lambda roots: "0" * 64)
         second.arrive(1)
         monkeypatch.undo()
+        waiting = threads.submit(second.next_job)
         with pytest.raises(InputError) as caught:
             first.others()
         assert caught.value.place == "machine 1"
+        first.__exit__(type(caught.value), caught.value, None)
+        with pytest.raises(LostStageError, match="has failed"):
+            waiting.result(30)
 
 
 @pytest.fixture
