@@ -1,8 +1,8 @@
 """Who samples: the policy itself, transformers' continuous batching and vLLM's server, in time and in what is learned.
 
-`python -m tests.bench.engines` trains a small Qwen3 with adapters by `engine: policy` and by `engine: vllm` with three
-seeds each, writes docs/engine_curves.png and prints a table. The two draw their samples from other random streams, so
-their curves agree in distribution, not point by point.
+`make figures ONLY=engines` trains a small Qwen3 with adapters by `engine: policy` and by `engine: vllm` with three
+seeds each. The two draw their samples from other random streams, so their curves agree in distribution, not point by
+point.
 
 Both need the environment that `make test-engines` makes.
 """
@@ -12,10 +12,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import psutil
@@ -32,8 +31,11 @@ from grpo_core.policies.engines.vllm_server import find_server
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.seeds import derive_seed
 from grpo_core.services import Service
+from tasks.metrics import SECONDS
 from tasks.process import CHECKOUT
+from tasks.reports.text import markdown_table
 from tasks.rollouts.vllm_server import VllmServer
+from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, UPDATE
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.bench.page import Row
 from tests.bench.text_iteration import CONFIG, SEEDS, draw
@@ -103,32 +105,33 @@ def running_server(model: Path, context: int = 128) -> Iterator[str]:
             server.close()
 
 
-SIZES = (("4.5 M", (256, 6, 704)), ("60 M", (768, 8, 2304)))
-CELLS = tuple((rows, length) for length in (64, 512) for rows in (16, 64, 256))
-"""Rows, and the tokens of each."""
-SIBLINGS = 8
+SIZES = {"4.5 M": (256, 6, 704), "60 M": (768, 8, 2304)}
+CELLS = {
+    "4.5 M": ((16, 64, 8), (64, 64, 8), (64, 64, 1), (256, 64, 8), (16, 512, 8), (64, 512, 8)),
+    "60 M": ((16, 64, 8), (64, 64, 8), (64, 64, 1), (256, 64, 8), (16, 512, 8)),
+}
+"""Rows, the tokens of each, and how many rows have the same prompt; what is larger takes minutes a round on a CPU."""
 LETTERS = 96
 """Of a prompt, a token each."""
-ROUNDS = 3
+ROUNDS = 2
 
 
-def measure(sizes: Sequence[tuple[str, tuple[int, int, int]]] = SIZES, cells: Any = CELLS) -> Iterator[Row]:
+def measure() -> Iterator[Row]:
     """Sampling by vLLM's server and by continuous batching beside the policy's own, in CPU seconds of all processes.
 
     A random Qwen3 in fp32, one thread each, prompts of about 100 tokens, and rows that all have their full length; in
-    groups of 8 siblings of one prompt, and each row with a prompt of its own. The three take turns; of the rounds the
+    groups of 8 siblings of one prompt, or each row with a prompt of its own. The three take turns; of the rounds the
     first does not count.
     """
     torch.set_num_threads(1)
-    for name, (hidden, layers, intermediate) in sizes:
+    for name, (hidden, layers, intermediate) in SIZES.items():
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / "model"
             build_qwen(model, hidden=hidden, layers=layers, intermediate=intermediate)
             with running_server(model, context=1024) as url:
                 sides = Sides(model, url)
-                for rows, length in cells:
-                    for siblings in (SIBLINGS, 1):
-                        yield from sides.compared(name, rows, length, siblings)
+                for rows, length, siblings in CELLS[name]:
+                    yield from sides.compared(name, rows, length, siblings)
 
 
 class Sides:
@@ -188,8 +191,8 @@ FIGURE = CHECKOUT / "docs" / "engine_curves.png"
 ITERATIONS = 30
 
 
-def rewards_of(engine: str, seed: int, model: Path, root: str, url: str) -> tuple[list[float], float]:
-    """The mean training reward of each iteration of a run, and the largest difference of its log-probs in nats."""
+def metrics_of(engine: str, seed: int, model: Path, root: str, url: str) -> dict[str, list[float]]:
+    """Train a run; the metrics of its iterations that the table and the figure show, by name."""
     from flows.commands import train
 
     settings = {
@@ -212,38 +215,40 @@ def rewards_of(engine: str, seed: int, model: Path, root: str, url: str) -> tupl
         settings["rollout.vllm"] = {"url": url}
     train(CONFIG, overrides=[f"{key}={json.dumps(value)}" for key, value in settings.items()], progress=False)
     table = pl.read_parquet(f"{root}/{engine}-{seed}/iteration_*/metrics.parquet").sort("iteration")
-    values = {name: table.filter(pl.col("metric") == name)["value"] for name in ("reward", DIFFERENCE)}
-    return values["reward"].to_list(), max(values[DIFFERENCE].to_list())
+    return {name: table.filter(pl.col("metric") == name)["value"].to_list() for name in ("reward", DIFFERENCE, *STAGES)}
 
 
 WHAT, NAMES = "Qwen3 of 0.4 M with LoRA", ("engine: policy", "engine: vllm")
 DIFFERENCE = "sampling/sampling_logp_difference/max"
+SHARES = (ROLLOUTS, REWARDS, ADVANTAGES, UPDATE)
+STAGES = tuple(f"{SECONDS}{stage}" for stage in SHARES)
 
 
-def main() -> None:
-    """Train in turn, write the figure and print the table."""
+def table(name: str) -> list[str]:
+    """Train in turn, draw docs/engine_curves.png, and return the table."""
     torch.set_num_threads(1)
-    curves: dict[str, list[list[float]]] = {"policy": [], "vllm": []}
-    differences: dict[str, float] = dict.fromkeys(curves, 0.0)
+    runs: dict[str, list[dict[str, list[float]]]] = {"policy": [], "vllm": []}
     with tempfile.TemporaryDirectory() as root:
         model = Path(root) / "model"
         build_qwen(model, hidden=128, layers=2, intermediate=256, steps=400)
         with running_server(model) as url:
             for seed in SEEDS:
-                for engine in curves:
+                for engine, done in runs.items():
                     begun = time.perf_counter()
-                    rewards, difference = rewards_of(engine, seed, model, root, url)
-                    curves[engine].append(rewards)
-                    differences[engine] = max(differences[engine], difference)
+                    done.append(metrics_of(engine, seed, model, root, url))
                     print(f"{engine}, seed {seed}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
-    draw(curves["policy"], curves["vllm"], what=WHAT, to=FIGURE, names=NAMES)
-    print("| | first 3 iterations | last 5 iterations, by seed | largest difference of log-probs |")
-    print("|---|---|---|---|")
-    for engine, name in zip(curves, NAMES, strict=True):
-        first = statistics.fmean(reward for curve in curves[engine] for reward in curve[:3])
-        last = ", ".join(f"{statistics.fmean(curve[-5:]):.3f}" for curve in curves[engine])
-        print(f"| {name} | {first:.3f} | {last} | {differences[engine]:.1e} |")
+    policy, vllm = ([each["reward"] for each in done] for done in runs.values())
+    draw(policy, vllm, what=WHAT, to=FIGURE, names=NAMES)
+    headings = ("", "first 3 iterations", "last 5, by seed", "largest difference of log-probs", *SHARES)
+    return list(
+        markdown_table(headings, [_cells(each, runs[engine]) for engine, each in zip(runs, NAMES, strict=True)])
+    )
 
 
-if __name__ == "__main__":
-    main()
+def _cells(name: str, runs: Sequence[Mapping[str, Sequence[float]]]) -> tuple[str, ...]:
+    """The rewards of an engine's runs, the largest difference, and the share of each stage in the median seconds."""
+    first = statistics.fmean(reward for run in runs for reward in run["reward"][:3])
+    last = ", ".join(f"{statistics.fmean(run['reward'][-5:]):.3f}" for run in runs)
+    seconds = [statistics.median(value for run in runs for value in run[stage]) for stage in STAGES]
+    shares = [f"{each:.2f} s, {each / sum(seconds):.0%}" for each in seconds]
+    return name, f"{first:.3f}", last, f"{max(max(run[DIFFERENCE]) for run in runs):.1e}", *shares

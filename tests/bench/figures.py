@@ -1,6 +1,7 @@
 """`make figures`: what README.md and docs/ show of runs, made again: outputs, tables and pictures.
 
-The trainings of docs/results.md run with each seed, here and in TRL, and their tables replace what stands between
+The trainings of docs/results.md run with each seed, here and in TRL, those of docs/engines.md with two engines (`make
+test-engines` installs the server), and their tables replace what stands between
 `<!-- results: NAME -->` and `<!-- end -->`. README.md and docs/tutorial.md run from their first block to their last in
 a folder of their own, as a person would in a new checkout. There, what stands between `<!-- output: last 9 -->` and
 `<!-- end -->` becomes the last (or first) nine lines that the block above prints, without those that have a word
@@ -30,8 +31,8 @@ from tasks.reports.text import markdown_table
 from tests.bench.page import place_of, this_machine
 from tests.pages import blocks, prepare, run
 
-RESULTS = CHECKOUT / "docs" / "results.md"
-PAGES = {"readme": CHECKOUT / "README.md", "tutorial": CHECKOUT / "docs" / "tutorial.md"}
+DOCS = CHECKOUT / "docs"
+PAGES = {"readme": CHECKOUT / "README.md", "tutorial": DOCS / "tutorial.md"}
 SEEDS = (0, 1, 2)
 TRAININGS = {
     "tiny": ("r2",),
@@ -41,15 +42,18 @@ TRAININGS = {
     "tiny_edit": ("r2",),
 }
 """Configuration -> the held-out rewards of its table."""
-BESIDE_TRL = {
+CONTACT_SHEETS = {"tiny_sd3": "contact_sheet_sd3.png"}
+"""Configuration -> the picture in docs/ of its held-out samples before and after training with the first seed."""
+COMPARED = {
     "tiny_text": "tests.bench.text_iteration",
     "grounding": "tests.bench.grounding",
     "grounding_two": "tests.bench.grounding",
+    "engines": "tests.bench.engines",
 }
-"""Table -> the module that trains here and in TRL, draws the curves and returns the table."""
-SICK_RUNS = "sick_runs"
-"""The plots of docs/is_it_learning.md."""
-PARTS = (*PAGES, *TRAININGS, *BESIDE_TRL, SICK_RUNS)
+"""Table -> the module that trains here and in TRL, or with two engines, draws the curves and returns the table."""
+DRAWN = ("sick_runs", "pictures")
+"""Modules that make no table: the plots of docs/is_it_learning.md, and what runs show in a browser."""
+PARTS = (*PAGES, *TRAININGS, *COMPARED, *DRAWN)
 _END = "<!-- end -->\n"
 _OUTPUT = re.compile(r"\n*(?P<mark><!-- output: (first|last) (\d+)(?: without (\w+))? -->)\n(?:.*\n)*?<!-- end -->\n")
 _PICTURE = re.compile(r"<!-- picture: (\S+) from (\S+?)(?: at (\d+)x(\d+))? -->")
@@ -72,13 +76,13 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", "tests.bench.figures", name, *same], check=True)
         return
     (name,) = names
-    if name == SICK_RUNS:
-        importlib.import_module("tests.bench.sick_runs").main(())
+    if name in DRAWN:
+        importlib.import_module(f"tests.bench.{name}").main()
         return
     if name in PAGES:
         make(PAGES[name], options.commit)
         return
-    rows = list(heldout_table(name)) if name in TRAININGS else importlib.import_module(BESIDE_TRL[name]).table(name)
+    rows = list(heldout_table(name)) if name in TRAININGS else importlib.import_module(COMPARED[name]).table(name)
     write_results(name, [*rows, "", f"{date.today()}, commit {options.commit}; {place_of(this_machine())}"])
 
 
@@ -96,6 +100,8 @@ def heldout_table(name: str) -> Iterator[str]:
         for seed in SEEDS:
             overrides = {"run.seed": seed, "run.name": f"seed{seed}", "storage.root": root}
             train(f"configs/{name}.yaml", overrides=overrides)
+            if name in CONTACT_SHEETS and seed == SEEDS[0]:
+                shutil.copy(f"{root}/seed{seed}/contact_sheet.png", DOCS / CONTACT_SHEETS[name])
             samples = open_run(f"{root}/seed{seed}").heldout()
             means = samples.group_by("policy_version").agg(pl.col(values).mean()).sort("policy_version")
             cells = [" / ".join(f"{row[value]:.3f}" for value in values) for row in means.iter_rows(named=True)]
@@ -119,11 +125,12 @@ def _worse(samples: pl.DataFrame, value: str) -> Iterator[tuple[str, str]]:
 
 
 def write_results(name: str, lines: Sequence[str]) -> None:
-    """Replace a table of docs/results.md."""
-    before, mark, rest = RESULTS.read_text(encoding="utf-8").partition(f"<!-- results: {name} -->\n")
-    assert mark, f"{RESULTS} has no {name}"
+    """Replace a table of docs/."""
+    mark = f"<!-- results: {name} -->\n"
+    page = next(each for each in DOCS.glob("*.md") if mark in each.read_text(encoding="utf-8"))
+    before, _, rest = page.read_text(encoding="utf-8").partition(mark)
     inside = "\n".join(lines)
-    RESULTS.write_text(f"{before}{mark}{inside}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+    page.write_text(f"{before}{mark}{inside}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
 
 
 def make(page: Path, commit: str | None) -> None:
@@ -147,11 +154,12 @@ def make(page: Path, commit: str | None) -> None:
                 shown += [text[position : found.start()], f"\n{found['mark']}\n{inside}\n<!-- end -->\n"]
                 position = found.end()
         for name, path, width, height in _PICTURE.findall(text):
-            _picture(folder / path, CHECKOUT / "docs" / name, int(width or 0), int(height or 0))
+            _picture(folder / path, DOCS / name, int(width or 0), int(height or 0))
     wall, cpu = time.perf_counter() - begun, _cpu_seconds() - used
     said = (
-        f"Outputs, numbers and pictures are those of one run of this page by `make figures`, {date.today()}, commit "
-        f"{commit}: {wall / 60:.0f} minutes, {cpu / 60:.0f} of them CPU time; {place_of(this_machine())}"
+        f"Outputs, and pictures of what these commands make, are those of one run of this page by `make figures`, "
+        f"{date.today()}, commit {commit}: {wall / 60:.0f} minutes, {cpu / 60:.0f} of them CPU time; "
+        f"{place_of(this_machine())}"
     )
     whole, said = "".join([*shown, text[position:]]), textwrap.fill(said, 150, break_on_hyphens=False)
     page.write_text(_MADE.sub(f"<!-- made: begin -->\n{said}\n<!-- made: end -->\n", whole), encoding="utf-8")

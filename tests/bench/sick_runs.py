@@ -136,7 +136,7 @@ def settings_of(run: SickRun, *, healthy: bool = False) -> dict[str, Any]:
     return {**COMMON, **run.shared, **({} if healthy else run.settings)}
 
 
-def main(names: Sequence[str]) -> None:
+def main(names: Sequence[str] = ()) -> None:
     """Train the runs of these names, all by default, and draw their figures."""
     from flows.commands import train
     from tasks.runs.lookup import find_run
