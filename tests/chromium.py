@@ -124,7 +124,9 @@ def opened_tab(folder: Path) -> Iterator[Tab]:
             address = f"http://127.0.0.1:{port.read_text().split()[0]}/json/list"
             with urllib.request.urlopen(address) as answer:
                 target = next(each for each in json.load(answer) if each["type"] == "page")
-            with connect(target["webSocketDebuggerUrl"], max_size=None, compression=None, ping_interval=None) as socket:
+            # A browser that waits for its next page while a training runs may be too slow for pings.
+            socket = connect(target["webSocketDebuggerUrl"], max_size=None, compression=None, ping_interval=None)
+            with socket:
                 yield Tab(socket)
                 # Its helpers write files until it has closed itself.
                 socket.send('{"id": 0, "method": "Browser.close"}')
