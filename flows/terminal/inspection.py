@@ -195,8 +195,7 @@ def _blocks(console: Console) -> str:
 
 
 def _prompt(group: Group) -> Text:
-    first = group.samples[0]
-    return plain(one_line(first["prompt"], LETTERS) if isinstance(first["output"], str) else first["prompt"])
+    return plain(one_line(group.samples[0]["prompt"], LETTERS))
 
 
 def _cell(sample: Row | None, console: Console) -> RenderableType:

@@ -34,6 +34,14 @@ def shown(root: Path, name: str = "made", width: int = 200, everything: bool = T
     return console.file.getvalue()
 
 
+def test_a_prompt_of_an_image_takes_a_few_lines(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, prompts=("draw " * 2000, "a\u2028b\r\nc"))
+    maker.iteration(1)
+    text = shown(tmp_path)
+    assert 0 < text.count("draw") < 100
+    assert "a ⏎ b ⏎ c" in text
+
+
 def test_json_is_the_last_line_alone_on_stdout(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
     code, out, _ = invoke("made", "--root", str(tmp_path), "--json")

@@ -288,6 +288,16 @@ def test_texts_are_shown_in_full_and_as_data(tmp_path: Path) -> None:
     assert {"best", "worst"} <= {attributes.get("class") for attributes in page.named("figure")}
 
 
+def test_a_long_prompt_of_images_is_folded(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, prompts=("draw " * 2000 + EVIL, "plain"))
+    maker.iteration(1)
+    page = check_offline(page_of(maker))
+    folded = [attributes for attributes in page.named("details") if attributes.get("class") == "excerpt"]
+    assert len(folded) == 1
+    text = "".join(page.text)
+    assert text.count(visible("draw " * 2000 + EVIL)) == 1
+
+
 def test_rounds_datasets_and_dropped_groups_are_counted(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, modality="text", datasets=("sums", "<b>poems"))
     maker.iteration(1, rounds=2)
