@@ -6,7 +6,8 @@ RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ENGINES := .venv-engines
 ENGINES_STAMP := $(ENGINES)/.installed
-ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+# What compiles this project's modules keeps them: every process of a run and of the tests imports them.
+ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 CONFIG ?= configs/tiny.yaml
 
 .PHONY: help install train test test-postgresql test-slow test-chaos test-attacks test-engines check format bench bench-pools tiny-model tiny-edit-model tiny-text-model tiny-vision-model tiny-sd3 figures ui lock clean

@@ -1,5 +1,6 @@
 """What every test runs under, and the shipped model loaded once."""
 
+import atexit
 import gc
 import os
 import tempfile
@@ -74,14 +75,20 @@ settings.load_profile("project")
 
 @pytest.fixture(scope="session", autouse=True)
 def at_the_top() -> Iterator[None]:
-    """Work in a folder with the shipped files at the paths that configurations give them, and without runs."""
+    """Work in a folder with the shipped files at the paths that configurations give them, and without runs.
+
+    Nothing waits for the disk: what a killed process has written is there, and no test switches the machine off.
+    """
     folder = Path(_PRIVATE.name, "checkout")
     folder.mkdir()
     for name in ("configs", "data", "docs"):
         (folder / name).symlink_to(REPOSITORY / name)
     previous = Path.cwd()
     os.chdir(folder)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        # Which also refuses a descriptor that is closed.
+        patch.setattr(os, "fsync", os.fstat)
+        yield
     os.chdir(previous)
 
 
@@ -105,15 +112,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     torch.set_num_threads(1)
     # Every run of a flow frees its model with a full collection, which visits all that was imported otherwise.
-    gc.collect()
     gc.freeze()
     gc.enable()
+    # Later than pytest's own collections. Libraries report what the interpreter does not free at its end.
+    atexit.register(gc.unfreeze)
     for item in items:
         if "postgres" in getattr(item, "fixturenames", ()):
             item.add_marker("postgresql")
 
 
 def pytest_unconfigure() -> None:
-    """Libraries report what the interpreter does not free at its end."""
-    gc.unfreeze()
     _PRIVATE.cleanup()

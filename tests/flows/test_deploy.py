@@ -37,6 +37,7 @@ async def replace_schedule(name: str, changed: Mapping[str, Any]) -> None:
 
 
 class TestRegistered:
+    @pytest.mark.slow
     def test_a_second_time_brings_up_to_date_and_keeps_what_a_person_changed(self, pool: str) -> None:
         first = deployed(run="twice", cron="0 2 * * *", timezone="Europe/Berlin", evaluate=True, rescore=(str(MIX),))
         names = ["grpo train/twice", "grpo evaluate/twice-evaluate", "grpo rescore/twice-rescore-mix"]

@@ -58,7 +58,7 @@ def serving_app(app: Any, seconds_to_arrive: float | None = None) -> Iterator[st
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     # A process takes seconds to start, so most tests share one.
-    with serving([*REWARDS, ODD], concurrency=1, max_requests=1, seconds_to_arrive=3.0) as url:
+    with serving([*REWARDS, ODD], concurrency=1, max_requests=1, seconds_to_arrive=1.5) as url:
         yield url
 
 

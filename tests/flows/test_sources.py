@@ -141,6 +141,7 @@ def test_a_damaged_or_lost_image_is_restored_from_the_prompts(finished: tuple[Ru
     assert any(damaged in path.name for path in runs.path("quarantine").rglob("*"))
 
 
+@pytest.mark.slow
 def test_a_replay_reads_its_sources_from_the_run_that_has_them(finished: tuple[Runs, Path, Start]) -> None:
     runs, _, start = finished
     before = sha256_of(runs.path())

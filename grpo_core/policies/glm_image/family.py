@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from grpo_core.policies.trained.settings import TrainingChoice
 
 _PIPELINE = "GlmImagePipeline"
+_CHECKED: set[str] = set()
+"""Configurations and choices that have passed in this process; to build and adapt the networks takes a while."""
 
 
 class GlmImageFamily:
@@ -112,11 +114,17 @@ class GlmImageFamily:
         from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
         from grpo_core.policies.glm_image.policy import train_token_model
 
-        networks = build_on_meta(find_configs(model))
+        configs = find_configs(model)
+        checked = f"{configs} {dict(choices)}"
+        # The files of an adapter may have changed.
+        if checked in _CHECKED and not any(each.adapter for each in choices.values()):
+            return ()
+        networks = build_on_meta(configs)
         if "tokens" in choices:
             train_token_model(networks.autoregressive, choices["tokens"], base_name=model)
         if "denoising" in choices:
             train_decoder(networks.decoder, choices["denoising"], base_name=model)
+        _CHECKED.add(checked)
         return ()
 
     def sizes(

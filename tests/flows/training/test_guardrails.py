@@ -17,10 +17,12 @@ from prefect.flow_runs import resume_flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
+from configs.loader import read_config
 from flows.command_line.main import application
+from flows.preflight.inputs import check_inputs
 from flows.training import callbacks
 from grpo_core.signs import HACKING
-from tests.flows.conftest import Runs, Start, refused
+from tests.flows.conftest import TINY_TEXT, Runs, Start, refused
 
 PLANNED = 4
 
@@ -82,9 +84,6 @@ def hacking(start: Start) -> list[tuple[int, str]]:
 
 
 def test_a_hacked_run_stops_where_the_guardrail_fell_and_continues_without_stop(empty: Runs, rewards: str) -> None:
-    quiet = start(empty, rewards, iterations=1, guardrails={"fall": 0.6})
-    assert (hacking(quiet), quiet.summary.iterations) == ([], 1)
-    assert json.loads(empty.path("guardrails.json", run="text").read_text())["signs"] == []
     stopped = start(empty, rewards, guardrails={"fall": 0.6})
     # The guardrail is .8 - .2 n at the n-th evaluation, the first being before training: .8, .6, .4, .2.
     assert (stopped.summary.iterations, stopped.summary.stopped_early) == (3, True)
@@ -165,9 +164,11 @@ def events(run: str) -> list[tuple[str, int]]:
     return sorted((each["event"], each["payload"]["policy"]) for each in found)
 
 
-def test_a_pause_needs_a_ui(empty: Runs, rewards: str) -> None:
+def test_a_pause_needs_a_ui(empty: Runs) -> None:
+    watched = {"rewards": [{"reward": "answer"}], "on_fall": "pause"}
+    config = read_config(TINY_TEXT, empty.overrides({}, guardrails=watched, evaluate__every=1))
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
-        (error,) = refused(lambda: start(empty, rewards, guardrails={"on_fall": "pause"}))
+        (error,) = refused(lambda: check_inputs(config))
     assert (error.place, error.value) == ("guardrails.on_fall", "pause")
 
 

@@ -60,6 +60,7 @@ def test_a_sign_is_logged_once_and_stands_in_reports_the_summary_and_the_page(
     assert start(empty, "constant", settings).summary.signs == [sign]
 
 
+@pytest.mark.slow
 def test_a_gate_close_to_its_tolerance(empty: Runs) -> None:
     settings = {**SMALL, "run.iterations": 1}
     assert start(empty, "wide", settings).summary.signs == []

@@ -51,8 +51,9 @@ Child = Callable[..., ChildProcess]
 
 
 @pytest.fixture
-def child() -> Iterator[Child]:
+def child(monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
     """Makes children that run these statements for each request."""
+    monkeypatch.setattr(child_process, "SECONDS_BETWEEN_CHECKS", 0.05)
     processes = []
 
     def make(deeds: str, source: str = "sys.stdin") -> ChildProcess:

@@ -41,7 +41,12 @@ def gate(actions: DenoisingBatch, stored: Tensor, scored: Tensor, tolerance: Par
 
 @pytest.mark.parametrize(
     ("name", "sde_type"),
-    [*((name, "flow_grpo") for name in PIPELINES), ("sd3", "dance_grpo"), ("sd3", "cps"), ("glm_image", "cps")],
+    [
+        *((name, "flow_grpo") for name in PIPELINES),
+        ("sd3", "dance_grpo"),
+        ("sd3", "cps"),
+        pytest.param("glm_image", "cps", marks=pytest.mark.slow),
+    ],
 )
 def test_the_ratio_is_one_on_unchanged_weights(name: str, sde_type: SdeType) -> None:
     made = component(name, settings(name, sde_type=sde_type))

@@ -71,19 +71,17 @@ def test_a_released_pipeline_is_tried_without_its_weights(saved_folder: SavedFol
     assert refuse_incompatible(str(folder), settings(name, height=1024, width=1024))
 
 
-EDITS = [("flux_kontext", "flux"), ("qwen_image_edit", "qwen_image"), ("qwen_image_edit_plus", "qwen_image")]
+EDITS = [
+    ("flux_kontext", "flux"),
+    ("qwen_image_edit", "qwen_image"),
+    pytest.param("qwen_image_edit_plus", "qwen_image", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("name", "shapes"), EDITS)
 def test_a_released_pipeline_that_edits_is_tried_with_small_sources(tmp_path: Path, name: str, shapes: str) -> None:
     folder = released(without_weights(save(name, tmp_path / "saved", MAKE_CLASS), tmp_path / "tried"), shapes)
     assert refuse_incompatible(str(folder), settings_of(name, height=1024, width=1024))
-
-
-@pytest.mark.parametrize("name", MAKE_CLASS)
-def test_a_class_with_needs_of_its_own_is_tried(tmp_path: Path, name: str) -> None:
-    folder = without_weights(save(name, tmp_path / "saved", MAKE_CLASS), tmp_path / "tried")
-    assert refuse_incompatible(str(folder), settings_of(name))
 
 
 # A class whose needs are not met, and what the reason names.

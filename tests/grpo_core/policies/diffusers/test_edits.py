@@ -88,7 +88,7 @@ def steps_of(groups: list[RolloutGroup]) -> tuple[DenoisingBatch, Tensor]:
 
 
 # The others differ from these by their encoders and latents alone.
-QUICK = ("flux_kontext", "flux2_klein", "qwen_image_edit")
+QUICK = ("flux_kontext", "flux2_klein")
 BY_NAME = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EDITS]
 
 

@@ -333,7 +333,7 @@ def test_the_token_models_gradient_is_that_of_a_plain_script() -> None:
         torch.testing.assert_close(found[f"{name}|exp_avg"], parameter.grad, rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_decoders_gradient_is_that_of_the_pipeline_without_sharing(
     monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:

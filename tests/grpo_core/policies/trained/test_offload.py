@@ -171,7 +171,7 @@ def test_both_halves_of_glm_image_are_moved_once_a_stage() -> None:
     assert found[True][2] == [tokens + decoder + frozen_bytes(policy, "vae"), tokens, decoder]
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image_edit"])
+@pytest.mark.parametrize("name", ["sd3", "flux", pytest.param("qwen_image_edit", marks=pytest.mark.slow)])
 def test_prompts_of_a_pipeline_are_encoded_before_its_transformer_is_there(name: str, tmp_path: Path) -> None:
     editing = name not in ("sd3", "flux")
     folder = save(name, tmp_path / "pipeline", MAKE_CLASS) if editing else save(name, tmp_path / "pipeline")
