@@ -280,12 +280,14 @@ def _engine(config: RunConfig) -> Iterator[InputError]:
     if not isinstance(rollout, TextRolloutSection) or rollout.engine == "policy":
         return
     engine = rollout.engine
-    if policy.kind == "vision_lm":
-        hint = f"The engine {engine} is given ids alone here, and these prompts have images; use policy."
+    if engine == "continuous_batching" and policy_family(policy.kind).reads_images:
+        hint = "transformers' generate_batch reads ids alone, and these prompts have images; use vllm or policy."
         yield InputError("rollout.engine", engine, hint)
-        return
     if engine != "vllm":
         return
+    if policy.kind == "vision_lm" and not policy.freeze_vision:
+        hint = "A vLLM server loads adapters of the language model alone here; use true, or rollout.engine: policy."
+        yield InputError("policy.freeze_vision", False, hint)
     if not policy.trains_adapters:
         hint = (
             "A vLLM server takes new full weights over NCCL alone, or by a restart of a minute or more after each "

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from configs.sections import TextRolloutSection, VllmSection
+from configs.sections import PolicySection, TextRolloutSection, VllmSection
 from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
 from grpo_core.policies.engines.settings import EngineRecord, Progress, server_command
@@ -115,14 +115,14 @@ def sampling(
     """
     section = rollout.vllm
     assert section is not None, "the engine has a section"
-    servers, command = resource(VllmServers), started_by(section, model) if section.words else ()
-    sampler = weights or resource(PolicyWithoutWeights).at(model, rollout)
+    servers, sampler = resource(VllmServers), weights or resource(PolicyWithoutWeights).at(model, rollout)
+    command = fitting_command(section.words, section, model.section, sampler) if section.words else ()
     with _served_adapter(policy, model, section) as adapter:
         first, *_ = asked = servers.of(section, command)
         record = EngineRecord(
             "vllm",
             first.version,
-            server_dtype(section, model),
+            server_dtype(section, model.section),
             json.dumps({"context": first.context}, sort_keys=True),
             None if adapter is None else policy.digest,
         )
@@ -134,28 +134,29 @@ def sampling(
             sampler.engine = None
 
 
-def started_by(section: VllmSection, model: ModelSpec, program: Sequence[str] = ()) -> tuple[str, ...]:
+def fitting_command(words: Sequence[str], section: VllmSection, model: PolicySection, policy: Any) -> tuple[str, ...]:
     """Return the complete command of a server that fits a policy.
 
     Args:
-        section: its command, and the dtype.
+        words: program and options.
+        section: the dtype.
         model: that it serves.
-        program: in place of the section's command.
+        policy: with weights or without.
     """
-    policy = model.section
     return server_command(
-        program or section.words,
-        policy.model,
+        words,
+        model.model,
         server_dtype(section, model),
-        revision=policy.revision,
-        rank=None if policy.lora is None else policy.lora.rank,
-        context=None,
+        revision=model.revision,
+        # Those of policy.adapter have a rank of their own.
+        rank=policy.trained.model.peft_config["default"].r,
+        images=policy.image_arguments,
     )
 
 
-def server_dtype(section: VllmSection, model: ModelSpec) -> str:
+def server_dtype(section: VllmSection, model: PolicySection) -> str:
     """Return the dtype that the servers compute in; by default the policy's."""
-    return section.dtype or model.section.dtype
+    return section.dtype or model.dtype
 
 
 @contextmanager

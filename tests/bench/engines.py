@@ -19,9 +19,8 @@ from pathlib import Path
 import polars as pl
 import psutil
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from data.tiny_text import TinyTextRecipe, build_tokenizer, prompt_of, save_tiny_text_model, train_model
+from data.tiny_text import prompt_of
 from grpo_core.awaitables import run_awaitable
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
@@ -39,57 +38,9 @@ from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, UPDATE
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.bench.page import Row
 from tests.bench.text_iteration import CONFIG, SEEDS, draw
+from tests.flows.engines.served import ADAPTERS, RANK, build_qwen, float32_options, server_words
 
-PYTHON = CHECKOUT / ".venv-engines" / "bin" / "python"
 SECONDS_TO_START = 1800.0
-RANK = 8
-
-
-def build_qwen(folder: Path, *, hidden: int, layers: int, intermediate: int, steps: int = 0) -> None:
-    """Write a Qwen3 with heads of 32 dimensions, which vLLM's kernels for CPUs compute, and the tiny tokenizer.
-
-    Args:
-        steps: of the tiny text model's supervised training; 0: random weights.
-    """
-    tokenizer = build_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 64,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.05,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
-    if steps:
-        train_model(model, tokenizer, TinyTextRecipe(steps=steps, learning_rate=2e-3))
-    save_tiny_text_model(model.eval(), tokenizer, folder)
-
-
-def server_words(model: str, context: int) -> list[str]:
-    """The command of a server in fp32 on the CPU that loads adapters of RANK."""
-    variables = ("VLLM_CPU_KVCACHE_SPACE=2", "VLLM_CPU_OMP_THREADS_BIND=nobind", "OMP_NUM_THREADS=1")
-    program = (str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager")
-    options = {
-        "--model": model,
-        "--dtype": "float32",
-        "--max-model-len": context,
-        "--logprobs-mode": "processed_logprobs",
-        "--max-logprobs": -1,
-        "--max-lora-rank": RANK,
-        "--max-loras": 3,
-    }
-    pairs = [part for name, value in options.items() for part in (name, str(value))]
-    return ["env", *variables, *program, "--enable-lora", *pairs]
 
 
 @contextmanager
@@ -98,9 +49,10 @@ def running_server(model: Path, context: int = 128) -> Iterator[str]:
     server = VllmServer()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            yield server.ensure_running(
-                server_words(str(model), context), ArtifactStore(folder, "server"), SECONDS_TO_START
+            words = server_words(
+                *float32_options(model, context), *ADAPTERS, VLLM_CPU_KVCACHE_SPACE="2", OMP_NUM_THREADS="1"
             )
+            yield server.ensure_running(words, ArtifactStore(folder, "server"), SECONDS_TO_START)
         finally:
             server.close()
 

@@ -35,6 +35,9 @@ def quantized(kind: str = "nf4", **changes: Any) -> dict[str, Any]:
     return {"policy": {"model": "m", "quantization": {"kind": kind, **own}, **changes}}
 
 
+BATCHED = {"engine": "continuous_batching", "vllm": None}
+
+
 def engine(rollout: dict[str, Any] | None = None, **policy: Any) -> dict[str, Any]:
     """A text policy whose rollouts a vLLM server samples, with changes of the rollout and the policy."""
     served = {"max_completion_length": 8, "engine": "vllm", "vllm": {"url": "http://localhost:1"}}
@@ -95,10 +98,11 @@ def test_everything_is_reported_at_once() -> None:
         (engine(lora={"init_lora_weights": "pissa"}), "policy.lora.init_lora_weights", "pissa"),
         (engine(lora={"rank": 513}), "policy.lora.rank", 513),
         (engine(quantization={"kind": "nf4"}), "policy.quantization", {"kind": "nf4"}),
-        (engine(kind="vision_lm"), "rollout.engine", "vllm"),
+        (engine(kind="vision_lm", freeze_vision=False), "policy.freeze_vision", False),
+        (engine(BATCHED, kind="vision_lm"), "rollout.engine", "continuous_batching"),
         (engine({"top_p": 0.9}), "rollout.top_p", 0.9),
         (engine({"min_p": 0.1}), "rollout.min_p", 0.1),
-        (engine({"engine": "continuous_batching", "vllm": None, "top_k": 5}), "rollout.top_k", 5),
+        (engine({**BATCHED, "top_k": 5}), "rollout.top_k", 5),
         (engine({"vllm": None}), "rollout.vllm", None),
         (engine({"vllm": {}}), "rollout.vllm.url", None),
         (engine({"vllm": {"url": "localhost:1"}}), "rollout.vllm.url", "localhost:1"),

@@ -150,12 +150,24 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
             raise InputError("prompt", prompts[0], "A model of texts does not see images; use policy.kind vision_lm.")
         return encode_prompts(self.tokenizer, self.settings, prompts, context=self.context, device=self._device)
 
-    def _distinct(self, prompts: Sequence[str], sources: Sources | None) -> tuple[EncodedPrompts, Tensor]:
+    def encode_ids(self, prompts: Sequence[str], sources: Sequence[Sequence[SourceImage]] = ()) -> EncodedPrompts:
+        """Encode prompts for an engine, which reads their images itself; arguments of `_encode`."""
+        return self._encode(prompts, sources)
+
+    @property
+    def image_arguments(self) -> Mapping[str, Any] | None:
+        """Arguments of the image processor with the current settings; None: the model reads no images."""
+        return None
+
+    def _distinct(
+        self, prompts: Sequence[str], sources: Sources | None, *, by_engine: bool = False
+    ) -> tuple[EncodedPrompts, Tensor]:
         """Encode the distinct prompts with their images, and return the index of each given prompt among them."""
+        encode = self.encode_ids if by_engine else self._encode
         given = list(zip(prompts, sources or ((),) * len(prompts), strict=True))
         places = {each: index for index, each in enumerate(dict.fromkeys(given))}
         rows = torch.tensor([places[each] for each in given], device=self._device)
-        return self._encode([prompt for prompt, _ in places], [images for _, images in places]), rows
+        return encode([prompt for prompt, _ in places], [images for _, images in places]), rows
 
     @property
     def components(self) -> Mapping[Stream, "CausalLMPolicy"]:
@@ -204,7 +216,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         )
         sample: Engine = self.engine or partial(sample_completions, self._model)
         with torch.no_grad(), self._sampling():
-            encoded, rows = self._distinct(requested, images)
+            encoded, rows = self._distinct(requested, images, by_engine=self.engine is not None)
             return sample(encoded, requested, rows, rule, seeds, images)
 
     def decode(self, tokens: TokenBatch) -> list[str]:

@@ -53,12 +53,15 @@ class EncodedPrompts:
         position_ids: counted from the first id of the prompt; 0 where padded. For models whose ids have a place in
             time, height and width, one row of each.
         further: what else the model reads; None: nothing.
+        marked: the ids of each prompt without padding, with one mark in place of each image's placeholders, for an
+            engine that reads images itself; None: as they are.
     """
 
     input_ids: Int[Tensor, "prompts length"]
     attention_mask: Int[Tensor, "prompts length"]
     position_ids: Int[Tensor, "prompts length"] | Int[Tensor, "3 prompts length"]
     further: PromptInputs | None = None
+    marked: tuple[list[int], ...] | None = None
 
     @property
     def length(self) -> int:
@@ -87,7 +90,13 @@ class EncodedPrompts:
     def select(self, rows: Int[Tensor, " rows"]) -> "EncodedPrompts":
         """Return these prompts, in this order, repetitions allowed."""
         further = None if self.further is None else self.further.select(rows)
-        return EncodedPrompts(self.input_ids[rows], self.attention_mask[rows], self.position_ids[..., rows, :], further)
+        return EncodedPrompts(
+            self.input_ids[rows],
+            self.attention_mask[rows],
+            self.position_ids[..., rows, :],
+            further,
+            None if self.marked is None else tuple(self.marked[row] for row in rows.tolist()),
+        )
 
 
 def _is_text(content: object) -> bool:

@@ -2,7 +2,8 @@
 
 engine: the interface, what an engine says of itself, and completions as sampled tokens. settings: names and options,
 without libraries. continuous_batching: transformers' `generate_batch`, in this process. vllm: servers over HTTP.
+vllm_requests: what one is asked for a row, with images or without, and what it answers.
 vllm_server: one of them, and the adapters that it has loaded. vllm_checks: whether it can sample a policy.
 
-An engine gets ids and seeds and returns ids and log-probs; prompts, stop texts and templates are the policy's.
+An engine gets ids, images and seeds and returns ids and log-probs; prompts, stop texts and templates are the policy's.
 """

@@ -1,8 +1,9 @@
 """The engines by name, what they say of themselves, and how a vLLM server is reached."""
 
+import json
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -103,7 +104,13 @@ class VllmSettings:
 
 
 def server_command(
-    words: Sequence[str], model: str, dtype: str, *, revision: str | None, rank: int | None, context: int | None
+    words: Sequence[str],
+    model: str,
+    dtype: str,
+    *,
+    revision: str | None,
+    rank: int | None,
+    images: Mapping[str, Any] | None,
 ) -> tuple[str, ...]:
     """Return the command of a server that fits a policy: these words, and the options that they do not give.
 
@@ -113,12 +120,12 @@ def server_command(
         dtype: that it computes in.
         revision: branch, tag or commit of a hub name; None: main.
         rank: of the adapters that it loads; None: it loads none.
-        context: ids of a prompt and its completion together; None: as many as the model reads.
+        images: arguments of its processor of images; None: prompts have none.
     """
     given = {word.partition("=")[0] for word in words}
     options = {"--dtype": dtype, "--logprobs-mode": "processed_logprobs", "--max-logprobs": "-1"}
-    if context is not None:
-        options["--max-model-len"] = str(context)
+    if images:
+        options["--mm-processor-kwargs"] = json.dumps(images)
     if revision is not None:
         options["--revision"] = revision
     if rank is not None:
@@ -128,8 +135,8 @@ def server_command(
         options["--model"] = model
     elif words[-1] == "serve":
         command.append(model)
-    if rank is not None and "--enable-lora" not in given:
-        command.append("--enable-lora")
+    flags = {"--enable-lora": rank is not None, "--enable-scale-out": images is not None}
+    command += [name for name, needed in flags.items() if needed and name not in given]
     for name, value in options.items():
         command += [] if name in given else [name, value]
     return tuple(command)

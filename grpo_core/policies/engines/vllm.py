@@ -7,8 +7,7 @@ another server where there is one. What a server would refuse again is an error 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import httpx
 from jaxtyping import Int
@@ -19,18 +18,23 @@ from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
 from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule
-from grpo_core.policies.engines.engine import Completion, as_sampled_tokens, end_of, prompt_ids_of
+from grpo_core.policies.engines.engine import Completion, as_sampled_tokens
 from grpo_core.policies.engines.settings import Progress
-from grpo_core.policies.engines.vllm_server import PLACE, Adapter, Server, UnknownAdapterError, completions
+from grpo_core.policies.engines.vllm_requests import (
+    Request,
+    ServedPrompt,
+    UnusableAnswerError,
+    ask,
+    completion_of,
+    request_of,
+    served_prompts,
+)
+from grpo_core.policies.engines.vllm_server import PLACE, Adapter, Server, UnknownAdapterError
 from grpo_core.records import SampledTokens
 from grpo_core.services import ServiceError, pause_s
 
 ATTEMPTS = 5
 BACKOFF_S = 0.5
-_LOWEST = -9000.0
-"""vLLM returns -9999 in place of minus infinity."""
-TIES = 16
-"""Ids beyond top_k that are asked for: those as likely as the last of them are kept too."""
 _IMPOSSIBLE = 25.0
 """Nats: what happens by chance once in 7e10 iterations."""
 
@@ -39,18 +43,22 @@ class EngineError(ServiceError):
     """Servers gave no usable answer for some rows, in every attempt; another start of the stage may succeed."""
 
 
-class _UnusableAnswerError(Exception):
-    """An answer that cannot be stored; the same request may get another one."""
-
-
 @dataclass(frozen=True)
 class _Row:
-    """One completion to be sampled: its number, its prompt's number and ids, and its seed."""
+    """One completion to be sampled: its number, its prompt's number, and its seed."""
 
     place: int
     prompt: int
-    ids: list[int]
     seed: int
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the rows of a call have in common, and the completions that were found, by the numbers of their rows."""
+
+    prompts: Mapping[int, ServedPrompt]
+    rule: SamplingRule
+    found: dict[int, Completion] = field(default_factory=dict)
 
 
 @dataclass
@@ -85,12 +93,9 @@ class VllmEngine:
             InputError: a server refuses a request, or answers for another model, prompt or adapter, or with one seed
                 for all rows.
         """
-        ids, numbers = prompt_ids_of(encoded), rows.tolist()
-        requested = [
-            _Row(place, number, ids[number], seed)
-            for place, (number, seed) in enumerate(zip(numbers, seeds, strict=True))
-        ]
-        found = self._complete(requested, rule)
+        numbers = rows.tolist()
+        requested = [_Row(place, *each) for place, each in enumerate(zip(numbers, seeds, strict=True))]
+        found = self._complete(_Job(served_prompts(encoded, numbers, sources), rule), requested)
         completions = [found[each.place] for each in requested]
         if surprise_of_copies(numbers, completions) > _IMPOSSIBLE:
             named = ", ".join(server.address for server in self.servers())
@@ -101,35 +106,27 @@ class VllmEngine:
             raise InputError(f"{PLACE}.url", named, hint)
         return as_sampled_tokens(completions, prompts, encoded.lengths[rows], rule, sources)
 
-    def _complete(self, requested: Sequence[_Row], rule: SamplingRule) -> dict[int, Completion]:
+    def _complete(self, job: _Job, requested: Sequence[_Row]) -> dict[int, Completion]:
         """Return the completion of every row by its place."""
-        found: dict[int, Completion] = {}
         asked: Sequence[Server] = ()
         reasons: list[str] = []
         for attempt in range(1, ATTEMPTS + 1):
-            missing = [row for row in requested if row.place not in found]
+            missing = [row for row in requested if row.place not in job.found]
             asked = self.servers()
             try:
-                reasons = run_awaitable(self._attempt(missing, asked, rule, found, attempt))
+                reasons = run_awaitable(self._attempt(job, missing, asked, attempt))
             except ExceptionGroup as failures:
                 raise _first(failures) from failures
-            if len(found) == len(requested):
-                return found
+            if len(job.found) == len(requested):
+                return job.found
         named = ", ".join(server.address for server in asked)
         why = Counter(reasons).most_common(1)[0][0]
         raise EngineError(
-            f"vLLM at {named}: {len(requested) - len(found)} of {len(requested)} rows have no answer after {ATTEMPTS} "
-            f"attempts; {why}"
+            f"vLLM at {named}: {len(requested) - len(job.found)} of {len(requested)} rows have no answer after "
+            f"{ATTEMPTS} attempts; {why}"
         )
 
-    async def _attempt(
-        self,
-        missing: Sequence[_Row],
-        servers: Sequence[Server],
-        rule: SamplingRule,
-        found: dict[int, Completion],
-        attempt: int,
-    ) -> list[str]:
+    async def _attempt(self, job: _Job, missing: Sequence[_Row], servers: Sequence[Server], attempt: int) -> list[str]:
         """Ask for the missing rows once, and return why some are still missing; rows of a prompt go to one server."""
         if attempt > 1:
             await asyncio.sleep(pause_s(attempt - 1, BACKOFF_S))
@@ -140,16 +137,14 @@ class VllmEngine:
             # After a failure the next server is asked.
             own = [row for row in missing if (prompts[row.prompt] + attempt - 1) % len(servers) == index]
             if own:
-                reasons.extend(await self._ask_server(server, own, rule, found))
+                reasons.extend(await self._ask_server(job, server, own))
 
         async with asyncio.TaskGroup() as group:
             for index, server in enumerate(servers):
                 group.create_task(ask(index, server))
         return reasons
 
-    async def _ask_server(
-        self, server: Server, rows: Sequence[_Row], rule: SamplingRule, found: dict[int, Completion]
-    ) -> list[str]:
+    async def _ask_server(self, job: _Job, server: Server, rows: Sequence[_Row]) -> list[str]:
         """Ask one server for rows, and return why some have no answer."""
         reasons: list[str] = []
         limit = asyncio.Semaphore(self.concurrency)
@@ -163,34 +158,36 @@ class VllmEngine:
             async def ask(row: _Row) -> None:
                 async with limit:
                     try:
-                        found[row.place] = await self._ask(server, row, rule, client)
-                    except (ServiceError, _UnusableAnswerError) as failure:
+                        job.found[row.place] = await self._ask(job, server, row, client)
+                    except (ServiceError, UnusableAnswerError) as failure:
                         reasons.append(str(failure))
                     else:
-                        self.on_progress(len(found))
+                        self.on_progress(len(job.found))
 
             async with asyncio.TaskGroup() as group:
                 for row in rows:
                     group.create_task(ask(row))
         return reasons
 
-    async def _ask(self, server: Server, row: _Row, rule: SamplingRule, client: httpx.AsyncClient) -> Completion:
+    async def _ask(self, job: _Job, server: Server, row: _Row, client: httpx.AsyncClient) -> Completion:
         name = server.model if self.adapter is None else self.adapter.name
-        body = request_body(name, row.ids, row.seed, rule)
-        completion, is_whole = _read(await self._post(server, body, client), body, rule)
-        if not is_whole:
+        request = request_of(name, job.prompts[row.prompt], row.seed, job.rule)
+        completion = await self._completion(job, server, request, client)
+        if completion is None:
             # The server's text has a stop text that the row's ids do not complete by our rule: let it go on.
-            del body["stop"]
-            completion, _ = _read(await self._post(server, body, client), body, rule)
+            completion = await self._completion(job, server, request.without_stops(), client)
+        assert completion is not None, "only stop texts end a row early"
         return completion
 
-    async def _post(self, server: Server, body: Mapping[str, Any], client: httpx.AsyncClient) -> object:
+    async def _completion(
+        self, job: _Job, server: Server, request: Request, client: httpx.AsyncClient
+    ) -> Completion | None:
         try:
-            return await completions(server, body, client)
+            return completion_of(await ask(server, request, client), server, request, job.rule)
         except UnknownAdapterError:
             # A server that was started again has none, and another process may have unloaded it.
-            if body["model"] in server.loaded:
-                server.loaded.remove(body["model"])
+            if request.model in server.loaded:
+                server.loaded.remove(request.model)
             raise
 
 
@@ -214,85 +211,3 @@ def _first(failures: ExceptionGroup[Exception]) -> Exception:
     """Return the first error of tasks that were cancelled together."""
     first = failures.exceptions[0]
     return _first(first) if isinstance(first, ExceptionGroup) else first
-
-
-def request_body(model: str, prompt_ids: list[int], seed: int, rule: SamplingRule) -> dict[str, Any]:
-    """Return the request of a row; nothing is left to the defaults of the server or of its model."""
-    top_k = rule.truncation.top_k
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": prompt_ids,
-        "max_tokens": rule.max_tokens,
-        "min_tokens": 0,
-        "seed": seed,
-        "temperature": rule.temperature,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "top_k": top_k,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "logprobs": top_k + TIES if top_k else 0,
-        "stop_token_ids": list(rule.ends),
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "add_special_tokens": False,
-    }
-    if rule.stops:
-        body["stop"] = list(rule.stops.texts)
-    if never := rule.never_sampled:
-        # The lowest that is allowed: e^-100 of what it was stays.
-        body["logit_bias"] = dict.fromkeys(map(str, never), -100.0)
-    return body
-
-
-def _read(answer: Any, body: Mapping[str, Any], rule: SamplingRule) -> tuple[Completion, bool]:
-    """Return the completion of an answer, and whether it ends by the rule or at its full length.
-
-    Raises:
-        _UnusableAnswerError: tokens or log-probs are missing or not finite.
-        InputError: it is the answer of another model, or to another prompt.
-    """
-    try:
-        choice = answer["choices"][0]
-        ids, reason = tuple(choice["token_ids"]), choice["finish_reason"]
-        logprobs = choice["logprobs"]
-        sampled, likeliest = logprobs["token_logprobs"], logprobs.get("top_logprobs")
-        model, read = answer["model"], choice.get("prompt_token_ids")
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise _UnusableAnswerError(f"an answer is incomplete ({type(error).__name__}: {error})") from error
-    if model != body["model"]:
-        hint = f"It was asked for {body['model']}: something between this machine and the server changes requests."
-        raise InputError(f"{PLACE}.url", model, hint)
-    if read != body["prompt"]:
-        hint = (
-            f"The server read {None if read is None else len(read)} ids of a prompt of {len(body['prompt'])}, or other "
-            "ones: it truncates prompts, or is too old to return what it read."
-        )
-        raise InputError(f"{PLACE}.url", model, hint)
-    if not ids or len(ids) != len(sampled):
-        raise _UnusableAnswerError(f"an answer has {len(ids)} tokens and {len(sampled)} log-probs")
-    if any(value is None or not value > _LOWEST for value in sampled):
-        raise _UnusableAnswerError("a log-prob of an answer is not finite")
-    if max(ids) >= rule.vocabulary:
-        hint = f"It sampled the id {max(ids)}, and ids of this model end at {rule.vocabulary - 1}."
-        raise InputError(f"{PLACE}.url", model, hint)
-    length = end_of(rule, ids)
-    if length is None and reason != "length" and "stop" in body:
-        return Completion((), ()), False
-    if length is None and len(ids) < rule.max_tokens:
-        raise _UnusableAnswerError(f"an answer ends after {len(ids)} tokens with {reason}")
-    support = _support(likeliest, rule) if rule.truncation.top_k else None
-    return Completion(ids, tuple(sampled), support), True
-
-
-def _support(likeliest: Sequence[Mapping[str, float]], rule: SamplingRule) -> tuple[tuple[int, ...], ...]:
-    """Return the ids that top-k kept, of those that were asked for: the others have no probability."""
-    kept = []
-    for options in likeliest:
-        ids = sorted(int(name.removeprefix("token_id:")) for name, value in options.items() if value > _LOWEST)
-        if len(ids) >= rule.truncation.top_k + TIES:
-            hint = f"More than {TIES} ids are as likely as the last of them, and were kept; raise it, or set it to 0."
-            raise InputError("rollout.top_k", rule.truncation.top_k, hint)
-        kept.append(tuple(ids))
-    return tuple(kept)

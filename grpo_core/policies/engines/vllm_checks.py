@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 
 from grpo_core.errors import InputError
 from grpo_core.policies.engines.settings import VLLM_MIN_VERSION
-from grpo_core.policies.engines.vllm import TIES
-from grpo_core.policies.engines.vllm_server import PLACE, Adapter, Server, completions, loaded_adapters, run_of_adapter
+from grpo_core.policies.engines.vllm_requests import TIES, Request, ServedPrompt, UnusableAnswerError, ask
+from grpo_core.policies.engines.vllm_server import PLACE, Adapter, Server, loaded_adapters, run_of_adapter
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import ADAPTER_FILE
 
 _CERTAIN = 1e-3
-_PROBE_IDS = [1, 2, 3]
+_TEXT = ServedPrompt([1, 2, 3], [1, 2, 3])
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,14 @@ class Needs:
         top_k: of the rollouts.
         run: whose adapters the server may have loaded.
         adapter: that adds nothing, of the rank that is trained; None: none is loaded.
+        prompt: that it is tried with, of the policy's prompts one with images where any has them.
     """
 
     context: int
     top_k: int
     run: str
     adapter: Adapter | None
+    prompt: ServedPrompt = _TEXT
 
 
 def write_zero_adapter(trained: TrainedModel, folder: Path) -> None:
@@ -110,33 +112,27 @@ def _described(server: Server, needs: Needs) -> Iterator[InputError]:
 
 
 async def _require_processed(server: Server, needs: Needs, client: httpx.AsyncClient) -> None:
-    """Refuse a server whose log-probs are not those of the distribution that it samples from.
+    """Refuse a server that reads another prompt, or whose log-probs are not of the distribution that it samples from.
 
     Of one id that can be sampled the log-prob is 0, whatever the model; before the truncation it is that of the logits.
 
     Raises:
-        InputError: they are not, or it does not return as many as top_k needs.
+        InputError: it does, they are not, or it does not return as many as top_k needs.
     """
-    body = {
-        "model": server.model,
-        "prompt": _PROBE_IDS,
+    sampling = {
         "max_tokens": 4,
         "temperature": 1.0,
         "top_k": 1,
         "seed": 0,
         "ignore_eos": True,
         "logprobs": needs.top_k + TIES if needs.top_k else 0,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
     }
-    answer: Any = await completions(server, body, client)
     try:
-        choice = answer["choices"][0]
-        sampled, read = choice["logprobs"]["token_logprobs"], choice["prompt_token_ids"]
-    except (KeyError, IndexError, TypeError) as error:
-        hint = "It returns neither the ids that it read nor log-probs: it is too old, or no vLLM server."
+        answer = await ask(server, Request(server.model, needs.prompt, sampling), client)
+    except UnusableAnswerError as error:
+        hint = f"It does not return log-probs as vLLM does: it is too old, or no vLLM server ({error})."
         raise InputError(f"{PLACE}.url", server.address, hint) from error
-    if read != _PROBE_IDS or any(value is None or abs(value) > _CERTAIN for value in sampled):
+    if any(value is None or abs(value) > _CERTAIN for value in answer.logprobs):
         hint = (
             "Its log-probs are not those of the distribution that it samples from: start it with --logprobs-mode "
             "processed_logprobs."

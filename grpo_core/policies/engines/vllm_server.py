@@ -16,6 +16,7 @@ from grpo_core.services import RefusedRequestError, Service, ServiceError
 PLACE = "rollout.vllm"
 LOAD_TIMEOUT_S = 300.0
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _SERVER_ERROR = 401, 403, 404, 500
+_SCALE_OUT = "--enable-scale-out"
 
 
 @dataclass(frozen=True)
@@ -196,18 +197,24 @@ class UnknownAdapterError(ServiceError):
     """A server has not loaded the adapter that a request names."""
 
 
-async def completions(server: Server, body: Mapping[str, Any], client: httpx.AsyncClient) -> object:
-    """Return the answer to a request of completions.
+async def post(server: Server, path: str, body: Mapping[str, Any], client: httpx.AsyncClient) -> object:
+    """Return the answer to a request for tokens.
+
+    Args:
+        body: names a model.
 
     Raises:
         ServiceError: there is none now.
         InputError: the server refuses the request.
     """
     try:
-        return await server.service.request("/v1/completions", json.dumps(body).encode(), client)
+        return await server.service.request(path, json.dumps(body).encode(), client)
     except RefusedRequestError as refusal:
         if refusal.status == _NOT_FOUND and body["model"] != server.model:
             raise UnknownAdapterError(f"the adapter {body['model']} is not loaded") from refusal
+        if refusal.status == _FORBIDDEN and _SCALE_OUT in refusal.message:
+            hint = f"Prompts have images, which it reads with {_SCALE_OUT} only: start it with that."
+            raise InputError(f"{PLACE}.url", server.address, hint) from refusal
         if refusal.status in (_UNAUTHORIZED, _FORBIDDEN):
             raise _refused_token(server.address) from refusal
         hint = f"The server refuses a request (status {refusal.status}): {refusal.message}."

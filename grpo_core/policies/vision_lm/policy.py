@@ -1,6 +1,7 @@
 """Vision-language models behind the Policy protocol: a causal language model that reads features of images."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,15 +9,27 @@ import torch
 from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.loading import load_model, read_config, require_usable_weights
 from grpo_core.policies.causal_lm.policy import CPU, CausalLMPolicy
-from grpo_core.policies.causal_lm.prompts import EncodedPrompts, require_room
+from grpo_core.policies.causal_lm.prompts import EncodedPrompts, pad_left, require_room
 from grpo_core.policies.trained.component import refuse_unscaled_float16, use_attention
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.policies.vision_lm.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.vision_lm.encoding import PromptStore, ReadPrompt, encode_read, read_prompt
 from grpo_core.policies.vision_lm.features import ImageFeatures, image_features
-from grpo_core.policies.vision_lm.loading import VISION_LM, is_vision_frozen, load_processor, train_vision_lm
-from grpo_core.policies.vision_lm.prompts import find_placeholders, image_sizes, process_prompt
+from grpo_core.policies.vision_lm.loading import (
+    VISION_LM,
+    build_on_meta,
+    is_vision_frozen,
+    load_processor,
+    train_vision_lm,
+)
+from grpo_core.policies.vision_lm.prompts import (
+    ProcessedPrompt,
+    find_placeholders,
+    image_sizes,
+    printed_ids,
+    process_prompt,
+)
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from grpo_core.streams import Stream
 
@@ -68,7 +81,7 @@ class VisionLMPolicy(CausalLMPolicy):
         attn_implementation: str | None = None,
         offload: bool = False,
     ) -> "VisionLMPolicy":
-        """Load by folder or hub name.
+        """Load by folder or hub name; on the meta device without weights, to sample with an engine that has its own.
 
         Raises:
             InputError: no such model, one that cannot be sampled and scored here, no processor, or adapter targets that
@@ -76,6 +89,8 @@ class VisionLMPolicy(CausalLMPolicy):
         """
         refuse_unscaled_float16(dtype, autocast)
         processor, config, choice = load_processor(model), read_config(model, VISION_LM), choices["tokens"]
+        if device.type == "meta":
+            return cls(build_on_meta(model, config, choice), processor, settings)
         require_usable_weights(model, config, choice.quantization, device, adapters=choice.lora is not None)
         tried = refuse_incompatible(model, config, processor)
         base = load_model(model, dtype=dtype, device=device, kind=VISION_LM, quantization=choice.quantization)
@@ -105,6 +120,26 @@ class VisionLMPolicy(CausalLMPolicy):
             features.append(own)
         return encode_read(self._model, read, features, self.placeholders.completion_type)
 
+    def encode_ids(self, prompts: Sequence[str], sources: Sequence[Sequence[SourceImage]] = ()) -> EncodedPrompts:
+        """Encode prompts for an engine, which reads their images itself: no features are computed."""
+        given = list(zip(prompts, sources or [()] * len(prompts), strict=True))
+        ids = [self._processed(prompt, images).ids for prompt, images in given]
+        marked = [printed_ids(self.processor, self.settings, prompt, len(images)) for prompt, images in given]
+        return replace(pad_left(ids, self._device), marked=tuple(marked))
+
+    @property
+    def image_arguments(self) -> Mapping[str, Any]:
+        """Arguments of the image processor with the current settings."""
+        arguments: Mapping[str, Any] = image_sizes(self.processor, self.settings).get("images_kwargs", {})
+        return arguments
+
+    def _processed(self, prompt: str, images: Sequence[SourceImage]) -> ProcessedPrompt:
+        opened = [image.open() for image in images]
+        processed = process_prompt(self.processor, self.settings, prompt, opened, self.placeholders)
+        count = processed.ids.count(self.placeholders.image)
+        require_room(prompt, len(processed.ids), self.settings, self.context, of_images=count)
+        return processed
+
     def _read(self, prompt: str, images: tuple[SourceImage, ...]) -> tuple[ReadPrompt, ImageFeatures | None]:
         """Return a prompt and the features of its images, those that are kept or computed now."""
         settings = self.settings
@@ -112,11 +147,7 @@ class VisionLMPolicy(CausalLMPolicy):
         own = (settings.system_prompt, settings.chat_template, settings.min_pixels, settings.max_pixels)
         key = (prompt, tuple(image.digest for image in images), own)
         if (read := self._held.get(key)) is None:
-            opened = [image.open() for image in images]
-            processed = process_prompt(self.processor, settings, prompt, opened, self.placeholders)
-            count = processed.ids.count(self.placeholders.image)
-            require_room(prompt, len(processed.ids), settings, self.context, of_images=count)
-            read = read_prompt(self._model, processed)
+            read = read_prompt(self._model, self._processed(prompt, images))
             self._held.put(key, read)
         if read.features is not None:
             return read, read.features.to(self._device)

@@ -1,4 +1,4 @@
-"""vLLM's server in its own environment, and a model that its CPU kernels can compute."""
+"""vLLM's server in its own environment, and runs that it samples for."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,16 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
-from data.tiny_text import TinyTextRecipe, build_tokenizer, save_tiny_text_model, train_model
 from tasks.rollouts.vllm_server import VllmServer
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.flows.conftest import REPOSITORY, Runs, Start
+from tests.flows.conftest import Runs, Start
+from tests.flows.engines.served import (
+    ADAPTERS,
+    PYTHON,
+    RANK,
+    build_qwen,
+    build_qwen_vision,
+    float32_options,
+    server_words,
+)
 
-PYTHON = REPOSITORY / ".venv-engines" / "bin" / "python"
 SECONDS_TO_START = 900.0
-RANK = 8
 LENGTH = 16
 
 
@@ -28,29 +34,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="`make test-engines` makes .venv-engines with vLLM"))
 
 
-def server_words(*options: str, **variables: str) -> list[str]:
-    """The program of a server, as rollout.vllm.command: what a machine without a GPU needs, and these options."""
-    given = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **variables}
-    program = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    return ["env", *(f"{name}={value}" for name, value in given.items()), *program, *options]
-
-
 class Servers:
-    """Servers over one model in fp32, of which one runs at a time: that which was asked for last."""
+    """Servers in fp32, of which one runs at a time: that which was asked for last."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._server, self._model, self._store = VllmServer(), model, ArtifactStore(str(folder), "server")
 
     def url(
-        self, *options: str, adapters: bool = True, logprobs: str = "processed_logprobs", context: int = 128
+        self,
+        *options: str,
+        model: Path | None = None,
+        adapters: bool = True,
+        logprobs: str = "processed_logprobs",
+        context: int = 128,
     ) -> str:
-        """The address of a server with these options, which is started unless it runs."""
-        given = {"--model": self._model, "--dtype": "float32", "--max-model-len": context, "--max-logprobs": -1}
-        lora = {"--max-lora-rank": RANK, "--max-loras": 3} if adapters else {}
-        pairs = {**given, "--logprobs-mode": logprobs, **lora}
-        words = [part for name, value in pairs.items() for part in (name, str(value))]
-        words += ["--enable-lora"] * adapters
-        return self._server.ensure_running(server_words(*words, *options), self._store, SECONDS_TO_START)
+        """The address of a server with these options, which is started unless it runs; by default over the texts'."""
+        served = float32_options(model or self._model, context, logprobs)
+        words = (*served, *(ADAPTERS if adapters else ()), *options)
+        return self._server.ensure_running(server_words(*words), self._store, SECONDS_TO_START)
 
     def close(self) -> None:
         """End the one that runs."""
@@ -66,29 +67,17 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 with heads of 32 dimensions that sorts letters with slips; vLLM on the CPU refuses heads of 24."""
-    folder, recipe = tmp_path_factory.mktemp("model") / "qwen3", TinyTextRecipe(steps=300, learning_rate=2e-3)
-    tokenizer = build_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.05,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        built = Qwen3ForCausalLM(config)
-    train_model(built, tokenizer, recipe)
-    save_tiny_text_model(built.eval(), tokenizer, folder)
+    """A Qwen3 that sorts letters with slips."""
+    folder = tmp_path_factory.mktemp("model") / "qwen3"
+    build_qwen(folder, hidden=128, layers=2, intermediate=256, steps=300)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-VL that boxes shapes now and then."""
+    folder = tmp_path_factory.mktemp("model") / "qwen3-vl"
+    build_qwen_vision(folder, steps=60)
     return folder
 
 

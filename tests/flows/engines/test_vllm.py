@@ -117,8 +117,8 @@ def test_two_runs_on_one_server_are_refused(empty: Runs, model: Path, url: str, 
 
 
 def test_one_seed_for_all_rows_is_refused(empty: Runs, model: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = vllm.request_body
-    monkeypatch.setattr(vllm, "request_body", lambda name, ids, seed, rule: body(name, ids, 7, rule))
+    own = vllm.request_of
+    monkeypatch.setattr(vllm, "request_of", lambda model, prompt, seed, rule: own(model, prompt, 7, rule))
     with pytest.raises(InputError) as caught:
         empty.start_text(**settings(model, {"url": url}))
     assert (caught.value.place, caught.value.value) == ("rollout.vllm.url", url)

@@ -1,7 +1,9 @@
 """`grpo doctor`: what it finds, the memory it estimates for shipped files, and that it changes nothing."""
 
 import json
+import shlex
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from socketserver import StreamRequestHandler, TCPServer
 from threading import Thread
@@ -15,10 +17,15 @@ from typer.testing import CliRunner
 from configs.loader import read_config
 from flows.command_line.main import application
 from flows.preflight.doctor import Diagnosis, examine
+from flows.preflight.engine import engine_notes
 from flows.preflight.inputs import CHECKS, check_inputs
+from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, refused
 from tests.tiny_policies import TEXT_MODEL
 
+GROUNDING = REPOSITORY / "configs" / "tiny_grounding.yaml"
 JPEG = 'rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}]'
 
 
@@ -201,3 +208,24 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch: p
         server.shutdown()
     assert (SilentHub.connections, set(hints)) == (1, {"model"})
     assert huggingface_hub.is_offline_mode()
+
+
+def test_the_command_of_a_fitting_server_has_what_adapters_and_images_need(tmp_path: Path) -> None:
+    served = ("rollout.engine=vllm", 'rollout.vllm={"url": "http://127.0.0.1:8001"}', f"storage.root={tmp_path}/runs")
+
+    def options(file: Path, *overrides: str) -> dict[str, str]:
+        (note,) = engine_notes(read_config(file, [*served, *overrides]))
+        return dict(pairwise(shlex.split(note)))
+
+    pixels = ('policy.lora={"rank": 9}', "policy.freeze_vision=true", "rollout.max_pixels=784")
+    seeing = options(GROUNDING, *pixels)
+    assert json.loads(seeing["--mm-processor-kwargs"]) == {"size": {"shortest_edge": 196, "longest_edge": 784}}
+    assert "--enable-scale-out" in seeing
+    assert (seeing["--max-lora-rank"], seeing["--port"]) == ("16", "8001")
+    choices = {"tokens": TrainingChoice(LoraSettings(rank=64))}
+    CausalLMPolicy.load(str(TEXT_MODEL), CausalLMSettings(), choices).save_weights(tmp_path / "adapter")
+    # The rank is that of the adapter which training starts from.
+    reading = options(TINY_TEXT, f"policy.adapter={tmp_path / 'adapter'}")
+    assert reading["--max-lora-rank"] == "64"
+    assert "--enable-lora" in reading
+    assert "--enable-scale-out" not in reading

@@ -3,6 +3,7 @@
 What a real server answers is tested by `make test-engines`; the one here exists for its failures.
 """
 
+import base64
 import datetime
 import ipaddress
 import math
@@ -23,15 +24,21 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
+from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.engines import vllm
-from grpo_core.policies.engines.engine import Completion
+from grpo_core.policies.engines.engine import Completion, prompt_ids_of
 from grpo_core.policies.engines.vllm import EngineError, VllmEngine, surprise_of_copies
 from grpo_core.policies.engines.vllm_checks import Needs, server_problems
+from grpo_core.policies.engines.vllm_requests import served_prompts
 from grpo_core.policies.engines.vllm_server import Adapter, Server, find_server
+from grpo_core.policies.vision_lm.policy import VisionLMPolicy
+from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from grpo_core.records import SampledTokens
 from grpo_core.services import Service, ServiceError
+from tests.grpo_core.policies.vision_lm.tiny_families import PROMPTS as QUESTIONS
+from tests.grpo_core.policies.vision_lm.tiny_families import SOURCES, make_policy
 from tests.grpo_core.rewards.stub import Asked, Reply, Stub, serve
 from tests.tiny_policies import TEXT_PROMPTS, build_text_policy
 
@@ -200,7 +207,7 @@ def test_answers_of_another_model_or_to_another_prompt_are_refused(
     served.fail = another
     with pytest.raises(InputError) as refused:
         sample(policy, served.server())
-    assert (refused.value.place, refused.value.value) == ("rollout.vllm.url", value)
+    assert (refused.value.place, refused.value.value) == ("rollout.vllm.url", served.stub.url)
 
 
 def test_one_seed_for_all_rows_is_refused_where_it_is_no_chance(policy: CausalLMPolicy, served: Vllm) -> None:
@@ -306,6 +313,103 @@ def test_the_ids_that_top_k_kept_are_stored(served: Vllm) -> None:
     assert torch.equal(support.counts, 3 * sampled.actions.loss_mask.long())
     assert set(support.ids.view(-1, 3).unbind()[0].tolist()) == {3, 4, 5}
     assert all(body["top_k"] == 2 and body["logprobs"] > 2 for body in served.asked)
+
+
+@pytest.fixture(scope="module")
+def looker() -> VisionLMPolicy:
+    return make_policy("qwen3_vl", VisionLMSettings(max_completion_length=LENGTH))
+
+
+def look(policy: VisionLMPolicy, server: Server) -> SampledTokens:
+    policy.engine = VllmEngine(lambda: [server], None, concurrency=3)
+    try:
+        return policy.sample_tokens(QUESTIONS, 2, range(2 * len(QUESTIONS)), sources=SOURCES)
+    finally:
+        policy.engine = None
+
+
+def seen_by(looker: VisionLMPolicy) -> Callable[[dict[str, Any], int], Reply]:
+    """How a server answers that reads images as the policy does."""
+    known = prompt_ids_of(looker.encode_ids(QUESTIONS, SOURCES))
+    marked = looker.encode_ids(QUESTIONS, SOURCES).marked or ()
+    expanded = {tuple(few): many for few, many in zip(marked, known, strict=True)}
+
+    def reply(body: dict[str, Any], number: int) -> Reply:
+        if "prompt" in body:
+            answer = answered(body)
+            ids = answer["choices"][0]["token_ids"]
+            answer["choices"][0]["token_ids"] = [looker.ends[0] if token == END else token for token in ids]
+            return Reply(answer)
+        content = [{"token_id": 97 + place, "logprob": -0.5 - place, "top_logprobs": []} for place in range(LENGTH)]
+        choice = {
+            "token_ids": [each["token_id"] for each in content],
+            "finish_reason": "length",
+            "logprobs": {"content": content},
+        }
+        read = expanded[tuple(body["token_ids"])]
+        return Reply({"model": body["model"], "choices": [choice], "prompt_token_ids": read})
+
+    return reply
+
+
+def test_prompts_with_images_go_as_marks_and_the_pixels_that_the_policy_sees(
+    looker: VisionLMPolicy, served: Vllm
+) -> None:
+    served.fail = seen_by(looker)
+    sampled = look(looker, served.server())
+    by_seed = {body.get("seed", body.get("sampling_params", {}).get("seed")): body for body in served.asked}
+    assert sorted(by_seed) == list(range(2 * len(QUESTIONS)))
+    mark = looker.placeholders.image
+    for seed, body in by_seed.items():
+        images = SOURCES[seed // 2]
+        if not images:
+            assert body["prompt"] == prompt_ids_of(looker.encode_ids(QUESTIONS[-1:], SOURCES[-1:]))[0]
+            continue
+        assert body["token_ids"].count(mark) == len(images)
+        for part, image in zip(body["content_parts"], images, strict=True):
+            sent = SourceImage.of(base64.b64decode(part["url"].partition("base64,")[2])).open()
+            assert sent.tobytes() == image.open().tobytes()
+        # It samples from the ids over which the policy scores.
+        assert set(map(int, body["sampling_params"]["logit_bias"])) >= set(looker.placeholders.ids)
+        assert set(body["sampling_params"]["logit_bias"].values()) == {-100.0}
+        assert sampled.actions.token_ids[seed].tolist() == [97 + place for place in range(LENGTH)]
+        assert sampled.rollout_logprobs[seed].tolist() == [-0.5 - place for place in range(LENGTH)]
+    assert sampled.actions.sources == tuple(images for images in SOURCES for _ in range(2))
+
+
+def test_a_server_that_reads_images_otherwise_or_not_at_all_is_refused(looker: VisionLMPolicy, served: Vllm) -> None:
+    reads = seen_by(looker)
+    disabled = {"error": {"message": "Restart vllm serve with --enable-scale-out to enable them."}}
+
+    def larger(body: dict[str, Any], number: int) -> Reply:
+        answer = reads(body, number)
+        if "prompt" not in body:
+            # An image of another size has other placeholders.
+            answer.body["prompt_token_ids"] = [*answer.body["prompt_token_ids"][:4], looker.placeholders.image]  # type: ignore[index]
+        return answer
+
+    def closed(body: dict[str, Any], number: int) -> Reply:
+        return reads(body, number) if "prompt" in body else Reply(disabled, 403)
+
+    def unbiased(body: dict[str, Any], number: int) -> Reply:
+        answer = reads(body, number)
+        if "prompt" not in body:
+            answer.body["choices"][0]["token_ids"][1] = looker.placeholders.image
+        return answer
+
+    served.fail = unbiased
+    with pytest.raises(InputError) as refused:
+        look(looker, served.server())
+    assert (refused.value.place, refused.value.value) == ("rollout.vllm.url", served.stub.url)
+    for fail in (larger, closed):
+        served.fail = fail
+        with pytest.raises(InputError) as refused:
+            look(looker, served.server())
+        assert (refused.value.place, refused.value.value) == ("rollout.vllm.url", served.stub.url)
+        asked = served_prompts(looker.encode_ids(QUESTIONS[:1], SOURCES[:1]), [0], SOURCES[:1])[0]
+        needs = Needs(context=64, top_k=0, run="mine", adapter=None, prompt=asked)
+        found = run_awaitable(server_problems(served.server(), needs))
+        assert [(error.place, error.value) for error in found] == [("rollout.vllm.url", served.stub.url)]
 
 
 def test_what_keeps_a_server_from_sampling_a_policy(served: Vllm) -> None:

@@ -110,6 +110,8 @@ gradients.
 
 Image tokens are never sampled: they have probability 0.
 
+With `rollout.engine: vllm` a server samples prompts with images: [engines.md](engines.md).
+
 ## Training
 
 With `policy.lora` and frozen vision, the linear layers of the language model get adapters. `policy.lora.targets` that

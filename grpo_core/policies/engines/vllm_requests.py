@@ -1,0 +1,235 @@
+"""What a vLLM server is asked for a row, and what it answers, with images in the prompt or without.
+
+A prompt of ids goes to `/v1/completions`. One with images goes to `/inference/v1/generate`, which a server has with
+`--enable-scale-out`: it gets the ids with one mark for each image, and the images; it returns the ids that it read.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+
+from grpo_core.actions import Sources
+from grpo_core.errors import InputError
+from grpo_core.images import SourceImage, encode_png
+from grpo_core.policies.causal_lm.prompts import EncodedPrompts
+from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule
+from grpo_core.policies.engines.engine import Completion, end_of, prompt_ids_of
+from grpo_core.policies.engines.vllm_server import PLACE, Server, post
+
+_LOWEST = -9000.0
+"""vLLM returns -9999 in place of minus infinity."""
+TIES = 16
+"""Ids beyond top_k that are asked for: those as likely as the last of them are kept too."""
+
+
+class UnusableAnswerError(Exception):
+    """An answer that cannot be stored; the same request may get another one."""
+
+
+@dataclass(frozen=True)
+class ServedPrompt:
+    """A prompt that a server continues.
+
+    Attributes:
+        ids: as the policy reads them, with a placeholder for each feature of an image.
+        marked: with one mark for each image.
+        images: as data URLs, in the order of the marks.
+    """
+
+    ids: list[int]
+    marked: list[int]
+    images: tuple[str, ...] = ()
+
+
+def served_prompts(encoded: EncodedPrompts, rows: Sequence[int], sources: Sources | None) -> dict[int, ServedPrompt]:
+    """Return the encoded prompts by their numbers.
+
+    Args:
+        rows: the number of each row's prompt.
+        sources: the images of each row's prompt; None: no prompt has any.
+    """
+    ids = prompt_ids_of(encoded)
+    marked = encoded.marked or ids
+    images = dict(zip(rows, sources, strict=True)) if sources is not None else {}
+    urls = {image: _data_url(image) for image in {each for some in images.values() for each in some}}
+    return {
+        number: ServedPrompt(ids[number], marked[number], tuple(urls[image] for image in images.get(number, ())))
+        for number in set(rows)
+    }
+
+
+def _data_url(image: SourceImage) -> str:
+    # As the policy reads it: a server would turn and blend the file in its own way.
+    return f"data:image/png;base64,{base64.b64encode(encode_png(image.open())).decode()}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One row as a server is asked for it.
+
+    Attributes:
+        model: the name of the base, or of an adapter.
+        prompt: that it continues.
+        sampling: by the names of vLLM's sampling parameters; nothing is left to the server's or its model's defaults.
+    """
+
+    model: str
+    prompt: ServedPrompt
+    sampling: Mapping[str, Any]
+
+    @property
+    def path(self) -> str:
+        """Where the server takes it."""
+        return "/inference/v1/generate" if self.prompt.images else "/v1/completions"
+
+    @property
+    def stops(self) -> bool:
+        """Whether the server ends the row at a stop text."""
+        return "stop" in self.sampling
+
+    def without_stops(self) -> "Request":
+        """Return it for a row that the server has ended before the policy would."""
+        return replace(self, sampling={name: value for name, value in self.sampling.items() if name != "stop"})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request as JSON."""
+        if self.prompt.images:
+            parts = [{"type": "image_url", "url": url} for url in self.prompt.images]
+            asked = {"token_ids": self.prompt.marked, "content_parts": parts, "sampling_params": dict(self.sampling)}
+        else:
+            asked = {"prompt": self.prompt.ids, "add_special_tokens": False, "return_tokens_as_token_ids": True}
+            asked |= self.sampling
+        return {"model": self.model, "return_token_ids": True, **asked}
+
+
+def request_of(model: str, prompt: ServedPrompt, seed: int, rule: SamplingRule) -> Request:
+    """Return the request of a row."""
+    top_k = rule.truncation.top_k
+    sampling: dict[str, Any] = {
+        "max_tokens": rule.max_tokens,
+        "min_tokens": 0,
+        "seed": seed,
+        "temperature": rule.temperature,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "top_k": top_k,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": top_k + TIES if top_k else 0,
+        "stop_token_ids": list(rule.ends),
+    }
+    if rule.stops:
+        sampling["stop"] = list(rule.stops.texts)
+    if never := rule.never_sampled:
+        # The lowest that is allowed: e^-100 of what it was stays.
+        sampling["logit_bias"] = dict.fromkeys(map(str, never), -100.0)
+    return Request(model, prompt, sampling)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said to a request, from either path.
+
+    Attributes:
+        ids: that it sampled.
+        logprobs: of each; None where it is no number.
+        likeliest: the ids with the largest log-probs at each place, where they were asked for.
+        reason: why it ended.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+    likeliest: tuple[Mapping[int, float], ...]
+    reason: str
+
+
+async def ask(server: Server, request: Request, client: httpx.AsyncClient) -> Answer:
+    """Return the answer to a request.
+
+    Raises:
+        ServiceError: there is none now.
+        UnusableAnswerError: parts of it are missing.
+        InputError: the server refuses the request, or answers for another model or to another prompt.
+    """
+    answer: Any = await post(server, request.path, request.body, client)
+    try:
+        choice = answer["choices"][0]
+        logprobs, read = choice["logprobs"], choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+        if request.prompt.images:
+            content = logprobs["content"]
+            sampled = [each["logprob"] for each in content]
+            likeliest = [{top["token_id"]: top["logprob"] for top in each["top_logprobs"]} for each in content]
+        else:
+            sampled = logprobs["token_logprobs"]
+            named = logprobs.get("top_logprobs") or []
+            likeliest = [{int(name.removeprefix("token_id:")): value for name, value in each.items()} for each in named]
+        found = Answer(tuple(choice["token_ids"]), tuple(sampled), tuple(likeliest), choice["finish_reason"])
+        model = answer["model"]
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise UnusableAnswerError(f"an answer is incomplete ({type(error).__name__}: {error})") from error
+    if model != request.model:
+        hint = f"It was asked for {request.model}: something between this machine and the server changes requests."
+        raise InputError(f"{PLACE}.url", server.address, f"It answered for {model}. {hint}")
+    if read != request.prompt.ids:
+        raise InputError(f"{PLACE}.url", server.address, _why_other_prompt(read, request.prompt))
+    return found
+
+
+def _why_other_prompt(read: list[int] | None, prompt: ServedPrompt) -> str:
+    count = None if read is None else len(read)
+    if prompt.images and count is not None and count != len(prompt.ids):
+        return (
+            f"The server read {count} ids of a prompt of {len(prompt.ids)} with {len(prompt.images)} images: its "
+            "processor brings them to another image size. Start it with the --mm-processor-kwargs that grpo doctor "
+            "prints, and with the processor of policy.model."
+        )
+    return (
+        f"The server read {count} ids of a prompt of {len(prompt.ids)}, or other ones: it truncates prompts, has "
+        "another tokenizer or processor, or is too old to return what it read."
+    )
+
+
+def completion_of(answer: Answer, server: Server, request: Request, rule: SamplingRule) -> Completion | None:
+    """Return the completion of an answer; None: a stop text ended it that its ids do not complete by the rule.
+
+    Raises:
+        UnusableAnswerError: tokens or log-probs are missing or not finite.
+        InputError: an id that is never sampled, or top_k kept more than were asked for.
+    """
+    ids = answer.ids
+    if not ids or len(ids) != len(answer.logprobs):
+        raise UnusableAnswerError(f"an answer has {len(ids)} tokens and {len(answer.logprobs)} log-probs")
+    sampled = [value for value in answer.logprobs if value is not None and value > _LOWEST]
+    if len(sampled) < len(ids):
+        raise UnusableAnswerError("a log-prob of an answer is not finite")
+    never = set(rule.never_sampled)
+    found = next((token for token in ids if token >= rule.vocabulary or token in never), None)
+    if found is not None:
+        hint = (
+            f"It sampled the id {found}, which stands for no text: another model answers, or something between this "
+            "machine and the server removes logit_bias from requests."
+        )
+        raise InputError(f"{PLACE}.url", server.address, hint)
+    length = end_of(rule, ids)
+    if length is None and answer.reason != "length" and request.stops:
+        return None
+    if length is None and len(ids) < rule.max_tokens:
+        raise UnusableAnswerError(f"an answer ends after {len(ids)} tokens with {answer.reason}")
+    return Completion(ids, tuple(sampled), _support(answer, rule) if rule.truncation.top_k else None)
+
+
+def _support(answer: Answer, rule: SamplingRule) -> tuple[tuple[int, ...], ...]:
+    """Return the ids that top-k kept, of those that were asked for: the others have no probability."""
+    kept = []
+    for options in answer.likeliest:
+        ids = sorted(token for token, value in options.items() if value > _LOWEST)
+        if len(ids) >= rule.truncation.top_k + TIES:
+            hint = f"More than {TIES} ids are as likely as the last of them, and were kept; raise it, or set it to 0."
+            raise InputError("rollout.top_k", rule.truncation.top_k, hint)
+        kept.append(tuple(ids))
+    return tuple(kept)
