@@ -28,6 +28,10 @@ _SECONDS_TO_LIVE = 30.0
 """A server that has died sooner after it was started again would die once more."""
 
 
+class SlowStartError(RuntimeError):
+    """A server runs and did not answer in time; another start may be faster."""
+
+
 def guarded_command(command: Sequence[str]) -> list[str]:
     """Return a command that runs another one, and ends it and all that it started when the standard input closes."""
     # Isolated, so that what a checkout has in its folder or in PYTHONPATH reaches neither the guard nor the program.
@@ -112,7 +116,8 @@ class ServerProcess:
         """Return once the server answers; a line is logged every half minute until then.
 
         Raises:
-            RuntimeError: it has ended, or did not answer in time; with the last lines of its log.
+            SlowStartError: it did not answer in time; with the last lines of its log, as below.
+            RuntimeError: it has ended.
         """
         begun = time.monotonic()
         lines = 0
@@ -127,10 +132,11 @@ class ServerProcess:
 
         while not self._answers(is_over):
             if is_over():
-                how = f"did not answer in {seconds:g} s" if self.is_running else self.how_it_ended()
+                slow = self.is_running
+                how = f"did not answer in {seconds:g} s" if slow else self.how_it_ended()
                 message = "\n".join([f"{self.title} {how}", *self.log_tail()])
                 self.close()
-                raise RuntimeError(message)
+                raise SlowStartError(message) if slow else RuntimeError(message)
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def answers(self, seconds: float) -> bool:

@@ -47,7 +47,7 @@ class VllmServers:
 
         Raises:
             ServiceError: one does not answer.
-            LostStageError: the one that the run starts died while it started.
+            LostStageError: the one that the run starts died while it started, or did not answer in time.
             InputError: one refuses the token, or is no vLLM server, or they serve different models or versions.
         """
         token = read_token(f"{PLACE}.token_env", section.token_env)

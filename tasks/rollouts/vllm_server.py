@@ -17,7 +17,7 @@ from typing import IO
 
 from grpo_core.errors import InputError
 from tasks.execution.errors import LostStageError
-from tasks.execution.server_process import ServerProcess, free_port, guarded_command, is_free
+from tasks.execution.server_process import ServerProcess, SlowStartError, free_port, guarded_command, is_free
 from tasks.process import kill_family
 from tasks.runs.layout import VLLM_LOG
 from tasks.storage.artifacts.store import ArtifactStore
@@ -59,9 +59,9 @@ class VllmServer:
             The server's address, `http://127.0.0.1:PORT`.
 
         Raises:
-            InputError: the program is not there, the port is taken, or the server ends or does not answer in time;
-                with the last lines of its log.
-            LostStageError: the server was killed while it started, or died again soon after it was started again.
+            InputError: the program is not there, the port is taken, or the server ends; with the last lines of its log.
+            LostStageError: the server did not answer in time, was killed while it started, or died again soon after it
+                was started again.
         """
         with self._lock:
             process = self._process
@@ -111,7 +111,7 @@ class _VllmProcess(ServerProcess):
         try:
             super().wait_until_ready(seconds)
         except RuntimeError as error:
-            if (self.process.returncode or 0) < 0:
+            if isinstance(error, SlowStartError) or (self.process.returncode or 0) < 0:
                 raise LostStageError(str(error)) from error
             hint = f"{error}\nThe complete log is {VLLM_LOG} in the run's folder."
             raise InputError(PLACE, self._shown, hint) from error

@@ -24,7 +24,13 @@ def url(servers: Servers, vision_model: Path) -> str:
 
 
 def given(model: Path, url: str, pixels: int) -> dict[str, object]:
-    own = {"policy__freeze_vision": True, "rollout__min_pixels": pixels, "rollout__max_pixels": pixels}
+    own: dict[str, object] = {
+        "policy__freeze_vision": True,
+        "rollout__min_pixels": pixels,
+        "rollout__max_pixels": pixels,
+    }
+    # Half of the answers of a model that has just begun to learn.
+    own |= {"rewards": [{"reward": "format", "settings": {"pattern": r"\d.*"}}]}
     return {"file": GROUNDING, **settings(model, {"url": url}, rollout__max_completion_length=6, **own)}
 
 
@@ -37,6 +43,7 @@ def test_images_are_read_as_the_policy_reads_them(
         sampled = rows(empty, iteration)
         assert set(sampled["engine"]) == {"vllm"}
         assert sampled["token_ids"].n_unique() > 4
+        assert empty.steps(iteration, "text")["grad_norm"].min() > 0
     assert set(rows(empty, 2)["engine_adapter"]) == {empty.policy_digest(1, "text")}
     again = Runs(tmp_path / "again").start_text(**given(vision_model, url, HALF))
     assert again.summary.policy_digest == first.summary.policy_digest

@@ -174,11 +174,20 @@ def test_a_run_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     assert are_gone(found)
 
 
-@pytest.mark.parametrize("code", ["raise SystemExit('no such model')", "import os; os.kill(os.getpid(), 9)"])
-def test_a_server_that_does_not_start_says_why(server: VllmServer, store: ArtifactStore, code: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "seconds"),
+    [
+        ("raise SystemExit('no such model')", SECONDS),
+        ("import os; os.kill(os.getpid(), 9)", SECONDS),
+        ("import time; time.sleep(600)", 0.5),
+    ],
+)
+def test_a_server_that_does_not_start_says_why(
+    server: VllmServer, store: ArtifactStore, code: str, seconds: float
+) -> None:
     command = (sys.executable, "-c", code)
     with pytest.raises((InputError, LostStageError)) as caught:
-        server.ensure_running(command, store, SECONDS)
+        server.ensure_running(command, store, seconds)
     if "model" in code:
         assert isinstance(caught.value, InputError)
         assert caught.value.place == PLACE
