@@ -48,7 +48,7 @@ def build_qwen_vision(folder: Path, *, steps: int) -> None:
     recipe = tiny_vision.TinyVisionRecipe(hidden_size=128, vision_hidden_size=128, layers=2, steps=steps)
     processor = tiny_vision.build_processor(recipe)
     model = tiny_vision.build_model(recipe, processor)
-    # transformers always interleaves them; vLLM does where the configuration says so, as released ones do.
+    # transformers always interleaves positions in time, height and width; vLLM does where the configuration says so.
     model.config.text_config.rope_parameters["mrope_interleaved"] = True
     tiny_vision.train_model(model, processor, recipe)
     tiny_vision.save_tiny_vision_model(model.eval(), processor, folder)

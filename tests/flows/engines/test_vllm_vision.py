@@ -29,8 +29,8 @@ def given(model: Path, url: str, pixels: int) -> dict[str, object]:
         "rollout__min_pixels": pixels,
         "rollout__max_pixels": pixels,
     }
-    # Half of the answers of a model that has just begun to learn.
-    own |= {"rewards": [{"reward": "format", "settings": {"pattern": r"\d.*"}}]}
+    # Half of the answers of a model that has just begun to learn: coordinates are 0 to 56.
+    own |= {"rewards": [{"reward": "format", "settings": {"pattern": "[1-3].*"}}]}
     return {"file": GROUNDING, **settings(model, {"url": url}, rollout__max_completion_length=6, **own)}
 
 
