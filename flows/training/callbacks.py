@@ -31,7 +31,6 @@ from flows.training.history import TrainingHistory, evaluate
 from flows.training.hooks import call_hook
 from grpo_core.signs import Sign
 from tasks.metrics import HELDOUT
-from tasks.process import openable
 from tasks.progress import advance_run, log
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
 from tasks.reports.text import duration, reward_origin
@@ -178,7 +177,7 @@ class Callbacks:
         log(format_progress_line(record, iterations, pace, history.trained_on))
         advance_run(record.iteration, iterations, pace)
         for sign in history.take_signs():
-            log(openable(f"{sign}"))
+            log(f"{sign}")
         # A run that resumes passes iterations whose metrics are stored as they are.
         if changed or record.iteration == iterations:
             line = format_progress_line(record, iterations, trained_on=history.trained_on)
