@@ -1,3 +1,6 @@
 """Benchmarks: run by `make bench`, never by the tests."""
 
 import flows  # noqa: F401  (its settings must stand before Prefect is imported)
+
+NEEDS_VLLM = ("engines",)
+"""Parts that are made only where they are named: they need the environment of `make test-engines`."""

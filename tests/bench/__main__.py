@@ -15,6 +15,7 @@ from rich.console import Console
 
 from flows.terminal.output import table_of
 from tasks.process import code_version
+from tests.bench import NEEDS_VLLM
 from tests.bench.page import HEADINGS, Measured, cells, store, this_machine
 
 PARTS = {
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--commit", default=code_version(), help="what is measured; by default what is checked out")
     options = parser.parse_args()
-    names = options.parts or list(PARTS)
+    names = options.parts or [name for name in PARTS if name not in NEEDS_VLLM]
     if unknown := sorted({*names} - {*PARTS}):
         parser.error(f"{', '.join(unknown)}: not one of {', '.join(PARTS)}")
     if len(names) == 1:

@@ -28,6 +28,7 @@ import polars as pl
 
 from tasks.process import CHECKOUT, code_version
 from tasks.reports.text import markdown_table
+from tests.bench import NEEDS_VLLM
 from tests.bench.page import place_of, this_machine
 from tests.pages import blocks, prepare, run
 
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--commit", default=code_version(), help="what runs; by default what is checked out")
     options = parser.parse_args()
-    names = options.parts or PARTS
+    names = options.parts or [name for name in PARTS if name not in NEEDS_VLLM]
     if unknown := sorted({*names} - {*PARTS}):
         parser.error(f"{', '.join(unknown)}: not one of {', '.join(PARTS)}")
     if len(names) > 1:

@@ -57,7 +57,9 @@ def build_qwen_vision(folder: Path, *, steps: int) -> None:
 def server_words(*options: str, **variables: str) -> list[str]:
     """The program of a server, as rollout.vllm.command: what a machine without a GPU needs, and these options."""
     given = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **variables}
-    program = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    # On a CPU an engine dies of a prompt that it computes in two parts where the row has a seed.
+    options = ("--enforce-eager", "--no-enable-chunked-prefill", *options)
+    program = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
     return ["env", *(f"{name}={value}" for name, value in given.items()), *program, *options]
 
 
