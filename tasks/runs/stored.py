@@ -225,7 +225,10 @@ def chosen_version(store: ArtifactStore, chosen: str | None) -> int | None:
     rewards = {version: reward for version, reward in heldout_rewards(store).items() if version in stored}
     if not rewards:
         numbers = spans(sorted(stored - {0}))
-        hint = f"No stored version of {store.run} was evaluated; run `grpo evaluate`, or give a version: {numbers}."
+        hint = (
+            f"No stored version of {store.run} was evaluated; leave it out for the last one, give a version "
+            f"({numbers}), or run `grpo evaluate`."
+        )
         raise InputError("--policy", chosen, hint)
     return max(rewards, key=rewards.__getitem__)
 
