@@ -14,6 +14,9 @@ Modality = Literal["image", "text"]
 MAX_PIXELS = 8192 * 8192
 """Largest width times height of an image from anywhere; a small file can unpack to more than fits in memory."""
 
+PIXELS_AT_ONCE = 1024**2
+"""An autoencoder decodes images with at most this many pixels together at once, and larger ones one by one."""
+
 
 class ImageSize(NamedTuple):
     """Width and height of an image in pixels, in the order of PIL's `Image.size`; written 512x768."""

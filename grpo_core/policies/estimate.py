@@ -16,11 +16,10 @@ from typing import Any, Literal
 import torch
 
 from grpo_core.logprobs import CHUNK_TOKENS
-from grpo_core.policies.denoising.rows import PIXELS_AT_ONCE
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.sizes import ComponentSizes, ModelSizes, count_parameters
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.streams import ImageSize, Stream
+from grpo_core.streams import PIXELS_AT_ONCE, ImageSize, Stream
 
 GIB, MIB = 1024**3, 1024**2
 ERROR_MARGIN = 0.15

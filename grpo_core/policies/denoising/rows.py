@@ -18,7 +18,7 @@ from torch import nn
 from grpo_core.actions import DenoisingBatch, Sources, TokenBatch, join_sources
 from grpo_core.errors import InputError
 from grpo_core.records import BrokenImage, GroupRequest, SampledActions
-from grpo_core.streams import ImageSize
+from grpo_core.streams import PIXELS_AT_ONCE, ImageSize
 
 
 def load_frozen(model: str, read: Callable[[], Any], device: torch.device, offloaded: Collection[str] = ()) -> Any:
@@ -151,10 +151,6 @@ def _selected(sampled: SampledActions, rows: range) -> SampledActions:
         finished=sampled.finished[rows.start : rows.stop],
         max_length=sampled.max_length,
     )
-
-
-PIXELS_AT_ONCE = 1024**2
-"""An autoencoder decodes images with at most this many pixels together at once, and larger ones one by one."""
 
 
 def slice_decoding(pipeline: Any, images: int, size: ImageSize) -> None:
