@@ -1,5 +1,6 @@
 """The hyperparameters of the tiny GLM-Image, its parts with fresh weights, and the folder that diffusers loads."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -266,3 +267,8 @@ def save_tiny_model(pipeline: GlmImagePipeline, folder: Path) -> None:
     # The name of the file in the component's folder, not of the module that the class has here.
     pipeline.register_to_config(processor=("processor", UnitProcessor.__name__))
     pipeline.save_pretrained(folder)
+    # Where a model was loaded from, on the machine that trained it further, is in none of its files.
+    for file in folder.rglob("*.json"):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and content.pop("_name_or_path", None) is not None:
+            file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -57,6 +57,7 @@ def test_a_shipped_model_is_small_and_names_the_recipe_of_the_source(name: str, 
     folder = Path(data.__file__).parent / "models" / name
     assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= most_bytes
     assert json.loads((folder / "recipe.json").read_text(encoding="utf-8"))["recipe"] == asdict(recipe)
+    assert not [file for file in folder.rglob("*.json") if b'_name_or_path": "/' in file.read_bytes()]
 
 
 def test_each_share_counts_its_own_mistake() -> None:
