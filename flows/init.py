@@ -5,7 +5,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal, get_args
@@ -14,7 +14,7 @@ from pydantic import Field
 from typer import Argument, Option
 
 from configs.validation import NAME_PATTERN, Section
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.pipeline_files import find_model_file
 from tasks.process import CHECKOUT
 
@@ -106,6 +106,12 @@ class InitRequest(Section):
         min_length=1,
         description="your target images, for rewards such as r2: 0.png, 1.png, ... in the order of the prompts",
     )
+    heldout: Annotated[str | None, Option(metavar="FILE")] = Field(
+        None, min_length=1, description="your held-out prompts, which are not trained on; sampled before and after"
+    )
+    heldout_targets: Annotated[str | None, Option(metavar="FOLDER")] = Field(
+        None, min_length=1, description="the target images of your held-out prompts, named as those of --targets"
+    )
     reward: Annotated[str, Option(metavar="NAME")] = Field(
         OWN,
         min_length=1,
@@ -134,10 +140,7 @@ def write_folder(request: InitRequest) -> tuple[list[Path], tuple[str, ...]]:
     folder = Path(request.folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError("DIR", request.folder, "It is there and not empty; name a new folder.")
-    if request.targets is not None and request.prompts is None:
-        raise InputError("--targets", request.targets, "Give the --prompts that they belong to.")
-    if request.targets is not None and request.kind in ("text", "vision"):
-        raise InputError("--targets", request.targets, "A language model draws no images; leave it out.")
+    raise_all(_target_problems(request))
     files = _files(request, folder)
     # The first folder that does not exist yet.
     made = next((each for each in reversed((folder, *folder.parents)) if not each.exists()), None)
@@ -160,6 +163,17 @@ def write_folder(request: InitRequest) -> tuple[list[Path], tuple[str, ...]]:
             raise InputError("DIR", request.folder, f"It cannot be written ({error}); name another.") from error
         raise
     return list(files), notes
+
+
+def _target_problems(request: InitRequest) -> Iterator[InputError]:
+    for targets, option, prompts, of in (
+        (request.targets, "--targets", request.prompts, "--prompts"),
+        (request.heldout_targets, "--heldout-targets", request.heldout, "--heldout"),
+    ):
+        if targets is not None and request.kind in ("text", "vision"):
+            yield InputError(option, targets, "A language model draws no images; leave it out.")
+        elif targets is not None and prompts is None:
+            yield InputError(option, targets, f"Give the {of} that they belong to.")
 
 
 class UnfitDefaultsError(InputError):
@@ -192,9 +206,16 @@ def _files(request: InitRequest, folder: Path) -> Mapping[Path, bytes]:
     examples = EXAMPLES / _EXAMPLES[request.kind]
     files = {folder / CONFIG: _config(request, folder).encode()}
     for path in sorted(each for each in examples.rglob("*") if each.is_file()):
-        if request.reward == OWN if path.name == REWARD else request.prompts is None:
+        if _needs_example(request, path):
             files[folder / path.relative_to(examples)] = path.read_bytes()
     return files
+
+
+def _needs_example(request: InitRequest, path: Path) -> bool:
+    """Whether nothing was given in the place of an example's file."""
+    if path.name == REWARD:
+        return request.reward == OWN
+    return request.prompts is None and (path.stem != HELDOUT or request.heldout is None)
 
 
 def _example(kind: Kind, stem: str) -> str:
@@ -219,15 +240,14 @@ def _config(request: InitRequest, folder: Path) -> str:
     }
     if request.kind in ("text", "vision") and not tiny and (room := _context(request.model)) is not None:
         values["rollout.max_completion_length"] = str(min(MAX_COMPLETION_LENGTH, room // 2))
-    if request.prompts is None:
-        values["evaluate.prompts"] = _quoted(f"{place}/{_example(request.kind, HELDOUT)}")
-    if request.targets is not None:
-        values["data.targets"] = _quoted(request.targets)
+    heldout = request.heldout or (f"{place}/{_example(request.kind, HELDOUT)}" if request.prompts is None else None)
+    given = {"evaluate.prompts": heldout, "data.targets": request.targets, "evaluate.targets": request.heldout_targets}
+    values |= {key: _quoted(value) for key, value in given.items() if value is not None}
     text = (CONFIGS / f"{request.kind}.yaml").read_text(encoding="utf-8")
     text = fill(text.replace(CONFIG, str(folder / CONFIG)), values)
-    if request.prompts is None:
+    if heldout is not None:
         return text
-    # Nothing is held out of prompts that were given.
+    # Nothing is held out of prompts that were given alone.
     rest, section, below = text.partition("evaluate:\n")
     return rest + "".join(f"# {line}\n" for line in (section + below).splitlines())
 

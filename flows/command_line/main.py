@@ -21,6 +21,7 @@ from flows.command_line.options import (
     RESTART,
     Config,
     Json,
+    Memory,
     Overrides,
     RunName,
     ask_about_change,
@@ -190,7 +191,7 @@ def deploy(
 
 
 @application.command()
-def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
+def doctor(config: Config, overrides: Overrides = None, memory: Memory = False, as_json: Json = False) -> None:
     """Check configuration, weights, memory, storage and server, and suggest a fix for every problem."""
     with handle_errors(as_json):
         checked = resolved(config, None, overrides)
@@ -200,7 +201,7 @@ def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -
         findings = [asdict(finding) for finding in diagnosis.findings]
         needed = diagnosis.memory.needed if diagnosis.memory else None
         result = {"healthy": diagnosis.healthy, "findings": findings, "memory_bytes": needed}
-        print_result(diagnosis.report(), result, as_json)
+        print_result(diagnosis.report(tables=memory), result, as_json)
     if not diagnosis.healthy:
         raise typer.Exit(2)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/tiny.yaml")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
+Memory = Annotated[bool, typer.Option("--memory", help="also show the estimate of GPU memory by part and by phase")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one value, as section.key=value")
 ]
@@ -247,6 +248,7 @@ def ask_for_init(request: "InitRequest") -> "InitRequest":
         ),
         "model": Prompt.ask("Model, a folder or hub name (empty: the shipped tiny model)", default="", console=console),
         "prompts": Prompt.ask("Prompt file (empty: examples)", default="", console=console),
+        "heldout": Prompt.ask("File of held-out prompts (empty: none, or examples)", default="", console=console),
         "reward": Prompt.ask("Reward, of `grpo rewards list`, or own for a function", default="own", console=console),
     }
     given = {name: answer for name, answer in answers.items() if answer}

@@ -1,7 +1,8 @@
 """Checks that run before any model loads.
 
 files    the first look: model and prompt files that do not exist
-prompts  prompts, targets and image sizes, and the rewards that score them
+prompts  prompts, targets and image sizes
+rewards  the rewards, what they need of the prompts, and a trial of functions
 model    the model, and the devices and processes that it runs on
 inputs   the checks of a run or an evaluation, in their order
 doctor   `grpo doctor`: the same checks, and estimates of memory and disk

@@ -16,9 +16,10 @@ from flows.preflight.files import prepare_hub
 from flows.preflight.inputs import CHECKS
 from flows.preflight.model import estimate_model, refuse_offload_without_room, refuse_prompt_texts, source_of
 from flows.preflight.prompts import PromptFiles, read_prompt_files
+from flows.preflight.rewards import try_functions
 from flows.server.reachable import require_pools, require_server, require_ui, server_url, workers_online
 from grpo_core.errors import InputError
-from grpo_core.policies.estimate import GIB, MemoryEstimate
+from grpo_core.policies.estimate import GIB, PHASES, MemoryEstimate
 from grpo_core.policies.protocol import policy_family
 from grpo_core.streams import ImageSize
 from tasks.models.initial import training_choices
@@ -30,6 +31,9 @@ from tasks.storage.files import is_local, nearest_existing
 
 SIZES_SHOWN = 8
 """Number of image sizes that are named."""
+
+PARTS_SHOWN = 3
+"""Number of parts of the memory that are named."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +65,24 @@ class Diagnosis:
         """Whether a run could start."""
         return all(finding.healthy for finding in self.findings)
 
-    def report(self) -> Report:
-        """Return each finding with its hint, and the memory estimate part by part."""
+    def report(self, *, tables: bool = False) -> Report:
+        """Return each finding with its hint, and the verdict.
+
+        Args:
+            tables: whether the memory estimate is shown part by part and phase by phase.
+        """
         notes = []
         for each in self.findings:
             notes += [f"{'ok' if each.healthy else 'problem':<7} {each.subject}: {each.message}"]
             notes += [f"        {line}" for line in (each.hint, *each.notes) if line]
-        memory = self.memory or MemoryEstimate(())
-        tables = [
-            Table("GPU memory by part, estimated", memory.part_rows(), ("from",)),
-            Table("GPU memory by phase, estimated", memory.phase_rows() if self.memory else [], ("on the GPU",)),
+        problems = sum(not each.healthy for each in self.findings)
+        notes.append(f"{counted(problems, 'problem')} to fix first" if problems else "ready to train")
+        memory = self.memory if tables else None
+        estimate = [
+            Table("GPU memory by part, estimated", memory.part_rows() if memory else [], ("from",)),
+            Table("GPU memory by phase, estimated", memory.phase_rows() if memory else [], ("on the GPU",)),
         ]
-        return Report("", tables=tables, notes=notes)
+        return Report("", tables=estimate, notes=notes)
 
 
 def examine(config: RunConfig) -> Diagnosis:
@@ -82,9 +92,10 @@ def examine(config: RunConfig) -> Diagnosis:
     findings: list[Finding] = []
     notes = {"prompts": prompts.notes, "engine": engine_notes(config)}
     for subject, check in CHECKS.items():
-        findings += _problems(subject, check(config, prompts)) or [
-            Finding(subject, True, _ready(subject, config, prompts))
-        ]
+        found = _problems(subject, check(config, prompts))
+        if not found and subject == "rewards":
+            found = _rewards(config, prompts)
+        findings += found or [Finding(subject, True, _ready(subject, config, prompts))]
     memory: MemoryEstimate | None = None
     checkpoint = states = 0
     sizes: Counter[ImageSize] = Counter()
@@ -103,6 +114,7 @@ def examine(config: RunConfig) -> Diagnosis:
                 memory = moved
             weights = _weights(config, estimate.counted)
             findings += [weights, _memory(config, memory, moved)]
+            notes["memory"] = (_largest_phase(memory),)
             if sizes:
                 findings.append(_sizes(sizes, estimate.tokens))
             if weights.healthy:
@@ -125,7 +137,7 @@ def _one_verdict_each(findings: Sequence[Finding], notes: Mapping[str, tuple[str
     for subject in dict.fromkeys(each.subject for each in findings):
         own = [each for each in findings if each.subject == subject]
         *first, last = [each for each in own if not each.healthy] or own
-        verdicts += [*first, replace(last, notes=notes.get(subject, ()))]
+        verdicts += [*first, replace(last, notes=(*last.notes, *notes.get(subject, ())))]
     return tuple(verdicts)
 
 
@@ -143,13 +155,27 @@ def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
         "prompts": f"{counts[0]} for training and {counts[1]} held out"
         + (f", {'all' if targets == sum(counts) else targets} with a target image" if targets else ""),
         "model": f"{config.policy.model} can sample with these settings",
-        "rewards": f"ready: {', '.join(reward.label for reward in config.rewards)}",
         "update": ", ".join(update.objective for update in config.updates.values()),
         "engine": getattr(config.rollout, "engine", "policy"),
         "device": f"{_placed(config)}, optimizer {', '.join(optimizers)}",
         "storage": config.storage.root,
         "trackers": f"ready: {', '.join(config.run.trackers)}" if config.run.trackers else "none",
     }[subject]
+
+
+def _rewards(config: RunConfig, prompts: PromptFiles) -> list[Finding]:
+    """Call the functions of the user once; return how training would refuse them, or which rewards are ready."""
+    trials = list(try_functions(config, prompts))
+    if refused := _problems("rewards", [trial.problem for trial in trials if trial.problem is not None]):
+        return [replace(each, notes=("It was called with two blank samples of a prompt.",)) for each in refused]
+    waiting = {trial.label for trial in trials if not trial.called}
+    ready = [reward.label for reward in config.rewards if reward.label not in waiting]
+    message = [f"ready: {', '.join(ready)}"] if ready else []
+    message += [f"loads; not called yet: {label}" for label in sorted(waiting)]
+    called = tuple(
+        f"{each.label}: {'called with two blank samples: ' if each.called else ''}{each.outcome}" for each in trials
+    )
+    return [Finding("rewards", True, "; ".join(message), notes=called)]
 
 
 def _placed(config: RunConfig) -> str:
@@ -238,6 +264,14 @@ def _memory(config: RunConfig, memory: MemoryEstimate, moved: MemoryEstimate) ->
     hint = "Lower rollout.prompts_per_batch, decode_batch_size or micro_batch_size, or set gradient_checkpointing"
     hint += ", policy.offload or policy.quantization: docs/memory.md."
     return Finding("memory", needed * GIB <= free, message, "" if needed * GIB <= free else hint)
+
+
+def _largest_phase(memory: MemoryEstimate) -> str:
+    """Name the phase that decides the memory, and the parts that take the most of it."""
+    phase = max(memory.phases, key=lambda each: memory.in_phase(each, exact=True) + memory.in_phase(each, exact=False))
+    parts = sorted((part for part in memory.parts if phase in part.phases), key=lambda part: -part.bytes)
+    largest = ", ".join(f"{part.name} {part.bytes / GIB:.2g} GiB" for part in parts[:PARTS_SHOWN])
+    return f"the most in {PHASES[phase]}: {largest}; --memory shows all parts and phases"
 
 
 def _disk(config: RunConfig, checkpoint: int, states: int, prompts: Mapping[ImageSize, int]) -> Finding:

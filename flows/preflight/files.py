@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from configs.schema import RewardsFile, RunConfig
 from configs.sections import DataSection, DatasetSection
-from flows.preflight.prompts import PromptFiles, check_prompts, check_rewards, read_prompt_files, reward_problems
+from flows.preflight.prompts import PromptFiles, check_prompts, read_prompt_files
+from flows.preflight.rewards import check_rewards, reward_problems
 from flows.preflight.trust import uses_of
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.protocol import policy_family

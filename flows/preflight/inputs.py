@@ -23,7 +23,8 @@ from flows.preflight.model import (
     source_of,
     trained_model,
 )
-from flows.preflight.prompts import PromptFiles, check_prompts, check_rewards
+from flows.preflight.prompts import PromptFiles, check_prompts
+from flows.preflight.rewards import check_rewards
 from flows.server.reachable import require_pools, require_server, require_ui
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.protocol import policy_family

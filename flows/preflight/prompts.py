@@ -1,33 +1,25 @@
-"""Checks of prompts, targets and image sizes, and of the rewards that score them."""
+"""Checks of prompts, targets and image sizes."""
 
 import posixpath
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from configs.schema import RunConfig
 from configs.sections import DatasetSection, ImageRolloutSection
-from configs.training import RewardSection
 from grpo_core.errors import InputError
-from grpo_core.images import fits_reward, require_aspect, shown_bounds
 from grpo_core.policies.protocol import policy_family
-from grpo_core.rewards.registry import build_reward
-from grpo_core.rewards.reward import Reward
 from grpo_core.streams import MAX_PIXELS, ImageSize
 from tasks.prompts.curriculum import PromptSet
 from tasks.prompts.hub import DatasetChoice
 from tasks.prompts.read import LONG_PROMPT, Prompt, PromptFile, read_prompts
 from tasks.prompts.sources import SourceColumns
 from tasks.prompts.targets import pair_targets, read_sizes, size_place
-from tasks.reports.text import one_line, printable
+from tasks.reports.text import printable
 
 MAX_PROBLEMS = 5
 """Maximum number of sizes that are reported at once; a file may have another one in each row."""
 
-SHOWN_PAIRS = 3
-"""Number of prompts that are shown with their target images."""
-
-_SHOWN_CHARACTERS = 60
+_SHOWN_CHARACTERS = 32
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ def read_prompt_files(config: RunConfig) -> PromptFiles:
                 continue
             read.append(prompts)
             notes += [f"{own}.prompts: {dataset.prompts}: {note}" for note in _notes(dataset, file, prompts)]
-            if pairs := _first_pairs(prompts):
+            if pairs := _first_and_last_pair(prompts):
                 notes.append(f"{own}.targets: {pairs}")
         sets[name] = tuple(read)
     return PromptFiles(sets, tuple(problems), tuple(notes))
@@ -132,15 +124,15 @@ def _notes(dataset: DatasetSection, file: PromptFile, prompts: PromptSet) -> Ite
         )
 
 
-def _first_pairs(prompts: PromptSet) -> str:
-    """Name the targets of the first prompts, so that a person sees whether they belong together; empty without any."""
+def _first_and_last_pair(prompts: PromptSet) -> str:
+    """Name the targets of two prompts, so that a person sees whether they belong together; empty without any."""
     paired = [each for each in zip(prompts.prompts, prompts.targets, strict=True) if each[1] is not None]
-    shown = [
-        f"{printable(one_line(prompt.text, _SHOWN_CHARACTERS))} -> {posixpath.basename(target.uri)}"
-        for prompt, target in paired[:SHOWN_PAIRS]
-        if target is not None
-    ]
-    return "; ".join(shown) + ("; ..." if len(paired) > SHOWN_PAIRS else "")
+    shown = []
+    for prompt, target in (*paired[:1], *paired[1:][-1:]):
+        text = printable(" ".join(prompt.text.split()))
+        text = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS].rstrip()}…"
+        shown.append(f"{text} -> {posixpath.basename(target.uri) if target else ''}")
+    return "; ".join(shown)
 
 
 def default_size(config: RunConfig, dataset: DatasetSection) -> ImageSize | None:
@@ -183,133 +175,3 @@ def first_of(problems: list[InputError], what: str = "sizes") -> list[InputError
         return problems
     *shown, last = problems[:MAX_PROBLEMS]
     return [*shown, InputError(last.place, last.value, f"{last.hint} {more} more {what} are refused.")]
-
-
-def check_rewards(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
-    """Rewards score training and held-out samples, guardrails only the latter."""
-    scored: list[tuple[str, RewardSection, Sequence[str]]] = [
-        *((f"rewards.{index}", each, ("data", "evaluate")) for index, each in enumerate(config.rewards)),
-        *((f"guardrails.rewards.{index}", each, ("evaluate",)) for index, each in enumerate(config.guardrails.rewards)),
-    ]
-    for place, section, parts in scored:
-        reward = build_reward(section.reward, section.settings)
-        columns = {*filter(None, [reward.needs_column]), *(section.where or {})}
-        for column in sorted(columns):
-            yield from _column_problems(config, prompts, section, f"{place}.{section.label}", column, parts)
-        yield from reward_problems(place, section, reward)
-        yield from token_problems(config, section, reward, f"{place}.{section.label}")
-        yield from _source_problems(config, prompts, section, reward, f"{place}.{section.label}", parts)
-        yield from _size_problems(config, prompts, section, reward, place, parts)
-        yield from _prompt_problems(config, prompts, section, reward, parts)
-
-
-def reward_problems(place: str, section: RewardSection, reward: Reward) -> Iterator[InputError]:
-    """Report what a reward needs and this machine lacks.
-
-    Args:
-        place: path of its section.
-    """
-    for problem in reward.preflight():
-        yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
-
-
-def token_problems(config: RunConfig, section: RewardSection, reward: Reward, place: str) -> Iterator[InputError]:
-    """Report a reward that cannot score a sample without its tokens, where none are sampled."""
-    if reward.requires_tokens and "tokens" not in policy_family(config.policy.kind).streams:
-        hint = f"It needs completion_ids, and a policy of kind {config.policy.kind} samples no tokens; give the "
-        yield InputError(place, section.reward, f"{hint}parameter a default, or choose another reward.")
-
-
-def _source_problems(
-    config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, place: str, parts: Sequence[str]
-) -> Iterator[InputError]:
-    """Report a reward that must see the images in prompts, where those of a dataset that it scores do not fit it."""
-    for part in parts if reward.requires_sources else ():
-        for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
-            if known is None or not section.scores(dataset.name):
-                continue
-            if not any(each.sources for each in known.prompts):
-                hint = f"It needs images in prompts, and none of {part} ({dataset.prompts}) has any; name their "
-                other = ", or give source_images a default" if reward.needs_source is None else ""
-                yield InputError(place, section.reward, f"{hint}image_column{other}.")
-                continue
-            scored = (
-                (prompt, size)
-                for prompt, size in zip(known.prompts, known.sizes, strict=False)
-                if section.scores_prompt(dataset.name, prompt.columns)
-            )
-            problems = (_source_problem(prompt, size, reward, f"{place}, {own}") for prompt, size in scored)
-            # In a file with one such prompt the others are mostly alike.
-            yield from islice((each for each in problems if each is not None), 1)
-
-
-def _column_problems(
-    config: RunConfig, prompts: PromptFiles, section: RewardSection, place: str, column: str, parts: Sequence[str]
-) -> Iterator[InputError]:
-    """Report a column that no prompt has, in a dataset that the reward scores."""
-    for part in parts:
-        for dataset, known in zip(config.prompt_sections[part].sets, prompts.sets[part], strict=True):
-            if known is None or not section.scores(dataset.name):
-                continue
-            found = sorted({name for prompt in known.prompts for name in prompt.columns})
-            if column not in found:
-                hint = f"No prompt of {part} ({dataset.prompts}) has this column; it has {', '.join(found) or 'none'}."
-                if dataset.columns is not None and column not in dataset.columns:
-                    hint += f" Only those listed as {part}.columns go along: add it there."
-                yield InputError(place, column, hint)
-
-
-def _source_problem(prompt: Prompt, size: ImageSize, reward: Reward, place: str) -> InputError | None:
-    """Return why the reward cannot compare an image of this size with its image in the prompt; None if it can."""
-    index = reward.needs_source
-    if index is None:
-        return None
-    if len(prompt.sources) <= index:
-        hint = f"The reward compares with image {index + 1} of each prompt; give this one that many, or leave it out."
-        return InputError(f"{place}, prompt {prompt.prompt_id}", f"{len(prompt.sources)} images", hint)
-    source = prompt.sources[index]
-    try:
-        if reward.squeezes_reference:
-            require_aspect(source.size, size, place)
-    except InputError as error:
-        return InputError(f"{place}, {source.place}", f"image of {source.size} pixels", error.hint)
-    return None
-
-
-def _size_problems(
-    config: RunConfig,
-    prompts: PromptFiles,
-    section: RewardSection,
-    reward: Reward,
-    place: str,
-    parts: Collection[str],
-) -> list[InputError]:
-    """Return an error for each size of images that a reward is meant for and cannot score."""
-    problems = []
-
-    def meant(dataset: str, prompt: Prompt) -> bool:
-        return section.scores_prompt(dataset, prompt.columns)
-
-    for size, where in sizes_of(config, prompts, parts, meant):
-        if not fits_reward(size, reward.min_side, reward.max_aspect):
-            hint = f"It needs {shown_bounds(reward.min_side, reward.max_aspect)}; this is the size of {where}."
-            problems.append(InputError(f"{place}.reward", f"{section.reward} of {size} pixels", hint))
-    return first_of(problems)
-
-
-def _prompt_problems(
-    config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, parts: Collection[str]
-) -> list[InputError]:
-    """Return an error for each prompt whose data a reward cannot score with."""
-    problems = []
-    for part in parts:
-        for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
-            for row, prompt in enumerate(known.prompts, 1) if known else ():
-                if not section.scores_prompt(dataset.name, prompt.columns):
-                    continue
-                try:
-                    reward.check_prompt(prompt.columns, [source.size for source in prompt.sources])
-                except InputError as error:
-                    place = size_place(dataset.prompts, row).replace("data.", f"{own}.", 1)
-                    problems.append(InputError(f"{place}, {error.place}", error.value, error.hint))
-    return first_of(problems, "rows")

@@ -13,7 +13,7 @@ from configs.schema import RewardsFile, RunConfig
 from configs.training import AdvantagesSection, RewardSection
 from flows.pipeline.requests import RescoreRequest
 from flows.preflight.files import checked_once
-from flows.preflight.prompts import token_problems
+from flows.preflight.rewards import token_problems
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, raise_all
 from grpo_core.images import fits_reward, shown_bounds

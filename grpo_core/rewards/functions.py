@@ -89,6 +89,7 @@ class FunctionReward(Reward):
     name: ClassVar[str] = "function"
     media: ClassVar[tuple[Modality, ...]] = ("image", "text")
     needs_tokens: ClassVar[bool] = True
+    is_user_function: ClassVar[bool] = True
 
     @property
     def version(self) -> str:

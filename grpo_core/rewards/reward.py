@@ -159,6 +159,11 @@ class Reward(abc.ABC):
         return ("image",)
 
     @property
+    def is_user_function(self) -> bool:
+        """Whether it calls a function of the user, of whose answer nothing is known before a call."""
+        return False
+
+    @property
     def needs_target(self) -> bool:
         """Whether a sample without a target image has no score."""
         return False

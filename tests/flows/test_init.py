@@ -132,6 +132,23 @@ def test_own_images_are_targets(own: Path) -> None:
     assert [target is not None for target in run_checks(config).usable("data")[0].targets] == [True, True]
 
 
+def test_own_prompts_are_held_out(own: Path) -> None:
+    """With targets of their own, beside examples to train on, and not without what a reward compares them with."""
+    (own / "new.txt").write_text("a red heart\n")
+    images, prompts, heldout = str(own / "images"), str(own / "mine.txt"), str(own / "new.txt")
+    (own / "new").mkdir()
+    Image.new("RGB", (64, 64), "red").save(own / "new" / "0.png")
+    given = {"prompts": prompts, "targets": images, "reward": "r2", "heldout": heldout}
+    files = run_checks(read_config(write(own / "run", **given, heldout_targets=str(own / "new"))))
+    (known,) = files.usable("evaluate")
+    assert [prompt.text for prompt in known.prompts] == ["a red heart"]
+    assert [target and Path(target.uri).parent.name for target in known.targets] == ["new"]
+    mixed = run_checks(read_config(write(own / "mixed", heldout=heldout)))
+    assert [len(mixed.usable(part)[0].prompts) for part in ("data", "evaluate")] == [12, 1]
+    assert not (own / "mixed" / "heldout.txt").exists()
+    assert any("evaluate" in error.hint for error in refused(lambda: write(own / "bare", **given)))
+
+
 @pytest.mark.parametrize(
     ("given", "place"),
     [
@@ -141,6 +158,8 @@ def test_own_images_are_targets(own: Path) -> None:
         ({"kind": "text", "reward": "jpeg"}, "rewards.0.reward"),
         ({"model": "./nowhere"}, "policy.model"),
         ({"targets": "images"}, "--targets"),
+        ({"heldout_targets": "images"}, "--heldout-targets"),
+        ({"heldout": "missing.txt"}, "evaluate.prompts"),
         ({"kind": "text", "prompts": "mine.txt", "targets": "images"}, "--targets"),
     ],
 )
@@ -159,10 +178,10 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_questions_are_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Kind, model, prompts, reward; the first answer is none of the choices.
-    monkeypatch.setattr("sys.stdin", io.StringIO("video\ntext\n\nmine.txt\nformat\n"))
+    # Kind, model, prompts, held-out prompts, reward; the first answer is none of the choices.
+    monkeypatch.setattr("sys.stdin", io.StringIO("video\ntext\n\nmine.txt\nnew.txt\nformat\n"))
     request = ask_for_init(InitRequest(folder="x"))
-    assert request == InitRequest(folder="x", kind="text", prompts="mine.txt", reward="format")
+    assert request == InitRequest(folder="x", kind="text", prompts="mine.txt", heldout="new.txt", reward="format")
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ def test_nothing_is_wrong_with_the_tiny_model(tmp_path: Path) -> None:
     printed = json.loads(result.stdout.splitlines()[-1])
     assert (result.exit_code, printed["healthy"]) == (0, True)
     assert {finding["subject"] for finding in printed["findings"]} >= {*CHECKS, "weights", "memory", "disk", "server"}
+    assert not any("exact GiB" in table.rows[0] for table in examine(read_config(TINY)).report().tables if table.rows)
     assert not (tmp_path / "runs").exists()
 
 
@@ -229,3 +230,46 @@ def test_the_command_of_a_fitting_server_has_what_adapters_and_images_need(tmp_p
     assert reading["--max-lora-rank"] == "64"
     assert "--enable-lora" in reading
     assert "--enable-scale-out" not in reading
+
+
+FUNCTIONS = """
+def words(images, **columns):
+    return ["red", "blue"]
+
+def breaks(completions, **columns):
+    raise KeyError("answer")
+
+def counted(completions, completion_ids, prompts, **columns):
+    assert len(completions) == len(completion_ids) == len(prompts) == 2 and prompts[0] == prompts[1]
+    return [len(columns), float("nan")]
+
+def light(images, targets, **columns):
+    return [image.getextrema()[0][0] if image.size == target.size else 0 for image, target in zip(images, targets)]
+"""
+
+
+def test_a_function_is_called_once_and_refused_as_training_refuses_it(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+
+    def trial(config: Path, function: str, **scope: object) -> tuple[Diagnosis, str]:
+        """Everything that is said about this reward."""
+        settings = {"function": f"{tmp_path}/own.py:{function}", "with_targets": function == "light"}
+        rewards = json.dumps([{"reward": "function", "settings": settings, **scope}])
+        diagnosis, _ = examined(config, f"storage.root={tmp_path}", f"rewards={rewards}")
+        own = [each for each in diagnosis.findings if each.subject == "rewards"]
+        return diagnosis, "\n".join(line for each in own for line in (each.message, each.hint, *each.notes))
+
+    for config, function, problem in (
+        (TINY, "words", "own.py:2, sample blank sample 1: got 'red'"),
+        (TINY_TEXT, "breaks", "own.py:6: got \"KeyError: 'answer'\""),
+    ):
+        diagnosis, printed = trial(config, function)
+        assert problem in printed
+        assert not diagnosis.healthy
+    # White images of the target's size; the two columns of each prompt, and the three hooks of TRL.
+    assert trial(TINY, "light")[1] == "ready: light\n\nlight: called with two blank samples: 255.000"
+    counted = trial(TINY_TEXT, "counted")[1]
+    assert "called with two blank samples: 5.000, the reward is nan" in counted
+    waiting, printed = trial(TINY_TEXT, "breaks", where={"word": ["none of them"]})
+    assert printed.startswith("loads; not called yet: breaks\n")
+    assert waiting.healthy

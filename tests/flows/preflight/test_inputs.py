@@ -15,7 +15,8 @@ from configs.schema import RunConfig
 from flows.command_line.main import application
 from flows.preflight.doctor import examine
 from flows.preflight.inputs import check_inputs, run_checks
-from flows.preflight.prompts import check_rewards, read_prompt_files, token_problems
+from flows.preflight.prompts import read_prompt_files
+from flows.preflight.rewards import check_rewards, token_problems
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tests.flows import conftest
@@ -103,13 +104,13 @@ class TestPrompts:
         assert [each.notes for each in examine(config).findings if each.subject == "prompts"] == [(column, long)]
         assert {column, long} <= {*conftest.heard_of(lambda: opened(config))[1].lines}
 
-    def test_the_targets_of_the_first_prompts_are_shown(self, tmp_path: Path) -> None:
-        path = prompt_file(tmp_path, "a red circle\na blue heart\na cross\na star\n")
+    def test_the_first_and_the_last_prompt_are_shown_with_their_targets(self, tmp_path: Path) -> None:
+        path = prompt_file(tmp_path, "a red circle\na blue heart\na cross\na star with rays and nothing next to it\n")
         for index in range(4):
             Image.new("RGB", (64, 64)).save(tmp_path / f"{index}.png")
         targets = [f"data.prompts={path}", f"data.targets={tmp_path}", "data.target_column=null", *JPEG]
         config = read_config(TINY, [f"storage.root={tmp_path}/runs", *targets])
-        pairs = "data.targets: a red circle -> 0.png; a blue heart -> 1.png; a cross -> 2.png; ..."
+        pairs = "data.targets: a red circle -> 0.png; a star with rays and nothing nex… -> 3.png"
         assert check_inputs(config).notes == (pairs,)
         assert [each.notes for each in examine(config).findings if each.subject == "prompts"] == [(pairs,)]
         assert pairs in conftest.heard_of(lambda: opened(config))[1].lines

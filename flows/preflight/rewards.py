@@ -1,0 +1,232 @@
+"""Checks of the rewards and of the prompts that they score; a trial of rewards that are functions of the user."""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from PIL import Image
+
+from configs.schema import RunConfig
+from configs.training import RewardSection
+from flows.preflight.prompts import PromptFiles, first_of, sizes_of
+from grpo_core.errors import InputError
+from grpo_core.images import SourceImage, encode_png, fits_reward, require_aspect, shown_bounds
+from grpo_core.policies.protocol import policy_family
+from grpo_core.rewards.registry import build_reward
+from grpo_core.rewards.reward import Reward
+from grpo_core.streams import ImageSize
+from tasks.prompts.read import Prompt
+from tasks.prompts.targets import size_place
+from tasks.reports.text import number
+
+BLANK = "blank sample"
+"""How the samples of a trial are named in errors."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One call of a reward that is a function of the user, as training calls it, with two blank siblings.
+
+    Attributes:
+        label: of the reward.
+        called: whether there was a prompt that it scores.
+        problem: how training would refuse what the function raised or returned; None where it would not.
+        outcome: their scores, or why they have none, for people.
+    """
+
+    label: str
+    called: bool
+    problem: InputError | None = None
+    outcome: str = ""
+
+
+def try_functions(config: RunConfig, prompts: PromptFiles) -> Iterator[Trial]:
+    """Call each function of the user once with two white images, or two empty texts, of the first prompt it scores.
+
+    Args:
+        prompts: of a configuration whose rewards :func:`check_rewards` accepts.
+    """
+    # torch is imported there, which no check of a run's start needs so early.
+    from tasks.rewards.rows import score_rows
+
+    for _, section, parts in _scored(config):
+        reward = build_reward(section.reward, section.settings)
+        if not reward.is_user_function:
+            continue
+        rows = next(_blank_siblings(config, prompts, section, reward, parts), None)
+        if rows is None:
+            yield Trial(section.label, False, outcome="no prompt is in its scope")
+            continue
+        try:
+            scores = score_rows(reward, section, rows)
+        except InputError as error:
+            yield Trial(section.label, True, error)
+        else:
+            shown = [score["failure"] or number(score["value"]) for score in scores]
+            outcome = ", ".join(shown if shown[0] != shown[1] else shown[:1])
+            yield Trial(section.label, True, outcome=outcome)
+
+
+def _blank_siblings(
+    config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, parts: Sequence[str]
+) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield two stored rows without content for each prompt that a reward scores."""
+    tokens = reward.needs_tokens and "tokens" in policy_family(config.policy.kind).streams
+    for known in (each for part in parts for each in prompts.usable(part)):
+        for index, prompt in enumerate(known.prompts):
+            if not section.scores_prompt(known.name, prompt.columns):
+                continue
+            target, size = known.targets[index], known.sizes[index] if known.sizes else None
+            output = (
+                {"completion": ""}
+                if size is None
+                else {"image": {"bytes": encode_png(Image.new("RGB", size, "white"))}, "defect": None}
+            )
+            row = {
+                "group_id": BLANK,
+                "dataset": known.name,
+                "prompt": prompt.text,
+                "columns": json.dumps(prompt.columns),
+                "target_uri": target and target.uri,
+                "target_sha256": target and target.sha256,
+                **output,
+                **({"token_ids": [0]} if tokens else {}),
+                "sources": [SourceImage.of(each.load()) for each in prompt.sources] if reward.reads_sources else [],
+            }
+            yield [{**row, "sample_id": f"{BLANK} {sibling}"} for sibling in (1, 2)]
+
+
+def _scored(config: RunConfig) -> list[tuple[str, RewardSection, Sequence[str]]]:
+    """List the rewards and guardrails with their paths and the parts of the prompts whose samples they score."""
+    return [
+        *((f"rewards.{index}", each, ("data", "evaluate")) for index, each in enumerate(config.rewards)),
+        *((f"guardrails.rewards.{index}", each, ("evaluate",)) for index, each in enumerate(config.guardrails.rewards)),
+    ]
+
+
+def check_rewards(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
+    """Rewards score training and held-out samples, guardrails only the latter."""
+    for place, section, parts in _scored(config):
+        reward = build_reward(section.reward, section.settings)
+        columns = {*filter(None, [reward.needs_column]), *(section.where or {})}
+        for column in sorted(columns):
+            yield from _column_problems(config, prompts, section, f"{place}.{section.label}", column, parts)
+        yield from reward_problems(place, section, reward)
+        yield from token_problems(config, section, reward, f"{place}.{section.label}")
+        yield from _source_problems(config, prompts, section, reward, f"{place}.{section.label}", parts)
+        yield from _size_problems(config, prompts, section, reward, place, parts)
+        yield from _prompt_problems(config, prompts, section, reward, parts)
+
+
+def reward_problems(place: str, section: RewardSection, reward: Reward) -> Iterator[InputError]:
+    """Report what a reward needs and this machine lacks.
+
+    Args:
+        place: path of its section.
+    """
+    for problem in reward.preflight():
+        yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
+
+
+def token_problems(config: RunConfig, section: RewardSection, reward: Reward, place: str) -> Iterator[InputError]:
+    """Report a reward that cannot score a sample without its tokens, where none are sampled."""
+    if reward.requires_tokens and "tokens" not in policy_family(config.policy.kind).streams:
+        hint = f"It needs completion_ids, and a policy of kind {config.policy.kind} samples no tokens; give the "
+        yield InputError(place, section.reward, f"{hint}parameter a default, or choose another reward.")
+
+
+def _source_problems(
+    config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, place: str, parts: Sequence[str]
+) -> Iterator[InputError]:
+    """Report a reward that must see the images in prompts, where those of a dataset that it scores do not fit it."""
+    for part in parts if reward.requires_sources else ():
+        for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
+            if known is None or not section.scores(dataset.name):
+                continue
+            if not any(each.sources for each in known.prompts):
+                hint = f"It needs images in prompts, and none of {part} ({dataset.prompts}) has any; name their "
+                other = ", or give source_images a default" if reward.needs_source is None else ""
+                yield InputError(place, section.reward, f"{hint}image_column{other}.")
+                continue
+            scored = (
+                (prompt, size)
+                for prompt, size in zip(known.prompts, known.sizes, strict=False)
+                if section.scores_prompt(dataset.name, prompt.columns)
+            )
+            problems = (_source_problem(prompt, size, reward, f"{place}, {own}") for prompt, size in scored)
+            # In a file with one such prompt the others are mostly alike.
+            yield from islice((each for each in problems if each is not None), 1)
+
+
+def _column_problems(
+    config: RunConfig, prompts: PromptFiles, section: RewardSection, place: str, column: str, parts: Sequence[str]
+) -> Iterator[InputError]:
+    """Report a column that no prompt has, in a dataset that the reward scores."""
+    for part in parts:
+        for dataset, known in zip(config.prompt_sections[part].sets, prompts.sets[part], strict=True):
+            if known is None or not section.scores(dataset.name):
+                continue
+            found = sorted({name for prompt in known.prompts for name in prompt.columns})
+            if column not in found:
+                hint = f"No prompt of {part} ({dataset.prompts}) has this column; it has {', '.join(found) or 'none'}."
+                if dataset.columns is not None and column not in dataset.columns:
+                    hint += f" Only those listed as {part}.columns go along: add it there."
+                yield InputError(place, column, hint)
+
+
+def _source_problem(prompt: Prompt, size: ImageSize, reward: Reward, place: str) -> InputError | None:
+    """Return why the reward cannot compare an image of this size with its image in the prompt; None if it can."""
+    index = reward.needs_source
+    if index is None:
+        return None
+    if len(prompt.sources) <= index:
+        hint = f"The reward compares with image {index + 1} of each prompt; give this one that many, or leave it out."
+        return InputError(f"{place}, prompt {prompt.prompt_id}", f"{len(prompt.sources)} images", hint)
+    source = prompt.sources[index]
+    try:
+        if reward.squeezes_reference:
+            require_aspect(source.size, size, place)
+    except InputError as error:
+        return InputError(f"{place}, {source.place}", f"image of {source.size} pixels", error.hint)
+    return None
+
+
+def _size_problems(
+    config: RunConfig,
+    prompts: PromptFiles,
+    section: RewardSection,
+    reward: Reward,
+    place: str,
+    parts: Collection[str],
+) -> list[InputError]:
+    """Return an error for each size of images that a reward is meant for and cannot score."""
+    problems = []
+
+    def meant(dataset: str, prompt: Prompt) -> bool:
+        return section.scores_prompt(dataset, prompt.columns)
+
+    for size, where in sizes_of(config, prompts, parts, meant):
+        if not fits_reward(size, reward.min_side, reward.max_aspect):
+            hint = f"It needs {shown_bounds(reward.min_side, reward.max_aspect)}; this is the size of {where}."
+            problems.append(InputError(f"{place}.reward", f"{section.reward} of {size} pixels", hint))
+    return first_of(problems)
+
+
+def _prompt_problems(
+    config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, parts: Collection[str]
+) -> list[InputError]:
+    """Return an error for each prompt whose data a reward cannot score with."""
+    problems = []
+    for part in parts:
+        for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
+            for row, prompt in enumerate(known.prompts, 1) if known else ():
+                if not section.scores_prompt(dataset.name, prompt.columns):
+                    continue
+                try:
+                    reward.check_prompt(prompt.columns, [source.size for source in prompt.sources])
+                except InputError as error:
+                    place = size_place(dataset.prompts, row).replace("data.", f"{own}.", 1)
+                    problems.append(InputError(f"{place}, {error.place}", error.value, error.hint))
+    return first_of(problems, "rows")
