@@ -246,8 +246,8 @@ def train_transformer(
     def loss() -> Tensor:
         rows = torch.randint(recipe.corpus_size, (recipe.batch,), generator=generator)
         dropped = torch.rand(recipe.batch, generator=generator) < recipe.prompt_drop_probability
-        told = torch.where(dropped, len(scenes), captions[rows])
-        return _flow_matching_loss(pipeline, latents[rows], prompts.select(told), generator)
+        given = torch.where(dropped, len(scenes), captions[rows])
+        return _flow_matching_loss(pipeline, latents[rows], prompts.select(given), generator)
 
     parameters = pipeline.transformer.parameters()
     return train(pipeline.transformer, parameters, recipe.learning_rate, recipe.steps, loss, on_step)
