@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from tasks.reports.text import visible
+from tasks.reports.text import is_flat, visible
 
 Points = Sequence[tuple[float, float]]
 
@@ -110,7 +110,7 @@ def line_plot(curve: Curve, *, width: int = 360, height: int = 170) -> dict[str,
 
 def value_ticks(low: float, high: float, count: int = 3) -> list[float]:
     """Choose about `count` round steps from below the least to above the largest value."""
-    if low == high:
+    if is_flat(low, high):
         margin = abs(low) * 0.1
         low, high = (low - margin, high + margin) if low else (0.0, 1.0)
     step = _round_step((high - low) / count)

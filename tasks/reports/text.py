@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tasks.runs.run_view import Noun
 
 MAX_LINES = 12
+ROUNDING = 1e-6
+"""Share of the values by which those of a metric that stays the same may differ."""
 SPARK_WIDTH = 32
 UNICODE_BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _MARKUP = re.compile(r"[|*_~`<>\[\]\\&#]")
@@ -35,6 +37,7 @@ _INVISIBLE = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     r"\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]|\r(?!\n)"
 )
+_JOINERS_AND_SPACES = "\u200c\u200d\xa0\u202f\u3000"
 _BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 
@@ -78,7 +81,11 @@ def visible(text: str) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Name everything invisible by its code point: control characters, which a terminal would obey, and others."""
+    """Name everything invisible by its code point: control characters, which a terminal would obey, and others.
+
+    The joiners of scripts and emoji are kept, and the spaces that people type in them.
+    """
+    keep += _JOINERS_AND_SPACES
     return "".join(each if each.isprintable() or each in keep else _code_point(each) for each in text)
 
 
@@ -149,6 +156,11 @@ def change(first: float | None, last: float | None) -> str:
     return f"{first:.3f} → {last:.3f} ({last - first:+.3f})"
 
 
+def is_flat(low: float, high: float) -> bool:
+    """Return whether a curve between these values shows nothing but rounding."""
+    return high - low <= ROUNDING * max(abs(low), abs(high))
+
+
 def sparkline(
     values: Sequence[float],
     width: int = SPARK_WIDTH,
@@ -166,7 +178,7 @@ def sparkline(
         edges = [index * len(values) // width for index in range(width + 1)]
         values = [math.fsum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
     low, high = scale or (min(values), max(values))
-    if high <= low:
+    if is_flat(low, high):
         return blocks[len(blocks) // 2] * len(values)
     return "".join(blocks[min(len(blocks) - 1, int((value - low) / (high - low) * len(blocks)))] for value in values)
 

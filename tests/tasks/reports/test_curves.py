@@ -15,6 +15,8 @@ from tests.tasks.reports.test_run_page import Page
         ([-1.0, 1e9, 1.0], [-5e8, 0.0, 5e8, 1e9]),
         ([0.0], [0.0, 0.5, 1.0]),
         ([7.0, 7.0], [6.0, 6.5, 7.0, 7.5, 8.0]),
+        # Means that differ by the order of their sums.
+        ([7.0, 7.000000000000001], [6.0, 6.5, 7.0, 7.5, 8.0]),
     ],
 )
 def test_points_lie_between_round_ticks_and_say_their_values(values: list[float], ticks: list[float]) -> None:

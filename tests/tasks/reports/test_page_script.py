@@ -7,6 +7,7 @@ import pytest
 from flows.inspect_run import inspect_run
 from tests.chromium import Tab, needs_chromium, opened_tab
 from tests.tasks.reports.made_runs import RunMaker
+from tests.tasks.reports.test_rescoring import page as rescoring_page
 from tests.tasks.reports.test_run_page import EVIL
 
 pytestmark = [needs_chromium, pytest.mark.slow]
@@ -104,6 +105,22 @@ def test_hostile_text_is_shown_and_runs_nothing(tmp_path: Path) -> None:
         shown = tab.run("document.body.innerText")
         assert "<script>alert" in shown
         assert "⟨U+202E⟩" in shown
+        assert "\u202e" not in tab.run("document.documentElement.outerHTML")
+        assert tab.problems == []
+        assert set(tab.requests) == {page.as_uri()}
+
+
+def test_hostile_text_stays_in_its_place_on_the_page_of_a_rescoring(tmp_path: Path) -> None:
+    page, text = tmp_path / "page.html", EVIL + "x" * 10_000
+    page.write_text(rescoring_page({("run", "s0"): text}, text, EVIL))
+    with opened_tab(tmp_path / "browser") as tab:
+        for width in (1280, 390):
+            tab.open(page.as_uri(), width=width, dark=width == 390)
+            assert tab.run("document.title").startswith("<script>alert")
+            assert tab.run("document.documentElement.scrollWidth") <= width
+            cards = "[...document.querySelectorAll('.moved article')]"
+            assert tab.run(f"{cards}.map(e => e.scrollWidth - e.clientWidth)") == [0, 0]
+        assert "<script>alert" in tab.run("document.querySelector('.moved .excerpt').innerText")
         assert "\u202e" not in tab.run("document.documentElement.outerHTML")
         assert tab.problems == []
         assert set(tab.requests) == {page.as_uri()}

@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markupsafe import Markup
@@ -24,6 +24,10 @@ from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tests.tasks.reports.made_runs import whole_run
 from tests.tasks.reports.test_run_page import EVIL, check_offline
+
+FAMILY, IDEOGRAPHIC_SPACE = "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u3000"
+SPACED = "\u200c\u200d\xa0\u202f\u3000"
+"""Joiners and spaces that no surface names by their code points, so that words and emoji are read as they are."""
 
 anything = st.text(st.characters(codec="utf-8"))
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
@@ -96,14 +100,21 @@ def test_no_mixture_of_markup_is_markup(text: str) -> None:
 
 
 @given(anything)
+@example(f"a family {FAMILY},{IDEOGRAPHIC_SPACE}{IDEOGRAPHIC_SPACE}|{IDEOGRAPHIC_SPACE}")
 def test_a_cell_is_one_line_without_columns(text: str) -> None:
     cell = in_cell(one_line(text, 50))
     assert re.search(r"(?<!\\)(?:\\\\)*\|", cell) is None
     assert len(cell.splitlines()) <= 1
-    assert cell.isprintable()
+    assert all(each.isprintable() or each in SPACED for each in cell)
     shown, linked = read_cell(cell)
     assert shown == printable(one_line(text, 50)).strip()
     assert not ADDRESS.search(linked)
+
+
+def test_joiners_and_spaces_of_scripts_are_kept_and_what_a_terminal_obeys_is_named() -> None:
+    text = f"{FAMILY}{IDEOGRAPHIC_SPACE}x"
+    assert in_cell(text) == printable(text) == visible(text) == text
+    assert printable("\x1b\u202e\t") == "⟨U+001B⟩⟨U+202E⟩⟨U+0009⟩"
 
 
 @given(anything)
@@ -122,7 +133,7 @@ def test_a_fence_shows_the_text_unchanged() -> None:
 
 def test_sparklines() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([2.0, 2.0]) == "▅▅"
+    assert sparkline([2.0, 2.0]) == sparkline([2.0, 2.0000000000000004]) == "▅▅"
     assert sparkline([]) == ""
     assert sparkline([0, 0, 10, 10, 0, 0], width=3) == "▁█▁"
     assert len(sparkline(list(range(1000)), width=30)) == 30
