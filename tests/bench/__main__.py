@@ -23,6 +23,7 @@ PARTS = {
     "vision": ("vision", "measure"),
     "denoising": ("denoising", "measure"),
     "engines": ("engines", "measure"),
+    "engines_large": ("engines", "measure_large"),
     "sampling": ("policy", "measure_sampling"),
     "update": ("policy", "measure_update"),
     "orchestration": ("commands", "measure_orchestration"),

@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,7 +62,12 @@ CELLS = {
     "4.5 M": ((16, 64, 8), (64, 64, 8), (64, 64, 1), (256, 64, 8), (64, 512, 8)),
     "60 M": ((16, 64, 8), (64, 64, 8)),
 }
-"""Rows, the tokens of each, and how many rows have the same prompt; what is larger takes minutes a round on a CPU."""
+"""Rows, the tokens of each, and how many rows have the same prompt."""
+LARGE_CELLS = {
+    "4.5 M": ((16, 512, 8), (256, 512, 8)),
+    "60 M": ((16, 512, 8), (256, 64, 8), (64, 512, 8), (256, 512, 8)),
+}
+"""The same where a round takes minutes."""
 LETTERS = 96
 """Of a prompt, a token each."""
 ROUNDS = 2
@@ -75,6 +80,18 @@ def measure() -> Iterator[Row]:
     groups of 8 siblings of one prompt, or each row with a prompt of its own. The three take turns; of the rounds the
     first does not count.
     """
+    yield from _compared(CELLS, rounds=ROUNDS)
+
+
+def measure_large() -> Iterator[Row]:
+    """Sampling by vLLM's server beside the policy's own where that takes minutes, in CPU seconds of all processes.
+
+    As `engines`, in one round.
+    """
+    yield from _compared(LARGE_CELLS, rounds=None)
+
+
+def _compared(cells: Mapping[str, Sequence[tuple[int, int, int]]], rounds: int | None) -> Iterator[Row]:
     torch.set_num_threads(1)
     for name, (hidden, layers, intermediate) in SIZES.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -82,8 +99,8 @@ def measure() -> Iterator[Row]:
             build_qwen(model, hidden=hidden, layers=layers, intermediate=intermediate)
             with running_server(model, context=1024) as url:
                 sides = Sides(model, url)
-                for rows, length, siblings in CELLS[name]:
-                    yield from sides.compared(name, rows, length, siblings)
+                for rows, length, siblings in cells[name]:
+                    yield from sides.compared(name, rows, length, siblings, rounds)
 
 
 class Sides:
@@ -98,8 +115,12 @@ class Sides:
         self.server = run_awaitable(find_server(Service(url, SECONDS_TO_START, None, "url")))
         self._processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
 
-    def compared(self, model: str, rows: int, length: int, siblings: int) -> Iterator[Row]:
-        """The seconds of each side for the same prompts, and of vLLM's the part of this process."""
+    def compared(self, model: str, rows: int, length: int, siblings: int, rounds: int | None) -> Iterator[Row]:
+        """The seconds of each side for the same prompts, and of vLLM's the part of this process.
+
+        Args:
+            rounds: how often, after one that does not count; None for a single one, without continuous batching.
+        """
         self.policy.sample_with(CausalLMSettings(max_completion_length=length))
         words = [f"{number:03d}" + "ab" * (LETTERS // 2) for number in range(rows // siblings)]
         seeds = [derive_seed(0, "tokens", row) for row in range(rows)]
@@ -117,21 +138,27 @@ class Sides:
             with continuous_batching.sampling(self.policy, "float32", lambda done: None):
                 sample()
 
-        kept: list[list[tuple[float, float]]] = [[], [], []]
-        for counted in (False, *[True] * ROUNDS):
-            for action, seconds in zip((sample, by_batching, by_vllm), kept, strict=True):
+        sides: dict[str, Callable[[], None]] = {"policy": sample, "vLLM": by_vllm}
+        if rounds is not None:
+            sides["continuous batching"] = by_batching
+        spent: dict[str, list[float]] = {name: [] for name in sides}
+        here: list[float] = []
+        for number in range(1 if rounds is None else rounds + 1):
+            for name, action in sides.items():
                 before = self._cpu_seconds()
                 action()
                 after = self._cpu_seconds()
-                if counted:
-                    seconds.append((sum(after) - sum(before), after[0] - before[0]))
-        own, batching, vllm = (tuple(total for total, _ in seconds) for seconds in kept)
+                if number or rounds is None:
+                    spent[name].append(sum(after) - sum(before))
+                    if name == "vLLM":
+                        here.append(after[0] - before[0])
         grouped = f"{siblings} of each prompt" if siblings > 1 else "each its prompt"
         what = f"{model}, {rows} rows of {length} tokens, {grouped}"
-        yield Row(what=what, unit="CPU s", ours=own, peer="vLLM", theirs=vllm)
-        yield Row(what=what, unit="CPU s", ours=own, peer="continuous batching", theirs=batching)
-        here = tuple(mine for _, mine in kept[2])
-        yield Row(what=f"requests and answers, {what}", unit="CPU s", ours=here, peer="vLLM in all", theirs=vllm)
+        own = tuple(spent.pop("policy"))
+        for peer, seconds in spent.items():
+            yield Row(what=what, unit="CPU s", ours=own, peer=peer, theirs=tuple(seconds))
+        requests = f"requests and answers, {what}"
+        yield Row(what=requests, unit="CPU s", ours=tuple(here), peer="vLLM in all", theirs=tuple(spent["vLLM"]))
 
     def _cpu_seconds(self) -> list[float]:
         """User and system time of this process, and of each of the server's."""
