@@ -297,6 +297,14 @@ def _engine(config: RunConfig) -> Iterator[InputError]:
     if policy.quantization is not None:
         hint = "A server loads the base in its own way, with other weights; use rollout.engine: policy."
         yield InputError("policy.quantization", policy.quantization.model_dump(exclude_defaults=True), hint)
+    command, placement = rollout.vllm and rollout.vllm.command, config.placement
+    # Reference log-probs take the weights, so the devices' processes sample.
+    if command and config.advantages.kl_coef > 0 and placement.shards_of(placement.rollouts) > 1:
+        hint = (
+            "advantages.kl_coef divides the rollouts among processes, each of which would start a server. Start one "
+            "yourself and name its address as rollout.vllm.url, or use one device."
+        )
+        yield InputError("rollout.vllm.command", command, hint)
     for place, lora in policy.loras.items():
         yield from _refused(refuse_vllm_adapters, lora, place)
 

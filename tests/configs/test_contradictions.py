@@ -109,6 +109,15 @@ def test_everything_is_reported_at_once() -> None:
         (engine({"vllm": {"url": ["http://a", "http://a/v1/"]}}), "rollout.vllm.url", ["http://a", "http://a"]),
         (engine({"vllm": {"url": "http://a", "command": "vllm serve"}}), "rollout.vllm.command", "vllm serve"),
         (
+            {
+                **engine({"vllm": {"command": "vllm serve"}}),
+                "placement": {"devices": ["cpu", "cpu"]},
+                "advantages": {"kl_coef": 0.1},
+            },
+            "rollout.vllm.command",
+            "vllm serve",
+        ),
+        (
             engine({"vllm": {"url": "http://a", "token_env": "sk-1"}}),
             "rollout.vllm.token_env",
             "not the name of a variable",
