@@ -67,19 +67,19 @@ class Fonts:
         lines = [""]
         for space, piece in _pieces(self.shown(text)):
             longer = f"{lines[-1]}{space}{piece}".lstrip()
-            if self._width(longer, size) <= width:
+            if self.width(longer, size) <= width:
                 lines[-1] = longer
                 continue
             if lines[-1]:
                 lines.append("")
             for cluster in regex.findall(r"\X", piece):
-                if lines[-1] and self._width(lines[-1] + cluster, size) > width:
+                if lines[-1] and self.width(lines[-1] + cluster, size) > width:
                     lines.append("")
                 lines[-1] += cluster
         if len(lines) <= count:
             return lines
         clusters = regex.findall(r"\X", lines[count - 1])
-        while clusters and self._width(f"{''.join(clusters)} {_ELLIPSIS}", size) > width:
+        while clusters and self.width(f"{''.join(clusters)} {_ELLIPSIS}", size) > width:
             clusters.pop()
         return [*lines[: count - 1], f"{''.join(clusters)} {_ELLIPSIS}"]
 
@@ -100,9 +100,9 @@ class Fonts:
             below = math.ceil(font.get_descent() / 64)
             image.paste(colour, (left, baseline + below - pixels.shape[0]), Image.fromarray(pixels))
 
-    def _width(self, line: str, size: int) -> float:
-        """Return the width of a line in pixels."""
-        return self._laid_out(line, size).get_width_height()[0] / 64
+    def width(self, line: str, size: int) -> int:
+        """Return the width of a line in pixels, rounded up."""
+        return math.ceil(self._laid_out(line, size).get_width_height()[0] / 64)
 
     def _laid_out(self, line: str, size: int) -> FT2Font:
         font = get_font(self.paths)

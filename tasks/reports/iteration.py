@@ -300,11 +300,11 @@ def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Imag
     target_x = LABEL + (sources * (side + GAP) + 2 * GAP if sources else 0)
     before_x = target_x + (side + 3 * GAP if targets else 0)
     after_x = before_x + per_side * (side + GAP) + 3 * GAP
-    sheet = Image.new(
-        "RGB", (after_x + per_side * (side + GAP) + GAP, HEAD + len(pairs) * (side + GAP) + GAP), "#eef0f3"
-    )
+    after = "after training, same seeds"
+    width = after_x + max(per_side * (side + GAP), fonts.width(after, SMALL_LETTERS)) + GAP
+    sheet = Image.new("RGB", (width, HEAD + len(pairs) * (side + GAP) + GAP), "#eef0f3")
     fonts.draw(sheet, (10, 22), fonts.shown(title), 14, "#111111")
-    headings = [(before_x, "before training"), (after_x, "after training, same seeds")]
+    headings = [(before_x, "before training"), (after_x, after)]
     headings += [(target_x, "target")] if targets else []
     headings += [(LABEL, "source")] if sources else []
     for x, heading in headings:

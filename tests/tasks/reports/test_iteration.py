@@ -9,6 +9,7 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from tasks.reports.iteration import (
+    HEAD,
     IterationRecord,
     contact_sheet,
     iteration_markdown,
@@ -256,7 +257,10 @@ def test_a_sheet_without_targets_has_no_column_for_them_and_marks_deleted_images
     def row(image: Image.Image | None) -> Row:
         return {"prompt": "word " * 100, "reward": 0.1, "image": image}
 
-    sheet = contact_sheet([([row(None)], [row(Image.new("RGB", (64, 64), TARGET))])] * 3, title="t", side=50)
-    assert sheet.size == (230 + 56 + 18 + 56 + 6, 52 + 3 * 56 + 6)
-    assert sheet.getpixel((230 + 56 + 18 + 25, 52 + 2 * 56 + 25)) == TARGET
-    assert sheet.crop((230, 52, 280, 102)).getcolors(1 << 20)[1:]
+    sheet = contact_sheet([([row(None)], [row(Image.new("RGB", (64, 64), TARGET))])] * 3, title="t", side=200)
+    assert sheet.size == (230 + 206 + 18 + 206 + 6, 52 + 3 * 206 + 6)
+    assert sheet.getpixel((230 + 206 + 18 + 100, 52 + 2 * 206 + 100)) == TARGET
+    assert sheet.crop((230, 52, 430, 252)).getcolors(1 << 20)[1:]
+    # Its heading is wider than a small image.
+    small = contact_sheet([([row(None)], [row(None)])], title="t", side=50)
+    assert small.crop((small.width - 6, 0, small.width, HEAD)).getcolors() == [(6 * HEAD, (238, 240, 243))]
