@@ -35,6 +35,8 @@ def _isolate() -> None:
         os.environ[name] = str(Path(_PRIVATE.name, folder))
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["DO_NOT_TRACK"] = "1"
+    # No test compiles, and bitsandbytes imports torch's compilers in each process to wrap functions that none calls.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # No test speaks TLS, and each of thousands of clients would read all certificates of the bundle.
     end = "-----END CERTIFICATE-----\n"
     one = Path(_PRIVATE.name, "certificate.pem")

@@ -25,7 +25,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
+from prefect.settings import get_current_settings
 from prefect.utilities.callables import generate_parameter_schema
 from pydantic import BaseModel, BeforeValidator
 
@@ -33,7 +33,7 @@ from configs.loader import check_config
 from configs.schema import RunConfig
 from configs.validation import validated
 from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
-from flows.server.reachable import server_url
+from flows.server.reachable import server_url, without_retries
 from tasks.progress import Lines, ProgressReporter, has_listener, listen, listener
 from tasks.reports.report import Report, markdown_of
 from tasks.reports.text import in_cell
@@ -206,7 +206,7 @@ class _FlowRunPage:
     def _send(self, bar: _Bar, done: int, total: int) -> None:
         percent, text = 100.0 * done / max(total, 1), f"{bar.stage}: {done:,} of {total:,}"
         try:
-            with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), _client() as client:
+            with without_retries(), _client() as client:
                 if bar.artifact is None:
                     kind = bar.stage.rpartition(": ")[2]
                     request = ArtifactCreate(

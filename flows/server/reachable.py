@@ -10,6 +10,7 @@ from grpo_core.errors import InputError, joined, raise_all
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import WorkPool
+    from prefect.context import SettingsContext
 
 _TIMEOUT_SECONDS = 8.0
 # Prefect's client connects up to four times, with pauses of 1.5 s in total.
@@ -34,6 +35,18 @@ def is_cloud() -> bool:
     from prefect.client.base import ServerType, determine_server_type
 
     return determine_server_type() == ServerType.CLOUD
+
+
+def without_retries() -> "SettingsContext":
+    """Return a context in which Prefect's clients send each request once.
+
+    `temporary_settings` would read all settings again, in 40 milliseconds.
+    """
+    from prefect.context import SettingsContext, get_settings_context
+
+    context = get_settings_context()
+    client = context.settings.client.model_copy(update={"max_retries": 0})
+    return SettingsContext(profile=context.profile, settings=context.settings.model_copy(update={"client": client}))
 
 
 def require_server() -> None:
@@ -169,14 +182,10 @@ def _request(
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectHTTPStatusError
-    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     limits = {"timeout": httpx.Timeout(_TIMEOUT_SECONDS, connect=_CONNECT_SECONDS)}
     try:
-        with (
-            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-            get_client(httpx_settings=limits, sync_client=True) as client,
-        ):
+        with without_retries(), get_client(httpx_settings=limits, sync_client=True) as client:
             return client.request(method, path, json=content).json()
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
         raise _not_prefect(url) from error

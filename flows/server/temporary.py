@@ -59,7 +59,7 @@ class TemporaryServer(ServerProcess):
     """The server's process; its output is kept for messages.
 
     Args:
-        environment: of the process.
+        settings: Prefect's, by the names of their variables, beside the environment of this process.
 
     Attributes:
         port: of the loopback address; it stays the same when the server is started again.
@@ -67,7 +67,7 @@ class TemporaryServer(ServerProcess):
         lost: why the server is not started again; None while it runs, or will.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, settings: Mapping[str, str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="grpo-server-"))
         # Open as long as this process lives: while no server runs, requests wait in its queue.
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -77,7 +77,7 @@ class TemporaryServer(ServerProcess):
         super().__init__(
             "Prefect's temporary server",
             [sys.executable, "-c", _PROGRAM, str(descriptor), str(self.folder)],
-            {**environment, **database_settings(self.folder)},
+            {**_environment(settings), **database_settings(self.folder)},
             tempfile.TemporaryFile(),  # noqa: SIM115  (open as long as the server runs)
             self._listener.getsockname()[1],
             "/api/health",
@@ -170,7 +170,7 @@ def start_temporary_server() -> bool:
     is_lost = _server is not None and _server.lost is not None and settings.api.url == _server.api_url
     if (settings.api.url and not is_lost) or not settings.server.ephemeral.enabled:
         return False
-    _server = TemporaryServer(_environment(settings.to_environment_variables(exclude_unset=True)))
+    _server = TemporaryServer(settings.to_environment_variables(exclude_unset=True))
     atexit.register(_server.close)
     # For all threads of this process, and for those that Prefect starts.
     os.environ["PREFECT_API_URL"] = _server.api_url

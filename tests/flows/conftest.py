@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 
 import polars as pl
 import pytest
-from prefect.context import _temporary_global_settings_context, get_settings_context
+from prefect.context import refresh_global_settings_context
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL
 
 from configs.loader import read_config
 from flows.prefect_settings import SERVER
-from flows.server.temporary import TemporaryServer, _environment
+from flows.server.temporary import TemporaryServer
 from flows.training.summary import TrainSummary
 from grpo_core.errors import InputError
 from tasks.metrics import is_measured
@@ -49,6 +49,8 @@ SMALL = {
     "rollout.prompts_per_iteration": 2,
     "rollout.group_size": 2,
     "rollout.num_inference_steps": 1,
+    "rollout.height": 32,
+    "rollout.width": 32,
     "update.minibatch_size": 2,
     "rewards": [{"reward": "ssim", "weight": 0.5}, {"reward": "psnr", "weight": 0.5}],
     "evaluate.prompts": None,
@@ -261,17 +263,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[None]:
-    running = TemporaryServer(_environment(SERVER))
+    running = TemporaryServer(SERVER)
     running.wait_until_ready(120.0)
-    # The settings of threads are the global ones.
-    with (
-        temporary_settings({PREFECT_API_URL: running.api_url}),
-        _temporary_global_settings_context(get_settings_context()),
-    ):
-        yield
-        # At its exit the process would wait for a server that is gone to take what has not been sent.
-        for worker in (APILogWorker, EventsWorker):
-            worker.drain_all()
+    # Threads have the global settings, which Prefect reads from the environment; programs that tests start do not.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFECT_API_URL", running.api_url)
+        refresh_global_settings_context()
+    yield
+    # At its exit the process would wait for a server that is gone to take what has not been sent.
+    for worker in (APILogWorker, EventsWorker):
+        worker.drain_all()
+    refresh_global_settings_context()
     running.close()
     running.process.wait()
     # What the clients left is collected here, where it is no failure; at the very end of pytest it would be one.

@@ -26,6 +26,21 @@ def pool(server: None) -> str:
     return make_pool()
 
 
+def by_the_command(run: str, *options: str) -> dict[str, Any]:
+    """Deploy a run's training to a pool; what is printed."""
+    given = ["deploy", str(TINY), "--run", run, "--pool", "made-by-deploy", *options, "--json"]
+    ended = CliRunner().invoke(application, given)
+    assert ended.exit_code == 0, ended.output
+    printed: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return printed
+
+
+@pytest.fixture(scope="class")
+def alone(server: None) -> dict[str, Any]:
+    """A training that is deployed at a server without its pool."""
+    return by_the_command("alone", "--cron", "0 2 * * *")
+
+
 async def replace_schedule(name: str, changed: Mapping[str, Any]) -> None:
     """As a person does in the UI."""
     async with get_client() as client:
@@ -78,16 +93,25 @@ class TestRegistered:
         assert deployed(run="twice", cron="").deployments[0].schedule is None
         assert on_the_server("twice")[names[0]].schedules == []
 
-    def test_by_the_command_the_training_alone_on_a_pool_and_a_server_that_are_made_ready(self, server: None) -> None:
-        given = ["deploy", str(TINY), "--run", "alone", "--pool", "made-by-deploy", "--cron", "0 2 * * *", "--json"]
-        ended = CliRunner().invoke(application, given)
-        assert ended.exit_code == 0, ended.output
-        printed = json.loads(ended.stdout.splitlines()[-1])
-        assert [each["name"] for each in printed["deployments"]] == ["grpo train/alone"]
-        assert (printed["pool"], printed["pool_type"], printed["root"]) == ("made-by-deploy", "grpo", "runs")
-        assert printed["deployments"][0]["schedule"] == "0 2 * * * (UTC)"
+    def test_by_the_command_the_training_alone_on_a_pool_and_a_server_that_are_made_ready(
+        self, alone: dict[str, Any]
+    ) -> None:
+        assert [each["name"] for each in alone["deployments"]] == ["grpo train/alone"]
+        assert (alone["pool"], alone["pool_type"], alone["root"]) == ("made-by-deploy", "grpo", "runs")
+        assert alone["deployments"][0]["schedule"] == "0 2 * * * (UTC)"
         with get_client(sync_client=True) as client:
             assert len(client.read_automations_by_name(AUTOMATION)) == 1
+
+    def test_the_command_once_more_keeps_the_schedule_as_a_person_changed_it(self, alone: dict[str, Any]) -> None:
+        changed = {"active": False, "parameters": {"config": {"run": {"name": "alone"}}}, "slug": "nightly"}
+        asyncio.run(replace_schedule("grpo train/alone", changed))
+        (again,) = by_the_command("alone", "--set", "run.seed=7")["deployments"]
+        assert (again["id"], again["updated"]) == (alone["deployments"][0]["id"], True)
+        training = on_the_server("alone")["grpo train/alone"]
+        assert training.parameters["config"]["run"]["seed"] == 7
+        (kept,) = training.schedules
+        assert kept.schedule.cron == "0 2 * * *"
+        assert kept.model_dump(include=set(changed)) == changed
 
     def test_a_container_pool_gets_the_image_and_enters_its_checkout(self, pool: str) -> None:
         async def pods() -> None:

@@ -8,8 +8,6 @@ routes. What was refused is written to a file, one line each.
 import sys
 from pathlib import Path
 
-import uvicorn
-from prefect.server.api.server import create_app
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
@@ -43,6 +41,10 @@ class CloudLike:
 
 
 if __name__ == "__main__":
+    # Two seconds of imports, which the collection of tests does without.
+    import uvicorn
+    from prefect.server.api.server import create_app
+
     port, refused = int(sys.argv[1]), Path(sys.argv[2])
     refused.touch()
     uvicorn.run(CloudLike(create_app(final=True), refused), port=port, log_level="warning")

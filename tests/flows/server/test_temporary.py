@@ -68,7 +68,7 @@ def process_at(server: TemporaryServer) -> int:
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemporaryServer]:
     monkeypatch.setattr(temporary, "_PROGRAM", ANSWERS)
-    server = TemporaryServer(dict(os.environ))
+    server = TemporaryServer({})
     server.wait_until_ready(60.0)
     yield server
     server.close()
@@ -98,7 +98,7 @@ def test_it_ends_with_its_process(tmp_path: Path, way: str) -> None:
 def test_a_server_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(temporary, "_PROGRAM", "raise SystemExit('the database is of a newer release')")
     with pytest.raises(RuntimeError, match=r"exit code 1\nthe database is of a newer release"):
-        TemporaryServer(dict(os.environ)).wait_until_ready(60.0)
+        TemporaryServer({}).wait_until_ready(60.0)
 
 
 @pytest.fixture

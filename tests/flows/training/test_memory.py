@@ -61,7 +61,8 @@ def test_it_does_not_grow_with_the_iterations(empty: Runs, staleness: int) -> No
         use_hook(None)
     # Two iterations' worth: what was just made is there a little longer or shorter. The thread that samples ahead drops
     # the policy before its own when it begins, which may be before or after the count.
-    # So may the stage that it runs, which counts as submitted; one left an iteration would be three more.
+    # It submits one task a reward, here one, and forgets it once it has ended: at either count it may be scoring. One
+    # that is left in each iteration would be three more.
     leeway = {"references": 8, "results": 40, "assets": 4, "policies": 1, "submitted": 1}
     assert {name: n for name, n in kept[7].items() if n > kept[4][name] + leeway.get(name, 0)} == {}
 
