@@ -26,6 +26,7 @@ from grpo_core.errors import InputError, raise_all
 from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import copy_advantages_task
 from tasks.progress import log
+from tasks.reports.text import counted
 from tasks.runs.layout import RECOMPUTED, STORED, StoredIteration, iteration_folder
 from tasks.runs.lookup import CONFIG_FILE, find_run, spans
 from tasks.runs.stored import (
@@ -260,25 +261,28 @@ async def replay(request: ReplayForm) -> ReplaySummary:
 
 
 def introduction(plan: ReplayPlan) -> str:
-    """Describe in one line what is replayed, and how rows of other weights are treated."""
+    """Describe in one line what is replayed, and how samples of other policy versions are treated."""
     config, section = plan.config, plan.config.replay
     first, last = section.iterations[0], section.iterations[-1]
     weights = {
         stream: _weight(update.importance_weights(section.correction)) for stream, update in config.updates.items()
     }
     weight = " and ".join(f"{each} ({stream})" if len(weights) > 1 else each for stream, each in weights.items())
+    advantages = {STORED: "stored advantages", RECOMPUTED: "recomputed advantages"}.get(
+        section.advantages, f"advantages of the rescoring {section.advantages}"
+    )
     return (
-        f"replay of {section.source}, iterations {first} to {last}, {section.advantages} advantages, onto version "
-        f"{section.policy}; rows of other weights count {weight}, and not at all beyond {section.max_staleness} "
-        "versions"
+        f"replay of {section.source}: iterations {first} to {last} with the {advantages}, starting from policy version "
+        f"{section.policy}; samples of another version are trained with {weight}, and left out if more than "
+        f"{counted(section.max_staleness, 'version')} apart"
     )
 
 
 def _weight(mismatch: MismatchSection | None) -> str:
     if mismatch is None:
-        return "fully"
-    done = {"truncate": "truncated at", "mask": "left out beyond"}[mismatch.mode]
-    return f"by exp(old - rollout) per {mismatch.level}, {done} {mismatch.cap:g}"
+        return "no importance weights"
+    done = {"truncate": "at most", "mask": "0 above"}[mismatch.mode]
+    return f"importance weights per {mismatch.level}, {done} {mismatch.cap:g}"
 
 
 def reuse_advantages(

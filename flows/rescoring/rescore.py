@@ -49,6 +49,9 @@ from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.run_lock import locked
 
+SHOWN = 3
+"""Number of samples that moved which are shown in the terminal; the page has all."""
+
 
 class RescoreSummary(BaseModel):
     """The results of a rescoring; numbers are those of all runs together.
@@ -90,7 +93,8 @@ class Rescoring:
             *seconds_facts(summary.seconds),
             *(("page", relative(page)) for page in summary.report),
         ]
-        tables = [*comparison_tables(self.comparison), moved_table(self.moved)]
+        moved = moved_table(self.moved).head(SHOWN, "samples", relative(summary.report[-1]))
+        tables = [*comparison_tables(self.comparison), moved]
         return Report(title_of(summary.runs, summary.name), facts, tables)
 
 

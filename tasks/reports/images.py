@@ -11,12 +11,11 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.images import decode_stored
-from tasks.prompts.targets import TargetReference, load_target
+from tasks.prompts.targets import TargetReference, find_target, load_target
 from tasks.reports.text import counted
 from tasks.runs.layout import IMAGES, source_file
 from tasks.runs.sources import read_sources
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.files import is_local
 
 PRUNED = "image removed"
 """Shown in place of an image that `grpo prune` deleted."""
@@ -55,8 +54,7 @@ def read_images(
 class PromptImages:
     """What prompts have besides their text: target images by address, and the images in them by digest.
 
-    Each is read once; missing and changed ones are recorded and left out. The relative path of a target is that of the
-    folder in which its run was started; it is looked for in the working directory, then beside the storage roots.
+    Each is read once; missing and changed ones are recorded and left out.
 
     Attributes:
         missing: addresses of targets, and reasons.
@@ -80,19 +78,12 @@ class PromptImages:
         if uri is None or sha256 is None or uri in self.missing:
             return None
         if uri not in self._targets:
-            path = self._path_of(uri)
+            path = find_target(uri, self._stores)
             try:
                 self._targets[uri] = shrunk(load_target(TargetReference(path or uri, sha256)), self._side)
             except InputError as error:
                 self.missing[uri] = error.hint if path else _NOWHERE
         return self._targets.get(uri)
-
-    def _path_of(self, uri: str) -> str | None:
-        """Return where a target is; None for a relative path that leads to nothing."""
-        if "://" in uri or Path(uri).is_absolute():
-            return uri
-        folders = (Path(store.root).parent for store in self._stores if is_local(store.filesystem))
-        return next((str(folder / uri) for folder in (Path(), *folders) if (folder / uri).exists()), None)
 
     def sources(self, row: Mapping[str, Any]) -> list[Image.Image]:
         """Read the images in the prompt of a stored sample, reduced where they are large."""

@@ -56,13 +56,11 @@ class Table:
     meaning: str = ""
     note: str = ""
 
-    def head(self, count: int, noun: str) -> "Table":
+    def head(self, count: int, noun: str, page: str = "the page (--html FILE)") -> "Table":
         """Return the first rows, with a note of how many rows of this noun there are on the page."""
         if len(self.rows) <= count:
             return self
-        return replace(
-            self, rows=self.rows[:count], note=f"{count} of {len(self.rows)} {noun}; the page (--html FILE) shows all"
-        )
+        return replace(self, rows=self.rows[:count], note=f"{count} of {len(self.rows)} {noun}; {page} shows all")
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Report:
 
 def signs_notice(signs: Sequence["Sign"]) -> Notice:
     """Return the signs of a run, a line each, for the top of a report."""
-    return Notice("signs that the run does not learn as it should", [str(sign) for sign in signs])
+    return Notice("warning signs", [str(sign) for sign in signs])
 
 
 def markdown_of(report: Report) -> str:

@@ -72,7 +72,12 @@ def score_again(
             names = frozenset(wanted["sample_id"])
             sources = partial(read_sources, store, runs=[part.rollouts.run]) if reward.reads_sources else None
             batches = batches_of(
-                source, section.batch_size, names, with_tokens=reward.needs_tokens, read_sources=sources
+                source,
+                section.batch_size,
+                names,
+                with_tokens=reward.needs_tokens,
+                read_sources=sources,
+                stores=[store],
             )
             rows = [row for batch in batches for row in score_rows(reward, section, batch)]
             kinds = {"sample_id": pl.String, **dict.fromkeys(NUMBERS, pl.Float64), "failure": pl.String}

@@ -206,7 +206,7 @@ def reward_origin(metric: str, trained_on: str | None) -> str:
     if trained_on is None:
         return ""
     if metric == HELDOUT:
-        return " (own rewards)"
+        return " (original rewards)"
     return f" (rescoring {trained_on})" if metric == "reward" or metric.startswith("datasets/") else ""
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 from PIL import Image
@@ -28,8 +28,11 @@ from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import LostStageError
 from tasks.execution.resources import resource
 from tasks.progress import listener
-from tasks.prompts.targets import TargetReference, load_target
+from tasks.prompts.targets import TargetReference, find_target, load_target
 from tasks.runs.layout import IMAGES, PARTS
+
+if TYPE_CHECKING:
+    from tasks.storage.artifacts.store import ArtifactStore
 
 Row = Mapping[str, Any]
 
@@ -61,13 +64,16 @@ def batches_of(
     *,
     with_tokens: bool,
     read_sources: ReadSources | None = None,
+    stores: Sequence["ArtifactStore"] = (),
 ) -> Iterator[list[Row]]:
     """Yield batches of the wanted samples in order, siblings together; all but the last have at least `size`.
 
     Args:
         with_tokens: whether rows have the tokens that they were decoded from.
         read_sources: reads the images in their prompts, for `sources` of each row; None if they are not needed.
+        stores: beside their roots target images are looked for, whose paths are relative.
     """
+    find = functools.cache(lambda uri: find_target(uri, stores) or uri)
     more = (*(_READ_OF_TOKENS if with_tokens else ()), *(_READ_OF_SOURCES if read_sources else ()))
     waiting: list[Row] = []
     for row in _rows_of(source, more):
@@ -76,7 +82,8 @@ def batches_of(
         if len(waiting) >= size and row["group_id"] != waiting[-1]["group_id"]:
             yield _with_sources(waiting, read_sources)
             waiting = []
-        waiting.append(row)
+        uri = row.get("target_uri")
+        waiting.append(row if uri is None else {**row, "target_uri": find(uri)})
     if waiting:
         yield _with_sources(waiting, read_sources)
 

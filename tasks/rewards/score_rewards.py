@@ -7,7 +7,7 @@ sample out of scope has neither a score nor a provenance, so a wider scope only 
 import json
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from tasks.execution.caching import stage_task
 from tasks.execution.call import SHARDS, Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.models.resident import set_threads
 from tasks.progress import progress_of
-from tasks.rewards.rows import SCORES, ReadSources, Row, batches_of, score_in_processes, score_rows
+from tasks.rewards.rows import SCORES, Row, batches_of, score_in_processes, score_rows
 from tasks.runs.layout import IMAGES, PARTS, SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
 from tasks.runs.sources import read_sources
@@ -235,7 +235,15 @@ def score_reward_task(
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
         meant = in_scope(section, everything).select("sample_id", provenance=pl.lit(provenance))
         sources = partial(read_sources, store, runs=[rollouts.run]) if reward.reads_sources else None
-        made = _score(reward, section, source, wanted, meant.height, report_progress, sources)
+        batches = batches_of(
+            source,
+            section.batch_size,
+            wanted,
+            with_tokens=reward.needs_tokens,
+            read_sources=sources,
+            stores=[store],
+        )
+        made = _score(reward, section, batches if wanted else iter(()), meant.height, report_progress)
         # A score that a sibling's score depends on was computed again.
         scored = meant.join(pl.concat([known, made]).unique("sample_id", keep="last"), **_ONE_EACH)
         table = samples.select("sample_id", "iteration", reward=pl.lit(section.label)).join(scored, **_ONE_EACH)
@@ -270,22 +278,17 @@ def _shard(samples: pl.DataFrame, part: tuple[int, int] | None) -> pl.DataFrame:
 def _score(
     reward: Reward,
     section: RewardSection,
-    source: Path,
-    wanted: frozenset[str],
+    batches: Iterable[list[Row]],
     meant: int,
     report_progress: Callable[[int], None],
-    sources: ReadSources | None,
 ) -> pl.DataFrame:
-    """Score the wanted samples; once more could not be scored than is allowed, the others are not tried.
+    """Score the samples of the batches; once more could not be scored than is allowed, the others are not tried.
 
     Args:
         meant: number of samples in scope, scored before or not; max_failures is a share of these.
-        sources: reads the images in their prompts; None for a reward that does not look at them.
     """
     scored: list[Row] = []
     failed: list[str] = []
-    found = batches_of(source, section.batch_size, wanted, with_tokens=reward.needs_tokens, read_sources=sources)
-    batches = found if wanted else iter(())
     if section.processes:
         results = score_in_processes(section, batches)
     else:

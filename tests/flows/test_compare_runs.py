@@ -133,4 +133,4 @@ def test_a_replay_says_whose_rewards_it_was_trained_on(tmp_path: Path) -> None:
 
 
 REPLAYED = "replay: {source: own, policy: 0, iterations: [1, 2], advantages: kinder}\n"
-REPLAYED_TITLES = ("reward (rescoring kinder)", "held-out reward (own rewards)")
+REPLAYED_TITLES = ("reward (rescoring kinder)", "held-out reward (original rewards)")

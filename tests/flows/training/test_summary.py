@@ -99,7 +99,7 @@ def test_the_end_of_a_line(reused: dict[str, str], each: float | None, end: str)
 def test_a_line_of_a_replay_says_whose_rewards_it_has() -> None:
     record = replace(RECORD, metrics={"reward": 0.5, "heldout_reward": 0.25, "kl": 0.125})
     line = format_progress_line(record, 60, trained_on="kinder")
-    assert line == "iteration 2/60: reward (rescoring kinder) 0.500, held-out (own rewards) 0.250, KL 0.125"
+    assert line == "iteration 2/60: reward (rescoring kinder) 0.500, held-out (original rewards) 0.250, KL 0.125"
 
 
 def test_stored_iterations_and_the_first_that_is_trained_do_not_count() -> None:

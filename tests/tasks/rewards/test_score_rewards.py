@@ -23,7 +23,7 @@ from tasks.runs.layout import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.grpo_core.rewards.conftest import refused
-from tests.tasks.reports.made_runs import GROUP_SIZE, RunMaker
+from tests.tasks.reports.made_runs import GROUP_SIZE, RunMaker, colour, png
 
 PLACE = "iteration_000001"
 
@@ -307,3 +307,23 @@ def test_a_function_of_images_without_tokens_gets_no_ids(tmp_path: Path) -> None
     scored = score_reward_task.fn(rollouts, section, f"{PLACE}/rewards", "t", PlacementSection())
     table = pl.read_parquet(maker.store.local_files(scored) / SCORES_FILE)
     assert table["value"].to_list() == [red / 255 for red in (10, 50) for _ in range(GROUP_SIZE)]
+
+
+def test_relative_targets_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the folder in which the run was started, here and in the processes that score."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "0.png").write_bytes(png(colour(0, 0)))
+    maker = RunMaker(tmp_path / "runs")
+    use_store(maker.store)
+    monkeypatch.chdir(tmp_path)
+    maker.targets = {0: Path("0.png")}
+    rollouts = maker.rollouts(PLACE, "i000001")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    similar = RewardSection(reward="mse")
+    scored = score_reward_task.fn(rollouts, similar, f"{PLACE}/rewards", "t", PlacementSection())
+    found = values(maker.store, scored)
+    assert found[0] == 1
+    assert found[GROUP_SIZE:] == [None] * GROUP_SIZE
+    (tmp_path / "0.png").unlink()
+    error = refused(lambda: score_reward_task.fn(rollouts, similar, "other", "t", PlacementSection()))
+    assert (error.place, error.value) == ("data.targets", "0.png")
