@@ -21,6 +21,7 @@ install: $(STAMP)  ## install the locked packages into .venv
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than 3.11: install a later Python and run, for example, make PYTHON=python3.11" >&2; exit 1; }
+	@echo "installing the locked packages into $(VENV): about two minutes on two cores, and the download of 7.4 GB the first time"
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	command -v uv >/dev/null || $(RUN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"
 	PATH="$(abspath $(RUN)):$$PATH" uv pip sync --quiet --compile-bytecode --python $(RUN)/python --require-hashes requirements.lock

@@ -172,7 +172,7 @@ def _explain(model: type[BaseModel], chosen: Mapping[str, type[BaseModel]], deta
     place = ".".join(location) or "configuration"
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        return InputError(place, found, f"There is no such key. {nearest_key(model, location, chosen)}")
+        return InputError(place, location[-1], f"There is no such key. {nearest_key(model, location, chosen)}")
     if kind == "model_type" and detail["loc"]:
         return InputError(place, found, section_hint(model, location, chosen, found))
     if kind == "missing":

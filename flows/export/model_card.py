@@ -28,7 +28,7 @@ from tasks.runs.stored import choose_policy, find_evaluation
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 """Where diffusers looks for an adapter in a folder."""
 
-IMAGE_PROMPT, EDIT_PROMPT = "a lighthouse at dusk", "make it dusk"
+IMAGE_PROMPT, EDIT_PROMPT = "a red circle in the center on a white background", "make it dusk"
 TEXT_PROMPT, QUESTION = "Write a haiku about rain.", "What is in this image?"
 
 

@@ -127,8 +127,9 @@ def reward_facts(run: "RunSummary") -> list[Fact]:
 
 
 def seconds_facts(seconds: Mapping[str, float]) -> list[Fact]:
-    """List the seconds of each stage."""
-    return [(f"seconds, {stage}", f"{spent:.1f}") for stage, spent in seconds.items()]
+    """List the seconds from start to end, `total`, and those of each stage."""
+    titles = {"total": "wall time"}
+    return [(f"seconds, {titles.get(stage, stage)}", f"{spent:.1f}") for stage, spent in seconds.items()]
 
 
 THUMBNAIL = 256

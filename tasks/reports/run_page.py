@@ -172,7 +172,7 @@ def run_report(run: RunView, verdict: Verdict, warnings: Sequence[str]) -> Repor
     facts = [
         *reward_facts(summary),
         ("policy updates", f"{summary.iterations}"),
-        ("seconds of all stages", f"{summary.seconds['total']:.1f}"),
+        ("seconds, all stages", f"{summary.seconds['total']:.1f}"),
         ("reward hacking", verdict.summary),
         ("policy digest", (summary.policy_digest or "unknown")[:12]),
     ]

@@ -68,7 +68,8 @@ def hacking_verdict(run: RunHistory) -> Verdict:
         stopped = settings.get("on_fall") == "stop" and not run.finished
         note = ("the run was stopped for it (guardrails.on_fall)",) if stopped else ()
         return Verdict("signs", f"signs in {found}", (*map(str, fallen), *note), fallen)
-    return Verdict("none", f"no sign in {', '.join(measures)}", tuple(_trends(rewards, measures)))
+    named = (f"the guardrail {label}" if label in run.guardrail_series else f"{label} (weight 0)" for label in measures)
+    return Verdict("none", f"no sign in {', '.join(named)}", tuple(_trends(rewards, measures)))
 
 
 def fallen_measures(

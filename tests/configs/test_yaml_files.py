@@ -149,7 +149,7 @@ def test_an_option_without_a_setting_is_refused_with_the_reason_of_the_document(
         assert (reason is not None) == (how in {"otherwise", "no"}), name
         assert reason is None or why.replace("`", "") in reason
     (error,) = problems(written(tmp_path / "a.yaml"), "update.vllm_group_port=1").values()
-    assert (error.place, error.value) == ("update.vllm_group_port", 1)
+    assert (error.place, error.value) == ("update.vllm_group_port", "vllm_group_port")
     assert found["vllm_group_port"][1] in error.hint
     # No option of TRL's any more; people still have it in their files.
     (error,) = problems(written(tmp_path / "a.yaml"), "update.warmup_ratio=0.1").values()

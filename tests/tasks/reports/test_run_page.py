@@ -63,6 +63,8 @@ def test_what_is_not_trained_on_decides(
     verdict = hacking_verdict(read_run(RunReader(maker.store)))
     assert verdict.finding == finding
     assert any(said in reason for reason in verdict.reasons), verdict.reasons
+    if finding == "none":
+        assert verdict.summary == ("no sign in the guardrail jpeg" if guardrail else "no sign in ssim (weight 0)")
 
 
 EVIL = """<script>alert("1")</script> " onload='x' {{ 'ran' * 3 }} </title></pre> &amp; \u202e"""
