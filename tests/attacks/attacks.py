@@ -1,6 +1,7 @@
 """Every attack on a reward, and the rewards without one.
 
 `python -m tests.attacks.attacks` prints a table of what each attack reaches, and fails where it is more than it may.
+`make figures ONLY=attacks` writes those that reach a large part of a reward to docs/rewards.md.
 """
 
 import random
@@ -15,6 +16,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from data import shapes
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import ScoringBatch
+from tasks.reports.text import markdown_table
 from tests.grpo_core.rewards.conftest import make_batch, make_texts, noise
 from tests.grpo_core.rewards.ocr.lettering import LATIN, draw
 from tests.grpo_core.rewards.stub import Reply, serve
@@ -386,6 +388,21 @@ NOT_ATTACKED: Mapping[str, str] = {
 def all_attacks() -> list[Attack]:
     """Return every attack. A new reward adds its own, or its reason to NOT_ATTACKED."""
     return [*image_attacks(), *text_attacks()]
+
+
+WORKS = 0.5
+"""Value from which on an attack stands in docs/rewards.md."""
+
+
+def table(_name: str) -> list[str]:
+    """Return the table of the attacks that work, the most successful ones of a reward first."""
+    attacks = all_attacks()
+    tried = [attack for attack in attacks if not attack.missing()]
+    reached = [(attack.scored_by, -(attack.score() or 0.0), attack.what) for attack in tried]
+    works = [(reward, what, f"{-value:.3f}") for reward, value, what in sorted(reached) if -value >= WORKS]
+    skipped = f"; {len(attacks) - len(tried)} on engines that were not installed were not tried" * (tried != attacks)
+    counts = f"{len(works)} of {len(tried)} attacks reach {WORKS} or more{skipped}."
+    return [*markdown_table(("reward", "attack", "value"), works), "", counts]
 
 
 def main() -> int:

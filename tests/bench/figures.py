@@ -50,8 +50,10 @@ COMPARED = {
     "grounding": "tests.bench.grounding",
     "grounding_two": "tests.bench.grounding",
     "engines": "tests.bench.engines",
+    "attacks": "tests.attacks.attacks",
 }
-"""Table -> the module that trains here and in TRL, or with two engines, draws the curves and returns the table."""
+"""Table -> the module that makes it: trainings here and in TRL, or with two engines, with their curves; and what
+adversarial images and texts reach."""
 DRAWN = ("sick_runs", "pictures")
 """Modules that make no table: the plots of docs/is_it_learning.md, and what runs show in a browser."""
 PARTS = (*PAGES, *TRAININGS, *COMPARED, *DRAWN)
