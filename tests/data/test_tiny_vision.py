@@ -107,7 +107,7 @@ def test_the_loss_is_the_mean_over_the_answers_tokens() -> None:
         train_model(model, PROCESSOR, replace(SHORT, learning_rate=1e30))
 
 
-@pytest.mark.parametrize(("shapes", "least"), [(1, 0.6), (2, 0.5)])
+@pytest.mark.parametrize(("shapes", "least"), [pytest.param(1, 0.6, marks=pytest.mark.slow), (2, 0.5)])
 def test_it_knows_the_task_says_it_carelessly_and_looks_at_the_image(shapes: int, least: float) -> None:
     usual, greedy = (
         evaluate_tiny_vision_model(FOLDER, RECIPE, shapes=shapes, temperature=warm, group_size=2) for warm in (1.0, 0.0)

@@ -147,7 +147,7 @@ def peak_of_update(pipeline: GlmImagePipeline, group_size: int, micro_batch_size
     return watched.peak - 2 * rows.rollout_logprobs.nbytes
 
 
-@pytest.mark.parametrize("checkpointed", [True, False])
+@pytest.mark.parametrize("checkpointed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_memory_grows_with_the_microbatch_and_not_with_the_group(
     shipped_pipeline: GlmImagePipeline, checkpointed: bool
 ) -> None:

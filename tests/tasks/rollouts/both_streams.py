@@ -21,7 +21,7 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tests.tasks.update.update_jobs import JOINT
 
 ROLLOUT = GlmImageRolloutSection(
-    height=64, width=64, num_inference_steps=3, guidance_scale=1.0, sde_window_range=(0, 2), prompts_per_batch=1
+    height=32, width=32, num_inference_steps=3, guidance_scale=1.0, sde_window_range=(0, 2), prompts_per_batch=1
 )
 PLACEMENT = PlacementSection(devices="cpu")
 UNEVEN = (2, 1, 1)

@@ -222,7 +222,9 @@ def test_gradients_flow_through_the_unconditional_pass(
     assert float(torch.cosine_similarity(found, wrong, dim=0)) < 0.99
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "glm_image" else ()) for name in PIPELINES]
+)
 def test_recomputed_activations_give_the_same_gradient_to_the_bit(name: str) -> None:
     gradients = []
     for checkpointing in (False, True):

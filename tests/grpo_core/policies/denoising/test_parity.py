@@ -42,9 +42,11 @@ def gate(actions: DenoisingBatch, stored: Tensor, scored: Tensor, tolerance: Par
 @pytest.mark.parametrize(
     ("name", "sde_type"),
     [
-        *((name, "flow_grpo") for name in PIPELINES),
+        *((name, "flow_grpo") for name in PIPELINES if name != "glm_image"),
         ("sd3", "dance_grpo"),
         ("sd3", "cps"),
+        # In test_components the log-probs of its rollouts are found again within 1e-5.
+        pytest.param("glm_image", "flow_grpo", marks=pytest.mark.slow),
         pytest.param("glm_image", "cps", marks=pytest.mark.slow),
     ],
 )
@@ -292,7 +294,7 @@ def rows_of(actions: DenoisingBatch, advantages: list[float]) -> TrainingRows:
     )
 
 
-@pytest.mark.parametrize("name", ["z_image", "glm_image"])
+@pytest.mark.parametrize("name", ["z_image", pytest.param("glm_image", marks=pytest.mark.slow)])
 def test_an_update_moves_towards_an_image_with_a_good_advantage(name: str) -> None:
     """With one seed the noise is the same, and the images' share of the loss falls from update to update."""
     made, asked = made_of(name), request(samples=2, window_start=STEPS)

@@ -28,6 +28,7 @@ from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, load,
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 # Lumina pads to multiples of 8 ids and CogView4 to multiples of 16.
+SLOW = ("flux2", "z_image_omni", "flux2_klein", "flux_kontext")
 PROMPTS = ("a red dot", "a blue ring next to a much larger green square")
 
 
@@ -54,10 +55,13 @@ def levels(image: Image.Image) -> np.ndarray:
 
 
 def classes() -> Iterator[object]:
-    """Yield those that make images of text alone; two take longer than others that are like them."""
+    """Yield those that make images of text alone; two take longer than others that are like them.
+
+    Two more are sampled, scored and trained with source images in test_edits.
+    """
     for name in MAKE_CLASS:
         if name not in NEED_SOURCES:
-            yield pytest.param(name, marks=[pytest.mark.slow] if name in ("flux2", "z_image_omni") else [])
+            yield pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
 
 
 @pytest.mark.parametrize("name", list(classes()))

@@ -1,5 +1,6 @@
 """Prompts are encoded once, and as the pipeline itself encodes them."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,13 @@ PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(name, precision, marks=() if name == "sd3" or precision == "fp32" else pytest.mark.slow)
+        for name, precision in itertools.product(MAKE, PRECISIONS)
+    ],
+)
 def test_unchanged_weights_give_a_ratio_of_one(saved_folder: SavedFolder, name: str, precision: str) -> None:
     options, tolerance = PRECISIONS[precision]
     policy = load(saved_folder(name), settings(name), **options)
