@@ -28,6 +28,7 @@ from prefect.settings import PREFECT_API_URL
 
 from configs.loader import read_config
 from flows.prefect_settings import SERVER
+from flows.server.database import keep_template
 from flows.server.temporary import TemporaryServer
 from flows.training.summary import TrainSummary
 from grpo_core.errors import InputError
@@ -262,9 +263,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[None]:
-    running = TemporaryServer(SERVER)
-    running.wait_until_ready(120.0)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A server of this process; the first of a session keeps its migrated database for the others to begin with."""
+    own = tmp_path_factory.getbasetemp()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own))
+        running = TemporaryServer(SERVER)
+        running.wait_until_ready(120.0)
+        keep_template(running.folder)
     # Threads have the global settings, which Prefect reads from the environment; programs that tests start do not.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREFECT_API_URL", running.api_url)

@@ -105,7 +105,7 @@ class TestForm:
         values["rollout"]["group_size"] = 1
         del values["data"]
         message = unread(train, {"config": values})
-        for mistake in ("update.learning_rat: got 1.0", "rollout.group_size: got 1", "data: got None"):
+        for mistake in ("update.learning_rat: got 'learning_rat'", "rollout.group_size: got 1", "data: got None"):
             assert mistake in message
         assert "overrides.0: got 3" in unread(evaluate, {"request": {"run": "tiny", "overrides": [3]}})
         assert "source: got" in unread(rescore, {"request": {"source": ["tiny"]}})
@@ -121,7 +121,7 @@ def test_a_run_that_cannot_begin_says_why_in_its_state(empty: Runs) -> None:
     values = read_config(TINY, empty.overrides(run__name="requested")).model_dump(mode="json")
     state = asyncio.run(train(changed(values, "update", "learning_rat", value=1), return_state=True))
     assert state.is_failed()
-    assert "update.learning_rat: got 1" in str(state.message)
+    assert "update.learning_rat: got 'learning_rat'" in str(state.message)
     with pytest.raises(InputError):
         asyncio.run(train(changed(values, "data", "prompts", value="nowhere.jsonl")))
     assert not empty.path(run="requested").exists()
