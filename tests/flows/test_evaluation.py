@@ -165,7 +165,7 @@ WRONG: list[tuple[dict[str, Any], str, object]] = [
     ({"run": "txet"}, "RUN", "txet"),
     ({"overrides": ["update.learning_rate=1"]}, "--set", "update.learning_rate=1"),
     ({"overrides": ["policy.model=elsewhere"]}, "--set", "policy.model=elsewhere"),
-    ({"overrides": ["evaluate.samples_per_prompts=1"]}, "evaluate.samples_per_prompts", 1),
+    ({"overrides": ["evaluate.samples_per_prompts=1"]}, "evaluate.samples_per_prompts", "samples_per_prompts"),
     ({"overrides": ["evaluate.prompts=null"]}, "--prompts", None),
     ({"prompts": "nowhere.jsonl"}, "evaluate.prompts", "nowhere.jsonl"),
     ({"policy": "last"}, "policy", "last"),

@@ -94,10 +94,10 @@ class GlmImageFamily:
         prompts: Sequence[str],
         images: Sequence[Sequence["ImageSize"]] = (),
     ) -> None:
-        """Raise InputError if a prompt contains the model's reserved tags, or source images that it cannot read."""
+        """Raise InputError for a prompt with reserved tags, or with more text or other images than the model reads."""
         from grpo_core.policies.glm_image.loading import refuse_unusable_prompts, refuse_unusable_sources
 
-        refuse_unusable_prompts(model, prompts)
+        refuse_unusable_prompts(model, settings, prompts)
         if any(images):
             refuse_unusable_sources(model, settings, prompts, images)
 

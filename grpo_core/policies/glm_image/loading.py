@@ -334,15 +334,28 @@ def trained_parts(base: Path, weights: Mapping[Stream, Path], dtype: torch.dtype
     }
 
 
-def refuse_unusable_prompts(model: str, prompts: Sequence[str]) -> None:
-    """Refuse prompts that contain the model's reserved tags; only its processor is loaded.
+def refuse_unusable_prompts(model: str, settings: GlmImageSettings, prompts: Sequence[str]) -> None:
+    """Refuse prompts with the model's reserved tags, or too long for its positions; only its processor is loaded.
 
     Raises:
-        InputError: names the first such prompt.
+        InputError: names the first prompt with a tag, or every prompt that is too long.
     """
     processor = GlmImageProcessor.from_pretrained(model, subfolder="processor")
+    positions, unit = _positions(model), read_pixel_unit(model)
+    room = positions - (0 if unit is None else settings.size.pixels // unit**2)
+    errors = []
     for prompt in dict.fromkeys(prompts):
         refuse_reserved_tokens(processor, prompt)
+        # No id is shorter than a byte.
+        if len(prompt.encode()) > room and (length := len(processor.tokenizer(prompt).input_ids)) > room:
+            hint = f"It has {length} ids, and at most {room} leave room for an image in the model's {positions}."
+            errors.append(InputError("prompt", f"{prompt[:80]}...", f"{hint} Shorten it."))
+    raise_all(errors)
+
+
+def _positions(model: str) -> int:
+    """Return how many ids of prompts and images the token model reads and writes together."""
+    return int(find_configs(model).autoregressive.text_config.max_position_embeddings)
 
 
 def refuse_unusable_sources(
@@ -361,7 +374,7 @@ def refuse_unusable_sources(
     unit = read_pixel_unit(model)
     if unit is not None:
         refuse_coarse_codes(model, limits.unit, unit)
-    positions = int(find_configs(model).autoregressive.text_config.max_position_embeddings)
+    positions = _positions(model)
     errors = []
     for prompt, sizes in zip(prompts, images, strict=True):
         try:

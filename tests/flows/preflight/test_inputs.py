@@ -372,9 +372,9 @@ def test_errors_are_messages_and_json() -> None:
     result = CliRunner().invoke(application, ["train", str(TINY), "--set", "update.kl_coeff=0.01", "--json"])
     assert result.exit_code == 2
     (error,) = json.loads(result.stdout)["errors"]
-    assert (error["place"], error["value"]) == ("update.kl_coeff", 0.01)
+    assert (error["place"], error["value"]) == ("update.kl_coeff", "kl_coeff")
     assert "kl_coef" in error["hint"]
-    assert result.stderr.splitlines()[-1] == f"error: update.kl_coeff: got 0.01. {error['hint']}"
+    assert result.stderr.splitlines()[-1] == f"error: update.kl_coeff: got 'kl_coeff'. {error['hint']}"
 
 
 def test_settings_of_a_stored_adapter_are_refused_as_those_of_the_configuration_are(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_running_moments_go_from_iteration_to_iteration(finished: Runs) -> None:
 
 WRONG: list[tuple[tuple[dict[str, object], ...], dict[str, Any], str, object]] = [
     (({"reward": "sim"},), {}, "rewards.0.reward", "sim"),
-    (({"reward": "ssim", "weigth": 1.0},), {}, "rewards.0.weigth", 1.0),
+    (({"reward": "ssim", "weigth": 1.0},), {}, "rewards.0.weigth", "weigth"),
     (({"reward": "answer"},), {}, "rewards.0.reward", "answer"),
     (({**SSIM, "weight": 0.0},), {}, "rewards", [0.0]),
     ((SSIM, SSIM), {}, "rewards", "ssim"),

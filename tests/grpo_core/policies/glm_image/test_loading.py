@@ -43,6 +43,18 @@ def test_the_tiny_model_passes() -> None:
     FAMILY.refuse_unusable(str(MODELS / "tiny-glm-image"), SETTINGS)
 
 
+def test_prompts_without_room_for_an_image_are_refused() -> None:
+    """The tiny model has 4,096 positions, 64 of them for an image of 64 pixels; each of these words is one id."""
+    longest, other = (f"red{word * 4031}" for word in (" red", " blue"))
+    FAMILY.refuse_prompts(str(MODEL), SETTINGS, ["a heart", longest])
+    with pytest.raises(InputError) as refused:
+        FAMILY.refuse_prompts(str(MODEL), SETTINGS, [f"{longest} red", "a heart", f"{other} red"])
+    assert [(each.place, each.value[:7]) for each in refused.value.errors] == [
+        ("prompt", "red red"),
+        ("prompt", "red blu"),
+    ]
+
+
 def test_another_pipeline_is_of_another_kind() -> None:
     with pytest.raises(InputError, match="StableDiffusion3Pipeline") as refused:
         FAMILY.refuse_missing(str(MODELS / "tiny-sd3"))
