@@ -169,7 +169,7 @@ WRONG: list[tuple[dict[str, Any], str, object]] = [
     ({"overrides": ["evaluate.prompts=null"]}, "--prompts", None),
     ({"prompts": "nowhere.jsonl"}, "evaluate.prompts", "nowhere.jsonl"),
     ({"policy": "last"}, "policy", "last"),
-    ({"polcy": 2}, "polcy", 2),
+    ({"polcy": 2}, "polcy", "polcy"),
 ]
 
 
