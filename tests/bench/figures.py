@@ -4,10 +4,10 @@ The trainings of docs/results.md run with each seed, here and in TRL, those of d
 test-engines` installs the server), and their tables replace what stands between
 `<!-- results: NAME -->` and `<!-- end -->`. README.md and docs/tutorial.md run from their first block to their last in
 a folder of their own, as a person would in a new checkout. There, what stands between `<!-- output: last 9 -->` and
-`<!-- end -->` becomes the last (or first) nine lines that the block above prints, without those that have a word
-(`last 9 without seconds`); `<!-- picture: NAME from PATH at WIDTHxHEIGHT -->` makes docs/NAME from an image or a page
-of that folder; and what stands between `<!-- made: begin -->` and `<!-- made: end -->` says when, where and from which
-commit.
+`<!-- end -->` becomes the last (or first) nine lines that the block above prints, without those that have a word (`last
+9 without seconds`, which leaves out the times of progress lines too); `<!-- picture: NAME from PATH at WIDTHxHEIGHT
+-->` makes docs/NAME from an image or a page of that folder; and what stands between `<!-- made: begin -->` and `<!--
+made: end -->` says when, where and from which commit.
 """
 
 import argparse
@@ -43,6 +43,8 @@ TRAININGS = {
     "tiny_edit": ("r2",),
 }
 """Configuration -> the held-out rewards of its table."""
+MOST_WORSE = 2
+"""Prompts of a seed that a table names as worse after training than before."""
 CONTACT_SHEETS = {"tiny_sd3": "contact_sheet_sd3.png"}
 """Configuration -> the picture in docs/ of its held-out samples before and after training with the first seed."""
 COMPARED = {
@@ -60,6 +62,7 @@ PARTS = (*PAGES, *TRAININGS, *COMPARED, *DRAWN)
 _END = "<!-- end -->\n"
 _OUTPUT = re.compile(r"\n*(?P<mark><!-- output: (first|last) (\d+)(?: without (\w+))? -->)\n(?:.*\n)*?<!-- end -->\n")
 _PICTURE = re.compile(r"<!-- picture: (\S+) from (\S+?)(?: at (\d+)x(\d+))? -->")
+_TIMES = re.compile(r", [\d.]+ s(, about [\d:]+ left)?$")
 _MADE = re.compile(r"<!-- made: begin -->\n(?:.*\n)*?<!-- made: end -->\n")
 
 
@@ -110,21 +113,22 @@ def heldout_table(name: str) -> Iterator[str]:
             cells = [" / ".join(f"{row[value]:.3f}" for value in values) for row in means.iter_rows(named=True)]
             rows.append((str(seed), *cells[:-1], f"**{cells[-1]}**"))
             versions = means["policy_version"].to_list()
-            if found := ", ".join(f"{prompt} ({change})" for prompt, change in _worse(samples, values[0])):
-                worse.append(f"with seed {seed} {found}")
+            if found := _worse(samples, values[0]):
+                more = f" and {len(found) - MOST_WORSE} more" * (len(found) > MOST_WORSE)
+                worse.append(f"with seed {seed} {', '.join(found[:MOST_WORSE])}{more}")
     yield from markdown_table(("training seed", "before", *(f"iteration {each}" for each in versions[1:])), rows)
-    yield from ("", f"Worse after training than before: {'; '.join(worse) or 'no prompt with any seed'}.")
+    said = f"Worse after training than before: {'; '.join(worse) or 'no prompt with any seed'}."
+    yield from ("", textwrap.fill(said, 150, break_on_hyphens=False))
 
 
-def _worse(samples: pl.DataFrame, value: str) -> Iterator[tuple[str, str]]:
-    """Yield the prompts whose mean has fallen, with both means."""
+def _worse(samples: pl.DataFrame, value: str) -> list[str]:
+    """Return the prompts whose mean has fallen, with both means, the largest fall first."""
     ends = (samples["policy_version"].min(), samples["policy_version"].max())
     before, after = (
         dict(samples.filter(policy_version=each).group_by("prompt").agg(pl.col(value).mean()).rows()) for each in ends
     )
-    for prompt in sorted(before):
-        if after[prompt] < before[prompt]:
-            yield prompt, f"{before[prompt]:.3f} to {after[prompt]:.3f}"
+    fallen = sorted((after[prompt] - before[prompt], prompt) for prompt in before if after[prompt] < before[prompt])
+    return [f"{prompt} ({before[prompt]:.3f} to {after[prompt]:.3f})" for _, prompt in fallen]
 
 
 def write_results(name: str, lines: Sequence[str]) -> None:
@@ -153,6 +157,8 @@ def make(page: Path, commit: str | None) -> None:
                 lines = printed.replace(f"{folder}/", "").replace(f"{CHECKOUT}/", "").strip().splitlines()
                 lines = lines[: int(found[3])] if found[2] == "first" else lines[-int(found[3]) :]
                 lines = [line.rstrip() for line in lines if not found[4] or found[4] not in line]
+                if found[4] == "seconds":
+                    lines = [_TIMES.sub("", line) for line in lines]
                 inside = "\n".join(["```text", *lines, "```"])
                 shown += [text[position : found.start()], f"\n{found['mark']}\n{inside}\n<!-- end -->\n"]
                 position = found.end()
