@@ -168,7 +168,8 @@ def nearest_key(
     renamed = [tuple(ours.split(".")) for trl, ours in TRL_NAMES.items() if trl.endswith(f".{name}")]
     short = ABBREVIATIONS.get(name)
     near = (
-        [path for path in paths if path[-1] == short]
+        _close(name, here, cutoff=0.85)
+        or [path for path in paths if path[-1] == short]
         or [path for path in elsewhere if path[-1] == name]
         or [path for path in renamed if path in paths]
     )
@@ -177,7 +178,9 @@ def nearest_key(
     # Few letters are near to anything elsewhere: lr to lora.
     near = near or _close(name, here) or (_close(name, elsewhere) if len(name) > 3 else [])
     if near:
-        return f"Did you mean {' or '.join('.'.join(path) for path in near[:3])}?"
+        # Keys of an entry of a list have its number.
+        whole = ((*location[:-1], path[-1]) if path in here else path for path in near[:3])
+        return f"Did you mean {' or '.join('.'.join(path) for path in whole)}?"
     return f"Known here: {', '.join(path[-1] for path in here)}."
 
 
@@ -215,8 +218,8 @@ def section_hint(
     return f"It has keys and values: {some}. Write those that you need, or leave it out if it has a default."
 
 
-def _close(name: str, paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    close = difflib.get_close_matches(name, {path[-1] for path in paths}, n=1, cutoff=0.6)
+def _close(name: str, paths: Sequence[tuple[str, ...]], cutoff: float = 0.6) -> list[tuple[str, ...]]:
+    close = difflib.get_close_matches(name, {path[-1] for path in paths}, n=1, cutoff=cutoff)
     return [path for path in paths if path[-1] in close]
 
 

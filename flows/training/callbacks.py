@@ -216,6 +216,8 @@ def format_progress_line(
         if name in record.metrics
     ]
     parts += [f"{sum(record.seconds.values()):.1f} s"] if record.seconds else []
+    if record.stored:
+        parts.append("by an earlier start")
     if record.reused:
         stages = "" if len(record.reused) == len(STAGES) else f"{', '.join(record.reused)} "
         parts.append(f"{stages}reused from run {', '.join(dict.fromkeys(record.reused.values()))}")

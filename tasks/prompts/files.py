@@ -17,6 +17,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from grpo_core.errors import InputError
+from tasks.storage.files import is_local
 
 
 @dataclass(frozen=True)
@@ -151,10 +152,18 @@ def _reported(uri: str, place: str, filesystem: fsspec.AbstractFileSystem, path:
     """Turn the errors of a file system into InputError."""
     try:
         yield
+    except InputError:
+        raise
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(place, uri, _where_else(filesystem, path)) from None
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(place, uri, f"It cannot be read ({error}). Make it readable or name another file.") from error
+    except Exception as error:
+        # Remote file systems have errors of their own: that of missing credentials is no OSError.
+        if is_local(filesystem):
+            raise
+        hint = "Correct the address, or give its file system what it logs in with."
+        raise InputError(place, uri, f"It cannot be read ({type(error).__name__}: {error}). {hint}") from error
 
 
 def _resolve(uri: str, place: str) -> tuple[fsspec.AbstractFileSystem, str]:

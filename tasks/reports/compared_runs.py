@@ -245,7 +245,7 @@ def compared_curves(runs: Sequence[ComparedRun]) -> tuple[list[Curve], list[str]
         if run.mix is not None and run.mix == first.mix:
             same_mix.append(run)
         else:
-            why = "is another mix than that of" if run.mix and first.mix else "cannot be told to be the same mix as in"
+            why = "is another mix than that of" if run.mix and first.mix else "may be another mix than that of"
             omissions.append(f"{run.label}: its combined reward {why} {first.label}, so it is not compared")
         plan = run.described.get("evaluation")
         if plan is not None and plan == first.described.get("evaluation"):

@@ -185,7 +185,8 @@ def _unequal_versions(
     last = ", ".join(f"{version} of {label}" for label, version in versions.items())
     yield f"the last evaluated policies are not of the same version: {last}"
     common = set.intersection(*(set(_evaluated(run.reader, evaluation)[1]) for run in chosen.values()))
-    if common:
+    # Version 0 is the same model in both.
+    if common - {0}:
         yield f"to compare equal ones: grpo compare {' '.join(f'{label}@{max(common)}' for label in chosen)}"
 
 

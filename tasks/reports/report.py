@@ -127,8 +127,8 @@ def reward_facts(run: "RunSummary") -> list[Fact]:
 
 
 def seconds_facts(seconds: Mapping[str, float]) -> list[Fact]:
-    """List the seconds from start to end, `total`, and those of each stage."""
-    titles = {"total": "wall time"}
+    """List the seconds of this start, `total`, and those of each stage, whichever start ran it."""
+    titles = {"total": "this start"}
     return [(f"seconds, {titles.get(stage, stage)}", f"{spent:.1f}") for stage, spent in seconds.items()]
 
 

@@ -105,7 +105,7 @@ def guardrail_curves(
 
 
 def _unknown(reason: str) -> Verdict:
-    return Verdict("unknown", "cannot be told", (reason,))
+    return Verdict("unknown", "unknown", (reason,))
 
 
 def _measured_only(run: RunHistory) -> dict[str, Points]:

@@ -25,8 +25,10 @@ from grpo_core.policies.glm_image.settings import (
     PROMPT_TOKENS,
     GlmImageSettings,
     SourceLimits,
+    nearest_size,
     read_pixel_unit,
     refuse_coarse_codes,
+    token_grids,
 )
 from grpo_core.policies.pipeline_files import refuse_missing_folder
 from grpo_core.policies.pipeline_quantization import (
@@ -342,7 +344,7 @@ def refuse_unusable_prompts(model: str, settings: GlmImageSettings, prompts: Seq
     """
     processor = GlmImageProcessor.from_pretrained(model, subfolder="processor")
     positions, unit = _positions(model), read_pixel_unit(model)
-    room = positions - (0 if unit is None else settings.size.pixels // unit**2)
+    room = positions - (0 if unit is None else token_grids(nearest_size(settings.size, unit), unit).tokens)
     errors = []
     for prompt in dict.fromkeys(prompts):
         refuse_reserved_tokens(processor, prompt)

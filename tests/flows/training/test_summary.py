@@ -47,7 +47,7 @@ def test_rewards_times_and_where_to_look() -> None:
         "reward, first → last iteration": "0.250 → 0.750 (+0.500)",
         "held-out reward, before → after": "0.500 → 0.375 (-0.125)",
         "held-out reward, blank images": "0.125",
-        "seconds, wall time": "12.3",
+        "seconds, this start": "12.3",
         "seconds, rollouts": "5.0",
         "reused from run other": "2 iterations",
         "policy digest": "0123456789abcdef",

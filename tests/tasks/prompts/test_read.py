@@ -133,6 +133,16 @@ def test_paths_and_names_of_the_hub_are_distinguished(tmp_path: Path, monkeypatc
     assert names_dataset("data/missing", DatasetChoice(split="train"))
 
 
+def test_a_bucket_without_credentials_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "nowhere"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    error = refusal("s3://bucket/prompts.txt")
+    assert (error.place, error.value) == ("data.prompts", "s3://bucket/prompts.txt")
+
+
 def test_the_commit_of_a_name_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what the Hub is asked: its files cannot be read here."""
 

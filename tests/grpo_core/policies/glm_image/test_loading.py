@@ -44,8 +44,8 @@ def test_the_tiny_model_passes() -> None:
 
 
 def test_prompts_without_room_for_an_image_are_refused() -> None:
-    """The tiny model has 4,096 positions, 64 of them for an image of 64 pixels; each of these words is one id."""
-    longest, other = (f"red{word * 4031}" for word in (" red", " blue"))
+    """The tiny model has 4,096 positions, 16 and 64 of them for the grids of an image; each of these words is one id."""
+    longest, other = (f"red{word * 4015}" for word in (" red", " blue"))
     FAMILY.refuse_prompts(str(MODEL), SETTINGS, ["a heart", longest])
     with pytest.raises(InputError) as refused:
         FAMILY.refuse_prompts(str(MODEL), SETTINGS, [f"{longest} red", "a heart", f"{other} red"])
