@@ -160,7 +160,9 @@ def load_target(reference: TargetReference) -> Image.Image:
     content = read_input_file(reference.uri, place=place)
     digest = hashlib.sha256(content).hexdigest()
     if digest != reference.sha256:
-        hint = f"It was {reference.sha256} when the prompts were read. Put that file back, or start the run again."
+        where = reference.uri if "://" in reference.uri else Path(reference.uri).absolute()
+        hint = f"Its sha256 was {reference.sha256} when the prompts were read. Put that file back as {where}, or "
+        hint += "start the run again."
         raise InputError(f"{place}: {reference.uri}", f"sha256 {digest}", hint)
     with complete_image(reference.uri, place):
         image = open_image(content, f"{place}: {reference.uri}")

@@ -44,7 +44,7 @@ def test_the_tiny_model_passes() -> None:
 
 
 def test_prompts_without_room_for_an_image_are_refused() -> None:
-    """The tiny model has 4,096 positions, 16 and 64 of them for the grids of an image; each of these words is one id."""
+    """Of 4,096 positions of the tiny model 16 and 64 are for the grids of an image; each of these words is one id."""
     longest, other = (f"red{word * 4015}" for word in (" red", " blue"))
     FAMILY.refuse_prompts(str(MODEL), SETTINGS, ["a heart", longest])
     with pytest.raises(InputError) as refused:
