@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -140,7 +141,7 @@ def write_folder(request: InitRequest) -> tuple[list[Path], tuple[str, ...]]:
     folder = Path(request.folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError("DIR", request.folder, "It is there and not empty; name a new folder.")
-    raise_all(_target_problems(request))
+    raise_all([*_target_problems(request), *_heldout_problems(request)])
     files = _files(request, folder)
     # The first folder that does not exist yet.
     made = next((each for each in reversed((folder, *folder.parents)) if not each.exists()), None)
@@ -174,6 +175,14 @@ def _target_problems(request: InitRequest) -> Iterator[InputError]:
             yield InputError(option, targets, "A language model draws no images; leave it out.")
         elif targets is not None and prompts is None:
             yield InputError(option, targets, f"Give the {of} that they belong to.")
+
+
+def _heldout_problems(request: InitRequest) -> Iterator[InputError]:
+    """Report held-out prompts that are the training prompts; one data set may have a split for each."""
+    given = [Path(each).expanduser() for each in (request.prompts, request.heldout) if each is not None]
+    if len(given) == 2 and all(each.is_file() for each in given) and given[0].samefile(given[1]):
+        hint = "It is the file of --prompts too; give prompts that are not trained on, or leave it out."
+        yield InputError("--heldout", request.heldout, hint)
 
 
 class UnfitDefaultsError(InputError):
@@ -244,7 +253,7 @@ def _config(request: InitRequest, folder: Path) -> str:
     given = {"evaluate.prompts": heldout, "data.targets": request.targets, "evaluate.targets": request.heldout_targets}
     values |= {key: _quoted(value) for key, value in given.items() if value is not None}
     text = (CONFIGS / f"{request.kind}.yaml").read_text(encoding="utf-8")
-    text = fill(text.replace(CONFIG, str(folder / CONFIG)), values)
+    text = fill(text.replace(CONFIG, shlex.quote(str(folder / CONFIG))), values)
     if heldout is not None:
         return text
     # Nothing is held out of prompts that were given alone.

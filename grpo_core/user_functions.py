@@ -22,6 +22,9 @@ from grpo_core.seeds import file_sha256
 REFERENCE = re.compile(r".+:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """``package.module:function`` or ``path/to/file.py:function``."""
 
+SHOWN_CHARACTERS = 200
+"""Length of the message of a user's error that is shown."""
+
 
 @dataclass(frozen=True)
 class UserFunction:
@@ -40,13 +43,25 @@ class UserFunction:
     arguments: str = "{}"
 
     def raised_at(self, error: BaseException) -> str:
-        """Return file and line of the user's statement that caused the error."""
-        return _origin(error, self.place.rpartition(":")[0])
+        """Return file and line of the user's statement that caused the error, or of the definition without any."""
+        return self.place if self.refused_call(error) else _origin(error, self.place.rpartition(":")[0])
+
+    def refused_call(self, error: BaseException) -> bool:
+        """Whether `run` raised the error before the function began, because it does not take the arguments."""
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        return frame.f_code is UserFunction.run.__code__
 
     @property
     def signature(self) -> inspect.Signature | None:
         """Its parameters, those of `arguments` with a default; None where Python cannot tell."""
         return signature_of(functools.partial(self.call, **json.loads(self.arguments)))
+
+    @property
+    def required(self) -> list[str]:
+        """Names of the parameters that a call must pass; empty where Python cannot tell."""
+        parameters = self.signature.parameters.values() if self.signature is not None else ()
+        by_name = [entry for entry in parameters if entry.kind in (entry.POSITIONAL_OR_KEYWORD, entry.KEYWORD_ONLY)]
+        return [entry.name for entry in by_name if entry.default is entry.empty]
 
     def run(self, keywords: Mapping[str, object]) -> object:
         """Call the function with a fresh copy of `arguments`."""
@@ -107,7 +122,7 @@ def _build(place: str, reference: str, arguments: str, factory: bool, digest: st
             made: object = named(**json.loads(arguments))
         except (Exception, SystemExit) as error:  # whatever a user's code raises is reported with its place
             where = _origin(error, _code_of(place, reference, named).co_filename)
-            hint = f"Calling it raised {_shown(error)} at {where}. Set `arguments` to what it takes."
+            hint = f"Calling it raised {shown_error(error)} at {where}. Set `arguments` to what it takes."
             raise InputError(place, reference, hint) from error
         if not callable(made):
             hint = f"It gave {type(made).__name__} instead of a reward function. Set `factory: false`."
@@ -146,7 +161,7 @@ def _import(place: str, reference: str, module: str) -> ModuleType:
             hint = f"There is no module {missing}. Install it, or give a file by its path, as {module}.py:NAME."
             raise InputError(place, reference, hint) from error
         where = _origin(error, str(file) if file is not None else None)
-        hint = f"Importing it raised {_shown(error)} at {where}. Fix that first."
+        hint = f"Importing it raised {shown_error(error)} at {where}. Fix that first."
         raise InputError(place, reference, hint) from error
 
 
@@ -195,5 +210,8 @@ def _origin(error: BaseException, file: str | None) -> str:
     return f"{at}:{line}"
 
 
-def _shown(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def shown_error(error: BaseException) -> str:
+    """Name an error that a user's code raised, with its message, of which a long one is cut."""
+    message = str(error)
+    message = message if len(message) <= SHOWN_CHARACTERS else f"{message[: SHOWN_CHARACTERS - 3]}..."
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -9,8 +9,10 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -197,7 +199,7 @@ def doctor(config: Config, overrides: Overrides = None, memory: Memory = False, 
         checked = resolved(config, None, overrides)
         from flows.preflight.doctor import examine
 
-        diagnosis = examine(checked)
+        diagnosis = examine(checked, partial(typer.echo, err=True))
         findings = [asdict(finding) for finding in diagnosis.findings]
         needed = diagnosis.memory.needed if diagnosis.memory else None
         result = {"healthy": diagnosis.healthy, "findings": findings, "memory_bytes": needed}
@@ -215,7 +217,8 @@ def init(request: InitRequest, as_json: Json = False) -> None:
         typer.echo(f"wrote {path}", err=True)
     for note in notes:
         typer.echo(note, err=True)
-    typer.echo(f"next: grpo doctor {files[0]}, then grpo train {files[0]}", err=True)
+    config = shlex.quote(str(files[0]))
+    typer.echo(f"next: grpo doctor {config}, then grpo train {config}", err=True)
     if as_json:
         typer.echo(json.dumps({"files": [str(path) for path in files]}))
 

@@ -2,7 +2,7 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,8 +85,12 @@ class Diagnosis:
         return Report("", tables=estimate, notes=notes)
 
 
-def examine(config: RunConfig) -> Diagnosis:
-    """Run every check of a training run and estimate what it needs; nothing is loaded, sampled or changed."""
+def examine(config: RunConfig, report_progress: Callable[[str], None] = lambda line: None) -> Diagnosis:
+    """Run every check of a training run and estimate what it needs; nothing is loaded, sampled or changed.
+
+    Args:
+        report_progress: called with a line before a step that can take long.
+    """
     prepare_hub(config)
     prompts = read_prompt_files(config)
     findings: list[Finding] = []
@@ -94,7 +98,7 @@ def examine(config: RunConfig) -> Diagnosis:
     for subject, check in CHECKS.items():
         found = _problems(subject, check(config, prompts))
         if not found and subject == "rewards":
-            found = _rewards(config, prompts)
+            found = _rewards(config, prompts, report_progress)
         findings += found or [Finding(subject, True, _ready(subject, config, prompts))]
     memory: MemoryEstimate | None = None
     checkpoint = states = 0
@@ -163,19 +167,17 @@ def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
     }[subject]
 
 
-def _rewards(config: RunConfig, prompts: PromptFiles) -> list[Finding]:
+def _rewards(config: RunConfig, prompts: PromptFiles, report_progress: Callable[[str], None]) -> list[Finding]:
     """Call the functions of the user once; return how training would refuse them, or which rewards are ready."""
-    trials = list(try_functions(config, prompts))
+    trials = list(try_functions(config, prompts, report_progress))
     if refused := _problems("rewards", [trial.problem for trial in trials if trial.problem is not None]):
-        return [replace(each, notes=("It was called with two blank samples of a prompt.",)) for each in refused]
+        return refused
     waiting = {trial.label for trial in trials if not trial.called}
     ready = [reward.label for reward in config.rewards if reward.label not in waiting]
     message = [f"ready: {', '.join(ready)}"] if ready else []
     message += [f"loads; not called yet: {label}" for label in sorted(waiting)]
-    called = tuple(
-        f"{each.label}: {'called with two blank samples: ' if each.called else ''}{each.outcome}" for each in trials
-    )
-    return [Finding("rewards", True, "; ".join(message), notes=called)]
+    outcomes = tuple(f"{each.label}: {each.outcome}" for each in trials)
+    return [Finding("rewards", True, "; ".join(message), notes=outcomes)]
 
 
 def _placed(config: RunConfig) -> str:

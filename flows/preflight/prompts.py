@@ -1,7 +1,7 @@
 """Checks of prompts, targets and image sizes."""
 
 import posixpath
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from configs.schema import RunConfig
@@ -14,7 +14,7 @@ from tasks.prompts.hub import DatasetChoice
 from tasks.prompts.read import LONG_PROMPT, Prompt, PromptFile, read_prompts
 from tasks.prompts.sources import SourceColumns
 from tasks.prompts.targets import pair_targets, read_sizes, size_place
-from tasks.reports.text import printable
+from tasks.reports.text import counted, printable
 
 MAX_PROBLEMS = 5
 """Maximum number of sizes that are reported at once; a file may have another one in each row."""
@@ -29,7 +29,8 @@ class PromptFiles:
     Attributes:
         sets: the prompt sets of each section, one entry per dataset; None where its file or a target cannot be used.
         problems: why sets cannot be used.
-        notes: what a person should know about sets that can be used: a column that was found, prompts that are long.
+        notes: what a person should know about sets that can be used: a column that was found, prompts that are long,
+            held-out prompts that are trained on.
     """
 
     sets: Mapping[str, tuple[PromptSet | None, ...]]
@@ -65,6 +66,7 @@ def read_prompt_files(config: RunConfig) -> PromptFiles:
             if pairs := _first_and_last_pair(prompts):
                 notes.append(f"{own}.targets: {pairs}")
         sets[name] = tuple(read)
+    notes += _overlap(sets)
     return PromptFiles(sets, tuple(problems), tuple(notes))
 
 
@@ -121,6 +123,19 @@ def _notes(dataset: DatasetSection, file: PromptFile, prompts: PromptSet) -> Ite
         yield (
             f"prompt {prompts.prompts[row - 1].prompt_id} (row {row}) has {lengths[row]} characters{others}: "
             "memory and time grow with the longest prompt"
+        )
+
+
+def _overlap(sets: Mapping[str, Sequence[PromptSet | None]]) -> Iterator[str]:
+    """Say how many held-out prompts are trained on."""
+    training, heldout = (
+        [prompt.prompt_id for each in sets[section] if each is not None for prompt in each.prompts]
+        for section in ("data", "evaluate")
+    )
+    if known := len({*training} & {*heldout}):
+        yield (
+            f"evaluate: {known} of {counted(len({*heldout}), 'prompt')} {'is' if known == 1 else 'are'} also in data: "
+            "the held-out reward of those says nothing about new prompts"
         )
 
 

@@ -1,15 +1,17 @@
 """Checks of the rewards and of the prompts that they score; a trial of rewards that are functions of the user."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from configs.schema import RunConfig
 from configs.training import RewardSection
+from flows.preflight.model import source_of
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage, encode_png, fits_reward, require_aspect, shown_bounds
@@ -21,18 +23,23 @@ from tasks.prompts.read import Prompt
 from tasks.prompts.targets import size_place
 from tasks.reports.text import number
 
-BLANK = "blank sample"
+TRIAL = "trial sample"
 """How the samples of a trial are named in errors."""
+
+MADE_UP = "It was called with two made-up samples of a prompt; those of a run can differ."
+
+_TEXTS = ("a short answer", "another answer of six whole words")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One call of a reward that is a function of the user, as training calls it, with two blank siblings.
+    """One call of a reward that is a function of the user, as training calls it, with two made-up siblings.
 
     Attributes:
         label: of the reward.
         called: whether there was a prompt that it scores.
-        problem: how training would refuse what the function raised or returned; None where it would not.
+        problem: how training would refuse what the function raised or returned, or that no sample could be scored;
+            None where it would not.
         outcome: their scores, or why they have none, for people.
     """
 
@@ -42,60 +49,92 @@ class Trial:
     outcome: str = ""
 
 
-def try_functions(config: RunConfig, prompts: PromptFiles) -> Iterator[Trial]:
-    """Call each function of the user once with two white images, or two empty texts, of the first prompt it scores.
+def try_functions(config: RunConfig, prompts: PromptFiles, report_progress: Callable[[str], None]) -> Iterator[Trial]:
+    """Call each function of the user once with two images, or two texts, as of the first prompt that it scores.
 
     Args:
         prompts: of a configuration whose rewards :func:`check_rewards` accepts.
+        report_progress: called with one line before the first call.
     """
+    built = [(each, build_reward(each[1].reward, each[1].settings)) for each in _scored(config)]
+    waiting = []
+    for (place, section, parts), reward in built:
+        if not reward.is_user_function:
+            continue
+        rows = next(_siblings(config, prompts, section, reward, parts), None)
+        if rows is None:
+            yield Trial(section.label, False, outcome="no prompt is in its scope")
+        elif reward.requires_tokens and "token_ids" not in rows[0]:
+            yield Trial(section.label, False, outcome="it needs completion_ids, and the model is not on this machine")
+        else:
+            waiting.append((f"{place}.{section.label}", section, reward, rows))
+    if waiting:
+        report_progress(f"calling {', '.join(str(each[1].settings['function']) for each in waiting)} ...")
+    for place, section, reward, rows in waiting:
+        yield _try(place, section, reward, rows)
+
+
+def _try(place: str, section: RewardSection, reward: Reward, rows: Sequence[Mapping[str, Any]]) -> Trial:
     # torch is imported there, which no check of a run's start needs so early.
     from tasks.rewards.rows import score_rows
 
-    for _, section, parts in _scored(config):
-        reward = build_reward(section.reward, section.settings)
-        if not reward.is_user_function:
-            continue
-        rows = next(_blank_siblings(config, prompts, section, reward, parts), None)
-        if rows is None:
-            yield Trial(section.label, False, outcome="no prompt is in its scope")
-            continue
-        try:
-            scores = score_rows(reward, section, rows)
-        except InputError as error:
-            yield Trial(section.label, True, error)
-        else:
-            shown = [score["failure"] or number(score["value"]) for score in scores]
-            outcome = ", ".join(shown if shown[0] != shown[1] else shown[:1])
-            yield Trial(section.label, True, outcome=outcome)
+    try:
+        scores = score_rows(reward, section, rows)
+    except InputError as error:
+        return Trial(section.label, True, InputError(error.place, error.value, f"{error.hint} {MADE_UP}"))
+    if all(score["failure"] for score in scores):
+        hint = f"Samples like this one have no score, and training stops at too many of them. {MADE_UP}"
+        return Trial(section.label, True, InputError(place, scores[0]["failure"], hint))
+    shown = [score["failure"] or _shown(score["value"]) for score in scores]
+    outcome = ", ".join(shown if shown[0] != shown[1] else shown[:1])
+    return Trial(section.label, True, outcome=f"called with two trial samples: {outcome}")
 
 
-def _blank_siblings(
+def _shown(value: float | None) -> str:
+    return "none (not applicable)" if value is None else number(value)
+
+
+def _siblings(
     config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, parts: Sequence[str]
 ) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield two stored rows without content for each prompt that a reward scores."""
-    tokens = reward.needs_tokens and "tokens" in policy_family(config.policy.kind).streams
+    """Yield two made-up stored rows for each prompt that a reward scores."""
     for known in (each for part in parts for each in prompts.usable(part)):
         for index, prompt in enumerate(known.prompts):
             if not section.scores_prompt(known.name, prompt.columns):
                 continue
             target, size = known.targets[index], known.sizes[index] if known.sizes else None
-            output = (
-                {"completion": ""}
-                if size is None
-                else {"image": {"bytes": encode_png(Image.new("RGB", size, "white"))}, "defect": None}
-            )
             row = {
-                "group_id": BLANK,
+                "group_id": TRIAL,
                 "dataset": known.name,
                 "prompt": prompt.text,
                 "columns": json.dumps(prompt.columns),
                 "target_uri": target and target.uri,
                 "target_sha256": target and target.sha256,
-                **output,
-                **({"token_ids": [0]} if tokens else {}),
                 "sources": [SourceImage.of(each.load()) for each in prompt.sources] if reward.reads_sources else [],
             }
-            yield [{**row, "sample_id": f"{BLANK} {sibling}"} for sibling in (1, 2)]
+            outputs = [_output(config, reward, size, bool(prompt.sources), sibling) for sibling in (1, 2)]
+            yield [{**row, **output, "sample_id": f"{TRIAL} {n}"} for n, output in enumerate(outputs, 1)]
+
+
+def _output(
+    config: RunConfig, reward: Reward, size: ImageSize | None, edited: bool, sibling: int
+) -> Mapping[str, object]:
+    """Make up the columns of what a policy generates, another for each sibling."""
+    output: ImageSize | str = _TEXTS[sibling - 1] if size is None else size
+    row: dict[str, object] = {"completion": output}
+    if size is not None:
+        coarse = np.random.default_rng(sibling).integers(0, 256, (4, 4, 3), np.uint8)
+        image = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+        row = {"image": {"bytes": encode_png(image)}, "defect": None}
+    if not reward.needs_tokens:
+        return row
+    family, model = policy_family(config.policy.kind), source_of(config)
+    try:
+        ids = family.example_ids(model, config.rollout, output, edited=edited, seed=sibling)
+    except InputError:
+        # The check of the model reports it.
+        ids = None
+    return row if ids is None else {**row, "token_ids": ids}
 
 
 def _scored(config: RunConfig) -> list[tuple[str, RewardSection, Sequence[str]]]:

@@ -200,6 +200,17 @@ class PolicyFamily(Protocol):
             images: sizes of the source images of each prompt, upright; empty where no prompt has any.
         """
 
+    def example_ids(
+        self, model: str, settings: Any, output: "ImageSize | str", *, edited: bool, seed: int
+    ) -> list[int] | None:
+        """Return token ids as a sample has them, for a trial of what reads them; None without tokens or local files.
+
+        Args:
+            output: the text of the sample, or the size of its image.
+            edited: whether the image is made of images in its prompt.
+            seed: of the ids of an image.
+        """
+
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the base with trained weights in place of its own, as diffusers or transformers load it.
 

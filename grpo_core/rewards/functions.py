@@ -25,7 +25,7 @@ from grpo_core.errors import InputError
 from grpo_core.images import to_rgb
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, not_finite
 from grpo_core.streams import Modality
-from grpo_core.user_functions import REFERENCE, UserFunction, find_function, load_function, signature_of
+from grpo_core.user_functions import REFERENCE, UserFunction, find_function, load_function, shown_error, signature_of
 
 _LOGGER = logging.getLogger(__name__)
 _PLACE = "rewards.function.function"
@@ -162,7 +162,7 @@ class FunctionReward(Reward):
     def _parameters(self) -> list[str]:
         """List what a call must pass; empty while the function cannot load, which preflight reports."""
         try:
-            return _required(self._load())
+            return self._load().required
         except InputError:
             return []
 
@@ -177,17 +177,14 @@ class FunctionReward(Reward):
             returned = _call(function, keywords)
         except (Exception, SystemExit) as error:  # whatever a user's function raises is reported with its place
             if self.on_error == "raise":
-                hint = (
-                    "Fix the function; or, if it wants messages and got texts, or the other way round, set "
-                    "`conversational` (true or false); or set `on_error: null` to go on without scores for the samples "
-                    "on which it raises. trainer_state is None in every call."
-                )
                 place = f"the reward function {self.function}, {function.raised_at(error)}"
-                raise InputError(place, f"{type(error).__name__}: {error}", hint) from error
+                raise InputError(
+                    place, shown_error(error), _hint_for(function, error, keywords, bool(batch.completions))
+                ) from error
             if len(batch) > 1 and not self.by_group:
                 return [score for row in range(len(batch)) for score in self._score_rows(function, batch.select([row]))]
             at = Path(function.raised_at(error)).name
-            return [Score.failed(f"the function raised {type(error).__name__}: {error} ({at})")] * len(batch)
+            return [Score.failed(f"the function raised {shown_error(error)} ({at})")] * len(batch)
         return _read_scores(function, returned, batch.sample_ids)
 
 
@@ -198,11 +195,18 @@ def _is_factory(named: Callable[..., object]) -> bool:
     return not _is_open(signature) and not any(name in _SAMPLES for name in signature.parameters)
 
 
-def _required(function: UserFunction) -> list[str]:
-    """List the parameters that a call must pass."""
-    parameters = function.signature.parameters.values() if function.signature is not None else ()
-    by_name = [entry for entry in parameters if entry.kind in (entry.POSITIONAL_OR_KEYWORD, entry.KEYWORD_ONLY)]
-    return [entry.name for entry in by_name if entry.default is entry.empty]
+def _hint_for(function: UserFunction, error: BaseException, keywords: Mapping[str, object], texts: bool) -> str:
+    """Suggest what fits an error that a call with these keywords raised."""
+    if function.refused_call(error):
+        if "targets" in function.required and "targets" not in keywords:
+            return "Set `with_targets: true`, or give the parameter targets a default."
+        given = f"Every argument is passed by its name, and these are: {', '.join(sorted(keywords))}"
+        return f"{given}. Name those that you need, none before a `/`, and take the rest as **columns."
+    hint, named = "Fix the function", function.signature.parameters if function.signature is not None else ()
+    if isinstance(error, TypeError | AttributeError) and texts:
+        hint += "; or, if it wants messages and got text, or the other way round, set `conversational` (true or false)"
+    after = " trainer_state is None in every call." if "trainer_state" in named and "NoneType" in str(error) else ""
+    return f"{hint}; or set `on_error: null` to go on without scores for the samples on which it raises.{after}"
 
 
 def _refused_keywords(function: UserFunction) -> list[str]:
@@ -235,7 +239,7 @@ def _call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, 
         if name in batch.columns:
             hint = "The reward function gets another value by this name. Rename the column in the prompt file."
             raise InputError(f"{function.place}, column of the prompt file", name, hint)
-    if not batch.token_ids and "completion_ids" in _required(function):
+    if not batch.token_ids and "completion_ids" in function.required:
         hint = "The function needs completion_ids, and these samples come without tokens. Let it do without."
         raise InputError(function.place, None, hint)
     images = _rgb_copies(batch.sample_ids, batch.images, "sample") if batch.images else []

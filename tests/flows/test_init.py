@@ -4,6 +4,7 @@ import asyncio
 import io
 import itertools
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from flows.command_line.main import application
 from flows.command_line.options import ask_for_init
 from flows.init import CONFIGS, InitRequest, Kind, write_folder
 from flows.preflight.inputs import run_checks
+from grpo_core.errors import InputError
 from tests.flows.conftest import Runs, refused
 
 REWARDS = {
@@ -63,6 +65,23 @@ def test_every_combination_can_be_trained(own: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_configurations_for_models_of_full_size_are_valid(kind: Kind) -> None:
     assert read_config(CONFIGS / f"{kind}.yaml").policy.kind == KINDS[kind]
+
+
+def test_held_out_prompts_that_are_the_training_prompts_are_refused(own: Path) -> None:
+    (own / "link.txt").symlink_to(own / "mine.txt")
+    for heldout in (own / "mine.txt", own / "images" / ".." / "mine.txt", own / "link.txt"):
+        with pytest.raises(InputError) as refusal:
+            write(own / "run", prompts=str(own / "mine.txt"), heldout=str(heldout))
+        assert [(each.place, each.value) for each in refusal.value.errors] == [("--heldout", str(heldout))]
+        assert not (own / "run").exists()
+
+
+def test_commands_name_a_folder_with_a_blank_as_a_shell_reads_it(own: Path) -> None:
+    folder = own / "sp dir" / "f"
+    result = CliRunner().invoke(application, ["init", str(folder), "--kind", "text"])
+    assert shlex.split(result.stderr.splitlines()[-1])[3] == f"{folder}/config.yaml,"
+    comment = (folder / "config.yaml").read_text().splitlines()[1]
+    assert shlex.split(comment)[1:] == ["grpo", "doctor", f"{folder}/config.yaml"]
 
 
 def test_an_own_function_is_named_by_its_file(own: Path) -> None:

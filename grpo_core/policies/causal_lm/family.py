@@ -112,6 +112,17 @@ class CausalLMFamily:
         for prompt in dict.fromkeys(prompts):
             require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
 
+    def example_ids(
+        self, model: str, settings: CausalLMSettings, output: "ImageSize | str", *, edited: bool, seed: int
+    ) -> list[int] | None:
+        """Return the ids of a text, without an end token; None if the model is not on this machine."""
+        if find_model_file(model, CONFIG_FILE) is None:
+            return None
+        from grpo_core.policies.causal_lm.loading import load_tokenizer
+
+        ids: list[int] = load_tokenizer(model)(output, add_special_tokens=False)["input_ids"]
+        return ids
+
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the model with trained weights, and its tokenizer's files as they are."""
         import torch

@@ -132,6 +132,12 @@ class DiffusersFamily:
             texts = [without_marks(prompt) for prompt in prompts] if any(images) else prompts
             refuse_cut_prompts(model, saved, settings, texts)
 
+    def example_ids(
+        self, model: str, settings: DiffusersSettings, output: "ImageSize | str", *, edited: bool, seed: int
+    ) -> list[int] | None:
+        """Return None: its samples have no tokens."""
+        return None
+
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the pipeline with trained weights in its transformer, and its other parts as they are."""
         from grpo_core.policies.diffusers.loading import TRANSFORMER, load_transformer

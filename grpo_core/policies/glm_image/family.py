@@ -1,5 +1,6 @@
 """GLM-Image as a kind of policy."""
 
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,20 @@ class GlmImageFamily:
         refuse_unusable_prompts(model, settings, prompts)
         if any(images):
             refuse_unusable_sources(model, settings, prompts, images)
+
+    def example_ids(
+        self, model: str, settings: GlmImageSettings, output: "ImageSize | str", *, edited: bool, seed: int
+    ) -> list[int] | None:
+        """Return codes for the grids of an image; None if the model is not on this machine."""
+        unit = read_pixel_unit(model)
+        if unit is None:
+            return None
+        assert isinstance(output, ImageSize), "it generates images"
+        from grpo_core.policies.glm_image.loading import find_configs
+
+        grids, codes = token_grids(output, unit), find_configs(model).autoregressive.vq_config.num_embeddings
+        draw = random.Random(seed)
+        return [draw.randrange(codes) for _ in range((grids.of_edit if edited else grids).tokens)]
 
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the pipeline with trained weights in its trained parts, and its other parts as they are."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.family import FAMILY as TEXTS
 from grpo_core.policies.causal_lm.family import PROMPT_TOKENS, after_head, stored_stop
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE, refuse_missing_folder
 from grpo_core.policies.pipeline_files import find_model_file
@@ -119,6 +120,12 @@ class VisionLMFamily:
                 added[sizes] = len(process_prompt(processor, settings, prompt, blank, placeholders).ids) - printed
             of_images = added.get(sizes, 0)
             require_room(prompt, printed + of_images, settings, context, of_images=of_images)
+
+    def example_ids(
+        self, model: str, settings: VisionLMSettings, output: "ImageSize | str", *, edited: bool, seed: int
+    ) -> list[int] | None:
+        """Return the ids of a text, without an end token; None if the model is not on this machine."""
+        return TEXTS.example_ids(model, settings, output, edited=edited, seed=seed)
 
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the model with trained weights, and the files of its processor and tokenizer as they are."""

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from socketserver import StreamRequestHandler, TCPServer
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from flows.preflight.doctor import Diagnosis, examine
+from flows.preflight.doctor import Diagnosis, Finding, examine
 from flows.preflight.engine import engine_notes
 from flows.preflight.inputs import CHECKS, check_inputs
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
@@ -26,6 +27,10 @@ from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, refused
 from tests.tiny_policies import TEXT_MODEL
 
 GROUNDING = REPOSITORY / "configs" / "tiny_grounding.yaml"
+Tried = tuple[bool, list[Finding], list[str]]
+"""Whether all is well, the findings of the rewards, and the lines of progress."""
+
+Trial = Callable[..., Tried]
 JPEG = 'rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}]'
 
 
@@ -233,6 +238,8 @@ def test_the_command_of_a_fitting_server_has_what_adapters_and_images_need(tmp_p
 
 
 FUNCTIONS = """
+import statistics
+
 def words(images, **columns):
     return ["red", "blue"]
 
@@ -243,33 +250,89 @@ def counted(completions, completion_ids, prompts, **columns):
     assert len(completions) == len(completion_ids) == len(prompts) == 2 and prompts[0] == prompts[1]
     return [len(columns), float("nan")]
 
-def light(images, targets, **columns):
-    return [image.getextrema()[0][0] if image.size == target.size else 0 for image, target in zip(images, targets)]
+def first(completions, **columns):
+    return [len(text.split()[0]) for text in completions]
+
+def contrast(images, targets, completion_ids, **columns):
+    assert all(image.size == target.size for image, target in zip(images, targets))
+    pixels = [list(image.convert("L").tobytes()) for image in images]
+    assert pixels[0] != pixels[1] and all(0 <= code < 73 for ids in completion_ids for code in ids)
+    assert all(statistics.stdev(each) > 10 for each in pixels)
+    return [len(ids) for ids in completion_ids]
+
+def huge(prompts, **columns):
+    return [10**400 for prompt in prompts]
+
+def silent(prompts, **columns):
+    return [None for prompt in prompts]
+
+def paired(prompts, targets, **columns):
+    return [0.0 for prompt in prompts]
 """
 
 
-def test_a_function_is_called_once_and_refused_as_training_refuses_it(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(FUNCTIONS)
+class TestTrials:
+    @pytest.fixture
+    def trial(self, tmp_path: Path) -> Trial:
+        (tmp_path / "own.py").write_text(FUNCTIONS)
 
-    def trial(config: Path, function: str, **scope: object) -> tuple[Diagnosis, str]:
-        """Everything that is said about this reward."""
-        settings = {"function": f"{tmp_path}/own.py:{function}", "with_targets": function == "light"}
-        rewards = json.dumps([{"reward": "function", "settings": settings, **scope}])
-        diagnosis, _ = examined(config, f"storage.root={tmp_path}", f"rewards={rewards}")
-        own = [each for each in diagnosis.findings if each.subject == "rewards"]
-        return diagnosis, "\n".join(line for each in own for line in (each.message, each.hint, *each.notes))
+        def trial(
+            config: Path,
+            function: str,
+            scope: Mapping[str, object] = {},
+            changes: Sequence[str] = (),
+            **settings: object,
+        ) -> Tried:
+            named = {"function": f"{tmp_path}/own.py:{function}", **settings}
+            rewards = json.dumps([{"reward": "function", "settings": named, **scope}])
+            lines: list[str] = []
+            overrides = [f"storage.root={tmp_path}", f"rewards={rewards}", *changes]
+            diagnosis = examine(read_config(config, overrides), lines.append)
+            return diagnosis.healthy, [each for each in diagnosis.findings if each.subject == "rewards"], lines
 
-    for config, function, problem in (
-        (TINY, "words", "own.py:2, sample blank sample 1: got 'red'"),
-        (TINY_TEXT, "breaks", "own.py:6: got \"KeyError: 'answer'\""),
-    ):
-        diagnosis, printed = trial(config, function)
-        assert problem in printed
-        assert not diagnosis.healthy
-    # White images of the target's size; the two columns of each prompt, and the three hooks of TRL.
-    assert trial(TINY, "light")[1] == "ready: light\n\nlight: called with two blank samples: 255.000"
-    counted = trial(TINY_TEXT, "counted")[1]
-    assert "called with two blank samples: 5.000, the reward is nan" in counted
-    waiting, printed = trial(TINY_TEXT, "breaks", where={"word": ["none of them"]})
-    assert printed.startswith("loads; not called yet: breaks\n")
-    assert waiting.healthy
+        return trial
+
+    def test_a_function_is_refused_as_training_refuses_it(self, trial: Trial) -> None:
+        for config, function, settings, problem in (
+            (TINY, "words", {}, "own.py:4, sample trial sample 1: got 'red'"),
+            (TINY_TEXT, "breaks", {}, "own.py:8: got \"KeyError: 'answer'\""),
+            # The place of a call that does not begin is that of the function.
+            (TINY_TEXT, "paired", {}, 'own.py:30: got "TypeError: paired() missing'),
+            # Training counts these as failed samples, and stops at too many of them.
+            (TINY_TEXT, "huge", {}, "rewards.0.huge: got 'the reward is inf, not a finite number"),
+            (TINY_TEXT, "breaks", {"on_error": "null"}, 'rewards.0.breaks: got "the function raised KeyError'),
+        ):
+            healthy, (finding,), _ = trial(config, function, **settings)
+            assert problem in finding.message
+            assert (healthy, finding.healthy) == (False, False)
+
+    def test_made_up_samples_are_like_those_of_the_run(self, trial: Trial) -> None:
+        """64 x 64 pixels are 8 x 8 tokens after a preview of 4 x 4, which an edit has not."""
+        for config, function, settings, outcome in (
+            (TINY, "contrast", {"with_targets": True}, "80.000\n"),
+            (REPOSITORY / "configs" / "tiny_edit.yaml", "contrast", {"with_targets": True}, "64.000\n"),
+            (TINY_TEXT, "first", {}, "1.000, 7.000\n"),
+            (GROUNDING, "first", {}, "1.000, 7.000\n"),
+            # Two columns of each prompt, and the three hooks of TRL.
+            (TINY_TEXT, "counted", {}, "5.000, the reward is nan"),
+            (TINY_TEXT, "silent", {}, "none (not applicable)"),
+        ):
+            healthy, (finding,), _ = trial(config, function, **settings)
+            assert healthy, finding
+            (note,) = finding.notes
+            assert f" samples: {outcome}" in f"{note}\n"
+
+    def test_tokens_of_a_model_that_is_not_here_are_not_made_up(self, trial: Trial) -> None:
+        absent = ["policy.model=nobody/absent"]
+        for function, lines in (("counted", 0), ("first", 1)):
+            _, (finding,), heard = trial(TINY_TEXT, function, changes=absent)
+            assert finding.healthy
+            assert len(heard) == lines
+
+    def test_the_functions_are_named_once_before_they_are_called(self, trial: Trial) -> None:
+        (line,) = trial(TINY_TEXT, "silent")[2]
+        assert line.endswith("/own.py:silent ...")
+        assert trial(TINY_TEXT, "breaks", {"where": {"word": ["none of them"]}})[::2] == (True, [])
+        lines: list[str] = []
+        examine(read_config(TINY), lines.append)
+        assert not lines

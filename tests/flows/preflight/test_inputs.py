@@ -104,6 +104,17 @@ class TestPrompts:
         assert [each.notes for each in examine(config).findings if each.subject == "prompts"] == [(column, long)]
         assert {column, long} <= {*conftest.heard_of(lambda: opened(config))[1].lines}
 
+    def test_heldout_prompts_that_are_trained_on_are_counted(self, tmp_path: Path) -> None:
+        mine = prompt_file(tmp_path, "a cat\na dog\na cow\n", "mine.txt")
+        other = prompt_file(tmp_path, "a dog\na bird\na cow\na hen\n", "other.txt")
+        for heldout, expected in ((mine, ["3 of 3"]), (other, ["2 of 4"]), (None, [])):
+            given = f"evaluate={{prompts: {heldout or 'null'}}}"
+            notes = read_prompt_files(read_config(TINY, [*NO_TARGETS, f"data.prompts={mine}", given])).notes
+            counts = [note.split()[1:4] for note in notes if note.startswith("evaluate: ")]
+            assert [" ".join(each) for each in counts] == expected
+        shipped = [read_prompt_files(read_config(file)).notes for file in (REPOSITORY / "configs").glob("*.yaml")]
+        assert not [note for notes in shipped for note in notes if note.startswith("evaluate: ")]
+
     def test_the_first_and_the_last_prompt_are_shown_with_their_targets(self, tmp_path: Path) -> None:
         path = prompt_file(tmp_path, "a red circle\na blue heart\na cross\na star with rays and nothing next to it\n")
         for index in range(4):

@@ -225,6 +225,46 @@ def test_a_function_that_raises_is_an_error_with_its_line(write: Callable[[str],
     assert value == "ZeroDivisionError: nothing in it"
 
 
+def test_a_call_that_does_not_begin_has_the_place_of_the_function(write: Callable[[str], str]) -> None:
+    header = "import functools\n\n"
+    for source in (
+        "def score(completions, targets, **kwargs):\n    return [0.0]\n",
+        "def score(completions, images, **kwargs):\n    return [0.0]\n",
+        "def score(prompts, /, **kwargs):\n    return [0.0]\n",
+        "def inner(completions, targets, **kwargs):\n    return [0.0]\nscore = functools.partial(inner)\n",
+    ):
+        path = write(header + source)
+        for on_error in ("raise", "null"):
+            reward = FunctionReward(function=f"{path}:score", on_error=on_error, factory=False)
+            if on_error == "raise":
+                place, value = refusal(reward.score, texts())
+                assert place.endswith("mine.py:3")
+                assert str(value).startswith("TypeError: ")
+            else:
+                assert all("(mine.py:3)" in str(score.failure) for score in reward.score(texts()))
+    # One that calls another in a wrong way has begun.
+    place, _ = refusal(FunctionReward(function=f"{write(WRONG)}:score").score, texts())
+    assert place.endswith("mine.py:2")
+
+
+WRONG = "def score(completions, **kwargs):\n    return check()\n\ndef check(text):\n    return 0.0\n"
+
+
+def test_the_message_of_an_error_is_left_out_where_there_is_none_and_cut_where_it_is_long(
+    write: Callable[[str], str],
+) -> None:
+    for raised, shown in (
+        ("SystemExit", "SystemExit"),
+        ("MemoryError()", "MemoryError"),
+        (f"ValueError({'x' * 200!r})", f"ValueError: {'x' * 200}"),
+        (f"ValueError({'x' * 201!r})", f"ValueError: {'x' * 197}..."),
+    ):
+        path = write(f"def score(completions, **kwargs):\n    raise {raised}\n")
+        assert refusal(FunctionReward(function=f"{path}:score").score, texts())[1] == shown
+        (first, *_) = FunctionReward(function=f"{path}:score", on_error="null").score(texts())
+        assert first == Score.failed(f"the function raised {shown} (mine.py:2)")
+
+
 @pytest.mark.parametrize("on_error", [None, "null"])
 def test_on_opt_in_only_the_guilty_sample_fails(write: Callable[[str], str], on_error: str | None) -> None:
     reward = FunctionReward(function=f"{write(RAISES)}:score", on_error=on_error)
