@@ -17,6 +17,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from flows.prefect_settings import SINGLE_RUN
 from flows.server.database import database_settings, keep_template
 from tasks.execution.server_process import ServerProcess
 from tasks.progress import log
@@ -180,7 +181,7 @@ def start_temporary_server() -> bool:
 
 def _environment(settings: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a server, without the database of one that is kept."""
-    given = {**os.environ, **settings, **_ENVIRONMENT}
+    given = {**SINGLE_RUN, **os.environ, **settings, **_ENVIRONMENT}
     kept = ("PREFECT_API_DATABASE_", "PREFECT_SERVER_DATABASE_", "PREFECT_API_URL")
     return {name: value for name, value in given.items() if not name.startswith(kept)}
 

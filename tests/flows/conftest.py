@@ -268,7 +268,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     own = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own))
-        running = TemporaryServer(SERVER)
+        # Tests read events.
+        running = TemporaryServer({**SERVER, "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "true"})
         running.wait_until_ready(120.0)
         keep_template(running.folder)
     # Threads have the global settings, which Prefect reads from the environment; programs that tests start do not.
