@@ -11,7 +11,6 @@ from PIL import Image
 
 from configs.schema import RunConfig
 from configs.training import RewardSection
-from flows.preflight.model import source_of
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage, encode_png, fits_reward, require_aspect, shown_bounds
@@ -128,6 +127,9 @@ def _output(
         row = {"image": {"bytes": encode_png(image)}, "defect": None}
     if not reward.needs_tokens:
         return row
+    # As above.
+    from flows.preflight.model import source_of
+
     family, model = policy_family(config.policy.kind), source_of(config)
     try:
         ids = family.example_ids(model, config.rollout, output, edited=edited, seed=sibling)
