@@ -127,7 +127,7 @@ def _output(
         row = {"image": {"bytes": encode_png(image)}, "defect": None}
     if not reward.needs_tokens:
         return row
-    # As above.
+    # It imports torch, as the scoring of rows does.
     from flows.preflight.model import source_of
 
     family, model = policy_family(config.policy.kind), source_of(config)

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import polars as pl
 
@@ -20,10 +19,9 @@ from tasks.reports.statistics import (
     spread_of,
     with_groups,
 )
-from tasks.rewards.rows import batches_of, score_rows
+from tasks.rewards.rows import batches_for, score_rows
 from tasks.runs.layout import SCORES_FILE, STATES, SamplingRound
 from tasks.runs.samples import read_rollouts
-from tasks.runs.sources import read_sources
 from tasks.storage.artifacts.store import ArtifactStore
 
 NUMBERS = ("value", "raw", "seconds")
@@ -70,15 +68,7 @@ def score_again(
         for section in sections:
             reward = build_reward(section.reward, section.settings)
             names = frozenset(wanted["sample_id"])
-            sources = partial(read_sources, store, runs=[part.rollouts.run]) if reward.reads_sources else None
-            batches = batches_of(
-                source,
-                section.batch_size,
-                names,
-                with_tokens=reward.needs_tokens,
-                read_sources=sources,
-                stores=[store],
-            )
+            batches = batches_for(reward, section, source, names, store, part.rollouts.run)
             rows = [row for batch in batches for row in score_rows(reward, section, batch)]
             kinds = {"sample_id": pl.String, **dict.fromkeys(NUMBERS, pl.Float64), "failure": pl.String}
             frames.append(_joined(wanted, pl.DataFrame(rows, kinds), section.label, iteration))

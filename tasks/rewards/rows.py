@@ -30,6 +30,7 @@ from tasks.execution.resources import resource
 from tasks.progress import listener
 from tasks.prompts.targets import TargetReference, find_target, load_target
 from tasks.runs.layout import IMAGES, PARTS
+from tasks.runs.sources import read_sources
 
 if TYPE_CHECKING:
     from tasks.storage.artifacts.store import ArtifactStore
@@ -55,6 +56,16 @@ _PRUNED = (
 
 ReadSources = Callable[[Mapping[str, str]], Mapping[str, SourceImage]]
 """Reads images in prompts by their digests, each with the sample that has it."""
+
+
+def batches_for(
+    reward: Reward, section: RewardSection, source: Path, names: frozenset[str], store: "ArtifactStore", run: str
+) -> Iterator[list[Row]]:
+    """Yield batches of the wanted samples of a run with everything that the reward reads, as `batches_of`."""
+    sources = functools.partial(read_sources, store, runs=[run]) if reward.reads_sources else None
+    return batches_of(
+        source, section.batch_size, names, with_tokens=reward.needs_tokens, read_sources=sources, stores=[store]
+    )
 
 
 def batches_of(

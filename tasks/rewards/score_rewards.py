@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,10 +24,9 @@ from tasks.execution.caching import stage_task
 from tasks.execution.call import SHARDS, Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.models.resident import set_threads
 from tasks.progress import progress_of
-from tasks.rewards.rows import SCORES, Row, batches_of, score_in_processes, score_rows
+from tasks.rewards.rows import SCORES, Row, batches_for, score_in_processes, score_rows
 from tasks.runs.layout import IMAGES, PARTS, SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
-from tasks.runs.sources import read_sources
 from tasks.storage.artifacts.commit import IMAGES_REMOVED
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, Read, current_store
@@ -234,15 +232,7 @@ def score_reward_task(
             refuse_lost(store, rollouts, joined_folder(f"{folder}/{section.label}"), IMAGES_REMOVED)
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
         meant = in_scope(section, everything).select("sample_id", provenance=pl.lit(provenance))
-        sources = partial(read_sources, store, runs=[rollouts.run]) if reward.reads_sources else None
-        batches = batches_of(
-            source,
-            section.batch_size,
-            wanted,
-            with_tokens=reward.needs_tokens,
-            read_sources=sources,
-            stores=[store],
-        )
+        batches = batches_for(reward, section, source, wanted, store, rollouts.run)
         made = _score(reward, section, batches if wanted else iter(()), meant.height, report_progress)
         # A score that a sibling's score depends on was computed again.
         scored = meant.join(pl.concat([known, made]).unique("sample_id", keep="last"), **_ONE_EACH)
