@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,19 @@ from grpo_core.actions import DenoisingBatch, Sources, TokenBatch, join_sources
 from grpo_core.errors import InputError
 from grpo_core.records import BrokenImage, GroupRequest, SampledActions
 from grpo_core.streams import PIXELS_AT_ONCE, ImageSize
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """Have diffusers and transformers log no warnings: they warn of cut prompts also where nobody wrote the prompt."""
+    levels = diffusers.utils.logging.get_verbosity(), transformers.utils.logging.get_verbosity()
+    diffusers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        diffusers.utils.logging.set_verbosity(levels[0])
+        transformers.utils.logging.set_verbosity(levels[1])
 
 
 def load_frozen(model: str, read: Callable[[], Any], device: torch.device, offloaded: Collection[str] = ()) -> Any:

@@ -8,13 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-import transformers
 
 from grpo_core.actions import DenoisingBatch, Sources
 from grpo_core.errors import InputError, first_line
-from grpo_core.policies.denoising.rows import DenoisedGroup
+from grpo_core.policies.denoising.rows import DenoisedGroup, only_errors
 from grpo_core.policies.diffusers.component import DiffusersDenoising
 from grpo_core.policies.diffusers.saved_pipeline import (
     DiffusersSettings,
@@ -114,12 +112,13 @@ def _digest(folder: Path, saved: SavedPipeline) -> str:
 def try_copy(folder: Path, saved: SavedPipeline, settings: DiffusersSettings) -> tuple[bool, str | None]:
     """Return whether a small copy could be built, and why it cannot be sampled and scored, if so."""
     chosen = _trial_settings(saved, settings)
-    heard = diffusers.utils.logging.get_verbosity(), transformers.utils.logging.get_verbosity()
-    # They warn of prompts that are cut off, which here are nobody's.
-    diffusers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.set_verbosity_error()
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), reduced_sources(saved.class_name):
+        with (
+            only_errors(),
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+            reduced_sources(saved.class_name),
+        ):
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             copy = small_copy(folder, saved, partial(_run, saved, chosen))
@@ -129,9 +128,6 @@ def try_copy(folder: Path, saved: SavedPipeline, settings: DiffusersSettings) ->
             return True, why_incompatible(DiffusersDenoising(copy, saved, chosen, trained))
     except AttributeError as error:
         return True, f"its call fails ({first_line(error)})"
-    finally:
-        diffusers.utils.logging.set_verbosity(heard[0])
-        transformers.utils.logging.set_verbosity(heard[1])
 
 
 def _trial_length(saved: SavedPipeline, settings: DiffusersSettings) -> int | None:

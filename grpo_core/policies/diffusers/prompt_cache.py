@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from grpo_core.policies.denoising.rows import only_errors
+
 MAX_BYTES = 512 * 1024**2
 """Embeddings that are kept at most, on the device of the text encoders; the oldest are dropped first."""
 
@@ -75,7 +77,7 @@ class PromptCache:
         """Whether embeddings have one length, whatever the prompt: then rows of several prompts can share a call."""
         # Stable Diffusion 3 has no default for its second and third prompt.
         needed = {name: None for name, each in self._signature.parameters.items() if each.default is each.empty}
-        with torch.no_grad():
+        with torch.no_grad(), only_errors():
             short, long = (self._encode_rows({**needed, "prompt": [text]}, 1) for text in _PROBES)
         return bool(_shapes(short) == _shapes(long))
 

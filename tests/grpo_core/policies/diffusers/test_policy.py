@@ -1,6 +1,7 @@
 """Prompts are encoded once, and as the pipeline itself encodes them."""
 
 import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,23 @@ def test_several_prompts_have_the_embeddings_of_each_alone(saved_folder: SavedFo
     for row, prompt in enumerate(["dot", "ring", "dot"]):
         for both, alone in zip(together[:2], pipeline.encode_prompt(prompt=[prompt])[:2], strict=True):
             assert torch.equal(both[row], alone[0])
+
+
+def test_only_prompts_of_the_user_are_warned_of(saved_folder: SavedFolder) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder("sd3")))
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.name)  # type: ignore[method-assign]
+    libraries = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    for library in libraries:
+        library.addHandler(handler)
+    cache = PromptCache(pipeline)
+    assert cache.pads_to_one_length
+    assert warned == []
+    pipeline.encode_prompt(prompt=["dot " * 200], prompt_2=None, prompt_3=None)
+    assert warned
+    for library in libraries:
+        library.removeHandler(handler)
 
 
 def test_prompts_of_several_lengths_are_refused_in_one_call(saved_folder: SavedFolder) -> None:
