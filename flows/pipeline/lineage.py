@@ -25,10 +25,10 @@ from tasks.rewards.score_rewards import scores_key
 from tasks.runs.layout import is_result
 from tasks.runs.lookup import CONFIG_FILE, find_run, read_description
 from tasks.runs.reader import RunReader
-from tasks.runs.stored import START, choose_policy, stored_config, stored_start
+from tasks.runs.stored import START, choose_policy, paths_beside_root, stored_config, stored_start
 from tasks.storage.artifacts.commit import LINEAGE
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
+from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, open_store
 
 IDENTITY, ACCEPTED = "identity", "accepted_code"
 _BECOMES = ".becomes~"
@@ -44,6 +44,9 @@ def identify(
         start: policy of another run that is trained on; None if it is the model.
     """
     settings = run_identity(config)
+    if isinstance(config, ReplayConfig):
+        # Those of its source, which differ by the folder that it is started in.
+        settings = paths_beside_root(settings, open_store(config.storage, config.run.name))
     for section in settings["rewards"].values():
         # An address or a path among them may change; what they determine is in the provenance.
         del section["settings"]

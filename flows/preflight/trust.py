@@ -50,8 +50,13 @@ class Use:
     @property
     def digest(self) -> str:
         """sha256 of what is used, with the path and the content of its file; what that imports lies next to it."""
-        content = [str(self.file), file_sha256(str(self.file))] if self.file is not None else []
-        return hashlib.sha256(json.dumps([self.details, *content]).encode()).hexdigest()
+        if self.file is None:
+            return hashlib.sha256(json.dumps([self.details]).encode()).hexdigest()
+        # However the path is written.
+        path, name = str(self.file), self.value.rpartition(":")[2]
+        named = json.loads(self.details).items()
+        details = json.dumps({key: name if value == self.value else value for key, value in named}, sort_keys=True)
+        return hashlib.sha256(json.dumps([details, path, file_sha256(path)]).encode()).hexdigest()
 
     @property
     def is_missing(self) -> bool:

@@ -19,7 +19,8 @@ def refuse_missing_folder(model: str) -> None:
         if not (path / INDEX_FILE).is_file():
             raise InputError("policy.model", model, f"The folder has no {INDEX_FILE}; give a saved pipeline's.")
     elif looks_local or path.parent.is_dir():
-        raise InputError("policy.model", model, "There is no such folder; give a saved pipeline's, or a hub name.")
+        hint = f"There is no folder {path.absolute()}; give a saved pipeline's, or a hub name."
+        raise InputError("policy.model", model, hint)
 
 
 def find_model_file(model: str, name: str) -> Path | None:

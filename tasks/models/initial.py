@@ -84,7 +84,11 @@ def snapshot(place: str, name: str, revision: str | None, *, patterns: list[str]
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+    except HFValidationError as error:
+        raise InputError(
+            place, name, f"There is no folder {Path(name).absolute()}, and no hub has this name."
+        ) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
         hint = f"Its files are not here and cannot be downloaded: run `{command}`, or give a folder."
         raise InputError(place, name, hint) from error

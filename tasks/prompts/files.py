@@ -5,19 +5,24 @@ import gzip
 import io
 import json
 import math
+import os
 import posixpath
 import re
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, NamedTuple
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import fsspec
 from fsspec.core import url_to_fs
 
 from grpo_core.errors import InputError
 from tasks.storage.files import is_local
+
+if TYPE_CHECKING:
+    from tasks.storage.artifacts.store import ArtifactStore
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,18 @@ def list_input_folder(uri: str, *, place: str) -> tuple[str, ...]:
         raise InputError(place, uri, "There is no such folder. Correct the path.") from None
     except OSError as error:
         raise InputError(place, uri, f"It cannot be listed ({error}). Make it readable or name another.") from error
+
+
+def find_input(uri: str, stores: Iterable["ArtifactStore"]) -> str | None:
+    """Return where an input of a stored run is; None for a relative path that leads to nothing.
+
+    Such a path is that of the folder in which its run was started. It is looked for in the working directory, then
+    beside the storage roots.
+    """
+    if "://" in uri or Path(uri).expanduser().is_absolute():
+        return uri
+    folders = (Path(os.path.relpath(store.root)).parent for store in stores if is_local(store.filesystem))
+    return next((str(folder / uri) for folder in (Path(), *folders) if (folder / uri).exists()), None)
 
 
 def join_uri(folder: str, name: str) -> str:

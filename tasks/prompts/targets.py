@@ -3,10 +3,9 @@
 import hashlib
 import posixpath
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from PIL import Image
 
@@ -16,10 +15,6 @@ from grpo_core.streams import ImageSize
 from tasks.prompts.files import join_uri, list_input_folder, nearest_names, read_input_file
 from tasks.prompts.images import IMAGE_ENDINGS, complete_image, name_inside, upright_size
 from tasks.prompts.read import Prompt
-from tasks.storage.files import is_local
-
-if TYPE_CHECKING:
-    from tasks.storage.artifacts.store import ArtifactStore
 
 SIZE_COLUMNS = ("width", "height", "size")
 """Columns that give the size of a prompt's images: two of pixels, or one such as 512x768, width first."""
@@ -135,18 +130,6 @@ def pair_targets(
             known[name, size] = _refer(join_uri(parent, name), _place(prompt, row), size)
         paired.append(None if name is None else known[name, size])
     return tuple(paired)
-
-
-def find_target(uri: str, stores: Iterable["ArtifactStore"]) -> str | None:
-    """Return where a stored target is; None for a relative path that leads to nothing.
-
-    Such a path is that of the folder in which its run was started. It is looked for in the working directory, then
-    beside the storage roots.
-    """
-    if "://" in uri or Path(uri).is_absolute():
-        return uri
-    folders = (Path(store.root).parent for store in stores if is_local(store.filesystem))
-    return next((str(folder / uri) for folder in (Path(), *folders) if (folder / uri).exists()), None)
 
 
 def load_target(reference: TargetReference) -> Image.Image:

@@ -11,7 +11,8 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.images import decode_stored
-from tasks.prompts.targets import TargetReference, find_target, load_target
+from tasks.prompts.files import find_input
+from tasks.prompts.targets import TargetReference, load_target
 from tasks.reports.text import counted
 from tasks.runs.layout import IMAGES, source_file
 from tasks.runs.sources import read_sources
@@ -78,7 +79,7 @@ class PromptImages:
         if uri is None or sha256 is None or uri in self.missing:
             return None
         if uri not in self._targets:
-            path = find_target(uri, self._stores)
+            path = find_input(uri, self._stores)
             try:
                 self._targets[uri] = shrunk(load_target(TargetReference(path or uri, sha256)), self._side)
             except InputError as error:

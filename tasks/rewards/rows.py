@@ -28,7 +28,8 @@ from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import LostStageError
 from tasks.execution.resources import resource
 from tasks.progress import listener
-from tasks.prompts.targets import TargetReference, find_target, load_target
+from tasks.prompts.files import find_input
+from tasks.prompts.targets import TargetReference, load_target
 from tasks.runs.layout import IMAGES, PARTS
 from tasks.runs.sources import read_sources
 
@@ -84,7 +85,7 @@ def batches_of(
         read_sources: reads the images in their prompts, for `sources` of each row; None if they are not needed.
         stores: beside their roots target images are looked for, whose paths are relative.
     """
-    find = functools.cache(lambda uri: find_target(uri, stores) or uri)
+    find = functools.cache(lambda uri: find_input(uri, stores) or uri)
     more = (*(_READ_OF_TOKENS if with_tokens else ()), *(_READ_OF_SOURCES if read_sources else ()))
     waiting: list[Row] = []
     for row in _rows_of(source, more):

@@ -1,9 +1,10 @@
 """Read stored configurations, iterations, evaluations and policies for flows that use them again; all verified."""
 
 import json
+import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from configs.schema import RunConfig
 from configs.yaml_files import parse_yaml
 from grpo_core.errors import InputError, raise_all
 from tasks.models.initial import copy_digests, model_digest
-from tasks.prompts.files import nearest_names
+from tasks.prompts.files import find_input, nearest_names
 from tasks.runs.layout import (
     ADVANTAGES,
     EVALUATIONS,
@@ -35,16 +36,23 @@ from tasks.runs.lookup import CONFIG_FILE, find_run, read_config_file, read_desc
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.files import is_local
 from tasks.storage.parquet import read_columns
 
 BEST = "best"
 """In place of a number: the policy version with the highest held-out reward."""
+_OF_FUNCTIONS = frozenset({"function", "loss"})
+_PATHS = frozenset({"model", "adapter", "prompts", "targets", "weights", "head"}) | _OF_FUNCTIONS
+"""Keys of a configuration whose values can be paths; a function's is FILE.py:NAME."""
 START = "start"
 """Entry of run.json of a run that started from another run's policy: `from`, as RUN@N, and `policy`, the reference."""
 
 
 def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration that a run was made with; of a replay, without its replay section.
+
+    Its relative paths lead from the working directory to what they named where the run was started, and storage.root
+    to where the run is now.
 
     Raises:
         InputError: config.yaml is missing, damaged, or not a configuration.
@@ -57,7 +65,37 @@ def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunCon
     # An earlier run has another name than when it was made.
     if "~" in store.run and isinstance(values.get("run"), dict):
         values["run"]["name"] = store.run
+    _replace_paths(values, lambda path: path if Path(path).exists() else find_input(path, [store]) or path)
+    if is_local(store.filesystem) and isinstance(values.get("storage"), dict):
+        own = Path(str(values["storage"].get("root")))
+        if own.absolute() != Path(store.root):
+            values["storage"]["root"] = os.path.relpath(store.root)
     return as_config(values, overrides)
+
+
+def paths_beside_root(settings: dict[str, Any], store: ArtifactStore) -> dict[str, Any]:
+    """Replace the paths in plain settings that :func:`stored_config` found beside the storage root by those stored."""
+    folder = Path(store.root).parent
+
+    def stored(path: str) -> str:
+        found = os.path.relpath(path, folder)
+        return path if Path(path).is_absolute() or found.startswith("..") or not Path(path).exists() else found
+
+    if is_local(store.filesystem) and Path(os.path.abspath(folder)) != Path.cwd():
+        _replace_paths(settings, stored)
+    return settings
+
+
+def _replace_paths(value: Any, replace: Callable[[str], str]) -> None:
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if key in _PATHS and isinstance(each, str):
+            file, colon, function = each.partition(".py:")
+            if colon:
+                value[key] = f"{replace(f'{file}.py')}:{function}"
+            elif key not in _OF_FUNCTIONS:
+                value[key] = replace(file)
+        else:
+            _replace_paths(each, replace)
 
 
 def read_range(text: str) -> tuple[int, int]:

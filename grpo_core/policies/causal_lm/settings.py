@@ -40,4 +40,5 @@ def refuse_missing_folder(model: str) -> None:
         if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
             raise InputError("policy.model", model, "The folder has no weights; save the model there.")
     elif looks_local or (model.count("/") == 1 and path.parent.is_dir()):
-        raise InputError("policy.model", model, "There is no such folder; give a saved model's, or a hub name.")
+        hint = f"There is no folder {path.absolute()}; give a saved model's, or a hub name."
+        raise InputError("policy.model", model, hint)

@@ -107,6 +107,16 @@ NEVER_RUNNING: Mapping[str, Callable[[str], object]] = {
 USED_BY = {"evaluate": PLACES[:2], "replay": PLACES, "rewards analyse": PLACES[:1]}
 
 
+def test_a_file_is_known_however_its_path_is_written(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def loss(): ...")
+    for key in ("function", "loss"):
+        uses = [
+            Use(key, f"{path}:loss", json.dumps({key: f"{path}:loss"}))
+            for path in (tmp_path / "own.py", os.path.relpath(tmp_path / "own.py"))
+        ]
+        assert uses[0].digest == uses[1].digest != Use(key, uses[0].value, json.dumps({key: "own.py:other"})).digest
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_no_command_runs_code_that_a_run_brings_along(finished: Runs, trace: Path, place: str) -> None:
     function, root = hostile(finished, trace, place), str(finished.root)

@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from flows.pipeline.requests import ReplayRequest
+from flows.export.plan import plan_export
+from flows.pipeline.requests import ExportRequest, ReplayRequest
 from flows.replaying import correction_problems, plan_replay, replay, root_of
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import dump_checked, load_checked
-from tests.flows.conftest import REPOSITORY, Runs, Start, refused, sha256_of
+from tests.flows.conftest import REPOSITORY, Runs, Start, heard_of, refused, sha256_of
 from tests.flows.replaying.replays import request_replay, run_replay
 
 
@@ -156,6 +157,26 @@ def test_no_file_of_a_replay_names_the_machine(finished: Runs, monkeypatch: pyte
     written = [path for path in finished.path(run="run-replay").rglob("*") if path.is_file()]
     assert len(written) > 8
     assert [path for path in written if str(finished.root.parent).encode() in path.read_bytes()] == []
+
+
+def test_relative_paths_of_the_source_lead_from_any_folder(finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the stored configuration has are found beside the storage root, and make no other run of a replay."""
+    base = finished.root.parent
+    (base / "data").symlink_to(REPOSITORY / "data")
+    monkeypatch.chdir(base)
+    request = ReplayRequest(source=str(finished.path()), iterations="1")
+    first = asyncio.run(replay(request))
+    (base / "elsewhere").mkdir()
+    monkeypatch.chdir(base / "elsewhere")
+    again, heard = heard_of(lambda: asyncio.run(replay(request)))
+    assert (again.policy_digest, heard.stages) == (first.policy_digest, [])
+    exported = ExportRequest(run=str(finished.path()), folder="exported", merged=True)
+    assert plan_export(exported).base is not None
+    (base / "data").unlink()
+    tried = str(base / "elsewhere" / "data")
+    problems = refused(lambda: plan_replay(request))
+    assert {each.place for each in problems} >= {"policy.model", "data.prompts"}
+    assert all(tried in str(each) for each in problems)
 
 
 @pytest.mark.slow
