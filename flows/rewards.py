@@ -27,7 +27,6 @@ from tasks.runs.layout import (
     ANALYSIS,
     REPORT_FILE,
     REPORT_PAGE,
-    RESCORED,
     REWARDS_FILE,
     STORED,
     SamplingRound,
@@ -37,7 +36,7 @@ from tasks.runs.lookup import CONFIG_FILE, find_run
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.signs import hacking_verdict
-from tasks.runs.stored import read_iterations, read_range, stored_config
+from tasks.runs.stored import locate_paths, read_iterations, read_range, stored_config
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -209,14 +208,16 @@ def _rescored_rewards(store: ArtifactStore, name: str) -> tuple[RewardSection, .
     """Read the rewards that a rescoring was made with."""
     content = store.read_file(f"{rescoring_folder(name)}/{REWARDS_FILE}")
     if content is None:
-        known = [each for each in RunReader(store).names(RESCORED) if not each.startswith(".")]
+        known = RunReader(store).rescorings()
         hint = (
-            "It does not say with which rewards it was made; run grpo rescore again."
+            "It is not finished: run the same `grpo rescore` again."
             if name in known
             else f"{store.run} has {', '.join(known) or 'no rescoring'}."
         )
         raise InputError("--rescored", name, hint)
-    return RewardsFile.model_validate_json(content).rewards
+    values = json.loads(content)
+    locate_paths(values, store)
+    return RewardsFile.model_validate_json(json.dumps(values)).rewards
 
 
 def _scored_rounds(

@@ -25,7 +25,6 @@ from tasks.rewards.score_rewards import NeededScores, StoredScores
 from tasks.runs.layout import (
     PARTS,
     RECOMPUTED,
-    RESCORED,
     REWARDS,
     STORED,
     StoredIteration,
@@ -108,7 +107,7 @@ def needed_scores(
     needed = []
     for sampling_round in stored.rounds:
         folder = f"{stage_folder(sampling_round.rollouts.folder)}/{REWARDS}"
-        folders = [rescoring_folder(name, folder) for name in reader.names(RESCORED)]
+        folders = [rescoring_folder(name, folder) for name in reader.rescorings()]
         others = [store.find(f"{folder}/{label}") for folder in folders for label in reader.artifact_names(folder)]
         candidates = [*sampling_round.rewards.values(), *(each for each in others if each is not None)]
         scores = StoredScores(store, sampling_round.rollouts, candidates)

@@ -126,12 +126,14 @@ async def rescore(request: RescoreForm) -> Rescoring:
 
 def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[StoredIteration]:
     """Score every iteration of one run, in order: running moments carry over from one to the next."""
-    open_folder(name, run)
     done: list[StoredIteration] = []
     started = time.perf_counter()
     for stored in run.iterations:
         begun = time.perf_counter()
         rounds = tuple(score_missing(name, run, stored, index) for index in range(len(stored.rounds)))
+        if not done:
+            # Scores name their own rewards: one that is refused leaves what was there before.
+            open_folder(name, run)
         between = time.perf_counter()
         advantages = compute_advantages(name, run, stored, rounds, done[-1].advantages if done else None)
         spent["scores"] += between - begun

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_core.errors import InputError
-from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, STATES, is_later_round, parse_iteration
+from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, RESCORED, STATES, is_later_round, parse_iteration
 from tasks.storage.artifacts.commit import removed_by
 from tasks.storage.artifacts.reference import (
     MANIFEST_ENDING,
@@ -115,6 +115,11 @@ class RunReader:
         """List the sorted names of the artifacts in a folder of the run."""
         found = self.names(folder)
         return [name.removesuffix(MANIFEST_ENDING) for name in found if name.endswith(MANIFEST_ENDING)]
+
+    def rescorings(self) -> list[str]:
+        """List the sorted names of the rescorings; one that was refused before it stored anything has only a lock."""
+        names = self.names(RESCORED)
+        return [name for name in names if any(not each.startswith(".") for each in self.names(f"{RESCORED}/{name}"))]
 
     def iterations(self) -> list[int]:
         """List the iterations that have a folder, in order."""

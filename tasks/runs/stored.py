@@ -20,7 +20,6 @@ from tasks.runs.layout import (
     GUARDRAILS,
     PARTS,
     RECOMPUTED,
-    RESCORED,
     REWARDS,
     ROLLOUTS,
     STATE_FILE,
@@ -65,12 +64,17 @@ def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunCon
     # An earlier run has another name than when it was made.
     if "~" in store.run and isinstance(values.get("run"), dict):
         values["run"]["name"] = store.run
-    _replace_paths(values, lambda path: path if Path(path).exists() else find_input(path, [store]) or path)
+    locate_paths(values, store)
     if is_local(store.filesystem) and isinstance(values.get("storage"), dict):
         own = Path(str(values["storage"].get("root")))
         if own.absolute() != Path(store.root):
             values["storage"]["root"] = os.path.relpath(store.root)
     return as_config(values, overrides)
+
+
+def locate_paths(values: Any, store: ArtifactStore) -> None:
+    """Replace the paths in plain values that lead from where a run was started by those from the working directory."""
+    _replace_paths(values, lambda path: path if Path(path).exists() else find_input(path, [store]) or path)
 
 
 def paths_beside_root(settings: dict[str, Any], store: ArtifactStore) -> dict[str, Any]:
@@ -125,7 +129,8 @@ def read_iterations(
         InputError: an iteration is missing or damaged, or there are no such advantages.
     """
     reader = RunReader(store)
-    known = [STORED, RECOMPUTED, *reader.names(RESCORED)]
+    rescorings = reader.rescorings()
+    known = [STORED, RECOMPUTED, *rescorings]
     if advantages not in known:
         hint = f"{store.run} has {', '.join(known)}. Nearest: {nearest_names(advantages, known)}."
         raise InputError("--advantages", advantages, hint)
@@ -135,6 +140,8 @@ def read_iterations(
     if missing := [number for number in numbers if number not in complete]:
         hint = f"{store.run} has no complete iteration {missing[0]}; choose among {spans(complete)}."
         raise InputError("--iterations", f"{first}-{last}", hint)
+    if advantages in rescorings:
+        _require_rescored(reader, advantages, numbers)
     problems, iterations = [], []
     for number in numbers:
         try:
@@ -143,6 +150,20 @@ def read_iterations(
             problems.append(error)
     raise_all(problems)
     return tuple(iterations)
+
+
+def _require_rescored(reader: RunReader, name: str, numbers: Sequence[int]) -> None:
+    """Refuse a rescoring that was stopped before it came to one of these iterations, with one message."""
+    rescored = [
+        number
+        for number in numbers
+        if ADVANTAGES in reader.artifact_names(rescoring_folder(name, iteration_folder(number)))
+    ]
+    if len(rescored) < len(numbers):
+        chosen = f", or choose --iterations among {spans(rescored)}" if rescored else ""
+        hint = f"It is not finished: run the same `grpo rescore` again{chosen}."
+        value = f"{len(rescored)} of {len(numbers)} iterations"
+        raise InputError(f"{reader.store.run}/{rescoring_folder(name)}", value, hint)
 
 
 def first_iteration(store: ArtifactStore) -> int:

@@ -19,6 +19,8 @@ from flows.rescoring.plan import plan_rescore
 from flows.rescoring.rescore import RescoreSummary, rescore
 from flows.rewards import analyse_rewards
 from tasks.rewards import score_rewards
+from tasks.runs.reader import RunReader
+from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import Heard, Runs, Start, flip, heard_of, refused, sha256_of
 from tests.flows.replaying.replays import request_replay, run_replay
 
@@ -132,8 +134,20 @@ def test_a_rescoring_changed_under_its_name_leaves_no_previous_advantages(finish
     assert "the rewards of the rescoring one changed" in finished.reasons()[-1]
     (kept,) = finished.path("quarantine").rglob("one/iteration_000001/advantages/advantages.parquet")
     assert pl.read_parquet(kept).equals(whole)
-    (error,) = refused(lambda: plan_replay(request_replay(finished, advantages="one")))
-    assert "iteration_000001/advantages" in error.place
+    for use in (
+        lambda: plan_replay(request_replay(finished, advantages="one")),
+        lambda: analyse_rewards("run", root=str(finished.root), rescored="one"),
+    ):
+        (error,) = refused(use)
+        assert (error.place, error.value) == ("run/rescored/one", "1 of 2 iterations")
+
+
+def test_a_rescoring_whose_reward_is_refused_is_none(finished: Runs) -> None:
+    error, *_ = refused(lambda: scored_again(finished, function_file(finished, "return [1.0]"), name="bad"))
+    assert error.value == "1 rewards"
+    (error,) = refused(lambda: analyse_rewards("run", root=str(finished.root), rescored="bad"))
+    assert (error.place, error.value) == ("--rescored", "bad")
+    assert RunReader(ArtifactStore(str(finished.root), "run")).rescorings() == []
 
 
 @pytest.mark.slow
