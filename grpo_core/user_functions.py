@@ -7,11 +7,13 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -68,7 +70,23 @@ class UserFunction:
         return self.call(**{**json.loads(self.arguments), **keywords})
 
 
-_LOADING = threading.RLock()
+_LOADING, _LEAVING = threading.RLock(), threading.Lock()
+_FOLDERS: list[str] = []
+
+
+@contextmanager
+def working_directory_kept() -> Iterator[None]:
+    """Return to the working directory after a user's code: other paths of this process are relative to it.
+
+    Of several calls at once each returns to that before the first of them began.
+    """
+    with _LEAVING:
+        _FOLDERS.append(_FOLDERS[0] if _FOLDERS else os.getcwd())
+    try:
+        yield
+    finally:
+        with _LEAVING:
+            os.chdir(_FOLDERS.pop())
 
 
 def load_function(place: str, reference: str, arguments: str = "{}", *, factory: bool = False) -> UserFunction:
@@ -90,7 +108,7 @@ def load_function(place: str, reference: str, arguments: str = "{}", *, factory:
 def find_function(place: str, reference: str) -> Callable[..., object]:
     """Import what `reference` names; raises as :func:`load_function`."""
     module, _, name = reference.rpartition(":")
-    with _LOADING:
+    with _LOADING, working_directory_kept():
         found: object = _import(place, reference, module)
     for part in name.split("."):
         known = [key for key in dir(found) if not key.startswith("_")]
@@ -119,7 +137,8 @@ def _build(place: str, reference: str, arguments: str, factory: bool, digest: st
     if factory:
         named = function
         try:
-            made: object = named(**json.loads(arguments))
+            with working_directory_kept():
+                made: object = named(**json.loads(arguments))
         except (Exception, SystemExit) as error:  # whatever a user's code raises is reported with its place
             where = _origin(error, _code_of(place, reference, named).co_filename)
             hint = f"Calling it raised {shown_error(error)} at {where}. Set `arguments` to what it takes."

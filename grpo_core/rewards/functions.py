@@ -25,7 +25,15 @@ from grpo_core.errors import InputError
 from grpo_core.images import to_rgb
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, not_finite
 from grpo_core.streams import Modality
-from grpo_core.user_functions import REFERENCE, UserFunction, find_function, load_function, shown_error, signature_of
+from grpo_core.user_functions import (
+    REFERENCE,
+    UserFunction,
+    find_function,
+    load_function,
+    shown_error,
+    signature_of,
+    working_directory_kept,
+)
 
 _LOGGER = logging.getLogger(__name__)
 _PLACE = "rewards.function.function"
@@ -283,12 +291,13 @@ def _rgb_copies(sample_ids: Sequence[str], images: Sequence[Image.Image | None],
 
 def _call(function: UserFunction, keywords: Mapping[str, object]) -> object:
     """Call the function, await a coroutine and read an iterator to its end."""
-    answer = function.run(keywords)
-    answer = run_awaitable(answer) if inspect.isawaitable(answer) else answer
-    if not isinstance(answer, Iterator):
-        return answer
-    # Here its errors are reported with their place; one item more shows that there are too many.
-    return list(itertools.islice(answer, len(keywords["prompts"]) + 1))  # type: ignore[arg-type]
+    with working_directory_kept():
+        answer = function.run(keywords)
+        answer = run_awaitable(answer) if inspect.isawaitable(answer) else answer
+        if not isinstance(answer, Iterator):
+            return answer
+        # Here its errors are reported with their place; one item more shows that there are too many.
+        return list(itertools.islice(answer, len(keywords["prompts"]) + 1))  # type: ignore[arg-type]
 
 
 def _read_scores(function: UserFunction, returned: object, sample_ids: Sequence[str]) -> list[Score]:
