@@ -278,7 +278,9 @@ class _GroupsSection(Section):
     """Fields without effect on held-out samples."""
 
     prompts_per_iteration: PositiveInt = Field(8, description="groups of an iteration")
-    group_size: int = Field(8, ge=2, description="samples per prompt; advantages compare siblings, so at least 2")
+    group_size: int = Field(
+        8, ge=2, le=100_000, description="samples per prompt; advantages compare siblings, so at least 2"
+    )
     prompts_per_batch: PositiveInt = Field(4, description="prompts sampled at once")
 
     def images_of_samples(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ It imports no model library, so a command can check its options at once.
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field, GetJsonSchemaHandler, ValidationError, ValidationInfo, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -15,7 +15,10 @@ from pydantic_core import CoreSchema
 from configs.yaml_files import nearest_key, section_hint, translate
 from grpo_core.addresses import refuse_secrets
 from grpo_core.errors import InputError, joined, raise_all
-from grpo_core.settings import STRICT
+from grpo_core.settings import STRICT, type_hint
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -132,7 +135,7 @@ def validated(
         record = model.model_validate(plain, context=ALL_AT_ONCE)
     except ValidationError as error:
         chosen = model.chosen_sections(plain) if issubclass(model, Section) else {}
-        errors += [_explain(model, chosen, detail) for detail in _distinct(error.errors())]
+        errors += [_explain(model, chosen, *found) for found in _by_place(error.errors(), plain).items()]
         raise joined(errors) from error
     errors += [*refused_combinations(record), *checks(record)]
     raise_all(errors)
@@ -161,23 +164,49 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _distinct(details: Sequence[Any]) -> list[Any]:
-    """Drop the error that a list is too short if only its refused entries make it so."""
-    above = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
-    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in above]
+def _by_place(details: Sequence["ErrorDetails"], values: Any) -> dict[tuple[str, ...], list["ErrorDetails"]]:
+    """Return pydantic's errors by their place in the values; of a value with several types there is one for each.
+
+    That of a list or a mapping is left out where an entry of it has one.
+    """
+    found: dict[tuple[str, ...], list[ErrorDetails]] = {}
+    for detail in details:
+        place: list[str] = []
+        inner = values
+        for part in detail["loc"]:
+            if isinstance(inner, Mapping) and (part in inner or detail["type"] == "missing"):
+                inner = inner.get(part)
+            elif isinstance(inner, tuple) and isinstance(part, int) and part < len(inner):
+                inner = inner[part]
+            else:
+                # The name of one of several types.
+                continue
+            place.append(str(part))
+        found.setdefault(tuple(place), []).append(detail)
+    above = {place[:depth] for place in found for depth in range(len(place))}
+    types = {"too_short", "string_type", "dict_type"}
+    return {
+        place: errors
+        for place, errors in found.items()
+        if place not in above or not types.issuperset(each["type"] for each in errors)
+    }
 
 
-def _explain(model: type[BaseModel], chosen: Mapping[str, type[BaseModel]], detail: Any) -> InputError:
-    location = [str(part) for part in detail["loc"] if part != "tuple"]
+def _explain(
+    model: type[BaseModel],
+    chosen: Mapping[str, type[BaseModel]],
+    location: tuple[str, ...],
+    details: Sequence["ErrorDetails"],
+) -> InputError:
     place = ".".join(location) or "configuration"
-    kind, found = detail["type"], detail["input"]
+    kind, found = details[0]["type"], details[0]["input"]
     if kind == "extra_forbidden":
         return InputError(place, location[-1], f"There is no such key. {nearest_key(model, location, chosen)}")
-    if kind == "model_type" and detail["loc"]:
+    if kind == "model_type" and location:
         return InputError(place, found, section_hint(model, location, chosen, found))
     if kind == "missing":
         return InputError(place, None, "It is required and has no default; add it.")
     if kind == "string_pattern_mismatch":
         # Only names have a pattern.
         return InputError(place, found, NAME_HINT)
-    return InputError(place, found, f"{detail['msg']}.")
+    return InputError(place, found, type_hint(details))

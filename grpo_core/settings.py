@@ -5,6 +5,7 @@ configuration embeds the settings; `check_fields` reads them when Python code bu
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -25,9 +26,49 @@ from grpo_core.streams import ImageSize
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from pydantic_core import ErrorDetails
 
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 """Unknown keys and wrong types are refused; numbers are never read from strings; NaN and infinity are refused."""
+
+
+_TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text, in quotes",
+    "tuple_type": "a list, as in [a, b]",
+    "list_type": "a list, as in [a, b]",
+    "dict_type": "keys and values, as in {{a: b}}",
+    "mapping_type": "keys and values, as in {{a: b}}",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+    "string_too_short": "text of {min_length} or more characters",
+    "string_too_long": "text of at most {max_length} characters",
+    "too_short": "a list of {min_length} or more",
+    "too_long": "a list of at most {max_length}",
+    "literal_error": "{expected}",
+}
+"""What is needed, by the type of pydantic's error."""
+
+
+def type_hint(details: Sequence["ErrorDetails"]) -> str:
+    """Say what a value has to be, in the words of YAML.
+
+    Args:
+        details: pydantic's errors; a value of several types has one for each, and the first one's value counts.
+    """
+    first = details[0]
+    same = [each for each in details if each["loc"][:1] == first["loc"][:1] and each["input"] is first["input"]]
+    if any(each["type"] not in _TYPES for each in same):
+        return f"{first['msg']}."
+    needed = [_TYPES[each["type"]].format(**each.get("ctx", {})) for each in same]
+    text = ", or ".join(dict.fromkeys(needed)).replace("'", "").replace("True", "true")
+    return f"It has to be {text}."
 
 
 def check_fields(
@@ -49,9 +90,9 @@ def check_fields(
     try:
         _model(checked).model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in (place, *first["loc"]))
-        raise InputError(where, first["input"], f"{first['msg']}.") from None
+        details = error.errors()
+        where = ".".join(str(part) for part in (place, *details[0]["loc"]))
+        raise InputError(where, details[0]["input"], type_hint(details)) from None
 
 
 @cache

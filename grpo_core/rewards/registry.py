@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import ValidationError
 
 from grpo_core.errors import InputError
-from grpo_core.settings import check_fields
+from grpo_core.settings import check_fields, type_hint
 
 if TYPE_CHECKING:
     from grpo_core.rewards.reward import Reward
@@ -157,14 +157,15 @@ def build_reward(name: str, settings: Mapping[str, object] | None = None) -> "Re
 
 def _first_error(name: str, settings: Mapping[str, object], error: ValidationError) -> InputError:
     """Turn pydantic's first complaint into place, value and hint."""
-    found = error.errors(include_url=False)[0]
+    details = error.errors(include_url=False)
+    found = details[0]
     setting = str(found["loc"][0]) if found["loc"] else ""
     raised = found.get("ctx", {}).get("error")
     if isinstance(raised, InputError):
         # The check of a single setting leaves the place to be filled in.
         return InputError(raised.place or f"rewards.{name}.{setting}", raised.value, raised.hint)
     value = settings.get(setting, found["input"])
-    return InputError(f"rewards.{name}.{setting}", value, f"{found['msg'].replace(' should ', ' must ')}.")
+    return InputError(f"rewards.{name}.{setting}", value, type_hint(details))
 
 
 def _nearest(given: str, known: Sequence[str]) -> str:

@@ -1,12 +1,16 @@
 """YAML and overrides -> a configuration, or every mistake at once with its path, the value found and what would do."""
 
+import re
+from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.loader import read_config
+from configs.loader import check_config, read_config
 from configs.yaml_files import parse_yaml, yaml_value
 from grpo_core.errors import InputError
 
@@ -37,6 +41,13 @@ def problems(file: Path, *overrides: str) -> dict[str, InputError]:
     with pytest.raises(InputError) as caught:
         read_config(file, overrides)
     return {error.place: error for error in caught.value.errors}
+
+
+def paths_of(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in items:
+        yield (*path, key)
+        yield from paths_of(each, (*path, key))
 
 
 class TestValues:
@@ -74,7 +85,7 @@ class TestMistakes:
         assert set(found) == {"rollout.group_size", "run.iteration", "update.kl_coef", "policy.dtype"}
         assert found["rollout.group_size"].value == 1
         assert "Did you mean run.iterations?" in found["run.iteration"].hint
-        assert "'float32' or 'bfloat16'" in found["policy.dtype"].hint
+        assert "float32 or bfloat16" in found["policy.dtype"].hint
 
     def test_wrong_options_are_reported_together(self, file: Path) -> None:
         with pytest.raises(InputError) as caught:
@@ -114,6 +125,26 @@ class TestMistakes:
     )
     def test_values_that_will_not_do(self, file: Path, override: str, place: str) -> None:
         assert set(problems(file, override)) == {place}
+
+    def test_every_key_of_another_type_is_refused_by_its_own_place(self, file: Path) -> None:
+        """By the file's path, whatever types are allowed there, and in the words of YAML, not of pydantic."""
+        more = ["rewards.0.where={kind: [a]}", "data.prompt_column=a", "run.keep_policies={}"]
+        values = read_config(file, more).model_dump(mode="json")
+        for path in paths_of(values):
+            for wrong in (1.5, "text", True, [[None]], {"x": [1]}, 10**30):
+                changed = deepcopy(values)
+                inner: Any = changed
+                for key in path[:-1]:
+                    inner = inner[key]
+                inner[path[-1]] = wrong
+                try:
+                    check_config(changed)
+                except InputError as error:
+                    for each in error.errors:
+                        assert "[" not in each.place, (path, wrong)
+                        assert not re.match("Input should|Tuple|String|Dict|Value", each.hint), (path, wrong, each.hint)
+        assert set(problems(file, "rewards.0.where.x=1")) == {"rewards.0.where.x"}
+        assert set(problems(file, "data.prompt_column={user: 1}")) == {"data.prompt_column.user"}
 
     def test_key_that_stands_twice_names_the_line(self, file: Path) -> None:
         file.write_text(MINIMAL + "data: {prompts: other.txt}\n")

@@ -373,7 +373,7 @@ class TestDiffusionNft:
             configured(PIPELINE, NFT, {"update": {"algorithm": "nftt", "nft_beta": -1.0}})
         other, algorithm = refused.value.errors
         assert (algorithm.place, algorithm.value) == ("update.algorithm", "nftt")
-        assert "'grpo' or 'nft'" in algorithm.hint
+        assert "grpo or nft" in algorithm.hint
         # The other keys are read as those of the algorithm that was meant.
         assert other.place == "update.nft_beta"
         assert found(PIPELINE, NFT, {"update": {"algorithm": ["nft"]}}) == [("update.algorithm", ("nft",))]
