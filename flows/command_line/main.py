@@ -6,6 +6,7 @@ reported before Prefect and the models' libraries are imported, which takes many
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -57,9 +58,16 @@ application.add_typer(stored_run_commands)
 application.add_typer(reward_commands)
 
 
+# A function of the user that is still running has another one in its place.
+_EXIT = os._exit
+
+
 def run() -> None:
     """Run the program, and end the process with it."""
     codes: list[int] = []
+    # A crash by a signal, such as in a library that a reward function uses, names the line; also in child processes.
+    faulthandler.enable()
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     # What is registered first is called last: then threads have ended, and everything else has cleaned up.
     atexit.register(_end, codes)
     try:
@@ -79,7 +87,7 @@ def _end(codes: list[int]) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     if codes:
-        os._exit(codes[-1])
+        _EXIT(codes[-1])
 
 
 def main() -> None:

@@ -3,6 +3,9 @@
 import json
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -336,3 +339,14 @@ class TestTrials:
         lines: list[str] = []
         examine(read_config(TINY), lines.append)
         assert not lines
+
+    @pytest.mark.slow
+    def test_a_function_that_crashes_by_a_signal_is_named(self, tmp_path: Path) -> None:
+        file = tmp_path / "crashing.py"
+        file.write_text("import ctypes\ndef score(completions, **rest):\n    return ctypes.string_at(0)\n")
+        rewards = json.dumps([{"reward": "function", "settings": {"function": f"{file}:score"}}])
+        program = "from flows.command_line.main import run; run()"
+        command = [sys.executable, "-c", program, "doctor", str(TINY_TEXT), "--set", f"rewards={rewards}"]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == -signal.SIGSEGV
+        assert f'File "{file}", line 3 in score' in ended.stderr
