@@ -17,7 +17,7 @@ import torch
 
 from grpo_core.logprobs import CHUNK_TOKENS
 from grpo_core.policies.protocol import policy_family
-from grpo_core.policies.sizes import ComponentSizes, ModelSizes, count_parameters
+from grpo_core.policies.sizes import ComponentSizes, ModelSizes, count_parameters, shown_count
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.streams import PIXELS_AT_ONCE, ImageSize, Stream
 
@@ -310,13 +310,13 @@ class TrainingEstimate:
     @property
     def adapters(self) -> str:
         """The number of adapter parameters as text; empty without adapters."""
-        return f", adapters {self.trained / 1e6:.3g} M" if self.choice.lora else ""
+        return f", adapters {shown_count(self.trained)}" if self.choice.lora else ""
 
     def parts(self) -> list[MemoryPart]:
         """Return what training adds outside the backward pass."""
         count, each = self.trained, self.trained_bytes
         moment = 1 if self.workload.eight_bit_optimizer else each
-        what = f"{count / 1e6:.4g} M trained parameters x {each} bytes"
+        what = f"{shown_count(count)} trained parameters x {each} bytes"
         copied = self.choice.lora is not None or self.choice.reference == "device"
         reference = count * each if copied and not self.choice.starts_as_base else 0
         moments = f"2 x {count} moments x {moment} bytes"
@@ -383,10 +383,10 @@ def _weights(
 ) -> Iterator[MemoryPart]:
     full = {stream for stream, choice in choices.items() if choice.lora is None}
     for name, count in sizes.networks.items():
-        formula = f"{count / 1e9:.3g} B parameters x {value_bytes} bytes"
+        formula = f"{shown_count(count)} parameters x {value_bytes} bytes"
         few, few_bytes = sizes.quantized.get(name, (0, 0))
         if few:
-            formula = f"{few / 1e9:.3g} B x {few_bytes / few:.3g} bytes, {(count - few) / 1e9:.3g} B x {value_bytes}"
+            formula = f"{shown_count(few)} x {few_bytes / few:.3g} bytes, {shown_count(count - few)} x {value_bytes}"
         # A network whose own weights are trained stays.
         needed = sizes.needed.get(name)
         moved = offload and needed is not None and not any(_STEP[stream] in needed for stream in full)

@@ -82,6 +82,12 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def shown_count(parameters: int) -> str:
+    """Write a number of parameters in thousands of millions, `7.62 B`, and below one of those in millions, `0.33 M`."""
+    # Rounded to three digits, this is the first that is 1 B.
+    return f"{parameters / 1e9:.3g} B" if parameters >= 0.9995e9 else f"{parameters / 1e6:.3g} M"
+
+
 def count_blocks(transformer: nn.Module) -> int:
     """Count the blocks of a denoising model: the modules of a list that have attention."""
     found = (_ATTENTION.match(f"{name}.") for name, _ in transformer.named_modules())

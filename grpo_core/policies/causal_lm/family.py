@@ -160,7 +160,7 @@ class CausalLMFamily:
     ) -> "ModelSizes":
         """Count the model, with the longest prompt as PROMPT_TOKENS."""
         from grpo_core.policies.causal_lm.loading import CAUSAL_LM, build_on_meta, quantized_parameters, read_config
-        from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters
+        from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters, shown_count
 
         config, choice = read_config(model), choices["tokens"]
         text, trained = config.get_text_config(), build_on_meta(model, config, choice)
@@ -183,7 +183,7 @@ class CausalLMFamily:
             networks={"weights": parameters},
             quantized=quantized,
             components={"tokens": component},
-            described=f"{parameters / 1e6:.4g} M parameters in {text.num_hidden_layers} layers",
+            described=f"{shown_count(parameters)} parameters in {text.num_hidden_layers} layers",
             cached=length * cached_values(text),
             head=text.vocab_size,
         )

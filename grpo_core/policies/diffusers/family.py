@@ -179,7 +179,14 @@ class DiffusersFamily:
         )
         from grpo_core.policies.diffusers.prompt_cache import MAX_BYTES
         from grpo_core.policies.pipeline_quantization import quantized_sizes
-        from grpo_core.policies.sizes import ComponentSizes, ModelSizes, count_blocks, count_parameters, hidden_width
+        from grpo_core.policies.sizes import (
+            ComponentSizes,
+            ModelSizes,
+            count_blocks,
+            count_parameters,
+            hidden_width,
+            shown_count,
+        )
 
         saved = require_saved_pipeline(model)
         networks = {part: build_on_meta(model, saved, part) for part in saved.parts if is_network(saved, part)}
@@ -215,7 +222,7 @@ class DiffusersFamily:
             quantized={f"{part} weights": size for part, size in quantized.items()},
             needed={f"{part} weights": phases for part, phases in needed.items()},
             components={"denoising": component},
-            described=f"transformer {counts[f'{TRANSFORMER} weights'] / 1e9:.3g} B parameters in {blocks} blocks",
+            described=f"transformer {shown_count(counts[f'{TRANSFORMER} weights'])} parameters in {blocks} blocks",
             image_values=component.passes * positions * width,
             image_pixels=largest.pixels,
             image_channels=saved.vae_width,

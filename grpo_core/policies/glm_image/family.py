@@ -160,6 +160,7 @@ class GlmImageFamily:
             count_blocks,
             count_parameters,
             hidden_width,
+            shown_count,
         )
 
         configs = find_configs(model)
@@ -211,8 +212,8 @@ class GlmImageFamily:
             },
             components=components,
             described=(
-                f"token model {counts['autoregressive weights'] / 1e9:.3g} B parameters, decoder "
-                f"{counts['decoder weights'] / 1e9:.3g} B, images in units of {unit} pixels"
+                f"token model {shown_count(counts['autoregressive weights'])} parameters, decoder "
+                f"{shown_count(counts['decoder weights'])}, images in units of {unit} pixels"
             ),
             cached=length * cached_values(text),
             head=text.vision_vocab_size,

@@ -173,7 +173,7 @@ class VisionLMFamily:
         from PIL import Image
 
         from grpo_core.policies.causal_lm.loading import quantized_parameters, read_config
-        from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters
+        from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters, shown_count
         from grpo_core.policies.vision_lm.loading import VISION_LM, build_on_meta, language_parameters, load_processor
         from grpo_core.policies.vision_lm.prompts import find_placeholders, process_prompt
 
@@ -213,8 +213,8 @@ class VisionLMFamily:
             networks={"language model": parameters - encoder, "image encoder": encoder},
             components={"tokens": component},
             described=(
-                f"{parameters / 1e6:.4g} M parameters in {text.num_hidden_layers} layers and an image encoder of "
-                f"{encoder / 1e6:.3g} M, {of_image} ids for an image of {IMAGE_SIDE}x{IMAGE_SIDE}"
+                f"{shown_count(parameters)} parameters in {text.num_hidden_layers} layers and an image encoder of "
+                f"{shown_count(encoder)}, {of_image} ids for an image of {IMAGE_SIDE}x{IMAGE_SIDE}"
             ),
             cached=length * cached_values(text),
             head=text.vocab_size,

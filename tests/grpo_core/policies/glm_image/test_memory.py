@@ -23,7 +23,7 @@ from grpo_core.policies.glm_image.loading import (
 )
 from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS, train_token_model
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.sizes import ComponentSizes, cached_values
+from grpo_core.policies.sizes import ComponentSizes, cached_values, shown_count
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.streams import ImageSize
@@ -190,3 +190,8 @@ def test_the_autoencoder_peaks_at_three_quarters_of_the_estimate() -> None:
     settings = GlmImageSettings(height=size.height, width=size.width, decode_batch_size=1)
     found = estimate_resources("glm_image", RELEASED_MODEL, settings, {"tokens": choice_of(True)}, {"tokens": WORKLOAD})
     assert found.memory.part("decoding") * 3 == watched.peak * 4
+
+
+def test_numbers_of_parameters_have_the_unit_that_they_are_read_in() -> None:
+    counts = {393_984: "0.394 M", 42_000_000: "42 M", 999_400_000: "999 M", 999_500_000: "1 B", 7_615_616_512: "7.62 B"}
+    assert {count: shown_count(count) for count in counts} == counts
