@@ -15,7 +15,7 @@ from pydantic import Field
 from typer import Argument, Option
 
 from configs.validation import NAME_PATTERN, Section
-from grpo_core.errors import InputError, raise_all
+from grpo_core.errors import InputError, joined, raise_all
 from grpo_core.policies.pipeline_files import find_model_file
 from tasks.process import CHECKOUT
 
@@ -150,7 +150,7 @@ def write_folder(request: InitRequest) -> tuple[list[Path], tuple[str, ...]]:
         for path, content in files.items():
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
-        notes = _check(folder / CONFIG)
+        notes = _check(request, folder / CONFIG)
     except UnfitDefaultsError:
         raise
     except BaseException as error:
@@ -189,7 +189,36 @@ class UnfitDefaultsError(InputError):
     """The model that was given does not take some of the defaults."""
 
 
-def _check(config: Path) -> tuple[str, ...]:
+_WRITTEN_FROM: Mapping[str, str] = MappingProxyType(
+    {
+        "data.prompts": "prompts",
+        "data.targets": "targets",
+        "evaluate.prompts": "heldout",
+        "evaluate.targets": "heldout_targets",
+        "policy.model": "model",
+        "rewards.0": "reward",
+    }
+)
+"""Key of the configuration -> the option that it is written from."""
+
+
+def _with_option(request: InitRequest, error: InputError) -> InputError:
+    """Name the option that was given in the place of the key that is written from it."""
+    place, value, hint = error.place, error.value, error.hint
+    for key, name in _WRITTEN_FROM.items():
+        given, option = getattr(request, name), f"--{name.replace('_', '-')}"
+        hint = re.sub(rf"\b{key}\b(?!\.)", option, hint)
+        if given in (None, OWN):
+            continue
+        if key == "rewards.0" and place.startswith(f"{key}."):
+            # That of a function repeats what was given.
+            place, value, hint = option, given, hint.rpartition(f"got {given!r}. ")[2]
+        elif re.match(rf"{key}(?![\w.])", place):
+            place = place.replace(key, option, 1)
+    return InputError(place, value, hint)
+
+
+def _check(request: InitRequest, config: Path) -> tuple[str, ...]:
     """Return what a person should know about the inputs.
 
     Raises:
@@ -204,7 +233,7 @@ def _check(config: Path) -> tuple[str, ...]:
         return run_checks(read_config(config)).notes
     except InputError as error:
         if not all(each.place.startswith(("rollout.", "evaluate.num_", "update.")) for each in error.errors):
-            raise
+            raise joined(_with_option(request, each) for each in error.errors) from error
         hint = f"It is a default; change it in {config}, which has been written."
         first, *more = [(each.place, each.value, f"{each.hint} {hint}") for each in error.errors]
         raise UnfitDefaultsError(*first, more) from error

@@ -171,14 +171,15 @@ def test_own_prompts_are_held_out(own: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "place"),
     [
-        ({"prompts": "missing.txt"}, "data.prompts"),
-        ({"reward": "jpg"}, "rewards.0.reward"),
-        ({"reward": "r2"}, "rewards.0.reward"),
-        ({"kind": "text", "reward": "jpeg"}, "rewards.0.reward"),
-        ({"model": "./nowhere"}, "policy.model"),
+        ({"prompts": "missing.txt"}, "--prompts"),
+        ({"reward": "jpg"}, "--reward"),
+        ({"reward": "r2"}, "--reward"),
+        ({"kind": "text", "reward": "jpeg"}, "--reward"),
+        ({"model": "./nowhere"}, "--model"),
+        ({"reward": "nowhere.py:score"}, "--reward"),
         ({"targets": "images"}, "--targets"),
         ({"heldout_targets": "images"}, "--heldout-targets"),
-        ({"heldout": "missing.txt"}, "evaluate.prompts"),
+        ({"heldout": "missing.txt"}, "--heldout"),
         ({"kind": "text", "prompts": "mine.txt", "targets": "images"}, "--targets"),
     ],
 )
