@@ -111,8 +111,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     torch is imported here because the process that hands the tests out never comes here, and so starts at once.
     """
     import torch
+    from transformers import PreTrainedConfig
 
     torch.set_num_threads(1)
+    # transformers writes each configuration out in full, for a log that nobody reads and for errors that it drops.
+    PreTrainedConfig.__repr__ = object.__repr__
     # Every run of a flow frees its model with a full collection, which visits all that was imported otherwise.
     gc.freeze()
     gc.enable()

@@ -263,13 +263,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A server of this process; the first of a session keeps its migrated database for the others to begin with."""
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A server of this process; the first of a session keeps its migrated database for the others to begin with.
+
+    As that of a single run it stores no events, a quarter of its work, unless the session has a test that reads them.
+    """
     own = tmp_path_factory.getbasetemp()
+    stored = any("stored_events" in getattr(item, "fixturenames", ()) for item in request.session.items)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own))
-        # Tests read events.
-        running = TemporaryServer({**SERVER, "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "true"})
+        running = TemporaryServer({**SERVER, "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": str(stored)})
         running.wait_until_ready(120.0)
         keep_template(running.folder)
     # Threads have the global settings, which Prefect reads from the environment; programs that tests start do not.
@@ -287,6 +290,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
+
+
+@pytest.fixture
+def stored_events(server: None) -> None:
+    """Of a test that reads events, so that the server stores them."""
 
 
 @pytest.fixture(scope="session")

@@ -132,6 +132,7 @@ def person() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("stored_events")
 def test_a_paused_run_that_is_resumed_ends_as_one_that_never_paused(
     empty: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

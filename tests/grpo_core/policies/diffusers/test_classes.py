@@ -27,8 +27,8 @@ from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, load,
 # Ernie's pipeline gives its scheduler a tensor of sigmas.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
-# Lumina pads to multiples of 8 ids and CogView4 to multiples of 16.
-SLOW = ("flux2", "z_image_omni", "flux2_klein", "flux_kontext")
+# Lumina pads to multiples of 8 ids, and CogView4 to multiples of 16.
+SLOW = ("flux2", "z_image_omni", "flux2_klein", "flux_kontext", "sana", "cogview4")
 PROMPTS = ("a red dot", "a blue ring next to a much larger green square")
 
 
@@ -55,7 +55,7 @@ def levels(image: Image.Image) -> np.ndarray:
 
 
 def classes() -> Iterator[object]:
-    """Yield those that make images of text alone; two take longer than others that are like them.
+    """Yield those that make images of text alone; some take longer than others that are like them.
 
     Two more are sampled, scored and trained with source images in test_edits.
     """
@@ -101,7 +101,7 @@ def test_latents_of_flux2_are_the_pipeline_s_own(saved_class: SavedFolder) -> No
 
 def test_a_prompt_is_not_rewritten_inside_the_pipeline(saved_class: SavedFolder) -> None:
     """An unseeded language model would write another prompt for the images than the one that is trained (NFT)."""
-    chosen = settings_of("ernie_image", sde_window_size=0)
+    chosen = settings_of("ernie_image", sde_window_size=0, num_inference_steps=2)
 
     def trained(seed: int) -> torch.Tensor:
         policy = load(saved_class("ernie_image"), chosen)

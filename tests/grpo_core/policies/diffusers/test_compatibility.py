@@ -27,7 +27,7 @@ from grpo_core.policies.diffusers.small_copy import MAX_PARAMETERS, small_copy
 from grpo_core.policies.diffusers.source_images import SourceArgument
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tests.grpo_core.policies.diffusers.tiny_classes import MAKE_CLASS, settings_of
-from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, load, save, settings
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, SharedPolicy, save, settings
 
 RELEASED = Path(__file__).with_name("released.json")
 CHOICE = {"denoising": TrainingChoice(LoraSettings(rank=2))}
@@ -60,7 +60,8 @@ def released(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image"])
+# FLUX's shapes are tried below, with sources.
+@pytest.mark.parametrize("name", ["sd3", pytest.param("flux", marks=pytest.mark.slow), "qwen_image"])
 def test_a_released_pipeline_is_tried_without_its_weights(saved_folder: SavedFolder, tmp_path: Path, name: str) -> None:
     folder = released(without_weights(saved_folder(name), tmp_path / name), name)
     built: list[Any] = []
@@ -73,7 +74,7 @@ def test_a_released_pipeline_is_tried_without_its_weights(saved_folder: SavedFol
 
 EDITS = [
     ("flux_kontext", "flux"),
-    ("qwen_image_edit", "qwen_image"),
+    pytest.param("qwen_image_edit", "qwen_image", marks=pytest.mark.slow),
     pytest.param("qwen_image_edit_plus", "qwen_image", marks=pytest.mark.slow),
 ]
 
@@ -125,7 +126,7 @@ def test_a_trial_is_remembered_by_the_content_of_the_configurations(
 
     def counted(*given: Any) -> tuple[bool, str | None]:
         trials.append(1)
-        return try_copy(*given)
+        return True, None
 
     monkeypatch.setattr(compatibility, "try_copy", counted)
     monkeypatch.setattr(compatibility, "_TRIED", {})
@@ -171,15 +172,17 @@ class Drift(nn.Module):
         return 1 + 0.01 * self.calls
 
 
-def test_a_model_that_scores_otherwise_than_it_samples_is_seen(saved_folder: SavedFolder) -> None:
-    policy = load(saved_folder("sd3"), settings())
-    assert why_incompatible(policy.denoising) is None
+def test_a_model_that_scores_otherwise_than_it_samples_is_seen(shared_policy: SharedPolicy) -> None:
+    policy = shared_policy("sd3")
     drift = Drift()
     model = policy.denoising.pipeline.transformer
     handle = model.register_forward_hook(lambda module, given, found: (found[0] * drift(),))
     assert "same seeds" in str(why_incompatible(policy.denoising))
     handle.remove()
     # Only where gradients are recorded, so that sampling repeats itself.
-    model.register_forward_hook(lambda module, given, found: (found[0] * (1.1 if torch.is_grad_enabled() else 1.0),))
+    handle = model.register_forward_hook(
+        lambda module, given, found: (found[0] * (1.1 if torch.is_grad_enabled() else 1.0),)
+    )
     assert "differ by" in str(why_incompatible(policy.denoising))
+    handle.remove()
     assert policy.denoising.settings == settings()

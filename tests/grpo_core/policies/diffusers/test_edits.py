@@ -33,7 +33,8 @@ from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
 from tests.grpo_core.policies.diffusers.tiny_classes import EDITS, MAKE_CLASS, NEED_SOURCES, SEVERAL, settings_of
-from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, load, request, save
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, SharedPolicy, load, request, save
+from tests.grpo_core.policies.trained.tiny_models import values_of
 
 PROMPTS = ("make it red", "let a much larger green square stand next to the ring")
 
@@ -47,6 +48,20 @@ def saved_edit(tmp_path_factory: pytest.TempPathFactory) -> SavedFolder:
         if name not in folders:
             folders[name] = save(name, tmp_path_factory.mktemp(name) / "pipeline", MAKE_CLASS)
         return folders[name]
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def shared_edit(saved_edit: SavedFolder) -> SharedPolicy:
+    """The policy over a tiny pipeline by its name, with the settings of the tests; its weights are never changed."""
+    policies: dict[str, DiffusersPolicy] = {}
+
+    def find(name: str) -> DiffusersPolicy:
+        if name not in policies:
+            policies[name] = load(saved_edit(name), settings_of(name))
+        policies[name].sample_with(settings_of(name))
+        return policies[name]
 
     return find
 
@@ -94,11 +109,12 @@ BY_NAME = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) f
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_stored_log_probs_are_found_again_with_the_source_and_not_with_another(
-    saved_edit: SavedFolder, name: str
+    shared_edit: SharedPolicy, name: str
 ) -> None:
     # Three samples in calls of two and one, scored in calls of three.
     chosen = settings_of(name, decode_batch_size=2)
-    policy = load(saved_edit(name), chosen)
+    policy = shared_edit(name)
+    policy.sample_with(chosen)
     for window_start in (0, 1):
         requests = edits(name, window_start=window_start)
         groups = sampled(policy, requests)
@@ -188,8 +204,8 @@ def test_text_encoders_run_once_for_a_prompt_and_its_images(saved_edit: SavedFol
     assert not torch.equal(runs[0], runs[-1])
 
 
-def test_marks_of_images_are_not_part_of_the_text(saved_edit: SavedFolder) -> None:
-    policy = load(saved_edit("flux_kontext"), settings_of("flux_kontext"))
+def test_marks_of_images_are_not_part_of_the_text(shared_edit: SharedPolicy) -> None:
+    policy = shared_edit("flux_kontext")
     plain, marked = (request(text, 1, sources=(source(),)) for text in ("make it red", "<image> make it red"))
     (one,), (other,) = sampled(policy, [plain]), sampled(policy, [marked])
     assert one.outputs[0] == other.outputs[0]
@@ -273,9 +289,11 @@ def test_the_gradient_of_an_update_is_that_of_a_plain_script(saved_edit: SavedFo
 # --- training and export
 
 
-def test_an_exported_edit_pipeline_draws_what_the_policy_draws(saved_edit: SavedFolder, tmp_path: Path) -> None:
+def test_an_exported_edit_pipeline_draws_what_the_policy_draws(
+    saved_edit: SavedFolder, shared_edit: SharedPolicy, tmp_path: Path
+) -> None:
     base, weights, folder = saved_edit("flux2_klein"), tmp_path / "weights", tmp_path / "export"
-    policy = load(base, settings_of("flux2_klein"))
+    policy = shared_edit("flux2_klein")
     for each in (weights, folder):
         each.mkdir()
     policy.denoising.save_weights(weights)
@@ -295,16 +313,21 @@ def test_an_exported_edit_pipeline_draws_what_the_policy_draws(saved_edit: Saved
 
 def test_diffusion_nft_sees_the_source(saved_edit: SavedFolder) -> None:
     chosen = settings_of("flux2_klein", sde_window_size=0)
+    policy = load(saved_edit("flux2_klein"), chosen)
+    (group,) = sampled(policy, [request(samples=2, sources=(source(),), window_start=chosen.num_inference_steps)])
+    rows = join_groups([group], torch.tensor([[1.0, -1.0]]), "denoising")
+    assert isinstance(rows.actions, DenoisingBatch)
+    actions, parameters = rows.actions, policy.denoising.trainable_parameters()
+    before = values_of(parameters)
 
     def trained(sources: tuple[SourceImage, ...]) -> Tensor:
-        policy = load(saved_edit("flux2_klein"), chosen)
-        (group,) = sampled(policy, [request(samples=2, sources=(source(),), window_start=chosen.num_inference_steps)])
-        rows = join_groups([group], torch.tensor([[1.0, -1.0]]), "denoising")
-        assert isinstance(rows.actions, DenoisingBatch)
-        rows = replace(rows, actions=replace(rows.actions, sources=(sources,) * 2))
-        optimizer = PolicyOptimizer(policy.denoising.trainable_parameters(), OptimizerSettings(learning_rate=1e-3))
-        update_by_nft(policy.denoising, optimizer, rows, NftSettings(micro_batch_size=2), seed=0)
-        return torch.cat([each.detach().flatten() for each in policy.denoising.trainable_parameters().values()])
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(before[name])
+        given = replace(rows, actions=replace(actions, sources=(sources,) * 2))
+        optimizer = PolicyOptimizer(parameters, OptimizerSettings(learning_rate=1e-3))
+        update_by_nft(policy.denoising, optimizer, given, NftSettings(micro_batch_size=2), seed=0)
+        return torch.cat([each.detach().flatten() for each in parameters.values()])
 
     first = trained((source(),))
     assert torch.equal(first, trained((source(),)))
@@ -357,8 +380,8 @@ def test_a_pipeline_with_a_mask_is_refused(saved_edit: SavedFolder, tmp_path: Pa
         index.write_text(index.read_text().replace(name, "FluxKontextPipeline"))
 
 
-def test_a_source_that_cannot_be_decoded_is_named(saved_edit: SavedFolder) -> None:
-    policy = load(saved_edit("flux_kontext"), settings_of("flux_kontext"))
+def test_a_source_that_cannot_be_decoded_is_named(shared_edit: SharedPolicy) -> None:
+    policy = shared_edit("flux_kontext")
     broken = SourceImage.of(source().content[:60])
     with pytest.raises(InputError, match="cannot be decoded") as refused:
         sampled(policy, [request(sources=(broken,))])
@@ -366,10 +389,10 @@ def test_a_source_that_cannot_be_decoded_is_named(saved_edit: SavedFolder) -> No
 
 
 def test_a_pipeline_that_does_not_look_at_its_source_is_refused(
-    saved_edit: SavedFolder, monkeypatch: pytest.MonkeyPatch
+    shared_edit: SharedPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = load(saved_edit("flux2_klein"), settings_of("flux2_klein"))
-    assert compatibility.why_incompatible(policy.denoising) is None
+    """A copy of the pipeline that looks at it was accepted when it was loaded."""
+    policy = shared_edit("flux2_klein")
     prepare = policy.denoising.pipeline.prepare_image_latents
 
     def blind(*args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ def test_text_encoders_are_quantized_on_any_machine(saved_folder: SavedFolder, k
     assert difference(policy) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_steps_of_a_quantized_transformer_are_scored_as_they_were_drawn(
     saved_folder: SavedFolder, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
@@ -59,7 +59,7 @@ def test_steps_of_a_quantized_transformer_are_scored_as_they_were_drawn(
     policy = DiffusersPolicy(DiffusersDenoising(pipeline, require_saved_pipeline(folder), chosen, trained))
     assert any(True for _ in quantized_layers(pipeline.transformer))
     assert difference(policy) < 1e-5
-    (group,) = policy.sample([request()])
+    (group,) = policy.sample([request(samples=1)])
     policy.denoising.logprobs(group.streams["denoising"].actions).logprobs.sum().backward()
     assert all(each.grad is not None for each in trained.trainable_parameters().values())
 

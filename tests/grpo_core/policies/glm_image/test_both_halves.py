@@ -89,15 +89,16 @@ def test_a_frozen_half_samples_what_the_trained_one_does_before_training() -> No
 
 
 def test_held_out_images_are_those_of_the_pipeline_itself(shipped_pipeline: GlmImagePipeline) -> None:
-    policy = loaded(disturbed=0.0)
+    # Whose width and height differ, at fewer tokens.
+    policy = loaded(disturbed=0.0, settings=replace(SETTINGS, height=64))
     (group,) = collect_rollouts(policy, [request(PROMPTS[2], window_start=None)], prompts_per_batch=1)
     assert set(group.streams) == {"tokens"}
     own = shipped_pipeline(
         [PROMPTS[2]] * 4,
-        height=128,
+        height=64,
         width=128,
         prior_token_ids=policy.decoder.call_arguments(
-            (PROMPTS[2],) * 4, group.streams["tokens"].actions, SETTINGS.size
+            (PROMPTS[2],) * 4, group.streams["tokens"].actions, policy.tokens.settings.size
         )["prior_token_ids"],
         generator=[torch.Generator().manual_seed(1) for _ in range(4)],
         num_inference_steps=6,

@@ -15,7 +15,7 @@ from torch import Tensor
 from data.edits import Edit, all_edits
 from data.shapes import draw
 from data.tiny_glm_image.editing import build_editor
-from grpo_core.actions import DenoisingBatch, Sources, TokenBatch
+from grpo_core.actions import DenoisingBatch, Sources, TokenBatch, pad_to_longest
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage, encode_png
@@ -86,6 +86,14 @@ def collected() -> tuple[GlmImagePolicy, list[RolloutGroup]]:
     """Adapters away from zero, groups of one and two sources and of none; not to be changed."""
     policy = loaded()
     return policy, list(collect_rollouts(policy, MIXED, prompts_per_batch=4))
+
+
+@pytest.fixture(scope="module")
+def full() -> tuple[GlmImagePolicy, list[RolloutGroup]]:
+    """All weights as they were loaded, and groups of one source; updates with a tiny learning rate may change them."""
+    policy = loaded(FULL, noise=0.0)
+    requests = [request(*prompt) for prompt in PROMPTS]
+    return policy, list(collect_rollouts(policy, requests, prompts_per_batch=3))
 
 
 def tokens_of(groups: Sequence[RolloutGroup]) -> tuple[TokenBatch, Tensor]:
@@ -165,9 +173,9 @@ def test_log_probs_are_those_of_the_models_own_prefill_and_decode(
     torch.testing.assert_close(torch.stack(expected), logprobs[0], rtol=0, atol=1e-4)
 
 
-def test_images_are_those_of_the_pipeline_itself() -> None:
+def test_images_are_those_of_the_pipeline_itself(full: tuple[GlmImagePolicy, list[RolloutGroup]]) -> None:
     """The stock pipeline takes each row's sources through its decoder; here they are shared."""
-    policy = loaded(FULL, noise=0.0)
+    policy, _ = full
     (group,) = collect_rollouts(policy, [request(*PROMPTS[1], window_start=None)], prompts_per_batch=1)
     codes = policy.tokens.sources.codes(WIDE)
     doubled = codes.repeat_interleave(2, 0).repeat_interleave(2, 1)
@@ -207,14 +215,18 @@ def test_stored_and_recomputed_log_probs_of_fresh_weights_agree(tiny_pipeline: G
 def test_stored_and_recomputed_log_probs_agree_in_double_precision() -> None:
     policy = loaded()
     policy.tokens.trained.model.double()
-    groups = list(collect_rollouts(policy, MIXED, prompts_per_batch=4))
-    for component in policy.components.values():
-        component.prepare_for_update()
-    tokens, logprobs = tokens_of(groups)
-    assert tokens.loss_mask.sum(-1).tolist() == [128] * 12 + [138] * 3
+    texts, sources = [each.prompt for each in MIXED], tuple(each.sources for each in MIXED)
+    sampled = [
+        policy.tokens.sample(texts[:4], group_size=1, seeds=range(4), sources=sources[:4]),
+        policy.tokens.sample(texts[4:], group_size=1, seeds=[4]),
+    ]
+    policy.tokens.prepare_for_update()
+    tokens = TokenBatch.join([each.actions for each in sampled])
+    logprobs = pad_to_longest([each.rollout_logprobs for each in sampled])
+    assert tokens.loss_mask.sum(-1).tolist() == [128] * 4 + [138]
     found = torch.where(tokens.loss_mask, policy.tokens.logprobs(tokens).logprobs, 0.0)
     torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-6)
-    for row in (4, 10, 14):
+    for row in (1, 3, 4):
         alone = policy.tokens.logprobs(tokens.select([row]).trimmed()).logprobs
         torch.testing.assert_close(alone[0], found[row, : alone.shape[1]], rtol=0, atol=1e-6)
 
@@ -303,9 +315,8 @@ def gradient_of_update(policy: GlmImagePolicy, stream: Any, groups: list[Rollout
 ADVANTAGES = torch.tensor([[1.0, -0.5, 0.25], [-1.0, 2.0, 0.5], [0.0, 1.0, -1.0]])
 
 
-def test_the_token_models_gradient_is_that_of_a_plain_script() -> None:
-    policy = loaded(FULL, noise=0.0)
-    groups = list(collect_rollouts(policy, [request(*prompt) for prompt in PROMPTS], prompts_per_batch=3))
+def test_the_token_models_gradient_is_that_of_a_plain_script(full: tuple[GlmImagePolicy, list[RolloutGroup]]) -> None:
+    policy, groups = full
     found = gradient_of_update(policy, "tokens", groups, ADVANTAGES)
     # Pixels go through the tower in this pass, and the loss is written out: at a ratio of 1 it is -A log p.
     model = policy.tokens._base
@@ -335,11 +346,12 @@ def test_the_token_models_gradient_is_that_of_a_plain_script() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_decoders_gradient_is_that_of_the_pipeline_without_sharing(
-    monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+    full: tuple[GlmImagePolicy, list[RolloutGroup]], monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:
     """The pass that writes the cache has a part in it: without that part the gradient is another."""
-    policy = loaded(TrainingChoice(lora=None, gradient_checkpointing=checkpointing), noise=0.0)
-    groups = list(collect_rollouts(policy, [request(*prompt) for prompt in PROMPTS], prompts_per_batch=3))
+    policy, groups = full
+    if checkpointing:
+        policy = loaded(TrainingChoice(lora=None, gradient_checkpointing=True), noise=0.0)
     written: list[bool] = []
     handle = policy.decoder.pipeline.transformer.register_forward_hook(
         lambda module, args, kwargs, output: written.append(kwargs["kv_caches"][0].mode == "write"), with_kwargs=True
@@ -425,7 +437,9 @@ def test_an_exported_model_makes_the_edits_that_were_trained(
 # --- sources are encoded once
 
 
-def test_codes_are_computed_once_per_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_are_computed_once_per_image(
+    full: tuple[GlmImagePolicy, list[RolloutGroup]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy, encoded = loaded(), list[tuple[int, int]]()
     original = policy.tokens.sources._encode
 
@@ -434,7 +448,9 @@ def test_codes_are_computed_once_per_image(monkeypatch: pytest.MonkeyPatch) -> N
         return original(image)
 
     monkeypatch.setattr(policy.tokens.sources, "_encode", counted)
-    groups = list(collect_rollouts(policy, [request(*prompt) for prompt in PROMPTS], prompts_per_batch=2))
+    for text, sources in PROMPTS[:2]:
+        policy.tokens.sample([text], group_size=1, seeds=[0], sources=(sources,))
+    groups = full[1]
     policy.tokens.logprobs(tokens_of(groups)[0])
     policy.decoder.logprobs(steps_of(groups)[0])
     again = SourceImage.of(SQUARE.content)

@@ -194,7 +194,7 @@ def test_an_update_trains_a_policy_and_its_gate_names_a_row_with_another_image(k
 # --- counted
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "idefics3", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("idefics3", marks=pytest.mark.slow), "gemma3"])
 def test_sizes_count_the_model_and_what_is_trained(kind: str, tmp_path: Path) -> None:
     folder = saved(kind, tmp_path / "model")
     model, _ = make_model(kind)

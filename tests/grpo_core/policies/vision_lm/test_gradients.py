@@ -1,5 +1,6 @@
 """Gradients of a vision-language model: those of a plain script, with its features computed once or once a pass."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -29,15 +30,19 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 # With deepstack, with a projector that is one parameter, with a layer that nothing reads, and with tiles.
-ALL_WEIGHTS = {"qwen3_vl", "gemma3", "llava", "internvl"}
+QUICK = ("qwen3_vl", "gemma3", "llava", "internvl")
+BY_KIND = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in KINDS]
 
 
 @pytest.mark.parametrize(
     ("kind", "choice"),
     [
-        *(pytest.param(kind, LORA, id=f"{kind}-adapters") for kind in KINDS),
         *(
-            pytest.param(kind, FULL, id=f"{kind}-all", marks=() if kind in ALL_WEIGHTS else pytest.mark.slow)
+            pytest.param(kind, LORA, id=f"{kind}-adapters", marks=pytest.mark.slow if kind in QUICK[1:] else ())
+            for kind in KINDS
+        ),
+        *(
+            pytest.param(kind, FULL, id=f"{kind}-all", marks=() if kind in QUICK else pytest.mark.slow)
             for kind in KINDS
         ),
     ],
@@ -59,7 +64,7 @@ def test_gradients_are_those_of_a_plain_script(kind: str, choice: TrainingChoice
     assert bool(outside & found.keys()) == (choice is FULL)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BY_KIND)
 def test_features_are_computed_once_and_give_the_gradients_of_those_of_every_pass(kind: str) -> None:
     policy = make_policy(kind, choice=LORA)
     calls = count_features(policy)
@@ -91,8 +96,7 @@ def count_features(policy: VisionLMPolicy) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize("choice", [LORA, FULL], ids=["adapters", "all weights"])
-@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3"])
+@pytest.mark.parametrize(("kind", "choice"), [("qwen3_vl", LORA), ("idefics3", FULL)], ids=["adapters", "all weights"])
 def test_recomputed_activations_give_the_same_gradients(kind: str, choice: TrainingChoice) -> None:
     found = []
     for recomputed in (False, True):
@@ -105,16 +109,16 @@ def test_recomputed_activations_give_the_same_gradients(kind: str, choice: Train
     assert_same(found[1], found[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BY_KIND)
 def test_adapters_are_in_the_language_model_alone_unless_asked_for(kind: str) -> None:
     model, _ = make_model(kind)
+    fresh = {True: copy.deepcopy(model), False: copy.deepcopy(model)}
     decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
     linears = {name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     expected = {name for name in linears if name.startswith(f"{decoder}.")}
     for frozen in (True, False):
-        fresh, _ = make_model(kind)
         choice = TrainingChoice(LoraSettings(rank=2), freeze_vision=frozen)
-        names = train_vision_lm(fresh, choice, base_name=kind).trainable_parameters()
+        names = train_vision_lm(fresh[frozen], choice, base_name=kind).trainable_parameters()
         adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in names}
         assert adapted == expected if frozen else adapted > expected
 
