@@ -263,7 +263,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
 def introduction(plan: ReplayPlan) -> str:
     """Describe in one line what is replayed, and how samples of other policy versions are treated."""
     config, section = plan.config, plan.config.replay
-    first, last = section.iterations[0], section.iterations[-1]
+    several = "iterations" if len(section.iterations) > 1 else "iteration"
     weights = {
         stream: _weight(update.importance_weights(section.correction)) for stream, update in config.updates.items()
     }
@@ -272,8 +272,8 @@ def introduction(plan: ReplayPlan) -> str:
         section.advantages, f"advantages of the rescoring {section.advantages}"
     )
     return (
-        f"replay of {section.source}: iterations {first} to {last} with the {advantages}, starting from policy version "
-        f"{section.policy}; samples of another version are trained with {weight}, and left out if more than "
+        f"replay of {section.source}: {several} {spans(section.iterations)} with the {advantages}, starting from policy "
+        f"version {section.policy}; samples of another version are trained with {weight}, and left out if more than "
         f"{counted(section.max_staleness, 'version')} apart"
     )
 

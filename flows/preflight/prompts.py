@@ -14,12 +14,12 @@ from tasks.prompts.hub import DatasetChoice
 from tasks.prompts.read import LONG_PROMPT, Prompt, PromptFile, read_prompts
 from tasks.prompts.sources import SourceColumns
 from tasks.prompts.targets import pair_targets, read_sizes, size_place
-from tasks.reports.text import counted, printable
+from tasks.reports.text import counted, one_line, printable
 
 MAX_PROBLEMS = 5
 """Maximum number of sizes that are reported at once; a file may have another one in each row."""
 
-_SHOWN_CHARACTERS = 32
+_SHOWN_LETTERS = 32
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,7 @@ def _first_and_last_pair(prompts: PromptSet) -> str:
     paired = [each for each in zip(prompts.prompts, prompts.targets, strict=True) if each[1] is not None]
     shown = []
     for prompt, target in (*paired[:1], *paired[1:][-1:]):
-        text = printable(" ".join(prompt.text.split()))
-        text = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS].rstrip()}…"
+        text = printable(one_line(prompt.text, _SHOWN_LETTERS))
         shown.append(f"{text} -> {posixpath.basename(target.uri) if target else ''}")
     return "; ".join(shown)
 

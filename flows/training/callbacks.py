@@ -22,6 +22,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import apause_flow_run
 
+from configs.schema import ReplayConfig, ReplaySection
 from flows.pipeline.prefect_ui import artifact_key, artifact_link, folder_link
 from flows.pipeline.run import Run
 from flows.pipeline.stages import forget_task_runs
@@ -36,6 +37,7 @@ from tasks.reports.iteration import IterationRecord, iteration_markdown, iterati
 from tasks.reports.text import duration, reward_origin
 from tasks.runs.layout import SIGNS_FILE, STAGES, SamplingRound
 from tasks.runs.read_run import write_metrics
+from tasks.runs.run_view import rescoring_of
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -174,13 +176,15 @@ class Callbacks:
             self.run.store, policy.version, rounds, advantages, update, replayed=replayed
         )
         iterations, pace = self.run.config.run.iterations, history.pace
-        log(format_progress_line(record, iterations, pace, history.trained_on))
-        advance_run(record.iteration, iterations, pace)
+        replay = self.run.config.replay if isinstance(self.run.config, ReplayConfig) else None
+        log(format_progress_line(record, iterations, pace, replay))
+        before = replay.policy if replay is not None else 0
+        advance_run(record.iteration - before, iterations - before, pace)
         for sign in history.take_signs():
             log(f"{sign}")
         # A run that resumes passes iterations whose metrics are stored as they are.
         if changed or record.iteration == iterations:
-            line = format_progress_line(record, iterations, trained_on=history.trained_on)
+            line = format_progress_line(record, iterations, replay=replay)
             self.publisher.publish(history, line)
         # After a resume it gets the previous iterations too, so that its decision is that of an undisturbed run.
         reason = await call_hook(record)
@@ -202,14 +206,15 @@ class Callbacks:
 
 
 def format_progress_line(
-    record: IterationRecord, iterations: int, pace: float | None = None, trained_on: str | None = None
+    record: IterationRecord, iterations: int, pace: float | None = None, replay: ReplaySection | None = None
 ) -> str:
     """Format an iteration as one line of the log.
 
     Args:
         pace: seconds per iteration, for the time that is left; None if it is not known.
-        trained_on: name of the rescoring whose rewards a replay is trained on; None where they are the run's own.
+        replay: what a replay is of: its iterations are counted, each with that of the source; None for a training.
     """
+    trained_on = rescoring_of(replay.model_dump()) if replay is not None else None
     parts = [
         f"{title}{reward_origin(name, trained_on)} {record.metrics[name]:.3f}"
         for title, name in LOGGED_METRICS
@@ -223,7 +228,12 @@ def format_progress_line(
         parts.append(f"{stages}reused from run {', '.join(dict.fromkeys(record.reused.values()))}")
     left = iterations - record.iteration
     parts += [f"about {duration(pace * left)} left"] if pace is not None and left else []
-    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}"
+    title = f"iteration {record.iteration}/{iterations}"
+    if replay is not None:
+        done = record.iteration - replay.policy
+        title = f"policy {record.iteration} from iteration {replay.iterations[done - 1]} of {replay.source}"
+        title += f" ({done}/{len(replay.iterations)})"
+    return f"{title}: {', '.join(parts)}"
 
 
 class NotResumedError(RuntimeError):

@@ -121,7 +121,7 @@ class TestPrompts:
             Image.new("RGB", (64, 64)).save(tmp_path / f"{index}.png")
         targets = [f"data.prompts={path}", f"data.targets={tmp_path}", "data.target_column=null", *JPEG]
         config = read_config(TINY, [f"storage.root={tmp_path}/runs", *targets])
-        pairs = "data.targets: a red circle -> 0.png; a star with rays and nothing nex… -> 3.png"
+        pairs = "data.targets: a red circle -> 0.png; a star with rays and  … next to it -> 3.png"
         assert check_inputs(config).notes == (pairs,)
         assert [each.notes for each in examine(config).findings if each.subject == "prompts"] == [(pairs,)]
         assert pairs in conftest.heard_of(lambda: opened(config))[1].lines

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from configs.schema import ReplaySection
 from flows.training.callbacks import format_progress_line
 from flows.training.history import TrainingHistory
 from flows.training.summary import TrainSummary
@@ -96,10 +97,17 @@ def test_the_end_of_a_line(reused: dict[str, str], each: float | None, end: str)
     assert line == f"iteration 2/60: reward 0.500, {end}"
 
 
-def test_a_line_of_a_replay_says_whose_rewards_it_has() -> None:
-    record = replace(RECORD, metrics={"reward": 0.5, "heldout_reward": 0.25, "kl": 0.125})
-    line = format_progress_line(record, 60, trained_on="kinder")
-    assert line == "iteration 2/60: reward (rescoring kinder) 0.500, held-out (original rewards) 0.250, KL 0.125"
+def test_a_line_of_a_replay_says_whose_rewards_and_whose_iteration_it_has() -> None:
+    record = replace(RECORD, iteration=7, metrics={"reward": 0.5, "heldout_reward": 0.25, "kl": 0.125})
+    replay = ReplaySection(source="tiny", policy=5, iterations=(3, 4, 5), advantages="kinder", max_staleness=4)
+    title, _, values = format_progress_line(record, 8, 30.0, replay).partition(": ")
+    assert title == "policy 7 from iteration 4 of tiny (2/3)"
+    assert values.split(", ") == [
+        "reward (rescoring kinder) 0.500",
+        "held-out (original rewards) 0.250",
+        "KL 0.125",
+        "about 0:00:30 left",
+    ]
 
 
 def test_stored_iterations_and_the_first_that_is_trained_do_not_count() -> None:
