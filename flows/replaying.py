@@ -272,9 +272,9 @@ def introduction(plan: ReplayPlan) -> str:
         section.advantages, f"advantages of the rescoring {section.advantages}"
     )
     return (
-        f"replay of {section.source}: {several} {spans(section.iterations)} with the {advantages}, starting from policy "
-        f"version {section.policy}; samples of another version are trained with {weight}, and left out if more than "
-        f"{counted(section.max_staleness, 'version')} apart"
+        f"replay of {section.source}: {several} {spans(section.iterations)} with the {advantages}, starting from "
+        f"policy version {section.policy}; samples of another version are trained with {weight}, and left out if more "
+        f"than {counted(section.max_staleness, 'version')} apart"
     )
 
 
