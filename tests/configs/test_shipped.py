@@ -92,7 +92,14 @@ def test_the_update_that_needs_more_decides_where_two_run_in_turn() -> None:
     assert small.part("activations") == tokens.part("activations")
 
 
-@pytest.mark.parametrize(("name", "memory"), GPUS.items())
+# The others are the same model at another size, or with images in prompts.
+QUICK = ("glm_image_80gb", "glm_image_both")
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [pytest.param(*each, marks=() if each[0] in QUICK else pytest.mark.slow) for each in GPUS.items()],
+)
 def test_it_fits_the_gpu_it_is_for_and_states_the_estimate(name: str, memory: int) -> None:
     path = ROOT / "configs" / f"{name}.yaml"
     stated = int(path.read_text(encoding="utf-8").split("about ")[1].split(" GiB")[0])

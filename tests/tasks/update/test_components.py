@@ -45,13 +45,15 @@ from tests.tasks.update.update_jobs import (
 ADAPTER = "adapter_model.safetensors"
 DENOISING = DenoisingUpdateSection(
     learning_rate=1e-3,
-    micro_batch_size=1,
+    micro_batch_size=6,
     mismatch=MismatchSection(mode="truncate"),
     kl_coef=0.01,
     ema=0.5,
 )
 UPDATES: Mapping[Stream, UpdateSection] = {
-    "tokens": UPDATE.model_copy(update={"reference": ReferenceSection(refresh_every=1, mix=0.6)}),
+    "tokens": UPDATE.model_copy(
+        update={"micro_batch_size": 4, "reference": ReferenceSection(refresh_every=1, mix=0.6)}
+    ),
     "denoising": DENOISING,
 }
 
@@ -191,7 +193,14 @@ def disturbed(stored: ArtifactRef, column: str, store: ArtifactStore) -> Artifac
         )
 
 
-@pytest.mark.parametrize(("column", "stream"), [("rollout_logprobs", "tokens"), ("denoising_logprobs", "denoising")])
+@pytest.mark.parametrize(
+    ("column", "stream"),
+    [
+        pytest.param("rollout_logprobs", "tokens", marks=pytest.mark.slow),
+        # Which is trained after the other.
+        ("denoising_logprobs", "denoising"),
+    ],
+)
 def test_a_gate_of_either_component_stops_the_version(
     column: str, stream: Stream, both: Updated, store: ArtifactStore, tmp_path: Path
 ) -> None:
@@ -275,7 +284,7 @@ def test_progress_covers_both_components(both: Updated) -> None:
 
 
 # Nothing but the optimizer has to be read: no reference of a KL, no moving average.
-SETTINGS = UPDATE.model_copy(update={"kl_coef": 0.0})
+SETTINGS = UPDATE.model_copy(update={"kl_coef": 0.0, "epochs": 1, "micro_batch_size": 4})
 
 
 def test_an_update_continues_with_the_optimizer_in_memory_as_with_the_stored_one(

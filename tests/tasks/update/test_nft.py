@@ -45,7 +45,7 @@ BOTH = replace(JOINT, rollout=DECODER.rollout, window_start=STEPS, shared_noise=
 NFT = NftUpdateSection(
     learning_rate=1e-3,
     minibatch_size=4,
-    micro_batch_size=3,
+    micro_batch_size=4,
     timesteps_per_image=2,
     kl_coef=1e-4,
     ema=0.5,
@@ -137,7 +137,7 @@ def test_an_update_goes_on_from_what_is_stored_and_the_old_policy_follows(store:
 
 
 def test_the_old_policy_of_one_component_is_kept_apart_from_the_other(store: ArtifactStore, tmp_path: Path) -> None:
-    tokens = UPDATE.model_copy(update={"epochs": 1, "minibatch_size": None})
+    tokens = UPDATE.model_copy(update={"epochs": 1, "minibatch_size": None, "micro_batch_size": 8})
 
     def both(policy: PolicyRef | None) -> UpdateJob:
         rollouts = BOTH.collect(policy and policy.sampler)
