@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
         except InputError as error:
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", str(error))
         except Exception as error:
-            # Files can vanish while they are read; the page shows the error and asks again.
+            # Files can vanish while they are read; the page shows the error, first in few words, and asks again.
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{type(error).__name__}: {error}")
         else:
             self._answer(HTTPStatus.OK, *answer)

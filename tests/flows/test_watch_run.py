@@ -34,6 +34,10 @@ def read(address: str) -> str:
         return str(answer.read().decode())
 
 
+def vanished(*_: object, **__: object) -> None:
+    raise FileNotFoundError("it was moved away")
+
+
 def test_the_page_follows_a_run_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "SECONDS_BETWEEN", 0.0)
     monkeypatch.setattr(watching, "SHARE", 1e9)
@@ -79,10 +83,6 @@ def test_what_is_not_there_and_other_hosts_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_that_cannot_be_read_is_reported_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     maker = whole_run(tmp_path)
-
-    def vanished(*_: object, **__: object) -> None:
-        raise FileNotFoundError("it was moved away")
-
     with served(maker) as address:
         with monkeypatch.context() as broken:
             broken.setattr(watching, "read_inspection", vanished)
@@ -111,7 +111,9 @@ def test_wrong_input(tmp_path: Path) -> None:
 
 @needs_chromium
 @pytest.mark.slow
-def test_a_browser_takes_over_what_is_new_and_keeps_what_was_chosen(tmp_path: Path) -> None:
+def test_a_browser_takes_over_what_is_new_and_keeps_what_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     maker = RunMaker(tmp_path / "runs", planned=4)
     for version in (0, 1):
         maker.evaluation(version, shift=version / 10)
@@ -131,4 +133,18 @@ def test_a_browser_takes_over_what_is_new_and_keeps_what_was_chosen(tmp_path: Pa
         assert tab.run("document.querySelector('[type=search]').value") == "blue"
         assert tab.run("document.activeElement.dataset.key") == "policy"
         assert tab.problems == []
+        # An error that stays is shown above all else, until it is gone.
+        monkeypatch.setattr(watching, "SECONDS_BETWEEN", 0.0)
+        monkeypatch.setattr(watching, "SHARE", 1e9)
+        tab.run("setTimeout = call => { globalThis.look = call; }; document.activeElement.blur()")
+        tab.wait("Boolean(globalThis.look)")
+        maker.evaluation(3, shift=0.4)
+        with monkeypatch.context() as broken:
+            broken.setattr(watching, "read_inspection", vanished)
+            for shown in (False, False, True):
+                tab.run("globalThis.look()")
+                assert tab.run("Boolean(document.querySelector('[data-failure]'))") == shown
+        assert "it was moved away" in tab.run("document.querySelector('main').firstElementChild.textContent")
+        tab.run("globalThis.look()")
+        assert tab.run("document.querySelector('[data-failure]')") is None
         assert all(each.startswith(address) for each in tab.requests)

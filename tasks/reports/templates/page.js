@@ -319,6 +319,17 @@ function setUpWatch() {
     if (!answer.ok) throw Error(await answer.text());
     return content(answer);
   };
+  let failures = 0;
+  // One that passes, as when a file is replaced while it is read, is left to the status.
+  const report = why => {
+    failures = why ? failures + 1 : 0;
+    document.querySelector("[data-failure]")?.remove();
+    if (failures < 3) return;
+    const box = Object.assign(document.createElement("section"), { className: "warning", role: "alert" });
+    box.dataset.failure = "";
+    box.textContent = `This page cannot be read again, and shows what was read last. ${why}`;
+    document.querySelector("main").prepend(box);
+  };
   const look = async () => {
     try {
       let state = await read("state" + location.search, answer => answer.json());
@@ -327,11 +338,13 @@ function setUpWatch() {
         state = await read("state" + location.search, answer => answer.json());
       }
       status(state.status);
+      report("");
     } catch (error) {
       const why = error instanceof TypeError ? "the server of this page has ended" : error.message;
       status(`${why}; this is what was read last`);
+      report(why);
     }
-    setTimeout(look, 2000);
+    setTimeout(look, 2000 * 2 ** Math.min(failures, 5));
   };
   look();
 }
