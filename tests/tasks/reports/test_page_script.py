@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from flows.inspect_run import inspect_run
 from tests.chromium import Tab, needs_chromium, opened_tab
@@ -17,6 +18,16 @@ STATUS = "document.querySelector('.values').textContent"
 
 def text(tab: Tab, part: str) -> str:
     return str(tab.run(f"document.querySelector('[data-part={part}]').innerText.trim()"))
+
+
+def cut_off(tab: Tab, path: Path) -> tuple[bool, bool]:
+    """Whether the first table has a shadow at its left and at its right side, inside its border."""
+    box = "document.querySelector('.scroll').getBoundingClientRect()"
+    tab.screenshot(path)
+    left, right, top = (round(tab.run(f"{box}.{side}")) for side in ("left", "right", "top"))
+    with Image.open(path) as shot:
+        row = [shot.convert("RGB").getpixel((x, top + 10)) for x in range(left + 2, right - 2)]
+    return row[0] != row[30], row[-1] != row[-31]
 
 
 def write_page(folder: Path, **options: object) -> Path:
@@ -120,6 +131,10 @@ def test_hostile_text_stays_in_its_place_on_the_page_of_a_rescoring(tmp_path: Pa
             assert tab.run("document.documentElement.scrollWidth") <= width
             cards = "[...document.querySelectorAll('.moved article')]"
             assert tab.run(f"{cards}.map(e => e.scrollWidth - e.clientWidth)") == [0, 0]
+            tab.run("document.querySelector('.scroll').scrollIntoView()")
+            assert cut_off(tab, tmp_path / "shot.png") == (False, width == 390)
+            tab.run("document.querySelector('.scroll').scrollLeft = 9999")
+            assert cut_off(tab, tmp_path / "shot.png") == (width == 390, False)
         assert "<script>alert" in tab.run("document.querySelector('.moved .excerpt').innerText")
         assert "\u202e" not in tab.run("document.documentElement.outerHTML")
         assert tab.problems == []
