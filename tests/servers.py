@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,7 @@ class S3Server:
     def _enforce_after(self, actions: int) -> None:
         httpx.post(f"{self.endpoint}/moto-api/reset-auth", content=str(actions)).raise_for_status()
 
+    @cache  # noqa: B019  (as long as the server)
     def _client(self, service: str):  # type: ignore[no-untyped-def]
         keys = {"aws_access_key_id": self.key, "aws_secret_access_key": self.secret}
         return boto3.client(service, endpoint_url=self.endpoint, region_name="us-east-1", **keys)

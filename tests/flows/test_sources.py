@@ -106,6 +106,7 @@ def test_each_image_is_stored_once_and_scored_with_its_prompt(trained: tuple[Run
     assert sorted(len(group.sources) for group in with_images) == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_one_that_was_not(
     trained: tuple[Runs, Path, Start], empty: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

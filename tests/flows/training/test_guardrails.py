@@ -24,7 +24,7 @@ from flows.training import callbacks
 from grpo_core.signs import HACKING
 from tests.flows.conftest import TINY_TEXT, Runs, Start, refused
 
-PLANNED = 4
+PLANNED = 3
 
 
 @pytest.fixture
@@ -84,15 +84,15 @@ def hacking(start: Start) -> list[tuple[int, str]]:
 
 
 def test_a_hacked_run_stops_where_the_guardrail_fell_and_continues_without_stop(empty: Runs, rewards: str) -> None:
-    stopped = start(empty, rewards, guardrails={"fall": 0.6})
-    # The guardrail is .8 - .2 n at the n-th evaluation, the first being before training: .8, .6, .4, .2.
-    assert (stopped.summary.iterations, stopped.summary.stopped_early) == (3, True)
+    stopped = start(empty, rewards, guardrails={"fall": 0.4})
+    # The guardrail is .8 - .2 n at the n-th evaluation, the first being before training: .8, .6, .4.
+    assert (stopped.summary.iterations, stopped.summary.stopped_early) == (2, True)
     ((since, sign),) = hacking(stopped)
-    assert (since, "second fell from 0.8 to 0.2" in sign) == (3, True)
+    assert (since, "second fell from 0.8 to 0.4" in sign) == (2, True)
     assert stopped.summary.guardrails_plot is not None
     assert Path(stopped.summary.guardrails_plot).read_bytes().startswith(b"\x89PNG")
     note = json.loads(empty.path("guardrails.json", run="text").read_text())
-    assert (note["version"], note["stopped"]) == (3, True)
+    assert (note["version"], note["stopped"]) == (2, True)
     assert [sign.startswith(text) for text in note["signs"]] == [True]
     page = empty.root / "page.html"
     arguments = ["inspect", "text", "--root", str(empty.root), "--html", str(page)]
@@ -100,13 +100,13 @@ def test_a_hacked_run_stops_where_the_guardrail_fell_and_continues_without_stop(
     assert result.exit_code == 0, result.output
     assert "second fell from" in page.read_text()
 
-    again = start(empty, rewards, guardrails={"fall": 0.6})
+    again = start(empty, rewards, guardrails={"fall": 0.4})
     assert again.stages == ()
     assert (again.summary.policy_digest, hacking(again)) == (stopped.summary.policy_digest, [(since, sign)])
 
-    on = start(empty, rewards, guardrails={"fall": 0.6, "on_fall": "report"})
+    on = start(empty, rewards, guardrails={"fall": 0.4, "on_fall": "report"})
     assert (on.summary.iterations, on.summary.stopped_early, len(hacking(on))) == (PLANNED, False, 1)
-    assert {stage.partition(":")[0] for stage in on.stages} == {"iteration 4", "evaluation of policy 4"}
+    assert {stage.partition(":")[0] for stage in on.stages} == {"iteration 3", "evaluation of policy 3"}
 
 
 @contextlib.contextmanager

@@ -181,7 +181,7 @@ def test_the_image_model_is_trained(example: ModuleType) -> None:
     before = {
         name: value.detach().clone() for name, value in task.policy.components["tokens"].trainable_parameters().items()
     }
-    ((reward, update),) = example.train(task, iterations=1, group_size=4)
+    ((reward, update),) = example.train(task, iterations=1, group_size=2)
     assert 0 < reward < 1
     assert len(update.steps) == 1
     assert any(
@@ -191,7 +191,7 @@ def test_the_image_model_is_trained(example: ModuleType) -> None:
 
 def test_a_step_is_the_pipelines(example: ModuleType, empty: Runs, tmp_path: Path) -> None:
     """The same prompts and seeds give the same policy to the bit."""
-    empty.start_text(run__iterations=1, evaluate__prompts=None)
+    empty.start_text(run__iterations=1, evaluate__prompts=None, **SMALL)
     rows = pl.read_parquet(empty.path("iteration_000001", "rollouts", run="text") / "part-*.parquet")
     groups = rows.group_by("group_id", maintain_order=True).agg(pl.all()).to_dicts()
     prompts = [{"prompt": group["prompt"][0], **json.loads(group["columns"][0])} for group in groups]

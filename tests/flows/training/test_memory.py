@@ -21,9 +21,10 @@ from tests.flows.conftest import Runs
 
 SMALL: dict[str, Any] = {
     "rollout__prompts_per_iteration": 2,
-    "rollout__group_size": 4,
-    "update__minibatch_size": 8,
-    "update__micro_batch_size": 8,
+    "rollout__group_size": 2,
+    "rollout__max_completion_length": 4,
+    "update__minibatch_size": 4,
+    "update__micro_batch_size": 4,
     "evaluate__prompts": None,
 }
 

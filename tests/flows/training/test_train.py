@@ -49,7 +49,7 @@ class TestUndisturbed:
         ]
         assert names == [[f"i000002.p{p:04d}.s{s:02d}" for p in range(2) for s in range(2)]] * 5
 
-    def test_a_reward_that_changes_the_working_directory_changes_no_path_of_the_run(
+    def test_below_a_relative_root_no_file_names_the_machine_and_a_reward_may_change_the_working_directory(
         self, server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "data").symlink_to(REPOSITORY / "data")
@@ -57,14 +57,9 @@ class TestUndisturbed:
         call = "def leave(completions, **rest):\n    os.chdir('/')\n    return [0.5] * len(completions)\n"
         Path("leave.py").write_text(f"import os\nos.chdir('/')\n{call}")
         own = {"reward": "function", "settings": {"function": "leave.py:leave"}}
-        start = Runs(Path("runs")).start(rewards=[{"reward": "ssim"}, own])
-        assert start.summary.iterations == 2
+        start = Runs(Path("runs")).start(run__iterations=1, rewards=[{"reward": "ssim"}, own])
+        assert start.summary.iterations == 1
         assert Path.cwd() == tmp_path
-
-    def test_no_file_names_the_machine(self, server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "data").symlink_to(REPOSITORY / "data")
-        monkeypatch.chdir(tmp_path)
-        Runs(Path("runs")).start(run__iterations=1)
         words = [str(REPOSITORY), str(tmp_path), str(Path.home()), socket.gethostname(), hex(uuid.getnode())[2:]]
         files = [path for path in Path("runs").rglob("*") if path.is_file()]
         assert len(files) > 20

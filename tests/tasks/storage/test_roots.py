@@ -125,7 +125,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("listening", [False, True], ids=["nobody there", "no answer"])
     def test_address_without_an_answer(self, bucket: str, monkeypatch: pytest.MonkeyPatch, listening: bool) -> None:
-        monkeypatch.setattr(roots, "LOOK", {"connect_timeout": 1, "read_timeout": 1})
+        monkeypatch.setattr(roots, "LOOK", {"connect_timeout": 0.3, "read_timeout": 0.3})
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
             if not listening:
