@@ -28,19 +28,22 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A server of the S3 protocol."""
     with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        forget_clients()
         yield server
+        forget_clients()
 
 
 @pytest.fixture
-def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """The URL of an empty bucket, with the environment that reaches it; copies of what is read go to `tmp_path`."""
+def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The URL of an empty bucket, with the environment that reaches it; copies of what is read go to `tmp_path`.
+
+    Clients stay for the next test: a test that makes others, or has their requests fail, forgets them.
+    """
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_PROFILE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    forget_clients()
-    yield f"s3://{s3.make_bucket()}"
-    forget_clients()
+    return f"s3://{s3.make_bucket()}"
 
 
 @pytest.fixture

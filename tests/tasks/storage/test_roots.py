@@ -122,6 +122,7 @@ class TestRefusals:
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
         forget_clients()
         assert "credentials" in self.refusal(f"{bucket}/runs").hint
+        forget_clients()
 
     @pytest.mark.parametrize("listening", [False, True], ids=["nobody there", "no answer"])
     def test_address_without_an_answer(self, bucket: str, monkeypatch: pytest.MonkeyPatch, listening: bool) -> None:
