@@ -1,10 +1,12 @@
 """Read YAML files as plain values, without any model library; TRL's names of keys, and suggestions for unknown ones."""
 
+import copy
 import difflib
 import json
 import os
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -295,6 +297,12 @@ def parse_yaml(text: str, place: str) -> Any:
     Raises:
         InputError: the text is not YAML; names the line. Or it has too many values, or nests them too deeply.
     """
+    return copy.deepcopy(_parsed(text, place))
+
+
+# A command reads the configuration of its run several times.
+@lru_cache(maxsize=64)
+def _parsed(text: str, place: str) -> Any:
     try:
         loader = _StrictLoader(text)
         node = loader.get_single_node()

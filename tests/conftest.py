@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from diffusers import GlmImagePipeline
 
 # The same examples on every machine, and no deadline: a shared core has slow moments.
-settings.register_profile("project", deadline=None, derandomize=True, database=None, max_examples=50)
+settings.register_profile("project", deadline=None, derandomize=True, database=None, max_examples=30)
 settings.load_profile("project")
 
 

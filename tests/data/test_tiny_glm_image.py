@@ -90,7 +90,7 @@ def test_both_trainings_learn_repeat_to_the_bit_and_change_their_part_alone() ->
 def test_heldout_captions_are_understood_and_there_is_room_to_improve() -> None:
     recipe = TinyRecipe()
     _, heldout = split_scenes(recipe.seed, recipe.heldout_fraction)
-    report = evaluate_tiny_model(MODEL, heldout[::3], temperature=1.0)
+    report = evaluate_tiny_model(MODEL, heldout[::5], temperature=1.0)
     assert report.color >= 0.8
     assert report.background >= 0.9
     assert report.position >= 0.8

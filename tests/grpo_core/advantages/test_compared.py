@@ -294,7 +294,7 @@ def terms_of(kind: Any, options: dict[str, Any]) -> list[RewardTerm]:
     return [one, RewardTerm(0.3), GATE, RewardTerm(role="gate", threshold=0.5)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(kind=KINDS, options=VARIANTS, values=ROWS)
 def test_a_sample_is_never_above_one_with_no_smaller_rewards_and_gates(
     kind: str, options: dict[str, Any], values: Any

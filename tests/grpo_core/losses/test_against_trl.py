@@ -78,7 +78,7 @@ def test_loss_and_gradient(loss: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
-@hypothesis_settings(max_examples=12)
+@hypothesis_settings(max_examples=8)
 @given(SEEDS)
 def test_loss_and_gradient_of_any_batch(loss: str, seed: int) -> None:
     """With every switch on, the entropy mask included."""
@@ -111,7 +111,7 @@ def test_first_step(loss: str) -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 0.8, 1.0])
-@hypothesis_settings(max_examples=12)
+@hypothesis_settings(max_examples=8)
 @given(SEEDS)
 def test_entropy_mask(share: float, seed: int) -> None:
     inputs = with_entropy_mask(random_inputs(seed), share)

@@ -236,7 +236,7 @@ def require_same(found: Loss, expected: Loss) -> None:
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
-@hypothesis_settings(max_examples=12)
+@hypothesis_settings(max_examples=8)
 @given(SEEDS, partitions(), st.sampled_from(["k1", "k2", "k3"]))
 def test_microbatches_add_up_to_the_minibatch(loss: str, seed: int, split: list[list[int]], estimator: Any) -> None:
     """Any rows in any microbatch, every switch on, the minibatch a part of a larger rollout set."""
@@ -246,7 +246,7 @@ def test_microbatches_add_up_to_the_minibatch(loss: str, seed: int, split: list[
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
-@hypothesis_settings(max_examples=12)
+@hypothesis_settings(max_examples=8)
 @given(SEEDS)
 def test_nothing_under_the_mask_is_seen(loss: str, seed: int) -> None:
     """NaN and infinity there reach neither the loss, nor its gradient, nor its terms."""
@@ -310,7 +310,7 @@ def token_weights(loss: str, inputs: LossInputs, denominators: Denominators) -> 
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
-@hypothesis_settings(max_examples=12)
+@hypothesis_settings(max_examples=8)
 @given(SEEDS)
 def test_on_policy_gradient_is_the_policy_gradient(loss: str, seed: int) -> None:
     """At ratio one the derivative by each log-prob is -A times the token's weight, and 0 where masked."""

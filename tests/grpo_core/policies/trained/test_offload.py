@@ -149,7 +149,7 @@ def frozen_bytes(policy: Any, *names: str) -> int:
 
 
 def test_both_halves_of_glm_image_are_moved_once_a_stage() -> None:
-    chosen = GlmImageSettings(height=64, width=64, num_inference_steps=4, guidance_scale=1.5, sde_window_size=2)
+    chosen = GlmImageSettings(height=32, width=32, num_inference_steps=4, guidance_scale=1.5, sde_window_size=2)
     choices = dict.fromkeys(STREAMS, TrainingChoice(LORA, gradient_checkpointing=True))
     seeds = {"seeds": (5, 6, 7), "noise_seeds": (1, 1, 1), "step_seeds": (11, 12, 13)}
     requests = [
@@ -175,7 +175,8 @@ def test_both_halves_of_glm_image_are_moved_once_a_stage() -> None:
 def test_prompts_of_a_pipeline_are_encoded_before_its_transformer_is_there(name: str, tmp_path: Path) -> None:
     editing = name not in ("sd3", "flux")
     folder = save(name, tmp_path / "pipeline", MAKE_CLASS) if editing else save(name, tmp_path / "pipeline")
-    chosen = settings_of(name) if editing else settings(name, decode_batch_size=2)
+    few = {"decode_batch_size": 2, "num_inference_steps": 3, "sde_window_range": (0, 3)}
+    chosen = settings_of(name) if editing else settings(name, **few)
     images = (source(),) if editing else ()
     requests = [request(each, sources=images) for each in ("a red dot", "two", "three green dots")]
     quantization = QuantizationSettings("nf4", components=("text_encoder_3",)) if name == "sd3" else None
