@@ -7,6 +7,7 @@ for this one's.
 import contextlib
 import json
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class VllmServers:
     """The servers that this process asks, by address, with what it has loaded there."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._servers: dict[str, Server] = {}
 
     def of(self, section: VllmSection, command: Sequence[str] = ()) -> Sequence[Server]:
@@ -54,10 +56,12 @@ class VllmServers:
         urls = section.urls
         if command:
             urls = (resource(VllmServer).ensure_running(command, current_store(), section.timeout_s),)
-        for url in urls:
-            if url not in self._servers:
-                self._servers[url] = run_awaitable(find_server(Service(url, section.timeout_s, token, PLACE)))
-        servers = [self._servers[url] for url in urls]
+        # Two that each find one would not know of the adapters that the other has loaded.
+        with self._lock:
+            for url in urls:
+                if url not in self._servers:
+                    self._servers[url] = run_awaitable(find_server(Service(url, section.timeout_s, token, PLACE)))
+            servers = [self._servers[url] for url in urls]
         if len({(each.model, each.version) for each in servers}) > 1:
             found = ", ".join(f"{each.address} {each.model} on vLLM {each.version}" for each in servers)
             raise InputError(
@@ -73,26 +77,38 @@ class VllmServers:
                 run_awaitable(server.unload_all())
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Reader:
     """A policy without weights: it reads prompts and writes texts while a server samples."""
 
     spec: ModelSpec
-    policy: Policy
+    policy: Any
 
 
-class PolicyWithoutWeights:
-    """The policy that a process reads prompts with while servers sample; it is loaded once."""
+class PoliciesWithoutWeights:
+    """The policies that a process reads prompts with while servers sample, one for each stage that does.
+
+    Stages that overlap, as an evaluation and the rollouts of the next iteration, have settings and adapters of their
+    own.
+    """
 
     def __init__(self) -> None:
-        self._loaded: _Reader | None = None
+        self._lock = threading.Lock()
+        self._idle: list[_Reader] = []
 
-    def at(self, model: ModelSpec, rollout: TextRolloutSection) -> Any:
-        """Return the policy with these sampling settings."""
-        if self._loaded is None or self._loaded.spec != model:
-            self._loaded = _Reader(model, load_policy(model, rollout, torch.device("meta")))
-        self._loaded.policy.sample_with(rollout)
-        return self._loaded.policy
+    @contextmanager
+    def borrow(self, model: ModelSpec, rollout: TextRolloutSection) -> Iterator[Any]:
+        """Lend a policy with these sampling settings, which no other stage has; it is loaded if none is idle."""
+        with self._lock:
+            self._idle = [each for each in self._idle if each.spec == model]
+            idle = self._idle.pop() if self._idle else None
+            reader = idle or _Reader(model, load_policy(model, rollout, torch.device("meta")))
+        reader.policy.sample_with(rollout)
+        try:
+            yield reader.policy
+        finally:
+            with self._lock:
+                self._idle.append(reader)
 
 
 @contextmanager
@@ -115,9 +131,10 @@ def sampling(
     """
     section = rollout.vllm
     assert section is not None, "the engine has a section"
-    servers, sampler = resource(VllmServers), weights or resource(PolicyWithoutWeights).at(model, rollout)
-    command = fitting_command(section.words, section, model.section, sampler) if section.words else ()
-    with _served_adapter(policy, model, section) as adapter:
+    servers, without = resource(VllmServers), resource(PoliciesWithoutWeights)
+    reader = without.borrow(model, rollout) if weights is None else contextlib.nullcontext(weights)
+    with reader as sampler, _served_adapter(policy, model, section) as adapter:
+        command = fitting_command(section.words, section, model.section, sampler) if section.words else ()
         first, *_ = asked = servers.of(section, command)
         record = EngineRecord(
             "vllm",

@@ -130,12 +130,11 @@ class VllmEngine:
         """Ask for the missing rows once, and return why some are still missing; rows of a prompt go to one server."""
         if attempt > 1:
             await asyncio.sleep(pause_s(attempt - 1, BACKOFF_S))
-        prompts = {number: place for place, number in enumerate(dict.fromkeys(row.prompt for row in missing))}
         reasons: list[str] = []
 
         async def ask(index: int, server: Server) -> None:
             # After a failure the next server is asked.
-            own = [row for row in missing if (prompts[row.prompt] + attempt - 1) % len(servers) == index]
+            own = [row for row in missing if (row.prompt + attempt - 1) % len(servers) == index]
             if own:
                 reasons.extend(await self._ask_server(job, server, own))
 

@@ -2,15 +2,21 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
 import transformers
 
+from configs.sections import VllmSection
 from configs.training import ParitySection
 from grpo_core.parity import ParityError
 from tasks.execution.resources import run_resources
+from tasks.rollouts import vllm
+from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
+from tests.grpo_core.policies.engines.test_vllm import Vllm
+from tests.grpo_core.rewards.stub import serve
 from tests.tasks.update.update_jobs import TEXTS, UPDATE, advantages_of, alone, job_of
 
 
@@ -35,3 +41,23 @@ def test_rows_and_the_gate_name_the_engine(store: ArtifactStore, tmp_path: Path)
         assert refused.value.report.sampled_by == f"continuous_batching {version} in float32"
         assert refused.value.tolerance.share_beyond == 1e-3
         assert alone(job_of(batched, rollouts, advantages_of(rollouts)), tmp_path / "made").rows == 7
+
+
+def test_stages_that_overlap_sample_with_their_own_settings(store: ArtifactStore) -> None:
+    policy = PolicyRef(version=0, digest=TEXTS.spec().digest)
+    with run_resources(), serve() as stub:
+        served = Vllm(stub)
+        training = TEXTS.rollout.model_copy(update={"engine": "vllm", "vllm": VllmSection(url=stub.url, concurrency=4)})
+        evaluation = training.model_copy(update={"temperature": 0.5, "vllm": VllmSection(url=stub.url, concurrency=2)})
+
+        def asked_by(sampler: Any) -> tuple[int, set[float]]:
+            served.asked.clear()
+            sampler.sample_tokens(TEXTS.prompts, 2, range(4))
+            return sampler.engine.concurrency, {body["temperature"] for body in served.asked}
+
+        # Rollouts of the next iteration, while a policy is evaluated.
+        with vllm.sampling(policy, TEXTS.spec(), training, None, lambda rows: None) as (ahead, _):
+            with vllm.sampling(policy, TEXTS.spec(), evaluation, None, lambda rows: None) as (heldout, _):
+                assert asked_by(ahead) == (4, {1.0})
+                assert asked_by(heldout) == (2, {0.5})
+            assert asked_by(ahead) == (4, {1.0})
