@@ -1,6 +1,8 @@
 """`grpo inspect --watch`: serve the page of a run on this machine, and write it again while the run works."""
 
 import json
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from flows.inspect_run import read_inspection, require_iteration
@@ -23,6 +26,8 @@ HOST = "127.0.0.1"
 
 SECONDS_BETWEEN, SHARE = 2.0, 0.1
 """Least time between two readings of a run, and the largest share of a processor that reading takes."""
+
+_NUMBER = re.compile(r"[0-9]{0,9}")
 
 
 def watch_run(name: str, *, root: str, port: int, iteration: int | None, started: Callable[[str], None]) -> None:
@@ -135,6 +140,11 @@ class _Server(ThreadingHTTPServer):
         self.watch = watch
         super().__init__((HOST, port), _Handler)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the error, unless the browser has gone, as it does when a tab is closed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
@@ -147,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in hosts:
             # A page of another site whose name leads here may not read the run.
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"This is not one of {', '.join(sorted(hosts))}.")
-        elif address.path not in ("/", "/state") or (number and not number.isdecimal()):
+        elif address.path not in ("/", "/state") or not _NUMBER.fullmatch(number):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "There is nothing here.")
         else:
             self._answer_for(address.path, int(number) if number else None)

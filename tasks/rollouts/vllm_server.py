@@ -125,12 +125,24 @@ class _VllmProcess(ServerProcess):
     def log_tail(self) -> list[str]:
         return condensed(self.log_lines())[-_SAID_LINES:]
 
+    def close(self) -> None:
+        """Have the server end, without waiting for it; in a bucket its log is stored now."""
+        self._close_pipe()
+        try:
+            if not is_local(self._store.filesystem) and not self._log.closed:
+                self._log.seek(0)
+                self._store.write_file(VLLM_LOG, self._log.read())
+        finally:
+            super().close()
+
     def end(self) -> None:
         """End the server, and return when it has ended."""
-        if not is_local(self._store.filesystem) and not self._log.closed:
-            self._log.seek(0)
-            self._store.write_file(VLLM_LOG, self._log.read())
-        self.close()
+        try:
+            self.close()
+        finally:
+            self._await_end()
+
+    def _await_end(self) -> None:
         until = time.monotonic() + _SECONDS_TO_END
         while self.is_running and time.monotonic() < until:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -160,8 +172,13 @@ def _start(command: Sequence[str], store: ArtifactStore) -> _VllmProcess:
             hint = f"Another program listens on port {port}. End it, give another port, or leave the port out."
             raise InputError(PLACE, " ".join(command), hint)
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    where = () if given is not None or any(PORT in word for word in command) else ("--host", HOST, "--port", PORT)
-    return _VllmProcess([word.replace(PORT, str(port)) for word in (*command, *where)], port, store)
+    words = [*command]
+    if not any(word.partition("=")[0] == "--host" for word in command):
+        # By default vLLM listens on every interface.
+        words += ["--host", HOST]
+    if given is None and not any(PORT in word for word in command):
+        words += ["--port", PORT]
+    return _VllmProcess([word.replace(PORT, str(port)) for word in words], port, store)
 
 
 def _given_port(command: Sequence[str]) -> int | None:

@@ -1,4 +1,5 @@
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -69,7 +70,12 @@ def test_the_page_follows_a_run_that_is_written(tmp_path: Path, monkeypatch: pyt
 
 def test_what_is_not_there_and_other_hosts_are_refused(tmp_path: Path) -> None:
     with served(whole_run(tmp_path)) as address:
-        for path, status in (("?iteration=7", 404), ("?iteration=x", 404), ("run.json", 404)):
+        for path, status in (
+            ("?iteration=7", 404),
+            ("?iteration=x", 404),
+            (f"?iteration={'9' * 5000}", 404),
+            ("run.json", 404),
+        ):
             with pytest.raises(urllib.error.HTTPError) as error:
                 read(address + path)
             assert error.value.code == status
@@ -92,6 +98,15 @@ def test_a_run_that_cannot_be_read_is_reported_and_read_again(tmp_path: Path, mo
             assert b"it was moved away" in error.value.read()
             error.value.close()
         assert "Images of iteration 2" in read(address)
+
+
+def test_a_browser_that_has_gone_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, browser = socket.socketpair()
+    with watching._Server(RunWatch(whole_run(tmp_path).store), 0) as server, ours:
+        browser.sendall(f"GET /state HTTP/1.1\r\nHost: {HOST}:{server.server_port}\r\n\r\n".encode())
+        browser.close()
+        server.process_request_thread(ours, (HOST, 0))
+    assert capsys.readouterr().err == ""
 
 
 def test_wrong_input(tmp_path: Path) -> None:

@@ -121,7 +121,9 @@ def test_a_run_has_one_server_which_ends_with_it(server: VllmServer, store: Arti
     other = server.ensure_running((*COMMAND, "--model", "b", "--port={port}", "--port", "{port}"), store, SECONDS)
     assert are_gone(first)
     port = other.rpartition(":")[2]
-    assert told(other)["arguments"] == ["--model", "b", f"--port={port}", "--port", port]
+    # Without an address vLLM listens on every interface.
+    host = ["--host", "127.0.0.1"]
+    assert told(other)["arguments"] == ["--model", "b", f"--port={port}", "--port", port, *host]
     second = processes(other)
     server.close()
     assert are_gone(second)
@@ -196,6 +198,13 @@ def test_a_server_that_does_not_start_says_why(
         assert isinstance(caught.value, LostStageError)
     # The next attempt is a new one.
     assert server.ensure_running(COMMAND, store, SECONDS)
+
+
+def test_a_bucket_gets_the_log_of_a_server_that_does_not_start(server: VllmServer) -> None:
+    store = ArtifactStore("memory://served", "run")
+    with pytest.raises(InputError):
+        server.ensure_running((sys.executable, "-c", "raise SystemExit('no such model')"), store, SECONDS)
+    assert store.read_file(VLLM_LOG) == b"no such model\n"
 
 
 def test_what_cannot_start_is_refused(
