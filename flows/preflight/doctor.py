@@ -122,7 +122,7 @@ def examine(config: RunConfig, report_progress: Callable[[str], None] = lambda l
             if sizes:
                 findings.append(_sizes(sizes, estimate.tokens))
             if weights.healthy:
-                refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
+                refuse_prompt_texts(config, prompts)
         except InputError as error:
             findings += _problems("model", error.errors)
     if all(finding.healthy for finding in findings if finding.subject == "storage"):

@@ -130,7 +130,7 @@ def _check_model(config: RunConfig, files: PromptFiles) -> RunInputs:
         refuse_offload_without_room(config, estimates[True])
         spec = spec.model_copy(update={"memory": estimates[False].needed})
     training, heldout = files.usable("data"), files.usable("evaluate")
-    refuse_prompt_texts(config, (*training, *heldout))
+    refuse_prompt_texts(config, files)
     return RunInputs(store, spec, training, heldout, files.notes)
 
 

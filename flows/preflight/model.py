@@ -1,12 +1,13 @@
 """Checks of the model that a run trains, and of the devices and processes that it runs on."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from configs.schema import RunConfig
 from configs.validation import error_at
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, joined
 from grpo_core.policies.estimate import MemoryEstimate, ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.component import refuse_unavailable_attention
@@ -17,7 +18,6 @@ from grpo_core.streams import ImageSize, Stream
 from grpo_core.update.optimizer import refuse_unavailable
 from tasks.models.initial import initial_digest, local_source, training_choices
 from tasks.models.resident import ModelSpec, refuse_missing_devices, torch_device
-from tasks.prompts.curriculum import PromptSet
 from tasks.runs.stored import adapter_version
 from tasks.storage.artifacts.store import open_store
 from tasks.update.job import refuse_unusable_placement
@@ -89,13 +89,27 @@ def _size_problems(config: RunConfig, prompts: PromptFiles) -> list[InputError]:
     return first_of(problems)
 
 
-def refuse_prompt_texts(config: RunConfig, sets: Sequence[PromptSet]) -> None:
-    """Raise InputError when the model cannot read one of the prompts; only its tokenizer is loaded."""
+def refuse_prompt_texts(config: RunConfig, files: PromptFiles) -> None:
+    """Refuse prompts that the model cannot read; only its tokenizer is loaded.
+
+    Raises:
+        InputError: with the file and the row of a prompt.
+    """
     family = policy_family(config.policy.kind)
-    prompts = [prompt for each in sets for prompt in each.prompts]
-    images = [[source.size for source in prompt.sources] for prompt in prompts]
-    texts = [prompt.text for prompt in prompts]
-    family.refuse_prompts(source_of(config), config.rollout, texts, images if any(images) else ())
+    read = [
+        (prompt, f"{own}.prompts: {dataset.prompts}, row {row}")
+        for part, sets in files.sets.items()
+        for (own, dataset), known in zip(config.prompt_sections[part].placed(part), sets, strict=True)
+        for row, prompt in enumerate(known.prompts if known is not None else (), start=1)
+    ]
+    images = [[source.size for source in prompt.sources] for prompt, _ in read]
+    texts = [prompt.text for prompt, _ in read]
+    try:
+        family.refuse_prompts(source_of(config), config.rollout, texts, images if any(images) else ())
+    except InputError as error:
+        named = partial(re.sub, r"\bprompt (\d+)", lambda match: read[int(match[1]) - 1][1])
+        found = [InputError(named(each.place), each.value, each.hint) for each in error.errors]
+        raise joined(first_of(found, "prompts")) from error
 
 
 def trained_model(config: RunConfig) -> ModelSpec:

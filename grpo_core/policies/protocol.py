@@ -1,11 +1,13 @@
 """The interfaces of a policy and of a kind of policy. Losses and updates use only these, for any model."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from grpo_core.errors import InputError
 from grpo_core.streams import Modality, Stream
 
 if TYPE_CHECKING:
@@ -196,6 +198,8 @@ class PolicyFamily(Protocol):
     ) -> None:
         """Raise InputError if the model cannot read one of the prompts; only its tokenizer and processor are loaded.
 
+        The place of an error of a prompt has `prompt N`, from 1.
+
         Args:
             images: sizes of the source images of each prompt, upright; empty where no prompt has any.
         """
@@ -244,6 +248,7 @@ class PolicyFamily(Protocol):
 
 
 S = TypeVar("S")
+P = TypeVar("P", bound=Hashable)
 
 
 def read_settings(kind: type[S], values: Mapping[str, Any]) -> S:
@@ -255,6 +260,23 @@ def read_settings(kind: type[S], values: Mapping[str, Any]) -> S:
     """
     known = {field.name: values[field.name] for field in fields(kind) if field.name in values}  # type: ignore[arg-type]
     return kind(**{name: tuple(each) if isinstance(each, list) else each for name, each in known.items()})
+
+
+def first_numbers(prompts: Iterable[P]) -> dict[P, int]:
+    """Number the prompts that are checked, from 1; of equal ones the first."""
+    numbers: dict[P, int] = {}
+    for number, prompt in enumerate(prompts, start=1):
+        numbers.setdefault(prompt, number)
+    return numbers
+
+
+@contextmanager
+def numbered_prompt(number: int) -> Iterator[None]:
+    """Give errors of the place `prompt` the number of the prompt, as of :func:`first_numbers`."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(error.place.replace("prompt", f"prompt {number}", 1), error.value, error.hint) from error
 
 
 def family_module(kind: str) -> str:

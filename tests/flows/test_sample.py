@@ -86,7 +86,7 @@ def test_adapters_of_both_halves_draw_alike_from_the_run_and_from_its_export(tmp
         ({"out": "somewhere"}, "--out"),
         ({"overrides": ("update.learning_rate=1",)}, "--set"),
         ({"overrides": ("rollout.temperature=-1",)}, "rollout.temperature"),
-        ({"prompts": ("x" * 2000,)}, "prompt"),
+        ({"prompts": ("x" * 2000,)}, "prompt 1"),
         ({"source": str(IMAGE_MODEL)}, "rollout.height and width"),
     ],
 )

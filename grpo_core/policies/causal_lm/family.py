@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE, CausalLMSettings, refuse_missing_folder
 from grpo_core.policies.pipeline_files import find_model_file
-from grpo_core.policies.protocol import PolicyFamily, read_settings
+from grpo_core.policies.protocol import PolicyFamily, first_numbers, numbered_prompt, read_settings
 from grpo_core.policies.trained.quantization import QuantizationSettings, stored_quantization
 from grpo_core.streams import Modality, Stream
 
@@ -109,8 +109,9 @@ class CausalLMFamily:
         from grpo_core.policies.causal_lm.prompts import prompt_ids, require_room
 
         context, tokenizer = context_length(read_config(model)), load_tokenizer(model)
-        for prompt in dict.fromkeys(prompts):
-            require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
+        for prompt, number in first_numbers(prompts).items():
+            with numbered_prompt(number):
+                require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
 
     def example_ids(
         self, model: str, settings: CausalLMSettings, output: "ImageSize | str", *, edited: bool, seed: int
@@ -183,7 +184,8 @@ class CausalLMFamily:
             networks={"weights": parameters},
             quantized=quantized,
             components={"tokens": component},
-            described=f"{shown_count(parameters)} parameters in {text.num_hidden_layers} layers",
+            described=f"{shown_count(parameters)} parameters in {text.num_hidden_layers} layers, prompts counted as "
+            f"{PROMPT_TOKENS} ids",
             cached=length * cached_values(text),
             head=text.vocab_size,
         )

@@ -17,7 +17,7 @@ from grpo_core.policies.diffusers.saved_pipeline import (
 )
 from grpo_core.policies.diffusers.source_images import refuse_sources
 from grpo_core.policies.pipeline_files import find_model_file, refuse_missing_folder, refuse_missing_weights
-from grpo_core.policies.protocol import PolicyFamily, read_settings
+from grpo_core.policies.protocol import PolicyFamily, first_numbers, read_settings
 from grpo_core.policies.trained.quantization import QuantizationSettings
 from grpo_core.streams import Modality, Stream
 
@@ -38,13 +38,15 @@ def refuse_cut_prompts(model: str, saved: SavedPipeline, settings: DiffusersSett
     """
     tokenizers = _tokenizers(model, saved)
     limits = [_limit(each, saved, settings) for each in tokenizers]
-    for prompt in dict.fromkeys(prompts):
+    for prompt, number in first_numbers(prompts).items():
         lengths = [len(each(prompt, truncation=False, verbose=False).input_ids) for each in tokenizers]
         if lengths and all(length > limit for length, limit in zip(lengths, limits, strict=True)):
             read = max(limits)
             hint = f"It has {min(lengths)} ids and the model reads {read} of them; shorten it"
             longer = "max_sequence_length" in saved.pipeline_class.call
-            raise InputError("prompt", prompt, hint + (", or set rollout.max_sequence_length." if longer else "."))
+            raise InputError(
+                f"prompt {number}", prompt, hint + (", or set rollout.max_sequence_length." if longer else ".")
+            )
 
 
 def _tokenizers(model: str, saved: SavedPipeline) -> list[Any]:
@@ -198,7 +200,8 @@ class DiffusersFamily:
         patches = {size: saved.patches(size) for size in images or (settings.size,)}
         largest = max(patches, key=lambda size: patches[size])
         prompt = settings.max_sequence_length or saved.pipeline_class.call.get("max_sequence_length")
-        positions = patches[largest] + (prompt if isinstance(prompt, int) else PROMPT_TOKENS)
+        read = prompt if isinstance(prompt, int) else PROMPT_TOKENS
+        positions = patches[largest] + read
         if (sources := saved.pipeline_class.sources) is not None and sources.usual:
             positions += sources.area(largest) // (saved.pixel_unit or 16) ** 2
         denoising = frozenset({"denoising backward", "denoising step"})
@@ -222,7 +225,10 @@ class DiffusersFamily:
             quantized={f"{part} weights": size for part, size in quantized.items()},
             needed={f"{part} weights": phases for part, phases in needed.items()},
             components={"denoising": component},
-            described=f"transformer {shown_count(counts[f'{TRANSFORMER} weights'])} parameters in {blocks} blocks",
+            described=(
+                f"transformer {shown_count(counts[f'{TRANSFORMER} weights'])} parameters in {blocks} blocks, prompts "
+                f"counted as {read} ids"
+            ),
             image_values=component.passes * positions * width,
             image_pixels=largest.pixels,
             image_channels=saved.vae_width,

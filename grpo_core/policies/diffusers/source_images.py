@@ -105,21 +105,22 @@ def refuse_sources(
     Raises:
         InputError: names the first such prompt.
     """
-    for prompt, sizes in zip(prompts, images or ((),) * len(prompts), strict=True):
+    for number, (prompt, sizes) in enumerate(zip(prompts, images or ((),) * len(prompts), strict=True), start=1):
+        place = f"prompt {number}"
         count = f"{len(sizes)} source images"
         if argument is None:
             if sizes:
                 hint = f"A {name} makes images from text alone; remove them, or set an edit model. The prompt: {prompt}"
-                raise InputError("prompt", count, hint)
+                raise InputError(place, count, hint)
             continue
         if argument.required and not sizes:
             hint = f"A {name} edits an image; give each prompt one. The prompt: {prompt}"
-            raise InputError("prompt", count, hint)
+            raise InputError(place, count, hint)
         if argument.most is not None and len(sizes) > argument.most:
             hint = f"A {name} takes {argument.most} of them; remove the others. The prompt: {prompt}"
-            raise InputError("prompt", count, hint)
+            raise InputError(place, count, hint)
         min_side = max(argument.min_side, unit or 1) if argument.pixels is None else argument.min_side
         for size in sizes:
             if not fits_reward(size, min_side, argument.max_aspect):
                 hint = f"A {name} reads images of {shown_bounds(min_side, argument.max_aspect)}. The prompt: {prompt}"
-                raise InputError("prompt", f"source image of {size} pixels", hint)
+                raise InputError(place, f"source image of {size} pixels", hint)

@@ -100,7 +100,7 @@ class GlmImageFamily:
 
         refuse_unusable_prompts(model, settings, prompts)
         if any(images):
-            refuse_unusable_sources(model, settings, prompts, images)
+            refuse_unusable_sources(model, settings, images)
 
     def example_ids(
         self, model: str, settings: GlmImageSettings, output: "ImageSize | str", *, edited: bool, seed: int
@@ -213,7 +213,8 @@ class GlmImageFamily:
             components=components,
             described=(
                 f"token model {shown_count(counts['autoregressive weights'])} parameters, decoder "
-                f"{shown_count(counts['decoder weights'])}, images in units of {unit} pixels"
+                f"{shown_count(counts['decoder weights'])}, images in units of {unit} pixels, prompts counted as "
+                f"{PROMPT_TOKENS} ids"
             ),
             cached=length * cached_values(text),
             head=text.vision_vocab_size,

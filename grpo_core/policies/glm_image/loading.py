@@ -38,6 +38,7 @@ from grpo_core.policies.pipeline_quantization import (
     quantized_sizes,
     require_usable_parts,
 )
+from grpo_core.policies.protocol import first_numbers, numbered_prompt
 from grpo_core.policies.trained.quantization import QuantizationSettings, default_skips, prepare_layers
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.policies.trained.whole import TrainedPart
@@ -346,12 +347,13 @@ def refuse_unusable_prompts(model: str, settings: GlmImageSettings, prompts: Seq
     positions, unit = _positions(model), read_pixel_unit(model)
     room = positions - (0 if unit is None else token_grids(nearest_size(settings.size, unit), unit).tokens)
     errors = []
-    for prompt in dict.fromkeys(prompts):
-        refuse_reserved_tokens(processor, prompt)
+    for prompt, number in first_numbers(prompts).items():
+        with numbered_prompt(number):
+            refuse_reserved_tokens(processor, prompt)
         # No id is shorter than a byte.
         if len(prompt.encode()) > room and (length := len(processor.tokenizer(prompt).input_ids)) > room:
             hint = f"It has {length} ids, and at most {room} leave room for an image in the model's {positions}."
-            errors.append(InputError("prompt", f"{prompt[:80]}...", f"{hint} Shorten it."))
+            errors.append(InputError(f"prompt {number}", f"{prompt[:80]}...", f"{hint} Shorten it."))
     raise_all(errors)
 
 
@@ -360,9 +362,7 @@ def _positions(model: str) -> int:
     return int(find_configs(model).autoregressive.text_config.max_position_embeddings)
 
 
-def refuse_unusable_sources(
-    model: str, settings: GlmImageSettings, prompts: Sequence[str], images: Sequence[Sequence[ImageSize]]
-) -> None:
+def refuse_unusable_sources(model: str, settings: GlmImageSettings, images: Sequence[Sequence[ImageSize]]) -> None:
     """Refuse source images that the model cannot read; only configurations are loaded.
 
     Args:
@@ -378,15 +378,15 @@ def refuse_unusable_sources(
         refuse_coarse_codes(model, limits.unit, unit)
     positions = _positions(model)
     errors = []
-    for prompt, sizes in zip(prompts, images, strict=True):
+    for number, sizes in enumerate(images, start=1):
         try:
             read = [limits.nearest(size) for size in sizes]
         except InputError as error:
-            errors.append(InputError(f"source image of the prompt {prompt[:60]!r}", error.value, error.hint))
+            errors.append(InputError(f"source image of prompt {number}", error.value, error.hint))
             continue
         # Each image, its start and its end, then the text and the image that is made.
         made = settings.size.pixels // limits.unit**2 + PROMPT_TOKENS
         if made + sum(size.pixels // limits.unit**2 + 2 for size in read) > positions:
             hint = f"Token model, text and images have {positions} positions together; give fewer or smaller images."
-            errors.append(InputError(f"images of the prompt {prompt[:60]!r}", f"{len(read)} images", hint))
+            errors.append(InputError(f"images of prompt {number}", f"{len(read)} images", hint))
     raise_all(errors)

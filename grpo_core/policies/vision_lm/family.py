@@ -9,7 +9,7 @@ from grpo_core.policies.causal_lm.family import FAMILY as TEXTS
 from grpo_core.policies.causal_lm.family import PROMPT_TOKENS, after_head, stored_stop
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE, refuse_missing_folder
 from grpo_core.policies.pipeline_files import find_model_file
-from grpo_core.policies.protocol import PolicyFamily, read_settings
+from grpo_core.policies.protocol import PolicyFamily, first_numbers, numbered_prompt, read_settings
 from grpo_core.policies.trained.quantization import QuantizationSettings, stored_quantization
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from grpo_core.streams import Modality, Stream
@@ -105,21 +105,22 @@ class VisionLMFamily:
 
         config, processor = read_config(model, VISION_LM), load_processor(model)
         context, placeholders = context_length(config), find_placeholders(config, processor)
-        given = list(dict.fromkeys(zip(prompts, map(tuple, images or ((),) * len(prompts)), strict=True)))
+        given = first_numbers(zip(prompts, map(tuple, images or ((),) * len(prompts)), strict=True))
         sets = dict.fromkeys(sizes for _, sizes in given if sizes)
         largest = sorted(sets, key=lambda sizes: sum(size.width * size.height for size in sizes))[-_PROCESSED:]
         added: dict[tuple[ImageSize, ...], int] = {}
-        for prompt, sizes in given:
-            if not sizes:
-                ids = process_prompt(processor, settings, prompt, [], placeholders).ids
-                require_room(prompt, len(ids), settings, context)
-                continue
-            printed = len(printed_ids(processor, settings, prompt, len(sizes)))
-            if sizes in largest and sizes not in added:
-                blank = [Image.new("RGB", (size.width, size.height)) for size in sizes]
-                added[sizes] = len(process_prompt(processor, settings, prompt, blank, placeholders).ids) - printed
-            of_images = added.get(sizes, 0)
-            require_room(prompt, printed + of_images, settings, context, of_images=of_images)
+        for (prompt, sizes), number in given.items():
+            with numbered_prompt(number):
+                if not sizes:
+                    ids = process_prompt(processor, settings, prompt, [], placeholders).ids
+                    require_room(prompt, len(ids), settings, context)
+                    continue
+                printed = len(printed_ids(processor, settings, prompt, len(sizes)))
+                if sizes in largest and sizes not in added:
+                    blank = [Image.new("RGB", (size.width, size.height)) for size in sizes]
+                    added[sizes] = len(process_prompt(processor, settings, prompt, blank, placeholders).ids) - printed
+                of_images = added.get(sizes, 0)
+                require_room(prompt, printed + of_images, settings, context, of_images=of_images)
 
     def example_ids(
         self, model: str, settings: VisionLMSettings, output: "ImageSize | str", *, edited: bool, seed: int
@@ -214,7 +215,8 @@ class VisionLMFamily:
             components={"tokens": component},
             described=(
                 f"{shown_count(parameters)} parameters in {text.num_hidden_layers} layers and an image encoder of "
-                f"{shown_count(encoder)}, {of_image} ids for an image of {IMAGE_SIDE}x{IMAGE_SIDE}"
+                f"{shown_count(encoder)}, prompts counted as {PROMPT_TOKENS} ids and {of_image} for "
+                f"an image of {IMAGE_SIDE}x{IMAGE_SIDE}"
             ),
             cached=length * cached_values(text),
             head=text.vocab_size,

@@ -126,9 +126,18 @@ class TestPrompts:
         assert [each.notes for each in examine(config).findings if each.subject == "prompts"] == [(pairs,)]
         assert pairs in conftest.heard_of(lambda: opened(config))[1].lines
 
-    def test_a_prompt_with_the_models_own_tags(self, tmp_path: Path) -> None:
-        path = prompt_file(tmp_path, "a red <sop> circle")
-        only(refused(tmp_path, f"data.prompts={path}", *NO_TARGETS), "prompt", "a red <sop> circle")
+    def test_prompts_that_the_model_cannot_read_have_their_rows(self, tmp_path: Path) -> None:
+        path = prompt_file(tmp_path, "a cat\na red <sop> circle")
+        only(refused(tmp_path, f"data.prompts={path}", *NO_TARGETS), f"data.prompts: {path}, row 2", "<sop>")
+        # One id each, of 4,096 with those of an image.
+        rows = ["a cat", "red " * 4090, "a cow", f"a {'red ' * 4090}"]
+        long = prompt_file(tmp_path, "\n".join(rows), "long.txt")
+        given = (f"data.prompts={prompt_file(tmp_path, 'a')}", *NO_TARGETS, f"evaluate={{prompts: {long}}}")
+        first, second = refused(tmp_path, *given)
+        assert (first.place, second.place) == tuple(f"evaluate.prompts: {long}, row {row}" for row in (2, 4))
+        rows = [json.dumps({"prompt": text, "answer": "a"}) for text in ("abc", "b" * 600)]
+        text = prompt_file(tmp_path, "\n".join(rows), "text.jsonl")
+        only(refused(tmp_path, f"data.prompts={text}", config=TINY_TEXT), f"data.prompts: {text}, row 2", "bbb")
 
 
 class TestSizes:

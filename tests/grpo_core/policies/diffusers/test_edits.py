@@ -362,7 +362,7 @@ def test_prompts_that_do_not_fit_the_class_are_refused(saved_edit: SavedFolder) 
         before = sizes if name != "bria" else []
         with pytest.raises(InputError, match=hint) as refused:
             refuse(name, before, given)
-        assert (refused.value.place, refused.value.value) == ("prompt", value)
+        assert (refused.value.place, refused.value.value) == ("prompt 2", value)
         assert "make it <image>blue" in refused.value.hint
     for name in NEED_SOURCES:
         with pytest.raises(InputError, match="edits an image"):

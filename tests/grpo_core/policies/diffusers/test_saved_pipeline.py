@@ -210,5 +210,5 @@ def test_prompts_that_every_encoder_cuts_off_are_refused(saved_folder: SavedFold
     FAMILY.refuse_prompts(folder, chosen, ["x" * 25])
     with pytest.raises(InputError, match="reads 32 ") as refused:
         FAMILY.refuse_prompts(folder, chosen, ["short", "x" * 60])
-    assert (refused.value.place, refused.value.value) == ("prompt", "x" * 60)
+    assert (refused.value.place, refused.value.value) == ("prompt 2", "x" * 60)
     FAMILY.refuse_prompts(folder, settings(max_sequence_length=64), ["x" * 60])

@@ -50,8 +50,8 @@ def test_prompts_without_room_for_an_image_are_refused() -> None:
     with pytest.raises(InputError) as refused:
         FAMILY.refuse_prompts(str(MODEL), SETTINGS, [f"{longest} red", "a heart", f"{other} red"])
     assert [(each.place, each.value[:7]) for each in refused.value.errors] == [
-        ("prompt", "red red"),
-        ("prompt", "red blu"),
+        ("prompt 1", "red red"),
+        ("prompt 3", "red blu"),
     ]
 
 
