@@ -149,4 +149,4 @@ def test_prompts_are_refused_by_the_tokenizer_alone() -> None:
     FAMILY.refuse_prompts(str(TEXT_MODEL), CausalLMSettings(max_completion_length=460), TEXT_PROMPTS)
     with pytest.raises(InputError) as refused:
         FAMILY.refuse_prompts(str(TEXT_MODEL), CausalLMSettings(max_completion_length=460), [*TEXT_PROMPTS, "b" * 80])
-    assert (refused.value.place, refused.value.value) == ("prompt", "b" * 80)
+    assert (refused.value.place, refused.value.value) == (f"prompt {len(TEXT_PROMPTS) + 1}", "b" * 80)
