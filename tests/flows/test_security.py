@@ -289,14 +289,15 @@ SOURCES = [
 
 
 @cache
-def trees() -> dict[str, ast.Module]:
-    return {path.relative_to(REPOSITORY).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
+def nodes() -> list[tuple[str, ast.AST]]:
+    trees = ((path.relative_to(REPOSITORY).as_posix(), ast.parse(path.read_text())) for path in SOURCES)
+    kinds = (ast.Call, ast.Import, ast.ImportFrom)
+    return [(path, node) for path, tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 @cache
 def calls() -> list[tuple[str, ast.Call, str]]:
-    nodes = [(path, node) for path, tree in trees().items() for node in ast.walk(tree)]
-    return [(path, node, dotted(node.func)) for path, node in nodes if isinstance(node, ast.Call)]
+    return [(path, node, dotted(node.func)) for path, node in nodes() if isinstance(node, ast.Call)]
 
 
 def dotted(node: ast.expr) -> str:
@@ -327,8 +328,7 @@ class TestSources:
         assert found == []
         imported = [
             f"{path}: {name}"
-            for path, tree in trees().items()
-            for node in ast.walk(tree)
+            for path, node in nodes()
             for name in imports(node)
             if name.split(".")[0] in self.UNSAFE_MODULES
         ]

@@ -91,7 +91,7 @@ def of_a_user(inputs: TermInputs, settings: LossSettings) -> Tensor:
     return -inputs.advantages.unsqueeze(-1) * inputs.ratio
 
 
-@pytest.mark.parametrize("loss", ["grpo_guard", f"{__name__}:of_a_user"])
+@pytest.mark.parametrize("loss", ["grpo_guard", pytest.param(f"{__name__}:of_a_user", marks=pytest.mark.slow)])
 def test_the_drift_is_measured_from_the_weights_before_the_update(monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
     made, unchanged = component("sd3"), component("sd3")
     rows = rows_of(made)
@@ -151,7 +151,7 @@ def peak_of_update(pipeline: GlmImagePipeline, group_size: int, micro_batch_size
 def test_memory_grows_with_the_microbatch_and_not_with_the_group(
     shipped_pipeline: GlmImagePipeline, checkpointed: bool
 ) -> None:
-    small, middle, large = (peak_of_update(shipped_pipeline, size, 4, checkpointed=checkpointed) for size in (4, 8, 32))
+    small, middle, large = (peak_of_update(shipped_pipeline, size, 4, checkpointed=checkpointed) for size in (4, 8, 24))
     assert large == pytest.approx(middle, rel=0.01)
     # At the peak of a step's first microbatch there are no gradients yet.
     assert middle == pytest.approx(small, rel=0.04)

@@ -53,7 +53,11 @@ def kept_for_backward(policy: DiffusersPolicy) -> int:
     return sum(each.untyped_storage().nbytes() for each in kept.values())
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(
+    # One with guidance in two passes, and one with it in its embedding.
+    "name",
+    [pytest.param(name, marks=() if name in ("sd3", "flux") else pytest.mark.slow) for name in MAKE],
+)
 def test_activations_are_about_what_autograd_keeps(
     saved_folder: SavedFolder, shared_policy: SharedPolicy, name: str
 ) -> None:

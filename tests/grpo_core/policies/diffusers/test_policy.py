@@ -162,11 +162,14 @@ PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
+QUICK = {*((name, "fp32") for name in MAKE), ("sd3", "16 bits")}
+
+
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        pytest.param(name, precision, marks=() if name == "sd3" or precision == "fp32" else pytest.mark.slow)
+        pytest.param(name, precision, marks=() if (name, precision) in QUICK else pytest.mark.slow)
         for name, precision in itertools.product(MAKE, PRECISIONS)
     ],
 )

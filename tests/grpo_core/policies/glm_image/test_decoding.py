@@ -155,7 +155,9 @@ def test_a_image_that_is_not_square_has_its_cells_in_place(
 WIDE, TALL, SMALL = ImageSize(64, 32), ImageSize(40, 64), ImageSize(32, 32)
 
 
-@pytest.mark.parametrize("truncation", [Truncation(), Truncation(top_p=0.75)], ids=["none", "top_p"])
+@pytest.mark.parametrize(
+    "truncation", [pytest.param(Truncation(), marks=pytest.mark.slow), Truncation(top_p=0.75)], ids=["none", "top_p"]
+)
 def test_rows_of_several_sizes_are_scored_trained_and_drawn_as_each_alone(
     shipped_pipeline: GlmImagePipeline, truncation: Truncation
 ) -> None:

@@ -43,6 +43,8 @@ KINDS = {
     "fp4": QuantizationSettings("fp4"),
     "int8": QuantizationSettings("int8"),
 }
+# The others are stored as nf4 is, and have tests of their gradients and of their bytes.
+BY_BITS = [pytest.param(kind, marks=() if kind in ("nf4", "int8") else pytest.mark.slow) for kind in KINDS]
 LORA = LoraSettings(rank=4, alpha=8.0)
 
 
@@ -79,7 +81,7 @@ def assert_parity(apart: Tensor, kind: str) -> None:
     assert float(apart.mean()) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BY_BITS)
 def test_texts_are_scored_as_they_were_sampled(kind: str) -> None:
     policy, sampled = sampled_texts(choice(KINDS[kind]))
     layers = list(quantized_layers(policy.trained.model))
@@ -101,7 +103,7 @@ def test_dora_over_4_bits_is_scored_as_it_was_sampled() -> None:
     assert_parity(differences(*sampled_texts(choice(KINDS["nf4"], use_dora=True))), "nf4")
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_answers_about_images_are_scored_as_they_were_sampled(kind: str) -> None:
     settings = VisionLMSettings(max_completion_length=6)
     policy = VisionLMPolicy.load(str(VISION_MODEL), settings, {"tokens": choice(KINDS[kind])})
@@ -112,7 +114,7 @@ def test_answers_about_images_are_scored_as_they_were_sampled(kind: str) -> None
     assert_parity(differences(policy, sampled), kind)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_image_tokens_are_scored_as_they_were_sampled(kind: str) -> None:
     quantization = replace(KINDS[kind], components=("vision_language_encoder", "text_encoder"))
     settings = GlmImageSettings(height=64, width=64, num_inference_steps=2, guidance_scale=1.0)

@@ -1,6 +1,7 @@
 """Stored and recomputed log-probs agree in every family, and the gate sees an image that is not the prompt's."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from grpo_core.actions import Sources
 from grpo_core.errors import NonFiniteError
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
+from grpo_core.policies.vision_lm.policy import VisionLMPolicy
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
+from grpo_core.records import SampledTokens
 from tests.grpo_core.policies.vision_lm.tiny_families import (
     KINDS,
     OTHERS,
@@ -22,12 +25,18 @@ from tests.grpo_core.policies.vision_lm.tiny_families import (
 PARITY = 1e-5
 
 
+@cache
+def sampled_by(kind: str) -> tuple[VisionLMPolicy, SampledTokens]:
+    """A policy of a family with what it drew; never changed."""
+    policy = make_policy(kind)
+    return policy, drawn(policy, kind)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_log_probs_agree_with_those_of_the_update_and_of_a_plain_pass(kind: str) -> None:
     """Siblings of prompts with images of several sizes, with two, and one without any."""
-    policy = make_policy(kind)
-    sampled = drawn(policy, kind)
+    policy, sampled = sampled_by(kind)
     actions = sampled.actions
     assert float(sampled.rollout_logprobs.abs().max()) > 0.1
     assert difference(policy, sampled) < PARITY
@@ -40,8 +49,7 @@ def test_log_probs_agree_with_those_of_the_update_and_of_a_plain_pass(kind: str)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gate_refuses_another_image_by_the_sample_s_name(kind: str) -> None:
-    policy = make_policy(kind)
-    sampled = drawn(policy, kind)
+    policy, sampled = sampled_by(kind)
     actions = sampled.actions
     rows = range(0, len(actions), 3)
     given = [actions.sources[row] for row in rows] if actions.sources else []
@@ -62,8 +70,8 @@ def test_the_gate_refuses_another_image_by_the_sample_s_name(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
 def test_the_gate_refuses_a_missing_image(kind: str) -> None:
-    policy = make_policy(kind)
-    sampled = drawn(policy, kind).select(range(3))
+    policy, whole = sampled_by(kind)
+    sampled = whole.select(range(3))
     with torch.no_grad():
         wrong = policy.logprobs(replace(sampled.actions, sources=None)).logprobs
     report = measure_parity(["a", "b", "c"], sampled.rollout_logprobs, wrong, sampled.actions.loss_mask)

@@ -50,7 +50,7 @@ def test_only_the_lines_that_stand_upright_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("degrees", [90, -90])
-@pytest.mark.parametrize("lines", [["Library"], ["Grand", "Opening"]])
+@pytest.mark.parametrize("lines", [pytest.param(["Library"], marks=pytest.mark.slow), ["Grand", "Opening"]])
 def test_text_turned_a_quarter_is_read_either_way_and_in_order(degrees: int, lines: list[str]) -> None:
     assert ENGINE.read(draw(*lines).rotate(degrees)) == tuple(lines)
 
@@ -159,7 +159,9 @@ def test_writing_that_reads_both_ways(upright: str, turned: str, both: bool) -> 
 
 
 @pytest.mark.parametrize("size", [(512, 128), pytest.param((512, 512), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("text", ["NOON", "NO ON", "up", "SIS", "ZOOS", "O"])
+@pytest.mark.parametrize(
+    "text", ["NOON", "up", "O", *(pytest.param(text, marks=pytest.mark.slow) for text in ("NO ON", "SIS", "ZOOS"))]
+)
 def test_upright_writing_that_reads_both_ways_is_not_passed_over(text: str, size: tuple[int, int]) -> None:
     font = ImageFont.truetype(str(LATIN[1]), 64)
     image = Image.new("RGB", size, "white")
