@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import NoReturn
 
 from grpo_core.errors import InputError
 from grpo_core.seeds import file_sha256
@@ -75,31 +74,19 @@ _LOADING, _LEAVING = threading.RLock(), threading.Lock()
 _FOLDERS: list[str] = []
 
 
-_EXIT = os._exit
-os.register_at_fork(after_in_child=lambda: setattr(os, "_exit", _EXIT))
-
-
-def _raise_exit(status: int) -> NoReturn:
-    raise SystemExit(f"os._exit({status})")
-
-
 @contextmanager
-def contained() -> Iterator[None]:
-    """Run a user's code, which may change the working directory, to which other paths of this process are relative.
+def working_directory_kept() -> Iterator[None]:
+    """Return to the working directory after a user's code: other paths of this process are relative to it.
 
-    Of several calls at once each returns to that before the first of them began. `os._exit`, which would end this
-    process without a word, raises SystemExit.
+    Of several calls at once each returns to that before the first of them began.
     """
     with _LEAVING:
         _FOLDERS.append(_FOLDERS[0] if _FOLDERS else os.getcwd())
-        os._exit = _raise_exit
     try:
         yield
     finally:
         with _LEAVING:
             os.chdir(_FOLDERS.pop())
-            if not _FOLDERS:
-                os._exit = _EXIT
 
 
 def load_function(place: str, reference: str, arguments: str = "{}", *, factory: bool = False) -> UserFunction:
@@ -121,7 +108,7 @@ def load_function(place: str, reference: str, arguments: str = "{}", *, factory:
 def find_function(place: str, reference: str) -> Callable[..., object]:
     """Import what `reference` names; raises as :func:`load_function`."""
     module, _, name = reference.rpartition(":")
-    with _LOADING, contained():
+    with _LOADING, working_directory_kept():
         found: object = _import(place, reference, module)
     for part in name.split("."):
         known = [key for key in dir(found) if not key.startswith("_")]
@@ -150,7 +137,7 @@ def _build(place: str, reference: str, arguments: str, factory: bool, digest: st
     if factory:
         named = function
         try:
-            with contained():
+            with working_directory_kept():
                 made: object = named(**json.loads(arguments))
         except (Exception, SystemExit) as error:  # whatever a user's code raises is reported with its place
             where = _origin(error, _code_of(place, reference, named).co_filename)

@@ -58,10 +58,6 @@ application.add_typer(stored_run_commands)
 application.add_typer(reward_commands)
 
 
-# A function of the user that is still running has another one in its place.
-_EXIT = os._exit
-
-
 def run() -> None:
     """Run the program, and end the process with it."""
     codes: list[int] = []
@@ -87,7 +83,7 @@ def _end(codes: list[int]) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     if codes:
-        _EXIT(codes[-1])
+        os._exit(codes[-1])
 
 
 def main() -> None:

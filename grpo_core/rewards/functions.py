@@ -28,11 +28,11 @@ from grpo_core.streams import Modality
 from grpo_core.user_functions import (
     REFERENCE,
     UserFunction,
-    contained,
     find_function,
     load_function,
     shown_error,
     signature_of,
+    working_directory_kept,
 )
 
 _LOGGER = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ def _rgb_copies(sample_ids: Sequence[str], images: Sequence[Image.Image | None],
 
 def _call(function: UserFunction, keywords: Mapping[str, object]) -> object:
     """Call the function, await a coroutine and read an iterator to its end."""
-    with contained():
+    with working_directory_kept():
         answer = function.run(keywords)
         answer = run_awaitable(answer) if inspect.isawaitable(answer) else answer
         if not isinstance(answer, Iterator):

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -264,15 +263,6 @@ def test_the_message_of_an_error_is_left_out_where_there_is_none_and_cut_where_i
         assert refusal(FunctionReward(function=f"{path}:score").score, texts())[1] == shown
         (first, *_) = FunctionReward(function=f"{path}:score", on_error="null").score(texts())
         assert first == Score.failed(f"the function raised {shown} (mine.py:2)")
-
-
-def test_a_function_that_would_end_the_process_is_an_error_and_its_children_end(write: Callable[[str], str]) -> None:
-    child = "    pid = os.fork()\n    if not pid:\n        os._exit(7)\n"
-    ended = "    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
-    path = write(f"import os\ndef score(completions, **kwargs):\n{child}{ended}")
-    place, value = refusal(FunctionReward(function=f"{path}:score").score, texts())
-    assert (place.endswith("mine.py:6"), value) == (True, "SystemExit: os._exit(7)")
-    assert os._exit.__module__ == "posix"
 
 
 @pytest.mark.parametrize("on_error", [None, "null"])
