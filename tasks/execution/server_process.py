@@ -83,7 +83,11 @@ class ServerProcess:
         self._command, self._environment, self._pass_fds = list(command), environment, tuple(pass_fds)
         self._log, self._health = log_file, health
         self._again = float("-inf")
-        self.process = self._started()
+        try:
+            self.process = self._started()
+        except BaseException:
+            log_file.close()
+            raise
 
     def _started(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(

@@ -7,6 +7,7 @@ with the run, however that ends: `tasks.execution.server_process`.
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
@@ -107,6 +108,16 @@ class _VllmProcess(ServerProcess):
         guarded = guarded_command(command)
         super().__init__("the vLLM server", guarded, {**_SETTINGS, **environment}, _log_file(store), port, "/health")
 
+    def _started(self) -> subprocess.Popen[bytes]:
+        until = time.monotonic() + _SECONDS_TO_END
+        # The server of a run that was killed, or the one before, may still be about to end.
+        while not is_free(self.port):
+            if time.monotonic() > until:
+                hint = f"Another program listens on port {self.port}. End it, give another port, or leave the port out."
+                raise InputError(PLACE, self._shown, hint)
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        return super()._started()
+
     def wait_until_ready(self, seconds: float) -> None:
         try:
             super().wait_until_ready(seconds)
@@ -165,13 +176,6 @@ def _start(command: Sequence[str], store: ArtifactStore) -> _VllmProcess:
         raise InputError(PLACE, " ".join(command), hint)
     given = _given_port(command)
     port = free_port() if given is None else given
-    until = time.monotonic() + _SECONDS_TO_END
-    # The server of a run that was killed may still be about to end.
-    while not is_free(port):
-        if time.monotonic() > until:
-            hint = f"Another program listens on port {port}. End it, give another port, or leave the port out."
-            raise InputError(PLACE, " ".join(command), hint)
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
     words = [*command]
     if not any(word.partition("=")[0] == "--host" for word in command):
         # By default vLLM listens on every interface.

@@ -110,18 +110,14 @@ class UpdateGroup:
             first.append(first[-1] + count)
         job = MachineJob(first=(0, *first[:-1]), count=first[-1], group=self._name, shared=shared)
         number = 0 if machines is None else machines.post(job)
-        try:
-            outcome = self._together(
-                devices,
-                job,
-                place=None if machines is None else machines.rendezvous,
-                reporter=_Progress(on_progress),
-                others=[] if machines is None else [partial(machines.wait, number, rank) for rank in others],
-            )
-        except BaseException:
-            if machines is not None:
-                machines.cancel(number)
-            raise
+        outcome = self._together(
+            devices,
+            job,
+            place=None if machines is None else machines.rendezvous,
+            reporter=_Progress(on_progress),
+            others=[] if machines is None else [partial(machines.wait, number, rank) for rank in others],
+            cancel=(lambda: None) if machines is None else partial(machines.cancel, number),
+        )
         return UpdateOutcome.model_validate_json(json.dumps(outcome))
 
     def follow(self, devices: Sequence[DeviceProcess], job: MachineJob, machines: Machines) -> None:
@@ -149,6 +145,7 @@ class UpdateGroup:
         reporter: ProgressReporter,
         others: Sequence[Callable[[], object]] = (),
         check: Callable[[], object] = lambda: None,
+        cancel: Callable[[], object] = lambda: None,
     ) -> Any:
         """Run the job in the processes of these devices, and return the answer of the first one.
 
@@ -156,6 +153,7 @@ class UpdateGroup:
             place: of this machine among others; None if it is alone.
             others: wait for the processes of other machines.
             check: called again and again; raises if the job is to be given up.
+            cancel: called if it is, so that the other machines end too.
         """
         first = 0 if place is None else job.first[place.rank]
         host, port = (_ADDRESS, self._port) if place is None else (place.host, place.port)
@@ -168,6 +166,7 @@ class UpdateGroup:
             try:
                 _require_success([*answers, *elsewhere], check)
             except BaseException:
+                cancel()
                 # Again for a process that is only being started: it would wait for the others.
                 while job.count > 1 and wait(answers, _SECONDS_TO_END).not_done:
                     _end(devices)

@@ -13,7 +13,8 @@ import pytest
 
 from configs.sections import PlacementSection
 from grpo_core.errors import InputError
-from tasks.execution.devices import DeviceProcesses
+from tasks.execution.child_process import ChildProcess
+from tasks.execution.devices import DeviceProcess, DeviceProcesses
 from tasks.execution.errors import LostStageError, StageCancelledError, record_of
 from tasks.execution.resources import resource, run_resources
 from tasks.progress import listen
@@ -123,6 +124,25 @@ def test_other_code_is_refused(places: tuple[Rendezvous, Rendezvous], monkeypatc
         first.__exit__(type(caught.value), caught.value, None)
         with pytest.raises(LostStageError, match="has failed"):
             waiting.result(30)
+
+
+def test_a_machine_that_fails_waits_for_no_other(
+    store: ArtifactStore, tmp_path: Path, places: tuple[Rendezvous, Rendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.update.machines.SECONDS_TO_LEAVE", 0.1)
+    dies, shared = DeviceProcess(ChildProcess(("-c", "raise SystemExit(1)")), "cpu"), shared_job(store, tmp_path)
+    with ThreadPoolExecutor(1) as threads, first_machine(places[0]), Machines(places[1]) as second:
+        second.arrive(1)
+        leading = threads.submit(copy_context().run, UpdateGroup().lead, [dies], shared, lambda done, total: None)
+        assert second.next_job() is not None
+        try:
+            # The other one computes, and would wait for the one that is gone.
+            with pytest.raises(LostStageError, match="ended with code 1"):
+                leading.result(30)
+            with pytest.raises(StageCancelledError):
+                second.require_not_cancelled()
+        finally:
+            second.finish(1, None)
 
 
 @pytest.fixture
