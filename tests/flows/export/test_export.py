@@ -190,7 +190,9 @@ def test_the_image_adapter_gives_our_logprobs_in_plain_peft(
 
 @torch.no_grad()
 @pytest.mark.usefixtures("modules")
-@pytest.mark.parametrize("merged", [False, True], ids=["adapters", "merged"])
+@pytest.mark.parametrize(
+    "merged", [pytest.param(False, id="adapters"), pytest.param(True, id="merged", marks=pytest.mark.slow)]
+)
 def test_the_lines_of_the_card_load_both_halves(
     merged: bool, root: Path, painting: GlmImagePolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +218,9 @@ def test_the_lines_of_the_card_load_both_halves(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("merged", [False, True], ids=["adapter", "merged"])
+@pytest.mark.parametrize(
+    "merged", [pytest.param(False, id="adapter", marks=pytest.mark.slow), pytest.param(True, id="merged")]
+)
 def test_the_lines_of_the_card_draw_with_any_pipeline(
     merged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,7 +224,13 @@ def test_every_start_is_recorded_with_its_lineage(prompts: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("then", "step"), [*(((), step) for step in range(2, 9)), ((OTHER,), 4), ((OTHER,), 7), ((OTHER, RESTART), 5)]
+    ("then", "step"),
+    [
+        *(pytest.param((), step, marks=() if step in (2, 5, 8) else pytest.mark.slow) for step in range(2, 9)),
+        ((OTHER,), 4),
+        pytest.param((OTHER,), 7, marks=pytest.mark.slow),
+        ((OTHER, RESTART), 5),
+    ],
 )
 def test_killed_while_the_earlier_run_is_made_the_next_start_finishes_it(
     prompts: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, step: int, then: tuple[str, ...]

@@ -83,7 +83,7 @@ def test_a_row_is_scored_as_alone(kind: str) -> None:
 def test_a_sample_depends_on_its_prompt_and_seed_alone(kind: str) -> None:
     policy = made_policy(kind, SAMPLERS["whole distribution"])
     together = drawn(policy).actions
-    for row in (0, 4, 8, 11):
+    for row in (4, 11):
         alone = policy.sample_tokens([together.prompts[row]], group_size=1, seeds=[row]).actions
         assert (
             alone.token_ids[0, alone.loss_mask[0]].tolist() == together.token_ids[row, together.loss_mask[row]].tolist()

@@ -1,8 +1,10 @@
 """Small vision-language models of twelve families with their processors, made in code, without a hub."""
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -281,6 +283,11 @@ def build(kind: str) -> tuple[Any, Any]:
 
 def make_model(kind: str) -> tuple[Any, Any]:
     """A model with seeded weights, of which logits depend on what is read, and its processor."""
+    return copy.deepcopy(_made(kind))
+
+
+@cache
+def _made(kind: str) -> tuple[Any, Any]:
     config, processor = build(kind)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(11)
