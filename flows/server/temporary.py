@@ -112,7 +112,7 @@ class TemporaryServer(ServerProcess):
                 return
             try:
                 self.start_again(seconds)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 self._lose(str(error))
                 return
 

@@ -85,9 +85,11 @@ class _Resources:
         return found
 
     def close(self) -> None:
-        for each in list(self._objects.values()):
-            if (close := getattr(each, "close", None)) is not None:
-                close()
+        # In the order in which they were made, also if one of them fails.
+        with contextlib.ExitStack() as stack:
+            for each in reversed(self._objects.values()):
+                if (close := getattr(each, "close", None)) is not None:
+                    stack.callback(close)
 
 
 _CURRENT: ContextVar[_Resources | None] = ContextVar("run_resources", default=None)
@@ -100,8 +102,10 @@ def run_resources() -> Iterator[None]:
     try:
         yield
     finally:
-        resources.close()
-        _CURRENT.reset(token)
+        try:
+            resources.close()
+        finally:
+            _CURRENT.reset(token)
 
 
 def resource(kind: type[R]) -> R:

@@ -135,6 +135,16 @@ def test_a_server_that_dies_is_started_again_and_requests_wait(running: Temporar
         process_at(running)
 
 
+@pytest.mark.usefixtures("own_settings")
+def test_a_server_that_cannot_be_started_again_is_lost(running: TemporaryServer) -> None:
+    running._command = ["/nowhere/python"]
+    watch = threading.Thread(target=running.keep_running, args=(60.0,), daemon=True)
+    watch.start()
+    os.kill(process_at(running), signal.SIGKILL)
+    watch.join(60)
+    assert running.lost is not None
+
+
 def test_a_run_does_not_go_on_without_its_server(monkeypatch: pytest.MonkeyPatch, running: TemporaryServer) -> None:
     monkeypatch.setattr(temporary, "_server", running)
     temporary.require_not_lost()

@@ -151,6 +151,29 @@ def test_one_object_per_run_closed_with_it() -> None:
     assert first.closed
 
 
+def test_one_that_cannot_be_closed_leaves_no_other_open() -> None:
+    closed: list[str] = []
+
+    class Failing:
+        def close(self) -> None:
+            closed.append("failing")
+            raise OSError("the bucket is gone")
+
+    class Sound:
+        def close(self) -> None:
+            closed.append("sound")
+
+    def body() -> None:
+        with run_resources():
+            assert isinstance(resource(Failing), Failing)
+            assert isinstance(resource(Sound), Sound)
+
+    with pytest.raises(OSError, match="the bucket is gone"):
+        contextvars.copy_context().run(body)
+    # In the order in which they were made.
+    assert closed == ["failing", "sound"]
+
+
 def test_threads_that_copy_the_context_share_it() -> None:
     found: list[Kept] = []
     with run_resources():
