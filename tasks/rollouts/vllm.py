@@ -8,6 +8,7 @@ import contextlib
 import json
 import shutil
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -219,10 +220,19 @@ def _served_adapter(policy: PolicyRef, model: ModelSpec, section: VllmSection) -
 
 def _copied(folder: Path, target: Path) -> Path:
     """Copy an adapter to where servers read it, complete or not at all; its name has its digest."""
-    if not target.is_dir():
-        partial = target.with_name(f".{target.name}.partial")
-        partial.mkdir(parents=True, exist_ok=True)
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{uuid.uuid4().hex}.part")
+    partial.mkdir()
+    try:
         for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
             shutil.copyfile(folder / name, partial / name)
         partial.rename(target)
+    except OSError:
+        # Another stage may have copied it meanwhile.
+        if not target.is_dir():
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return target

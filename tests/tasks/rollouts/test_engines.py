@@ -1,5 +1,6 @@
 """Every stored text says who sampled it, and the gate of an update names the engine of its rows."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import transformers
 from configs.sections import VllmSection
 from configs.training import ParitySection
 from grpo_core.parity import ParityError
+from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tasks.execution.resources import run_resources
 from tasks.rollouts import vllm
 from tasks.storage.artifacts.reference import PolicyRef
@@ -61,3 +63,23 @@ def test_stages_that_overlap_sample_with_their_own_settings(store: ArtifactStore
                 assert asked_by(ahead) == (4, {1.0})
                 assert asked_by(heldout) == (2, {0.5})
             assert asked_by(ahead) == (4, {1.0})
+
+
+def test_stages_that_copy_one_adapter_at_once_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").mkdir()
+    for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
+        (tmp_path / "own" / name).write_text(name)
+    target, copyfile = tmp_path / "shared" / "adapter", shutil.copyfile
+
+    def interrupted(source: Path, copy: Path) -> None:
+        monkeypatch.setattr(shutil, "copyfile", copyfile)
+        # Another stage begins and ends meanwhile.
+        assert vllm._copied(tmp_path / "own", target) == target
+        copyfile(source, copy)
+
+    monkeypatch.setattr(shutil, "copyfile", interrupted)
+    assert vllm._copied(tmp_path / "own", target) == target
+    assert {path.name: path.read_text() for path in target.iterdir()} == {
+        name: name for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE)
+    }
+    assert list(target.parent.iterdir()) == [target]
