@@ -25,6 +25,7 @@ from grpo_core.streams import ImageSize
 from tasks.models.initial import training_choices
 from tasks.reports.report import Report, Table
 from tasks.reports.text import counted
+from tasks.rollouts.engines import uses_resident_policy
 from tasks.runs.stored import adapter_version
 from tasks.storage.artifacts.store import open_store
 from tasks.storage.files import is_local, nearest_existing
@@ -187,6 +188,8 @@ def _placed(config: RunConfig) -> str:
     if not placement.in_processes:
         return names
     rollout = config.rollout
+    if not uses_resident_policy({"rollout": rollout, "with_reference": config.advantages.kl_coef > 0}):
+        return f"{names}, a process each"
     batches = -(-rollout.prompts_per_iteration // rollout.prompts_per_batch)
     parts = min(batches, placement.shards_of(placement.rollouts))
     divided = f", rollouts in {counted(parts, 'shard')} of complete batches (rollout.prompts_per_batch)"

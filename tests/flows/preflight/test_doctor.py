@@ -240,6 +240,16 @@ def test_the_command_of_a_fitting_server_has_what_adapters_and_images_need(tmp_p
     assert "--enable-scale-out" not in reading
 
 
+def test_devices_divide_the_rollouts_that_they_sample(tmp_path: Path) -> None:
+    two = (f"storage.root={tmp_path}", "placement.devices=[cpu, cpu]", "rollout.prompts_per_batch=1")
+    by_server = ("policy.lora={rank: 8}", "rollout.engine=vllm", f"rollout.vllm={{command: {sys.executable}}}")
+    divided = []
+    for changes in ((), by_server):
+        diagnosis, _ = examined(TINY_TEXT, *two, *changes)
+        divided += ["2 shards" in each.message for each in diagnosis.findings if each.subject == "device"]
+    assert divided == [True, False]
+
+
 FUNCTIONS = """
 import statistics
 
