@@ -56,7 +56,8 @@ class Configuration:
     @property
     def seeds(self) -> str:
         """The seeds of its runs."""
-        return ", ".join(str((run.config.get("run") or {}).get("seed", "?")) for run in self.runs)
+        sections = [run.config.get("run") for run in self.runs]
+        return ", ".join(str(each.get("seed", "?")) if isinstance(each, Mapping) else "?" for each in sections)
 
 
 def configurations(runs: Sequence[RunCurves]) -> list[Configuration]:

@@ -20,6 +20,9 @@ def test_runs_that_differ_in_their_seed_alone_are_one_configuration() -> None:
     found = configurations(runs)
     assert [[each.name for each in group.runs] for group in found] == [["a", "c"], ["b"], ["d"], ["e"]]
     assert (found[0].seeds, found[1].label) == ("0, 7", "b")
+    # config.yaml may be damaged.
+    (broken,) = configurations([RunCurves(name, {"run": 5}, [], []) for name in "fg"])
+    assert broken.seeds == "?, ?"
 
 
 def test_a_band_is_the_range_over_the_runs_that_got_there() -> None:
