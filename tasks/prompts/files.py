@@ -136,7 +136,7 @@ def find_input(uri: str, stores: Iterable["ArtifactStore"]) -> str | None:
     if "://" in uri or Path(uri).expanduser().is_absolute():
         return uri
     folders = (Path(os.path.relpath(store.root)).parent for store in stores if is_local(store.filesystem))
-    return next((str(folder / uri) for folder in (Path(), *folders) if (folder / uri).exists()), None)
+    return next((str(folder / uri) for folder in (Path(), *folders) if os.path.exists(folder / uri)), None)
 
 
 def join_uri(folder: str, name: str) -> str:

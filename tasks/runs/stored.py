@@ -74,7 +74,7 @@ def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunCon
 
 def locate_paths(values: Any, store: ArtifactStore) -> None:
     """Replace the paths in plain values that lead from where a run was started by those from the working directory."""
-    _replace_paths(values, lambda path: path if Path(path).exists() else find_input(path, [store]) or path)
+    _replace_paths(values, lambda path: path if os.path.exists(path) else find_input(path, [store]) or path)
 
 
 def paths_beside_root(settings: dict[str, Any], store: ArtifactStore) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def paths_beside_root(settings: dict[str, Any], store: ArtifactStore) -> dict[st
 
     def stored(path: str) -> str:
         found = os.path.relpath(path, folder)
-        return path if Path(path).is_absolute() or found.startswith("..") or not Path(path).exists() else found
+        return path if Path(path).is_absolute() or found.startswith("..") or not os.path.exists(path) else found
 
     if is_local(store.filesystem) and Path(os.path.abspath(folder)) != Path.cwd():
         _replace_paths(settings, stored)

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -19,6 +20,7 @@ from flows.export.plan import plan_export
 from flows.pipeline.requests import ExportRequest, ReplayRequest
 from flows.replaying import correction_problems, plan_replay, replay, root_of
 from grpo_core.errors import InputError
+from tasks.runs.stored import locate_paths
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import dump_checked, load_checked
 from tests.flows.conftest import REPOSITORY, Runs, Start, heard_of, refused, sha256_of
@@ -172,6 +174,11 @@ def test_relative_paths_of_the_source_lead_from_any_folder(finished: Runs, monke
     assert (again.policy_digest, heard.stages) == (first.policy_digest, [])
     exported = ExportRequest(run=str(finished.path()), folder="exported", merged=True)
     assert plan_export(exported).base is not None
+    values = {"policy": {"model": "m" * 5000}, "data": {"prompts": "none/at\0all"}, "update": {"loss": "grpo"}}
+    (base / "grpo").mkdir()
+    found = deepcopy(values)
+    locate_paths(found, ArtifactStore(str(finished.root), "run"))
+    assert found == values
     (base / "data").unlink()
     tried = str(base / "elsewhere" / "data")
     problems = refused(lambda: plan_replay(request))
