@@ -133,8 +133,10 @@ def server_command(
     command = [*words]
     if "serve" not in words:
         options["--model"] = model
-    elif words[-1] == "serve":
-        command.append(model)
+    elif "--model" not in given:
+        place = words.index("serve") + 1
+        # Without a model vLLM serves one of its own choice.
+        command[place:place] = [model] if place == len(words) or words[place].startswith("-") else []
     flags = {"--enable-lora": rank is not None, "--enable-scale-out": images is not None}
     command += [name for name, needed in flags.items() if needed and name not in given]
     for name, value in options.items():

@@ -29,6 +29,7 @@ from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.engines import vllm
 from grpo_core.policies.engines.engine import Completion, prompt_ids_of
+from grpo_core.policies.engines.settings import server_command
 from grpo_core.policies.engines.vllm import EngineError, VllmEngine, surprise_of_copies
 from grpo_core.policies.engines.vllm_checks import Needs, server_problems
 from grpo_core.policies.engines.vllm_requests import served_prompts
@@ -433,6 +434,20 @@ def test_what_keeps_a_server_from_sampling_a_policy(served: Vllm) -> None:
     found = run_awaitable(server_problems(served.server(), Needs(65, 0, "mine", ADAPTER)))
     # The context, the other run, log-probs before the temperature, and no adapters.
     assert [(error.place, error.value) for error in found] == [("rollout.vllm.url", served.stub.url)] * 4
+
+
+def test_a_command_serves_the_policys_model_unless_it_names_one() -> None:
+    options = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    for words, served in (
+        ("vllm serve", "vllm serve M"),
+        ("vllm serve --port 1", "vllm serve M --port 1"),
+        ("vllm serve other --port 1", "vllm serve other --port 1"),
+        ("vllm serve --model=other", "vllm serve --model=other"),
+    ):
+        command = server_command(words.split(), "M", "float32", revision=None, rank=None, images=None)
+        assert [*command] == [*served.split(), *options]
+    module = server_command(["python", "-m", "api_server"], "M", "float32", revision=None, rank=None, images=None)
+    assert [*module] == ["python", "-m", "api_server", *options, "--model", "M"]
 
 
 def test_a_server_that_is_gone_or_none_of_vllms(served: Vllm, free_tcp_port: int) -> None:
