@@ -126,6 +126,8 @@ def settings(folder: Path) -> dict[str, object]:
         "rollout__prompts_per_iteration": 6,
         "rollout__group_size": 3,
         "rollout__prompts_per_batch": 2,
+        "rollout__height": 64,
+        "rollout__width": 64,
         "rollout__top_p": 0.9,
         # Microbatches of several sizes.
         "update__micro_batch_size": 4,
