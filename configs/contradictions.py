@@ -305,6 +305,12 @@ def _engine(config: RunConfig) -> Iterator[InputError]:
             "yourself and name its address as rollout.vllm.url, or use one device."
         )
         yield InputError("rollout.vllm.command", command, hint)
+    if command and config.run.staleness and placement.rollouts.timeout and not placement.rollouts.pool:
+        hint = (
+            "With placement.rollouts.timeout rollouts and evaluations that overlap (run.staleness) have processes, each "
+            "of which would start a server. Leave the timeout out, or name a server as rollout.vllm.url."
+        )
+        yield InputError("rollout.vllm.command", command, hint)
     for place, lora in policy.loras.items():
         yield from _refused(refuse_vllm_adapters, lora, place)
 

@@ -118,6 +118,15 @@ def test_everything_is_reported_at_once() -> None:
             "vllm serve",
         ),
         (
+            {
+                **engine({"vllm": {"command": "vllm serve"}}),
+                "placement": {"rollouts": {"timeout": 60.0}},
+                "run": {"name": "x", "iterations": 1, "staleness": 1},
+            },
+            "rollout.vllm.command",
+            "vllm serve",
+        ),
+        (
             engine({"vllm": {"url": "http://a", "token_env": "sk-1"}}),
             "rollout.vllm.token_env",
             "not the name of a variable",
