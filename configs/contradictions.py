@@ -307,8 +307,8 @@ def _engine(config: RunConfig) -> Iterator[InputError]:
         yield InputError("rollout.vllm.command", command, hint)
     if command and config.run.staleness and placement.rollouts.timeout and not placement.rollouts.pool:
         hint = (
-            "With placement.rollouts.timeout rollouts and evaluations that overlap (run.staleness) have processes, each "
-            "of which would start a server. Leave the timeout out, or name a server as rollout.vllm.url."
+            "With placement.rollouts.timeout, rollouts and evaluations that overlap (run.staleness) run in processes, "
+            "each of which would start a server. Leave the timeout out, or name a server as rollout.vllm.url."
         )
         yield InputError("rollout.vllm.command", command, hint)
     for place, lora in policy.loras.items():
