@@ -153,7 +153,9 @@ class ServerProcess:
         try:
             # Where the system accepts connections from the beginning, their requests wait until the server takes them.
             connection.request("GET", self._health)
-            while not select.select([connection.sock], [], [], _SECONDS_BETWEEN_LOOKS)[0]:
+            answered = select.poll()
+            answered.register(connection.sock, select.POLLIN)
+            while not answered.poll(1000 * _SECONDS_BETWEEN_LOOKS):
                 if is_over():
                     return False
             return connection.getresponse().status == 200

@@ -4,6 +4,7 @@ The adapter's name has the digest of its weights: what a server has computed or 
 for this one's.
 """
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -33,6 +34,9 @@ from tasks.rollouts.vllm_server import VllmServer
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.files import is_local
+
+SECONDS_TO_UNLOAD = 20.0
+"""For all adapters of a server, at the end of a run."""
 
 
 class VllmServers:
@@ -73,9 +77,9 @@ class VllmServers:
     def close(self) -> None:
         """Unload what this process has loaded."""
         for server in self._servers.values():
-            # It may have ended before this process.
-            with contextlib.suppress(ServiceError):
-                run_awaitable(server.unload_all())
+            # It may have ended before this process, or answer nobody any more.
+            with contextlib.suppress(ServiceError, TimeoutError):
+                run_awaitable(asyncio.wait_for(server.unload_all(), SECONDS_TO_UNLOAD))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Every stored text says who sampled it, and the gate of an update names the engine of its rows."""
 
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tasks.rollouts import vllm
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.grpo_core.policies.engines.test_vllm import Vllm
-from tests.grpo_core.rewards.stub import serve
+from tests.grpo_core.rewards.stub import Asked, Reply, serve
 from tests.tasks.update.update_jobs import TEXTS, UPDATE, advantages_of, alone, job_of
 
 
@@ -83,3 +84,25 @@ def test_stages_that_copy_one_adapter_at_once_share_it(tmp_path: Path, monkeypat
         name: name for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE)
     }
     assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_server_that_answers_nobody_holds_no_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, asked = threading.Event(), list[str]()
+    with serve() as stub:
+        known = Vllm(stub)
+
+        def respond(requested: Asked) -> Reply:
+            asked.append(requested.path)
+            if requested.path == "/v1/unload_lora_adapter":
+                released.wait(60)
+            return known.respond(requested)
+
+        stub.respond = respond
+        servers = vllm.VllmServers()
+        (server,) = servers.of(VllmSection(url=stub.url))
+        server.loaded += ["one", "other"]
+        monkeypatch.setattr(vllm, "SECONDS_TO_UNLOAD", 0.1)
+        servers.close()
+        # The second is not asked for any more.
+        assert asked.count("/v1/unload_lora_adapter") == 1
+        released.set()
