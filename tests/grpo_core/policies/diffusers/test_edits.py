@@ -33,7 +33,14 @@ from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
 from tests.grpo_core.policies.diffusers.tiny_classes import EDITS, MAKE_CLASS, NEED_SOURCES, SEVERAL, settings_of
-from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, SharedPolicy, load, request, save
+from tests.grpo_core.policies.diffusers.tiny_pipelines import (
+    SavedFolder,
+    SharedPolicy,
+    load,
+    loaded_once,
+    request,
+    saved_once,
+)
 from tests.grpo_core.policies.trained.tiny_models import values_of
 
 PROMPTS = ("make it red", "let a much larger green square stand next to the ring")
@@ -41,29 +48,14 @@ PROMPTS = ("make it red", "let a much larger green square stand next to the ring
 
 @pytest.fixture(scope="module")
 def saved_edit(tmp_path_factory: pytest.TempPathFactory) -> SavedFolder:
-    """The folder of a tiny pipeline by its name; never changed."""
-    folders: dict[str, Path] = {}
-
-    def find(name: str) -> Path:
-        if name not in folders:
-            folders[name] = save(name, tmp_path_factory.mktemp(name) / "pipeline", MAKE_CLASS)
-        return folders[name]
-
-    return find
+    """The folder of a tiny pipeline by its name."""
+    return saved_once(tmp_path_factory.mktemp("edits"), MAKE_CLASS)
 
 
 @pytest.fixture(scope="module")
 def shared_edit(saved_edit: SavedFolder) -> SharedPolicy:
-    """The policy over a tiny pipeline by its name, with the settings of the tests; its weights are never changed."""
-    policies: dict[str, DiffusersPolicy] = {}
-
-    def find(name: str) -> DiffusersPolicy:
-        if name not in policies:
-            policies[name] = load(saved_edit(name), settings_of(name))
-        policies[name].sample_with(settings_of(name))
-        return policies[name]
-
-    return find
+    """The policy over a tiny pipeline by its name, with the settings of the tests."""
+    return loaded_once(saved_edit, settings_of)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import string
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,23 @@ def save(name: str, folder: Path, make: Mapping[str, Callable[[], Any]] = MAKE) 
 
 
 @torch.no_grad()
+def saved_once(parent: Path, make: Mapping[str, Callable[[], Any]]) -> SavedFolder:
+    """Return what finds the folder of a pipeline by its name, which is saved below `parent` once and never changed."""
+    return cache(lambda name: save(name, parent / name, make))
+
+
+def loaded_once(saved: SavedFolder, settings_of: Callable[[str], DiffusersSettings]) -> SharedPolicy:
+    """Return what finds a policy over a saved pipeline, with its settings; its weights are never changed."""
+    policy = cache(lambda name: load(saved(name), settings_of(name)))
+
+    def find(name: str) -> DiffusersPolicy:
+        found = policy(name)
+        found.sample_with(settings_of(name))
+        return found
+
+    return find
+
+
 def _spread(module: nn.Module) -> None:
     """Make embeddings differ enough that prompts matter."""
     if isinstance(module, nn.Embedding):
