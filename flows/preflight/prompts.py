@@ -19,7 +19,7 @@ from tasks.reports.text import counted, one_line, printable
 MAX_PROBLEMS = 5
 """Maximum number of sizes that are reported at once; a file may have another one in each row."""
 
-_SHOWN_LETTERS = 32
+_SHOWN_LETTERS = 60
 
 
 @dataclass(frozen=True)

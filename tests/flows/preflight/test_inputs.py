@@ -116,12 +116,14 @@ class TestPrompts:
         assert not [note for notes in shipped for note in notes if note.startswith("evaluate: ")]
 
     def test_the_first_and_the_last_prompt_are_shown_with_their_targets(self, tmp_path: Path) -> None:
-        path = prompt_file(tmp_path, "a red circle\na blue heart\na cross\na star with rays and nothing next to it\n")
+        long = "a star with ten long rays in all the colours of the rainbow and nothing next to it"
+        path = prompt_file(tmp_path, f"a red circle\na blue heart\na cross\n{long}\n")
         for index in range(4):
             Image.new("RGB", (64, 64)).save(tmp_path / f"{index}.png")
         targets = [f"data.prompts={path}", f"data.targets={tmp_path}", "data.target_column=null", *JPEG]
         config = read_config(TINY, [f"storage.root={tmp_path}/runs", *targets])
-        pairs = "data.targets: a red circle -> 0.png; a star with rays and  … next to it -> 3.png"
+        shortened = "a star with ten long rays in all the col … d nothing next to it"
+        pairs = f"data.targets: a red circle -> 0.png; {shortened} -> 3.png"
         assert check_inputs(config).notes == (pairs,)
         assert [each.notes for each in examine(config).findings if each.subject == "prompts"] == [(pairs,)]
         assert pairs in conftest.heard_of(lambda: opened(config))[1].lines
