@@ -279,19 +279,13 @@ def _engine(config: RunConfig) -> Iterator[InputError]:
     policy, rollout = config.policy, config.rollout
     if not isinstance(rollout, TextRolloutSection) or rollout.engine == "policy":
         return
-    engine = rollout.engine
-    if engine == "continuous_batching" and policy_family(policy.kind).reads_images:
-        hint = "transformers' generate_batch reads ids alone, and these prompts have images; use vllm or policy."
-        yield InputError("rollout.engine", engine, hint)
-    if engine != "vllm":
-        return
     if policy.kind == "vision_lm" and not policy.freeze_vision:
         hint = "A vLLM server loads adapters of the language model alone here; use true, or rollout.engine: policy."
         yield InputError("policy.freeze_vision", False, hint)
     if not policy.trains_adapters:
         hint = (
             "A vLLM server takes new full weights over NCCL alone, or by a restart of a minute or more after each "
-            "update. Train adapters, or use rollout.engine: continuous_batching."
+            "update. Train adapters, or use rollout.engine: policy."
         )
         yield InputError("policy.lora", None, hint)
     if policy.quantization is not None:

@@ -6,9 +6,10 @@ section adds the fields that only a configuration has.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -17,6 +18,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from configs.validation import Name, RunName, Section
 from grpo_core.errors import InputError
@@ -352,13 +354,19 @@ class VllmSection(Section, VllmSettings):
     keyless = frozenset({"url", "command", "token_env", "timeout_s", "concurrency", "adapter_folder"})
 
 
+def _engine_of_a_run(engine: object) -> object:
+    """Say what replaces an engine that files and stored runs may still name."""
+    if engine == "continuous_batching":
+        hint = "Write policy, the model itself, or vllm with its servers in rollout.vllm (docs/engines.md)"
+        raise PydanticCustomError("engine", hint)
+    return engine
+
+
 class TextRolloutSection(_GroupsSection, CausalLMSettings):
     """How groups of texts are sampled."""
 
-    engine: EngineName = Field(
-        "policy",
-        description="who samples: policy, the model itself; continuous_batching, transformers' generate_batch in the "
-        "same process; vllm, servers over HTTP",
+    engine: Annotated[EngineName, BeforeValidator(_engine_of_a_run)] = Field(
+        "policy", description="who samples: policy, the model itself; vllm, servers over HTTP"
     )
     vllm: VllmSection | None = Field(None, description="the servers of engine vllm")
 
@@ -367,7 +375,7 @@ class TextRolloutSection(_GroupsSection, CausalLMSettings):
         super().check()
         refuse_truncation(self.engine, self)
         if (self.engine == "vllm") != (self.vllm is not None):
-            hint = "Engine vllm needs its servers here, and the others have none; give both or neither."
+            hint = "Engine vllm needs its servers here, and engine policy has none; give both or neither."
             raise InputError("rollout.vllm", None if self.vllm is None else "a section", hint)
 
 

@@ -1,4 +1,4 @@
-"""Who samples a plan: the policy in memory, transformers' continuous batching over it, or vLLM servers."""
+"""Who samples a plan: the policy in memory, or vLLM servers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,6 @@ from tasks.execution.resources import resource
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.storage.artifacts.reference import PolicyRef
 
-CONTINUOUS_BATCHING = "grpo_core.policies.engines.continuous_batching"
 VLLM = "tasks.rollouts.vllm"
 
 
@@ -45,7 +44,7 @@ def engine_of(rollout: RolloutSection) -> EngineName:
 
 def engine_modules(rollout: RolloutSection) -> tuple[str, ...]:
     """Return the modules of the engine, which are imported by name: no other run's results depend on their code."""
-    return {"policy": (), "continuous_batching": (CONTINUOUS_BATCHING,), "vllm": (VLLM,)}[engine_of(rollout)]
+    return (VLLM,) if engine_of(rollout) == "vllm" else ()
 
 
 def uses_resident_policy(arguments: Arguments) -> bool:
@@ -79,15 +78,10 @@ def opened_sampler(
         InputError: an engine cannot sample with this version.
         ServiceError: servers do not answer.
     """
-    engine, dtype = engine_of(rollout), computing_dtype(model.section)
-    if engine == "vllm":
+    if engine_of(rollout) == "vllm":
         weights = resource(ResidentPolicy).at(policy, model, rollout, placement) if with_reference else None
         with import_module(VLLM).sampling(policy, model, rollout, weights, on_progress) as (sampler, record):
             yield Sampler(sampler, record, at_once=True)
         return
-    resident: Any = resource(ResidentPolicy).at(policy, model, rollout, placement)
-    if engine == "policy":
-        yield Sampler(resident, EngineRecord(engine_dtype=dtype), at_once=False)
-        return
-    with import_module(CONTINUOUS_BATCHING).sampling(resident, dtype, on_progress) as record:
-        yield Sampler(resident, record, at_once=True)
+    resident = resource(ResidentPolicy).at(policy, model, rollout, placement)
+    yield Sampler(resident, EngineRecord(engine_dtype=computing_dtype(model.section)), at_once=False)

@@ -120,7 +120,7 @@ _TEXTS = [
     ("chat_template", pa.bool_()),  # null: as the tokenizer has it
     ("min_pixels", pa.int64()),  # of images in prompts; null: as the image processor has it
     ("max_pixels", pa.int64()),
-    ("engine", pa.string()),  # who sampled: policy, continuous_batching or vllm
+    ("engine", pa.string()),  # who sampled: policy or vllm
     ("engine_version", pa.string()),  # of its package; null: of the policy itself
     ("engine_dtype", pa.string()),  # that it computed in
     ("engine_settings", pa.string()),  # JSON of what else decides its results; null: nothing

@@ -1,4 +1,4 @@
-"""Who samples: the policy itself, transformers' continuous batching and vLLM's server, in time and in what is learned.
+"""Who samples: the policy itself or vLLM's server, in time and in what is learned.
 
 `make figures ONLY=engines` trains a small Qwen3 with adapters by `engine: policy` and by `engine: vllm` with three
 seeds each. The two draw their samples from other random streams, so their curves agree in distribution, not point by
@@ -24,7 +24,6 @@ from data.tiny_text import prompt_of
 from grpo_core.awaitables import run_awaitable
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.engines import continuous_batching
 from grpo_core.policies.engines.vllm import VllmEngine
 from grpo_core.policies.engines.vllm_server import find_server
 from grpo_core.policies.trained.settings import TrainingChoice
@@ -74,10 +73,10 @@ ROUNDS = 2
 
 
 def measure() -> Iterator[Row]:
-    """Sampling by vLLM's server and by continuous batching beside the policy's own, in CPU seconds of all processes.
+    """Sampling by vLLM's server beside the policy's own, in CPU seconds of all processes.
 
     A random Qwen3 in fp32, one thread each, prompts of about 100 tokens, and rows that all have their full length; in
-    groups of 8 siblings of one prompt, or each row with a prompt of its own. The three take turns; of the rounds the
+    groups of 8 siblings of one prompt, or each row with a prompt of its own. The two take turns; of the rounds the
     first does not count.
     """
     yield from _compared(CELLS, rounds=ROUNDS)
@@ -104,7 +103,7 @@ def _compared(cells: Mapping[str, Sequence[tuple[int, int, int]]], rounds: int |
 
 
 class Sides:
-    """One model, sampled by the policy, by continuous batching, and by a server."""
+    """One model, sampled by the policy and by a server."""
 
     def __init__(self, model: Path, url: str) -> None:
         settings, choice = CausalLMSettings(), TrainingChoice(lora=None)
@@ -119,7 +118,7 @@ class Sides:
         """The seconds of each side for the same prompts, and of vLLM's the part of this process.
 
         Args:
-            rounds: how often, after one that does not count; None for a single one, without continuous batching.
+            rounds: how often, after one that does not count; None for a single one.
         """
         self.policy.sample_with(CausalLMSettings(max_completion_length=length))
         words = [f"{number:03d}" + "ab" * (LETTERS // 2) for number in range(rows // siblings)]
@@ -134,13 +133,7 @@ class Sides:
             sample()
             self.policy.engine = None
 
-        def by_batching() -> None:
-            with continuous_batching.sampling(self.policy, "float32", lambda done: None):
-                sample()
-
         sides: dict[str, Callable[[], None]] = {"policy": sample, "vLLM": by_vllm}
-        if rounds is not None:
-            sides["continuous batching"] = by_batching
         spent: dict[str, list[float]] = {name: [] for name in sides}
         here: list[float] = []
         for number in range(1 if rounds is None else rounds + 1):
@@ -154,11 +147,10 @@ class Sides:
                         here.append(after[0] - before[0])
         grouped = f"{siblings} of each prompt" if siblings > 1 else "each its prompt"
         what = f"{model}, {rows} rows of {length} tokens, {grouped}"
-        own = tuple(spent.pop("policy"))
-        for peer, seconds in spent.items():
-            yield Row(what=what, unit="CPU s", ours=own, peer=peer, theirs=tuple(seconds))
+        served = tuple(spent["vLLM"])
+        yield Row(what=what, unit="CPU s", ours=tuple(spent["policy"]), peer="vLLM", theirs=served)
         requests = f"requests and answers, {what}"
-        yield Row(what=requests, unit="CPU s", ours=tuple(here), peer="vLLM in all", theirs=tuple(spent["vLLM"]))
+        yield Row(what=requests, unit="CPU s", ours=tuple(here), peer="vLLM in all", theirs=served)
 
     def _cpu_seconds(self) -> list[float]:
         """User and system time of this process, and of each of the server's."""

@@ -1,5 +1,6 @@
 """Combinations that cannot be, each with the field to change, and their neighbours that can."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,6 @@ def quantized(kind: str = "nf4", **changes: Any) -> dict[str, Any]:
     return {"policy": {"model": "m", "quantization": {"kind": kind, **own}, **changes}}
 
 
-BATCHED = {"engine": "continuous_batching", "vllm": None}
-
-
 def engine(rollout: dict[str, Any] | None = None, **policy: Any) -> dict[str, Any]:
     """A text policy whose rollouts a vLLM server samples, with changes of the rollout and the policy."""
     served = {"max_completion_length": 8, "engine": "vllm", "vllm": {"url": "http://localhost:1"}}
@@ -61,6 +59,16 @@ def found(**sections: Any) -> list[tuple[str, object]]:
     except InputError as errors:
         return [(error.place, error.value) for error in errors.errors]
     return []
+
+
+@pytest.mark.parametrize("kind", ["causal_lm", "vision_lm"])
+def test_an_engine_of_files_in_use_is_refused_with_what_replaces_it(kind: str) -> None:
+    sections = engine({"engine": "continuous_batching", "vllm": None}, kind=kind)
+    with pytest.raises(InputError) as refused:
+        check_config({"run": {"name": "x", "iterations": 1}, "data": {"prompts": "p"}, **sections})
+    (error,) = refused.value.errors
+    assert (error.place, error.value) == ("rollout.engine", "continuous_batching")
+    assert {"policy", "vllm", "rollout.vllm", "docs/engines.md"} <= set(re.findall(r"[\w./]+\w", error.hint))
 
 
 def test_everything_is_reported_at_once() -> None:
@@ -99,10 +107,8 @@ def test_everything_is_reported_at_once() -> None:
         (engine(lora={"rank": 513}), "policy.lora.rank", 513),
         (engine(quantization={"kind": "nf4"}), "policy.quantization", {"kind": "nf4"}),
         (engine(kind="vision_lm", freeze_vision=False), "policy.freeze_vision", False),
-        (engine(BATCHED, kind="vision_lm"), "rollout.engine", "continuous_batching"),
         (engine({"top_p": 0.9}), "rollout.top_p", 0.9),
         (engine({"min_p": 0.1}), "rollout.min_p", 0.1),
-        (engine({**BATCHED, "top_k": 5}), "rollout.top_k", 5),
         (engine({"vllm": None}), "rollout.vllm", None),
         (engine({"vllm": {}}), "rollout.vllm.url", None),
         (engine({"vllm": {"url": "localhost:1"}}), "rollout.vllm.url", "localhost:1"),

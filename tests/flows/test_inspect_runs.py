@@ -273,6 +273,14 @@ def test_runs_with_their_state_and_last_figures(tmp_path: Path) -> None:
     assert printed | {"run": "begun", "state": "stopped", "iterations": 1, "planned": 4, "heldout": None} == printed
 
 
+@pytest.mark.parametrize("engine", ["continuous_batching", "one of a later version", "[]"])
+def test_a_run_of_an_engine_that_is_not_known_is_listed_and_shown(tmp_path: Path, engine: str) -> None:
+    RunMaker(tmp_path, modality="text", settings=f"rollout:\n  engine: {engine}\n").iteration(1)
+    (listed,) = list_runs(str(tmp_path))
+    assert (listed.iterations, listed.state) == (1, "stopped")
+    assert "answer 2 of group 0" in shown(tmp_path)
+
+
 def test_a_folder_that_is_missing_is_refused_and_an_empty_one_has_no_runs(tmp_path: Path) -> None:
     assert list_runs(str(tmp_path)) == []
     (error,) = refused(lambda: list_runs(str(tmp_path / "none")))

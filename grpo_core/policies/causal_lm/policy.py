@@ -139,11 +139,6 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     def _device(self) -> torch.device:
         return super()._device if self._has_weights else CPU
 
-    @property
-    def language_model(self) -> Any:
-        """The model of transformers, with its adapters in its layers."""
-        return self._model
-
     def _encode(self, prompts: Sequence[str], sources: Sequence[Sequence[SourceImage]] = ()) -> EncodedPrompts:
         """Encode prompts, each with its source images; none where they are left out."""
         if any(sources):

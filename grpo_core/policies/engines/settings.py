@@ -14,7 +14,7 @@ from grpo_core.policies.trained.settings import LoraSettings
 from grpo_core.services import check_token_env, check_url
 from grpo_core.settings import Truncation
 
-EngineName = Literal["policy", "continuous_batching", "vllm"]
+EngineName = Literal["policy", "vllm"]
 EngineDtype = Literal["float32", "bfloat16", "float16"]
 
 Progress = Callable[[int], None]
@@ -159,14 +159,12 @@ def refuse_truncation(engine: EngineName, truncation: Truncation) -> None:
     """
     if engine == "policy":
         return
-    returned = engine == "vllm"
     hint = (
         f"The engine {engine} does not return the ids that it kept, and log-probs are over these; "
-        f"{'use top_k, or' if returned else 'leave it out, or use'} rollout.engine: policy."
+        "use top_k, or rollout.engine: policy."
     )
-    given = {"top_p": truncation.top_p < 1, "min_p": truncation.min_p > 0, "top_k": truncation.top_k > 0}
-    for name, cuts in given.items():
-        if cuts and not (returned and name == "top_k"):
+    for name, cuts in {"top_p": truncation.top_p < 1, "min_p": truncation.min_p > 0}.items():
+        if cuts:
             raise InputError(f"rollout.{name}", getattr(truncation, name), hint)
 
 

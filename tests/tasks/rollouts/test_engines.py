@@ -8,7 +8,6 @@ from typing import Any
 
 import polars as pl
 import pytest
-import transformers
 
 from configs.sections import VllmSection
 from configs.training import ParitySection
@@ -16,34 +15,52 @@ from grpo_core.parity import ParityError
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tasks.execution.resources import run_resources
 from tasks.rollouts import vllm
-from tasks.storage.artifacts.reference import PolicyRef
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.grpo_core.policies.engines.test_vllm import Vllm
 from tests.grpo_core.rewards.stub import Asked, Reply, serve
 from tests.tasks.update.update_jobs import TEXTS, UPDATE, advantages_of, alone, job_of
 
+SHIFT = 1e-5
+"""Of each stored log-prob against the policy's: above rounding, and below what the gate allows an engine."""
+
 
 def test_rows_and_the_gate_name_the_engine(store: ArtifactStore, tmp_path: Path) -> None:
-    batched = replace(TEXTS, rollout=TEXTS.rollout.model_copy(update={"engine": "continuous_batching"}))
-    found = {}
-    with run_resources():
-        for modality in (TEXTS, batched):
-            rollouts = modality.collect()
-            files = sorted(store.local_files(rollouts).glob("*.parquet"))
-            rows = pl.read_parquet(files).select("engine", "engine_version", "engine_dtype", "engine_adapter")
-            found |= dict.fromkeys(rows.unique().rows(), rollouts)
-        version = transformers.__version__
-        assert list(found) == [
-            ("policy", None, "float32", None),
-            ("continuous_batching", version, "float32", None),
-        ]
-        update = UPDATE.model_copy(update={"parity": ParitySection(mean_difference=1e-12)})
-        by_engine = job_of(batched, rollouts, advantages_of(rollouts), update=update)
+    def rows_of(rollouts: ArtifactRef) -> pl.DataFrame:
+        return pl.read_parquet(sorted(store.local_files(rollouts).glob("*.parquet")))
+
+    with run_resources(), serve() as stub:
+        own = rows_of(TEXTS.collect())
+        by_seed = {row["seed"]: row for row in own.to_dicts()}
+
+        def answer(body: dict[str, Any], number: int) -> Reply:
+            row = by_seed[body["seed"]]
+            choice = {
+                "token_ids": row["token_ids"],
+                "prompt_token_ids": body["prompt"],
+                "finish_reason": "stop" if row["finished"] else "length",
+                "logprobs": {
+                    "token_logprobs": [value - SHIFT for value in row["rollout_logprobs"]],
+                    "top_logprobs": None,
+                },
+            }
+            return Reply({"model": body["model"], "choices": [choice]})
+
+        served = Vllm(stub)
+        served.fail = answer
+        rollout = TEXTS.rollout.model_copy(update={"engine": "vllm", "vllm": VllmSection(url=stub.url)})
+        by_server = replace(TEXTS, rollout=rollout)
+        rollouts = by_server.collect()
+        columns = ("engine", "engine_version", "engine_dtype", "engine_adapter")
+        assert own.select(columns).unique().rows() == [("policy", None, "float32", None)]
+        assert rows_of(rollouts).select(columns).unique().rows() == [("vllm", "0.32.0", "float32", None)]
+        assert rows_of(rollouts)["token_ids"].to_list() == own["token_ids"].to_list()
+        update = UPDATE.model_copy(update={"parity": ParitySection(mean_difference=SHIFT / 10)})
         with pytest.raises(ParityError) as refused:
-            alone(by_engine, tmp_path / "refused")
-        assert refused.value.report.sampled_by == f"continuous_batching {version} in float32"
+            alone(job_of(by_server, rollouts, advantages_of(rollouts), update=update), tmp_path / "refused")
+        assert refused.value.report.sampled_by == "vllm 0.32.0 in float32"
         assert refused.value.tolerance.share_beyond == 1e-3
-        assert alone(job_of(batched, rollouts, advantages_of(rollouts)), tmp_path / "made").rows == 7
+        assert alone(job_of(by_server, rollouts, advantages_of(rollouts)), tmp_path / "made").rows == 7
 
 
 def test_stages_that_overlap_sample_with_their_own_settings(store: ArtifactStore) -> None:
