@@ -18,6 +18,7 @@ from flows.pipeline.requests import SampleRequest, refuse_overrides
 from flows.preflight.model import source_of
 from grpo_core.errors import InputError, NonFiniteError, raise_all
 from grpo_core.images import SourceImage
+from grpo_core.messages import caption_of, read_messages, refuse_messages
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE
 from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.policies.protocol import Policy, policy_family
@@ -90,19 +91,22 @@ def open_source(request: SampleRequest) -> Source:
     folder = Path(request.source).expanduser()
     source = _open_folder(folder, request) if _is_model(folder) else _open_run(request)
     loaded = [load_source(uri, "--image") for uri in request.images]
-    prompts = tuple(_marked(prompt, len(loaded)) for prompt in request.prompts)
+    captions = source.spec.family.modality == "image"
+    prompts = tuple(_read(prompt, len(loaded), captions=captions) for prompt in request.prompts)
     sizes = [[size for _, size in loaded]] * len(prompts) if loaded else []
     source.spec.family.refuse_prompts(source_of(source.config), source.config.rollout, prompts, sizes)
     return replace(source, prompts=prompts, images=tuple(image for image, _ in loaded))
 
 
-def _marked(prompt: str, images: int) -> str:
+def _read(prompt: str, images: int, *, captions: bool) -> str:
     """Return a prompt as policies get it; one of a request without images is a text like any other."""
-    if not images:
-        return prompt
-    marked = mark_images(prompt, "PROMPT")
-    require_match(marked, images, "PROMPT")
-    return marked.text
+    if (messages := read_messages(prompt)) is not None:
+        refuse_messages(messages, "PROMPT", images=images > 0)
+    if images:
+        marked = mark_images(prompt, "PROMPT")
+        require_match(marked, images, "PROMPT")
+        prompt = marked.text
+    return caption_of(prompt, "PROMPT") if captions else prompt
 
 
 def _is_model(folder: Path) -> bool:

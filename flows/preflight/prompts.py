@@ -83,6 +83,7 @@ def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[Prompt
         limit=dataset.limit if dataset.streaming else None,
         choice=choice,
         images=_source_columns(config, dataset),
+        captions=policy_family(config.policy.kind).modality == "image",
     )
     default = default_size(config, dataset)
     # Of a text model, columns of these names are ordinary ones.

@@ -23,6 +23,7 @@ from pydantic.dataclasses import dataclass
 from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
 from grpo_core.images import to_rgb
+from grpo_core.messages import Message, shown_question, with_images
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, not_finite
 from grpo_core.streams import Modality
 from grpo_core.user_functions import (
@@ -75,10 +76,11 @@ class FunctionReward(Reward):
         function: ``package.module:function`` or ``path/to/file.py:function``; only its own file counts for the version.
         arguments: keyword arguments, for the factory or, where it is none, for every call.
         factory: whether `function` gives the reward function when called with `arguments`
-            (``trl.rewards:get_soft_overlong_punishment``). By default it is one when it is a class or takes none of
-            prompts, completions and completion_ids.
-        conversational: whether prompts and completions are lists of messages, as TRL gives them when its data set's
-            are. By default they are when the function annotates ``completions`` with lists of lists.
+            (``trl.rewards:get_soft_overlong_punishment``). By default it is one when it is a class or takes nothing that
+            a call of a reward function passes.
+        conversational: whether prompts and completions are lists of messages. By default they are where the prompts
+            of the data set are, as in TRL; true makes messages of texts too, and false gives the text of the user's
+            last message in place of a conversation.
         by_group: whether the function compares siblings; it then gets one complete group per call.
         with_targets: whether the function compares with target images.
         on_error: ``raise``, or ``null``: a sample whose call raises has a failure instead of a score.
@@ -179,8 +181,7 @@ class FunctionReward(Reward):
         return load_function(_PLACE, self.function, json.dumps(dict(self.arguments or {})), factory=factory)
 
     def _score_rows(self, function: UserFunction, batch: ScoringBatch) -> list[Score]:
-        messages = _takes_messages(function) if self.conversational is None else self.conversational
-        keywords = _call_keywords(function, batch, messages, self.with_targets)
+        keywords = _call_keywords(function, batch, self.conversational, self.with_targets)
         try:
             returned = _call(function, keywords)
         except (Exception, SystemExit) as error:  # whatever a user's function raises is reported with its place
@@ -200,7 +201,7 @@ def _is_factory(named: Callable[..., object]) -> bool:
     signature = signature_of(named)
     if inspect.isclass(named) or signature is None:
         return inspect.isclass(named)
-    return not _is_open(signature) and not any(name in _SAMPLES for name in signature.parameters)
+    return not _is_open(signature) and not any(name in _GIVEN for name in signature.parameters)
 
 
 def _hint_for(function: UserFunction, error: BaseException, keywords: Mapping[str, object], texts: bool) -> str:
@@ -226,19 +227,13 @@ def _refused_keywords(function: UserFunction) -> list[str]:
     return [name for name in (*_SAMPLES, *_HOOKS) if name not in taken]
 
 
-def _takes_messages(function: UserFunction) -> bool:
-    """Say whether the function annotates its completions as lists of lists: one list of messages per sample."""
-    parameter = function.signature.parameters.get("completions") if function.signature is not None else None
-    if parameter is None or parameter.annotation is parameter.empty:
-        return False
-    annotation = parameter.annotation
-    written = annotation if isinstance(annotation, str) else str(annotation)
-    inner = written.replace(" ", "").replace("typing.", "").lower().partition("[")[2]
-    return inner.startswith(("list[", "sequence[", "collections.abc.sequence[", "list]"))
-
-
-def _call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, targets: bool) -> dict[str, object]:
+def _call_keywords(
+    function: UserFunction, batch: ScoringBatch, conversational: bool | None, targets: bool
+) -> dict[str, object]:
     """Build the call's arguments: copies, so that a function may change them.
+
+    Args:
+        conversational: whether samples are messages; None: those of prompts that are.
 
     Raises:
         InputError: a column with the name of an argument; token ids that the function needs are not known.
@@ -256,8 +251,12 @@ def _call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, 
     keywords: dict[str, object] = {
         key: copy.deepcopy(list(values)) for key, values in batch.columns.items() if key not in _LEFT_OUT
     }
-    keywords["prompts"] = [_message("user", prompt) if messages else prompt for prompt in batch.prompts]
-    keywords["completions"] = [_message("assistant", output) if messages else output for output in outputs]
+    given = list(_prompts_given(batch, sources, conversational))
+    keywords["prompts"] = given
+    keywords["completions"] = [
+        output if isinstance(prompt, str) else _message("assistant", output)
+        for prompt, output in zip(given, outputs, strict=True)
+    ]
     keywords["completion_ids"] = [list(ids) for ids in batch.token_ids] if batch.token_ids else None
     if images:
         keywords["images"] = images
@@ -269,6 +268,18 @@ def _call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, 
     if targets:
         keywords["targets"] = _rgb_copies(batch.sample_ids, batch.targets or [None] * len(batch), "target of sample")
     return keywords | {"trainer_state": None, "log_extra": _log_extra, "log_metric": _log_metric}
+
+
+def _prompts_given(
+    batch: ScoringBatch, sources: Sequence[Sequence[object]], conversational: bool | None
+) -> Iterator[str | list[Message]]:
+    """Yield each prompt as TRL gives it, or as `conversational` wants it."""
+    for prompt, images in zip(batch.prompts, sources, strict=True):
+        if conversational is False:
+            yield shown_question(prompt)
+            continue
+        given = with_images(prompt, images if batch.source_images else None)
+        yield _message("user", given) if conversational and isinstance(given, str) else given
 
 
 def _copies_of_sources(batch: ScoringBatch) -> list[list[Image.Image]]:
@@ -339,7 +350,7 @@ def _score_of(number: numbers.Real, at: str) -> Score:
     return Score.of(value, value, f"{not_finite(value)} (the function at {at})")
 
 
-def _message(role: str, output: object) -> list[dict[str, object]]:
+def _message(role: str, output: object) -> list[Message]:
     if isinstance(output, str):
         return [{"role": role, "content": output}]
     return [{"role": role, "content": [{"type": "image", "image": output}]}]

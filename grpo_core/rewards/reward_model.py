@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 
 from grpo_core.errors import InputError
+from grpo_core.messages import Message, read_messages
 from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_model, load_once, load_tokenizer
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch
 from grpo_core.rewards.weights import Published, Weights
@@ -30,8 +31,9 @@ _UNBOUNDED = 10**9
 class RewardModelReward(ModelReward):
     """Raw is the model's output (a logit), the value the same or its sigmoid.
 
-    A tokenizer with a chat template gets the prompt as the user's message and the completion as the assistant's,
-    another one both texts one after the other; special tokens are those of the template only.
+    A tokenizer with a chat template gets the messages of the prompt, or a plain one as the user's message, and the
+    completion as the assistant's; another one gets both texts one after the other. Special tokens are those of the
+    template only.
 
     Attributes:
         model: folder of a sequence classification model with one label and its tokenizer, or ``owner/repo[@revision]``
@@ -48,7 +50,7 @@ class RewardModelReward(ModelReward):
     max_length: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
 
     name: ClassVar[str] = "reward_model"
-    version: ClassVar[str] = "1"
+    version: ClassVar[str] = "2"
     media: ClassVar[tuple[Modality, ...]] = ("text",)
     free_settings: ClassVar[frozenset[str]] = frozenset({"device", "model", "model_sha256"})
 
@@ -95,23 +97,28 @@ class RewardModelScorer:
 
     def token_ids(self, prompt: str, completion: str) -> list[int]:
         """Tokenize prompt and completion, into at least one token."""
-        text = prompt + completion
+        messages = read_messages(prompt)
         if self.tokenizer.chat_template is not None:
-            text = self._render(prompt, completion)
+            text = self._render(messages or [{"role": "user", "content": prompt}], completion)
+        elif messages is None:
+            text = prompt + completion
+        else:
+            hint = "The prompts are conversations, and the tokenizer has no chat template. Give another model."
+            raise InputError(_PLACE, self.tokenizer.name_or_path, hint)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         # An empty text is judged as the end of a text.
         return ids or [self.tokenizer.eos_token_id or self.tokenizer.pad_token_id or 0]
 
-    def _render(self, prompt: str, completion: str) -> str:
+    def _render(self, messages: Sequence[Message], completion: str) -> str:
         from jinja2 import TemplateError
 
-        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        from grpo_core.policies.causal_lm.prompts import render_messages
+
         try:
-            rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        except TemplateError as error:
+            return render_messages(self.tokenizer, [*messages, {"role": "assistant", "content": completion}])
+        except (TemplateError, ValueError, TypeError) as error:
             hint = f"The tokenizer's chat template refuses a question and its answer ({error}). Give another model."
             raise InputError(_PLACE, self.tokenizer.name_or_path, hint) from error
-        return rendered
 
 
 @load_once

@@ -4,14 +4,13 @@ A plain text keeps its marks. In messages each mark becomes a block, so that a p
 has its image in it, as the processors of transformers take it, is split into the block and the image.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from grpo_core.errors import InputError
 from grpo_core.images import IMAGE_MARK
+from grpo_core.messages import read_messages, refuse_messages, write_messages
 
-_IMAGE_KINDS = ("image", "image_url")
 _PAYLOADS = ("image", "path", "url", "image_url", "bytes")
 
 
@@ -33,20 +32,21 @@ def mark_images(text: str, place: str) -> MarkedPrompt:
     """Find the marks and the image blocks of a prompt.
 
     Raises:
-        InputError: a message has other content than texts and images, or only some image blocks have their image.
+        InputError: a message is none, or only some image blocks have their image.
     """
-    messages = _read_messages(text)
+    messages = read_messages(text)
     if messages is None:
         return MarkedPrompt(text, text.count(IMAGE_MARK), ())
+    refuse_messages(messages, place, images=True)
     if all(isinstance(message["content"], str) and IMAGE_MARK not in message["content"] for message in messages):
         return MarkedPrompt(text, 0, ())
     payloads: list[object] = []
-    written = [{**message, "content": _blocks(message["content"], payloads, place)} for message in messages]
+    written = [{**message, "content": _blocks(message["content"], payloads)} for message in messages]
     given = tuple(payload for payload in payloads if payload is not None)
     if given and len(given) < len(payloads):
         hint = "Give every image block its image, or none and a column of images."
         raise InputError(place, f"{len(given)} images in {len(payloads)} image blocks", hint)
-    return MarkedPrompt(json.dumps(written, ensure_ascii=False), len(payloads), given)
+    return MarkedPrompt(write_messages(written), len(payloads), given)
 
 
 def require_match(prompt: MarkedPrompt, images: int, place: str) -> None:
@@ -60,29 +60,12 @@ def require_match(prompt: MarkedPrompt, images: int, place: str) -> None:
         raise InputError(place, f"{prompt.marks} marks for {images} images", hint)
 
 
-def _read_messages(text: str) -> list[dict[str, Any]] | None:
-    """Return the messages of a prompt that is a JSON list of them; None for a plain text."""
-    if not text.startswith("["):
-        return None
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    if not isinstance(found, list) or not found:
-        return None
-    known = all(isinstance(each, dict) and isinstance(each.get("content"), str | list) for each in found)
-    return found if known else None
-
-
-def _blocks(content: str | list[object], payloads: list[object], place: str) -> list[dict[str, str]]:
+def _blocks(content: str | list[dict[str, Any]], payloads: list[object]) -> list[dict[str, str]]:
     """Return a message's content as blocks of text and image, and add each image block's image, or None."""
     found: list[dict[str, str]] = []
     for block in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        if not isinstance(block, Mapping) or block.get("type") not in ("text", *_IMAGE_KINDS):
-            kind = block.get("type") if isinstance(block, Mapping) else block
-            raise InputError(f"{place}, message content", kind, "Blocks are of type text or image.")
         if block["type"] == "text":
-            for part in _split(str(block.get("text") or "")):
+            for part in _split(block["text"]):
                 found.append(part)
                 payloads += [None] * (part["type"] == "image")
         else:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import posixpath
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
+from typing import NamedTuple
 
 from grpo_core.errors import InputError
+from grpo_core.messages import caption_of, is_conversation, read_messages, refuse_messages, write_messages
 from grpo_core.streams import has_visible_text
 from tasks.prompts.files import PromptRow, file_ending, find_files, nearest_names
 from tasks.prompts.formats import ENDINGS, ImageRow, PromptTable, convert_numbers, open_table
@@ -31,10 +34,15 @@ PROMPT_COLUMNS = (("prompt",), ("prompt_en",), ("prompt_raw",), ("prompts",), ("
 it has, such as a caption and a text or a prompt and a Prompt, does not say which is the prompt, and is refused.
 """
 
+ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer")
+"""Columns of CSV and TSV, in upper or lower case, that stay text where every cell is a number: rewards compare texts."""
+
 LONG_PROMPT = 4000
 """Characters from which on a prompt is reported: about a thousand tokens of English."""
 
 _LISTED = 20
+_ARGUMENTS = "chat_template_kwargs"
+_PRINTED_MESSAGES = re.compile(r"\s*\[\{'(role|content)'")
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,8 @@ class Prompt:
     Attributes:
         prompt_id: 16 hexadecimal digits from the text, the digests of its images and its number of earlier
             occurrences in the set; independent of file format, path and other columns.
-        text: the prompt without surrounding white space; of one with images, with a mark or a block for each or none.
+        text: the prompt as it stands in its row, messages as :mod:`grpo_core.messages` writes them; of one with images,
+            with a mark or a block for each or none.
         columns: the other columns that go along, by name, as plain JSON values; an empty cell of a CSV or TSV file is
             None.
         sources: its images, in their order.
@@ -84,6 +93,7 @@ def read_prompts(
     limit: int | None = None,
     choice: DatasetChoice | None = None,
     images: SourceColumns | None = None,
+    captions: bool = False,
 ) -> PromptFile:
     """Read the prompts of a file, of all files of a folder, which have one ending, or of a `datasets` repository.
 
@@ -102,10 +112,11 @@ def read_prompts(
         choice: split, subset and revision of a dataset; None for the defaults.
         images: where the images in prompts are, which go along with the prompt and in no column; None: prompts are
             texts, and columns of images are like any other.
+        captions: whether a prompt must be one text, as image generators read it; of messages it is the user's.
 
     Raises:
-        InputError: the file or dataset cannot be read, is malformed, or has no prompts; a prompt is missing, not text,
-            or invisible; a column is unknown, ambiguous or binary; or an image cannot be used.
+        InputError: the file or dataset cannot be read, is malformed, or has no prompts; a prompt is missing, neither
+            text nor messages, or invisible; a column is unknown, ambiguous or binary; or an image cannot be used.
     """
     if limit is not None and limit < 1:
         raise InputError("data.limit", limit, "Give at least 1, or leave it out for all prompts.")
@@ -134,17 +145,19 @@ def read_prompts(
     wanted = set(found) if columns is None else {*columns, *also}
     rows = _read_rows(tables, chosen, (wanted & set(found)) - binary - set(of_images))
     if not typed:
-        convert_numbers(rows, text_columns=lambda name: name in chosen or _is_known(name))
+        convert_numbers(rows, text_columns=lambda name: name in chosen or _is_text(name))
     if not rows:
         raise InputError(place, "no prompts", "Put at least one prompt into the file.")
     rows = rows[:limit]
-    texts = [_prompt_text(row, roles[""]) if "" in roles else _messages(row, roles) for row in rows]
+    texts = _Reader(roles, typed, images is not None).texts(rows)
     if images is None:
         contents = [PromptWithSources(text, ()) for text in texts]
     else:
         read = chain.from_iterable(table.read_images(of_images) for table in tables)
         cells = read if of_images else repeat(ImageRow({}))
         contents = read_sources(rows, texts, cells, images, folder)
+    if captions:
+        contents = _as_captions(rows, contents, roles.get("", ""))
     return PromptFile(folder, ", ".join(roles.values()), _named(rows, contents, roles), commit, of_images)
 
 
@@ -189,8 +202,8 @@ def _choose_column(found: Sequence[str], column: str | None, place: str) -> str:
     raise InputError(place, f"columns {_listed(found)}", hint)
 
 
-def _is_known(name: str) -> bool:
-    return any(name.lower() in group for group in PROMPT_COLUMNS)
+def _is_text(name: str) -> bool:
+    return name.lower() in ANSWER_COLUMNS or any(name.lower() in group for group in PROMPT_COLUMNS)
 
 
 def _refuse_columns(
@@ -211,23 +224,91 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
 
 
-def _messages(row: PromptRow, roles: Mapping[str, str]) -> str:
-    """Return a message per role as JSON, which is how a prompt of several messages is written."""
-    empty = [column for role, column in roles.items() if role == "system" and not row.values.get(column)]
-    contents = {role: _prompt_text(row, column) for role, column in roles.items() if column not in empty}
-    return json.dumps([{"role": role, "content": text} for role, text in contents.items()], ensure_ascii=False)
+class _Reader(NamedTuple):
+    """Reads the prompt of a row.
+
+    Attributes:
+        roles: the column of each role, or of the one prompt.
+        typed: whether the file has lists; in CSV and TSV a list of messages is written as JSON.
+        images: whether the images in prompts are read.
+    """
+
+    roles: Mapping[str, str]
+    typed: bool
+    images: bool
+
+    def texts(self, rows: Sequence[PromptRow]) -> list[str]:
+        """Return the prompt of each row.
+
+        Raises:
+            InputError: with the row and the column; plain texts and messages in one set, as no table could have them.
+        """
+        if "" not in self.roles:
+            return [self._by_roles(row) for row in rows]
+        found, conversational = [], None
+        for row in rows:
+            text, is_conversation = self._prompt(row, self.roles[""])
+            if conversational not in (None, is_conversation):
+                hint = "Other rows have messages." if conversational else "Other rows are texts."
+                raise InputError(_place(row, self.roles[""]), text, f"{hint} Write all prompts of a set alike.")
+            found.append(text)
+            conversational = is_conversation
+        return found
+
+    def _by_roles(self, row: PromptRow) -> str:
+        """Return a message per role; without the system's where that is empty."""
+        empty = [column for role, column in self.roles.items() if role == "system" and not row.values.get(column)]
+        contents = {role: _text(row, column) for role, column in self.roles.items() if column not in empty}
+        return write_messages([{"role": role, "content": text} for role, text in contents.items()])
+
+    def _prompt(self, row: PromptRow, column: str) -> tuple[str, bool]:
+        """Return the text of a prompt, and whether it is a conversation."""
+        value, place = row.values.get(column), _place(row, column)
+        if isinstance(value, str) and not self.typed:
+            value = read_messages(value.strip()) or value
+            if isinstance(value, str) and _PRINTED_MESSAGES.match(value):
+                hint = "Python printed these messages. Write them as JSON, or the file as JSONL or Parquet."
+                raise InputError(place, value, hint)
+        if not isinstance(value, list):
+            text = _text(row, column)
+            if read_messages(text) is not None:
+                hint = "These messages are a text, which a model would read as it is. Write them as a list, unquoted."
+                raise InputError(place, text, hint)
+            return text, False
+        if not is_conversation(value):
+            names = value[0].keys() if value and isinstance(value[0], dict) else ()
+            renamed = "; rename from to role (human: user, gpt: assistant) and value to content" if "from" in names else ""
+            raise InputError(place, value, f"A prompt is a text, or a list of messages with role and content{renamed}.")
+        refuse_messages(value, place, images=self.images)
+        if (given := row.values.get(_ARGUMENTS)) not in (None, {}):
+            hint = "Chat templates get no arguments of a row, as in TRL's GRPOTrainer. Leave it out of data.columns."
+            raise InputError(_place(row, _ARGUMENTS), given, hint)
+        return write_messages(value), True
 
 
-def _prompt_text(row: PromptRow, column: str) -> str:
+def _place(row: PromptRow, column: str) -> str:
+    return f"{row.place}, column {column}"
+
+
+def _text(row: PromptRow, column: str) -> str:
+    """Return a text as it stands in its row, with the white space at its ends."""
     value = row.values.get(column)
-    if isinstance(value, list) and value and all(isinstance(each, dict) and "content" in each for each in value):
-        # Messages, as conversational datasets have them.
-        value = json.dumps(value, ensure_ascii=False)
     if isinstance(value, str) and has_visible_text(value):
-        return value.strip()
+        return value
     wanted = "Write the prompt there, or remove the row."
     if value is not None and not isinstance(value, str):
         wanted = "A prompt is text. Put it in quotes, or name the column with the text."
     elif value and value.strip():
         wanted = f"It has only characters that are not seen, such as zero-width ones. {wanted}"
-    raise InputError(f"{row.place}, column {column}", value, wanted)
+    raise InputError(_place(row, column), value, wanted)
+
+
+def _as_captions(rows: Sequence[PromptRow], contents: Sequence[PromptWithSources], column: str) -> list[PromptWithSources]:
+    """Return prompts as image generators read them: one text each."""
+    found = []
+    for row, content in zip(rows, contents, strict=True):
+        text = caption_of(content.text, _place(row, column))
+        if not has_visible_text(text):
+            raise InputError(_place(row, column), content.text, "Write the prompt there, or remove the row.")
+        found.append(content._replace(text=text))
+    return found

@@ -4,9 +4,14 @@ Left padding shifts every id of a short prompt. Without explicit positions, a mo
 another text, and log-probs depend on the batch by nats without a warning.
 """
 
+import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+import string
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,20 +21,25 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_core.errors import InputError
+from grpo_core.messages import Message, filled_blocks, read_messages, refuse_messages, text_of
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 
-Message = dict[str, Any]
-"""`role`, and `content`: a text, or for a model that sees images a list of blocks."""
-
-# Some templates print today's date, so the prompt would differ when it is scored on another day. transformers
-# hands a template no functions but its own, so theirs is hidden by a macro.
+# Some templates print today's date, so the prompt would differ when it is scored on another day. transformers hands a
+# template no functions but its own, so theirs is hidden by a macro; what each code prints is Python's own.
+_FIRST_OF_2025 = datetime.datetime(2025, 1, 1)
+_CODES = [
+    (code, _FIRST_OF_2025.strftime(code))
+    for code in (f"%{flag}{letter}" for flag in ("", *"-_0^#EO") for letter in string.ascii_letters)
+]
 _CLOCK = "strftime_now"
-_FIRST_OF_2025 = (
-    "{%- macro strftime_now(format) -%}"
-    "{{ format | replace('%d', '01') | replace('%m', '01') | replace('%Y', '2025') | replace('%y', '25')"
-    " | replace('%b', 'Jan') | replace('%B', 'January') | replace('%A', 'Wednesday') }}"
-    "{%- endmacro -%}"
+_FIXED_CLOCK = (
+    "{%- macro strftime_now(format) -%}{%- set day = namespace(text=format | replace('%%', '\x00')) -%}"
+    f"{{%- for code, value in {json.dumps(_CODES)} -%}}"
+    "{%- set day.text = day.text | replace(code, value) -%}{%- endfor -%}"
+    "{{ day.text | replace('\x00', '%') }}{%- endmacro -%}"
 )
+
+_PRINTED_BLOCK = re.compile(r"""['"]type['"]: *['"]text['"]""")
 
 
 @runtime_checkable
@@ -99,35 +109,6 @@ class EncodedPrompts:
         )
 
 
-def _is_text(content: object) -> bool:
-    return isinstance(content, str)
-
-
-def read_messages(prompt: str, is_content: Callable[[object], bool] = _is_text) -> list[Message] | None:
-    """Return the messages of a prompt that is a conversation; None for a plain text.
-
-    A conversation is a JSON list of objects with exactly a text `role` and a `content`, as prompt columns of
-    conversational datasets are stored; any other text is plain, JSON or not.
-
-    Args:
-        is_content: says whether a value can be the content of a message.
-    """
-    if not prompt.lstrip().startswith("["):
-        return None
-    try:
-        found = json.loads(prompt)
-    except json.JSONDecodeError:
-        return None
-    if not isinstance(found, list) or not found:
-        return None
-    for message in found:
-        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            return None
-        if not isinstance(message["role"], str) or not is_content(message["content"]):
-            return None
-    return found
-
-
 def uses_template(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings) -> bool:
     """Return whether prompts are formatted with the tokenizer's chat template.
 
@@ -148,13 +129,15 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings, p
     """Encode one prompt without padding.
 
     Without a template a plain text is encoded with the special tokens that the tokenizer puts around texts. With one,
-    only the template adds special tokens; a conversation that ends with the assistant's words is continued. A template
-    that prints the date prints the same one every day.
+    only the template adds special tokens; a conversation that ends with the assistant's words is continued, as by TRL's
+    `apply_chat_template`. A template that prints the date prints the same one every day.
 
     Raises:
         InputError: a conversation without a template, one that the template refuses, or a prompt without any id.
     """
     messages = read_messages(prompt)
+    if messages is not None:
+        refuse_messages(messages, "prompt", images=False)
     if not uses_template(tokenizer, settings):
         if messages is not None:
             hint = "It is a conversation and needs a chat template; give plain texts, or another tokenizer."
@@ -174,7 +157,7 @@ def print_messages(
     """Format a conversation with the chat template, after the system prompt of the settings if it has none.
 
     Args:
-        messages: at least one; all contents are texts, or all are lists of blocks.
+        messages: at least one; blocks of texts and images.
         prompt: as it was given, for errors.
 
     Raises:
@@ -186,16 +169,45 @@ def print_messages(
         messages = [{"role": "system", "content": content}, *messages]
     continued = messages[-1]["role"] == "assistant"
     template = tokenizer.get_chat_template()
+    fixed = _FIXED_CLOCK + template if _CLOCK in template else template
     try:
-        printed: str = tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=_FIRST_OF_2025 + template if _CLOCK in template else template,
-            tokenize=False,
+        return render_messages(
+            tokenizer,
+            messages,
+            chat_template=fixed,
             add_generation_prompt=not continued,
             continue_final_message=continued,
         )
     except (TemplateError, ValueError, TypeError) as error:
         raise InputError("prompt", prompt, f"The chat template refuses it ({error}).") from error
+
+
+def render_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **arguments: Any) -> str:
+    """Format messages with the tokenizer's own call; blocks of texts are joined for a template that knows texts only.
+
+    Args:
+        arguments: of `apply_chat_template`.
+
+    Raises:
+        TemplateError, ValueError, TypeError: the template refuses them.
+    """
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
+    cleaned = [
+        each if isinstance(each["content"], str) else {**each, "content": filled_blocks(each["content"])}
+        for each in messages
+    ]
+    blocks = [block for each in cleaned if isinstance(each["content"], list) for block in each["content"]]
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    if not blocks or len(texts) < len(blocks):
+        printed: str = render(cleaned)
+        return printed
+    with suppress(TemplateError, ValueError, TypeError):
+        printed = render(cleaned)
+        # A template that knows texts only writes the list of blocks itself, or nothing of it.
+        listed = sum(len(_PRINTED_BLOCK.findall(text)) for text in texts) < len(_PRINTED_BLOCK.findall(printed))
+        if not listed and all(text.strip() in printed for text in texts):
+            return printed
+    printed = render([{**each, "content": text_of(each["content"])} for each in cleaned])
     return printed
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from grpo_core.errors import InputError, first_line
 from grpo_core.images import IMAGE_MARK
-from grpo_core.policies.causal_lm.prompts import Message, print_messages, read_messages, uses_template
+from grpo_core.messages import Message, read_messages, refuse_messages, with_image_blocks
+from grpo_core.policies.causal_lm.prompts import print_messages, uses_template
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 
 _TOKEN_TYPES = "token_type_ids"
@@ -116,16 +117,6 @@ def image_mark(processor: Any) -> str:
     return mark
 
 
-def _is_content(content: object) -> bool:
-    if isinstance(content, str):
-        return True
-    return isinstance(content, list) and all(
-        block == {"type": "image"}
-        or (isinstance(block, dict) and block.keys() == {"type", "text"} and block["type"] == "text")
-        for block in content
-    )
-
-
 def image_messages(prompt: str, images: int) -> list[Message]:
     """Return a prompt as messages whose contents are blocks, with a block for each image.
 
@@ -139,21 +130,12 @@ def image_messages(prompt: str, images: int) -> list[Message]:
     Raises:
         InputError: the prompt names another number of images.
     """
-    messages = read_messages(prompt, _is_content)
+    messages = read_messages(prompt)
     if messages is None:
         messages = [{"role": "user", "content": _blocks(prompt, images)}]
     else:
-        messages = [
-            {**each, "content": _text(each["content"]) if isinstance(each["content"], str) else list(each["content"])}
-            for each in messages
-        ]
-    found = sum(block["type"] == "image" for each in messages for block in each["content"])
-    if found == 0 and images:
-        first = next((each for each in messages if each["role"] == "user"), messages[0])
-        first["content"][:0] = [{"type": "image"}] * images
-    elif found != images:
-        raise InputError("prompt", prompt, f"It names {found} images, and has {images}; name each once, or none.")
-    return messages
+        refuse_messages(messages, "prompt", images=True)
+    return with_image_blocks(messages, images)
 
 
 def _blocks(text: str, images: int) -> list[dict[str, str]]:
@@ -178,7 +160,7 @@ def print_prompt(processor: Any, settings: VisionLMSettings, prompt: str, images
     messages = image_messages(prompt, images)
     _refuse_inside(prompt, messages, [image_mark(processor)])
     if not uses_template(processor.tokenizer, settings):
-        if len(messages) > 1 or read_messages(prompt, _is_content) is not None:
+        if len(messages) > 1 or read_messages(prompt) is not None:
             hint = "It is a conversation and needs a chat template; give plain texts, or another processor."
             raise InputError("prompt", prompt, hint)
         mark = image_mark(processor)

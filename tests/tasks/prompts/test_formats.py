@@ -94,7 +94,7 @@ def test_reads_back_what_polars_writes(
         case "parquet":
             frame.write_parquet(path)
     prompts = read(path)
-    assert texts(prompts) == [text.strip() for text, _ in rows]
+    assert texts(prompts) == [text for text, _ in rows]
     if form != "necessary.tsv":
         # It may be taken for a table that writes quotation marks as they are.
         empty = "" if form in ("jsonl", "parquet") else None

@@ -183,7 +183,7 @@ def test_the_commit_of_a_name_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None
         (
             "a.txt",
             b'\xef\xbb\xbfa red circle\r\n\r\n   \r\n  a "blue" square \r\nlast',
-            ["a red circle", 'a "blue" square', "last"],
+            ["a red circle", '  a "blue" square ', "last"],
         ),
         # Only line ends separate prompts.
         (
@@ -198,7 +198,7 @@ def test_the_commit_of_a_name_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None
         ("a.tsv", 'Prompt\tn\n"BUZZ"\t1\nplain\t2\n', ['"BUZZ"', "plain"]),
         ("a.tsv", '"Prompt"\t"n"\n"BUZZ"\t"1"\n', ["BUZZ"]),
         # Strings, in one array or by line.
-        ("a.json", '["a", " b "]', ["a", "b"]),
+        ("a.json", '["a", " b "]', ["a", " b "]),
         ("a.jsonl", '"a"\n\n"b"\n', ["a", "b"]),
         # UTF-16 in either byte order, and compressed text.
         ("a.txt", codecs.BOM_UTF16_LE + "ü\r\n\U0001f642".encode("utf-16-le"), ["ü", "\U0001f642"]),

@@ -12,7 +12,8 @@ from transformers import BertConfig, LlamaConfig, LlamaModel, T5Config
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.family import FAMILY
 from grpo_core.policies.causal_lm.loading import load_model, vocabulary_size
-from grpo_core.policies.causal_lm.prompts import encode_prompts, prompt_ids, read_messages
+from grpo_core.messages import read_messages
+from grpo_core.policies.causal_lm.prompts import encode_prompts, prompt_ids
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from tests.grpo_core.policies.causal_lm.model_types import make_model, make_tokenizer
 from tests.tiny_policies import TEXT_MODEL, TEXT_PROMPTS
@@ -159,9 +160,7 @@ def test_a_conversation_that_the_assistant_began_to_answer_is_gone_on_with() -> 
         "[1, 2, 3] sorted?",
         "[1, 2, 3]",
         "[]",
-        '[{"role": "user"}]',
-        '[{"role": "user", "content": "a", "name": "b"}]',
-        '[{"role": "user", "content": ["a"]}]',
+        '[{"from": "human", "value": "a"}]',
         '{"role": "user", "content": "a"}',
         '["role", "content"]',
     ],
