@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from grpo_core.errors import InputError
+from grpo_core.messages import IMAGE_MARK
 from grpo_core.streams import MAX_PIXELS
 
 MAX_ASPECT_PERCENT = 2
@@ -17,9 +18,6 @@ MAX_ASPECT_PERCENT = 2
 
 WINDOW = 11
 """Side of SSIM's Gaussian window in pixels; also the smallest image, because only complete windows count."""
-
-IMAGE_MARK = "<image>"
-"""The place of a source image in a plain text."""
 
 _READABLE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core.errors import InputError
-from grpo_core.images import IMAGE_MARK
 
 Message = dict[str, Any]
 """`role`, and `content`: a text, or a list of blocks of type text or image; other keys are for chat templates."""
+
+IMAGE_MARK = "<image>"
+"""The place of a source image in a plain text."""
 
 _ROLES = ("system", "user", "assistant", "tool")
 _LAST_ROLES = _ROLES[1:]

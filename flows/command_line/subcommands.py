@@ -123,12 +123,13 @@ def sample(request: SampleRequest, as_json: Json = False) -> None:
 
     from flows.sample import sample as draw_samples
     from flows.terminal.inspection import show_sample
+    from grpo_core.messages import shown_prompt
 
     for note in source.notes:
         typer.echo(note, err=True)
     samples, console = [], Console(stderr=as_json)
     for each in draw_samples(request, source):
-        show_sample(f"{each.prompt} [{each.index}]", each.text, each.file, console)
+        show_sample(f"{shown_prompt(each.prompt)} [{each.index}]", each.text, each.file, console)
         samples.append(each.model_dump())
     if as_json:
         typer.echo(json.dumps({"source": source.name, "samples": samples}, ensure_ascii=False))

@@ -12,6 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from flows.terminal.output import plain, show_report, table_of
+from grpo_core.messages import shown_question
 from tasks.reports.images import PRUNED
 from tasks.reports.report import Report, Table
 from tasks.reports.run_page import Heldout, plotted_metrics
@@ -195,7 +196,7 @@ def _blocks(console: Console) -> str:
 
 
 def _prompt(group: Group) -> Text:
-    return plain(one_line(group.samples[0]["prompt"], LETTERS))
+    return plain(one_line(shown_question(group.samples[0]["prompt"]), LETTERS))
 
 
 def _cell(sample: Row | None, console: Console) -> RenderableType:

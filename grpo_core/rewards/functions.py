@@ -76,8 +76,8 @@ class FunctionReward(Reward):
         function: ``package.module:function`` or ``path/to/file.py:function``; only its own file counts for the version.
         arguments: keyword arguments, for the factory or, where it is none, for every call.
         factory: whether `function` gives the reward function when called with `arguments`
-            (``trl.rewards:get_soft_overlong_punishment``). By default it is one when it is a class or takes nothing that
-            a call of a reward function passes.
+            (``trl.rewards:get_soft_overlong_punishment``). By default it is one when it is a class or takes nothing
+            that a call of a reward function passes.
         conversational: whether prompts and completions are lists of messages. By default they are where the prompts
             of the data set are, as in TRL; true makes messages of texts too, and false gives the text of the user's
             last message in place of a conversation.

@@ -21,6 +21,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
+from grpo_core.messages import shown_prompt
 from grpo_core.rewards.remote.http import ServiceReward, ask_side_by_side
 from grpo_core.rewards.remote.wire import encode_image
 from grpo_core.rewards.reward import (
@@ -113,7 +114,7 @@ class JudgeReward(ServiceReward):
     json_schema: bool | None = None
 
     name: ClassVar[str] = "judge"
-    version: ClassVar[str] = "3"
+    version: ClassVar[str] = "4"
     media: ClassVar[tuple[Modality, ...]] = ("image", "text")
 
     def __post_init__(self) -> None:
@@ -152,7 +153,7 @@ class JudgeReward(ServiceReward):
         if any(value is None for value in values.values()):
             return NOT_APPLICABLE
         form = _VERDICT_FORM.format(low=self.low, high=self.high)
-        question = string.Formatter().vformat(self.rubric, (), {**values, "prompt": batch.prompts[row]})
+        question = string.Formatter().vformat(self.rubric, (), {**values, "prompt": shown_prompt(batch.prompts[row])})
         messages: list[dict[str, object]] = [{"role": "user", "content": _content(batch, row, question, form)}]
         try:
             for _ in range(_QUESTIONS):

@@ -45,6 +45,7 @@ class ScoringBatch:
         group_ids: the same for siblings; groups are complete and contiguous. Empty where groups are not known.
         token_ids: the tokens that each sample was decoded from; empty where they are not needed or not known.
         source_images: the images in each sample's prompt (RGB, 8 bit), in its order; empty where no prompt has any.
+        starts: what the chat template wrote of each text before the model went on; empty where it wrote nothing.
     """
 
     sample_ids: Sequence[str]
@@ -56,10 +57,11 @@ class ScoringBatch:
     group_ids: Sequence[str] = ()
     token_ids: Sequence[Sequence[int]] = ()
     source_images: Sequence[Sequence[Image.Image]] = ()
+    starts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         outputs = self.completions or self.images
-        optional = (self.targets, self.group_ids, self.token_ids, self.source_images)
+        optional = (self.targets, self.group_ids, self.token_ids, self.source_images, self.starts)
         sizes = {len(self.prompts), len(outputs), *(len(values or outputs) for values in optional)}
         sizes |= {len(values) for values in self.columns.values()}
         assert sizes <= {len(self.sample_ids)}, f"one entry per sample in every field, got {sizes}"

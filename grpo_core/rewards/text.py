@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from rapidfuzz.distance import Levenshtein
 
 from grpo_core.errors import InputError
+from grpo_core.messages import answer_begun
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, Text
 from grpo_core.streams import Modality, has_visible_text
 
@@ -49,13 +50,25 @@ class AnswerReward(Reward):
         samples = zip(batch.sample_ids, batch.completions, answers, strict=True)
         return [self._score_text(sample_id, completion, answer) for sample_id, completion, answer in samples]
 
+    def check_prompt(self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]]) -> None:
+        """Refuse an answer that is neither text nor a whole number."""
+        self._refuse_other(columns.get(self.column), f"column {self.column}")
+
+    @staticmethod
+    def _refuse_other(answer: object, place: str) -> None:
+        # Digits are the text of a whole number; those of another number are not known any more.
+        if isinstance(answer, bool) or not isinstance(answer, str | int | None):
+            hint = (
+                "Write the answer as text: in JSON in quotes, in CSV and TSV in a column named answer or solution, "
+                "which stay text."
+            )
+            raise InputError(place, answer, hint)
+
     def _score_text(self, sample_id: str, completion: str, answer: object) -> Score:
         if answer is None:
             return NOT_APPLICABLE
-        if not isinstance(answer, str):
-            hint = "Write the answer as text, in quotes."
-            raise InputError(f"rewards.answer, sample {sample_id}, column {self.column}", answer, hint)
-        given, wanted = completion.strip(), answer.strip()
+        self._refuse_other(answer, f"rewards.answer, sample {sample_id}, column {self.column}")
+        given, wanted = completion.strip(), str(answer).strip()
         edits = Levenshtein.distance(given, wanted)
         if self.mode == "exact":
             return Score(float(edits == 0), float(edits))
@@ -89,6 +102,9 @@ class FormatReward(Reward):
     ``think_answer_box`` is MedGround-R1's: the same, with a list of four whole numbers in braces in the answer, such as
     ``{"bbox_2d": [10, 20, 30, 40]}``.
 
+    The text is the complete answer: where the chat template or the prompt's last message begins it, such as with
+    ``<think>``, that counts too.
+
     In mode partial the parts are the tags, each of which must be there exactly once, the elements, and the box where
     one belongs to the form. Raw is the number of parts that are right: up to 5 for ``think_answer``, 6 with a box, in
     either mode; 0 or 1 for a pattern.
@@ -106,7 +122,7 @@ class FormatReward(Reward):
 
     name: ClassVar[str] = "format"
     media: ClassVar[tuple[Modality, ...]] = ("text",)
-    version: ClassVar[str] = "3"
+    version: ClassVar[str] = "4"
 
     def __post_init__(self) -> None:
         if self.pattern is None:
@@ -129,7 +145,8 @@ class FormatReward(Reward):
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; a failure where the pattern took more than MAX_SECONDS over it."""
-        return [self._score_text(completion) for completion in batch.completions]
+        begun = zip(batch.prompts, batch.starts or [""] * len(batch), batch.completions, strict=True)
+        return [self._score_text((answer_begun(prompt) or start) + text) for prompt, start, text in begun]
 
     def _score_text(self, completion: str) -> Score:
         if self.pattern is not None:

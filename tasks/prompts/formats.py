@@ -59,7 +59,9 @@ def read_delimited(text: str, place: str, *, delimiter: str) -> Iterator[PromptR
     names = [name.strip() for name in header]
     refuse_duplicate_columns(names, place)
     if len(names) == 1 and len(columns := names[0].split(";")) > 1:
-        hint = f"Its {len(columns)} columns are separated by semicolons. Write the file with {delimiter!r} between them."
+        hint = (
+            f"Its {len(columns)} columns are separated by semicolons. Write the file with {delimiter!r} between them."
+        )
         raise InputError(f"{place}, line 1", names[0], hint)
     for number, cells in records:
         if len(cells) != len(names):

@@ -35,7 +35,7 @@ it has, such as a caption and a text or a prompt and a Prompt, does not say whic
 """
 
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer")
-"""Columns of CSV and TSV, in upper or lower case, that stay text where every cell is a number: rewards compare texts."""
+"""Columns of CSV and TSV, in upper or lower case, that stay text where every cell is a number."""
 
 LONG_PROMPT = 4000
 """Characters from which on a prompt is reported: about a thousand tokens of English."""
@@ -277,7 +277,9 @@ class _Reader(NamedTuple):
             return text, False
         if not is_conversation(value):
             names = value[0].keys() if value and isinstance(value[0], dict) else ()
-            renamed = "; rename from to role (human: user, gpt: assistant) and value to content" if "from" in names else ""
+            renamed = (
+                "; rename from to role (human: user, gpt: assistant) and value to content" if "from" in names else ""
+            )
             raise InputError(place, value, f"A prompt is a text, or a list of messages with role and content{renamed}.")
         refuse_messages(value, place, images=self.images)
         if (given := row.values.get(_ARGUMENTS)) not in (None, {}):
@@ -303,7 +305,9 @@ def _text(row: PromptRow, column: str) -> str:
     raise InputError(_place(row, column), value, wanted)
 
 
-def _as_captions(rows: Sequence[PromptRow], contents: Sequence[PromptWithSources], column: str) -> list[PromptWithSources]:
+def _as_captions(
+    rows: Sequence[PromptRow], contents: Sequence[PromptWithSources], column: str
+) -> list[PromptWithSources]:
     """Return prompts as image generators read them: one text each."""
     found = []
     for row, content in zip(rows, contents, strict=True):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
+from grpo_core.messages import shown_prompt, shown_question
 from grpo_core.signs import Sign
 from tasks.metrics import SECONDS
 from tasks.progress import log
@@ -160,7 +161,7 @@ def _images(table: Samples, images_of: PromptImages) -> Iterator[str]:
                     _thumbnail(row["sample_id"], images),
                     f"**{number(row['reward'])}**",
                     *map(number, row["breakdown"].values()),
-                    in_cell(one_line(row["prompt"], PROMPT_LETTERS)),
+                    in_cell(one_line(shown_question(row["prompt"]), PROMPT_LETTERS)),
                     *(in_cell(row[name]) for name in table.varying),
                     f"`{row['sample_id']}`",
                 ]
@@ -212,7 +213,9 @@ def _texts(table: Samples, images_of: PromptImages) -> Iterator[str]:
         first, ranked = group[0], best_first(group)
         ends = [_completion(row) for row in (*ranked[:1], *ranked[1:][-1:])]
         prompt = " ".join(
-            filter(None, (_sources(images_of, first), in_cell(one_line(first["prompt"], PROMPT_LETTERS))))
+            filter(
+                None, (_sources(images_of, first), in_cell(one_line(shown_question(first["prompt"]), PROMPT_LETTERS)))
+            )
         )
         dropped = "dropped" if first["dropped"] else ""
         rows.append(
@@ -254,7 +257,12 @@ def write_heldout_texts(store: ArtifactStore, before: ArtifactRef, after: Artifa
     everything = [[row for pair in pairs for row in pair[side]] for side in (0, 1)]
     lines = [f"# {title}", "", f"Mean reward {change(*map(_mean, everything))}; the same seeds.", ""]
     for index, pair in enumerate(pairs, start=1):
-        lines += [f"## Prompt {index}: reward {change(*map(_mean, pair))}", "", fenced(pair[0][0]["prompt"]), ""]
+        lines += [
+            f"## Prompt {index}: reward {change(*map(_mean, pair))}",
+            "",
+            fenced(shown_prompt(pair[0][0]["prompt"])),
+            "",
+        ]
         if images := pair[0][0]["source_images"]:
             lines += [" ".join(_embedded("source", image) for image in images), ""]
         for name, rows in zip(("Before training", "After training"), pair, strict=True):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import fsspec
 
 from grpo_core.errors import InputError
+from grpo_core.messages import shown_prompt
 from tasks.metrics import HELDOUT
 from tasks.reports.text import change, excerpt, in_cell, markdown_table, metric_title, number, signed, visible
 from tasks.storage.files import write_file_atomically
@@ -183,6 +184,7 @@ def _environment() -> "Environment":
         "excerpt": excerpt,
         "image": jinja2.pass_context(_image),
         "number": number,
+        "shown_prompt": shown_prompt,
         "signed": signed,
         "whole": jinja2.pass_context(_whole),
     }

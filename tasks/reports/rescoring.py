@@ -7,6 +7,7 @@ import numpy as np
 import polars as pl
 from PIL import Image
 
+from grpo_core.messages import shown_question
 from grpo_core.streams import STREAMS
 from tasks.reports import samples as outputs_of
 from tasks.reports.report import Cells, Fact, Report, Table, render
@@ -310,7 +311,7 @@ def moved_table(moved: pl.DataFrame) -> Table:
             "rank in group": f"{row['rank_before']:g} → {row['rank_after']:g} of {row['siblings']}",
             "reward": f"{number(row['reward_before'])} → {number(row['reward_after'])}",
             "sample": f"{row['run']} {row['sample_id']}" if several else row["sample_id"],
-            "prompt": one_line(row["prompt"], PROMPT_LETTERS),
+            "prompt": one_line(shown_question(row["prompt"]), PROMPT_LETTERS),
         }
         for row in moved.iter_rows(named=True)
     ]

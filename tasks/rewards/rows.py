@@ -46,6 +46,7 @@ _READ_OF_SOURCES = ("sources",)
 _READ_OF_TOKENS = ("token_ids",)
 _READ_OF_IMAGES = ("target_uri", "target_sha256", "defect")
 _READ_OF_TEXTS = ("completion",)
+_READ_WHERE_KNOWN = ("completion_start",)
 _READ_AT_ONCE = 32
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -86,7 +87,11 @@ def batches_of(
         stores: beside their roots target images are looked for, whose paths are relative.
     """
     find = functools.cache(lambda uri: find_input(uri, stores) or uri)
-    more = (*(_READ_OF_TOKENS if with_tokens else ()), *(_READ_OF_SOURCES if read_sources else ()))
+    more = (
+        *_READ_WHERE_KNOWN,
+        *(_READ_OF_TOKENS if with_tokens else ()),
+        *(_READ_OF_SOURCES if read_sources else ()),
+    )
     waiting: list[Row] = []
     for row in _rows_of(source, more):
         if row["sample_id"] not in wanted:
@@ -177,6 +182,7 @@ def _scoring_batch(rows: Sequence[Row], others: Sequence[Mapping[str, Any]]) -> 
         group_ids=[row["group_id"] for row in rows],
         token_ids=[row["token_ids"] for row in rows] if rows and "token_ids" in rows[0] else (),
         source_images=_source_images(rows),
+        starts=[row["completion_start"] for row in rows] if rows and "completion_start" in rows[0] else (),
         **outputs,
     )
 

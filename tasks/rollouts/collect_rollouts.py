@@ -173,11 +173,15 @@ def collect_rollouts_task(
             def writer(name: str, schema: pa.Schema) -> TableWriter:
                 return TableWriter(staged / name.format(0), schema)
 
-            table = writer(PART_FILE, schemas.rollout_schema(modality, _recorded(plan, model)))
+            # Only policies of texts have templates.
+            start = getattr(sampler.policy, "answer_start", "")
+            sampled_by = {**sampler.columns, "completion_start": start}
+            schema = schemas.rollout_schema(modality, _recorded(plan, model), with_start=bool(start))
+            table = writer(PART_FILE, schema)
             images = writer(IMAGES_FILE, schemas.IMAGES) if modality == "image" else None
             states = writer(STATES_FILE, schemas.STATES) if noisy else None
             for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
-                columns = rollout_columns(group, planned, plan, policy, rollout, sampler.columns)
+                columns = rollout_columns(group, planned, plan, policy, rollout, sampled_by)
                 table.write(columns)
                 if images is not None:
                     images.write(columns)

@@ -57,7 +57,7 @@ def rollout_columns(
     """Return one group's rows by column; the writer keeps the columns that its schema has.
 
     Args:
-        sampled_by: the columns about the engine.
+        sampled_by: the columns about the engine and the chat template.
         settings: the policy's frozen sampling settings; its fields are columns. Width and height of images are those
             of the group.
     """

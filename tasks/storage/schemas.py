@@ -127,17 +127,23 @@ _TEXTS = [
     ("engine_adapter", pa.string()),  # digest of the adapter that a server answered with; null: none
 ]
 
+_COMPLETION = [
+    ("completion", pa.string()),
+    ("completion_start", pa.string()),  # what the chat template wrote of it, such as <think>; no column: nothing
+]
 
-def rollout_schema(modality: Modality, streams: Collection[Stream]) -> pa.Schema:
+
+def rollout_schema(modality: Modality, streams: Collection[Stream], *, with_start: bool = False) -> pa.Schema:
     """Return the schema of rollouts; their images are in files of their own.
 
     Args:
         modality: of the policy.
         streams: the recorded ones; none for images that were made without tokens and without noisy steps.
+        with_start: whether the chat template begins the completions.
     """
     of_streams = [field for stream in STREAMS if stream in streams for field in _OF_STREAM[stream]]
     if modality == "text":
-        return _described([*_SAMPLE, *of_streams, *_TEXTS, *_ORIGIN, ("completion", pa.string())])
+        return _described([*_SAMPLE, *of_streams, *_TEXTS, *_ORIGIN, *_COMPLETION[: 1 + with_start]])
     prompted = [] if "tokens" in streams else _WITHOUT_TOKENS
     return _described([*_SAMPLE, *_TARGET, *of_streams, *_RENDERING, *prompted, *_ORIGIN, _DEFECT])
 

@@ -23,7 +23,7 @@ from grpo_core.policies.causal_lm.loading import (
     train_causal_lm,
     vocabulary_size,
 )
-from grpo_core.policies.causal_lm.prompts import EncodedPrompts, encode_prompts, uses_template
+from grpo_core.policies.causal_lm.prompts import EncodedPrompts, answer_start, encode_prompts, uses_template
 from grpo_core.policies.causal_lm.sampling_scoring import (
     SamplingRule,
     StopTexts,
@@ -121,6 +121,11 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         uses_template(self.tokenizer, settings)
         self.settings = settings
         self.stops = StopTexts(self.tokenizer, settings.stop)
+
+    @property
+    def answer_start(self) -> str:
+        """How the chat template begins every answer with the current settings; empty where it does not."""
+        return answer_start(self.tokenizer, self.settings)
 
     @property
     def max_length(self) -> int:

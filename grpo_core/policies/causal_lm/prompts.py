@@ -39,6 +39,7 @@ _FIXED_CLOCK = (
     "{{ day.text | replace('\x00', '%') }}{%- endmacro -%}"
 )
 
+_LAST_TAGS = re.compile(r"(?:<[A-Za-z][\w-]*>\s*)+\Z")
 _PRINTED_BLOCK = re.compile(r"""['"]type['"]: *['"]text['"]""")
 
 
@@ -180,6 +181,22 @@ def print_messages(
         )
     except (TemplateError, ValueError, TypeError) as error:
         raise InputError("prompt", prompt, f"The chat template refuses it ({error}).") from error
+
+
+def answer_start(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings) -> str:
+    """Return how the chat template begins every answer, such as with `<think>`: the tags that end a prompt."""
+    if not uses_template(tokenizer, settings):
+        return ""
+    try:
+        printed = print_messages(
+            tokenizer, settings, [{"role": "user", "content": [{"type": "text", "text": "?"}]}], "?"
+        )
+    except InputError:
+        return ""
+    found = _LAST_TAGS.search(printed)
+    # Tokens that no decoded answer has are the form of a message, not a part of it; so are names of roles.
+    form = {*tokenizer.all_special_tokens, "<assistant>", "<model>"}
+    return "" if found is None or any(tag in found[0] for tag in form) else found[0]
 
 
 def render_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **arguments: Any) -> str:

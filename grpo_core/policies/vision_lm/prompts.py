@@ -17,8 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from grpo_core.errors import InputError, first_line
-from grpo_core.images import IMAGE_MARK
-from grpo_core.messages import Message, read_messages, refuse_messages, with_image_blocks
+from grpo_core.messages import IMAGE_MARK, Message, read_messages, refuse_messages, with_image_blocks
 from grpo_core.policies.causal_lm.prompts import print_messages, uses_template
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 

@@ -25,7 +25,7 @@ OF_TEXTS: Mapping[str, Mapping[str, object]] = {
     "answer": {},
     "format": {"mode": "partial"},
     "box_iou": {},
-    "function": {"function": "trl.rewards:think_format_reward"},
+    "function": {"function": "trl.rewards:think_format_reward", "conversational": True},
 }
 OF_IMAGES = sorted(REWARDS.keys() - OF_TEXTS.keys() - {*NEEDS_A_SERVER, "reward_model"})
 IMAGES = [draw("Exit", size=96), noise(0, 96, 96), flat(255, 96, 96), noise(2, 96, 96).convert("L")]

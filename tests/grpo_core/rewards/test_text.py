@@ -7,6 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from grpo_core.errors import InputError
+from grpo_core.messages import write_messages
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.text import AnswerReward, FormatReward, has_elements
 from tests.grpo_core.rewards.conftest import make_texts, refusal
@@ -43,9 +45,39 @@ def test_without_an_answer_there_is_no_score() -> None:
     assert AnswerReward(column="other").score(answered({"12": "12"})) == [NOT_APPLICABLE]
 
 
-def test_an_answer_that_is_a_number_names_the_sample_and_column() -> None:
-    batch = answered({"11": "12", "12": 12})
-    assert refusal(AnswerReward().score, batch) == ("rewards.answer, sample s1, column answer", 12)
+@pytest.mark.parametrize("answer", [1.0, True, ["12"], {"value": "12"}])
+def test_an_answer_without_a_text_is_refused_before_anything_is_sampled(answer: object) -> None:
+    """Neither of a float nor of a truth value is the text known that it was written with."""
+    batch = answered({"11": "12", "12": answer})
+    assert refusal(AnswerReward().score, batch) == ("rewards.answer, sample s1, column answer", answer)
+    with pytest.raises(InputError) as refused:
+        AnswerReward().check_prompt({"answer": answer}, ())
+    assert (refused.value.place, refused.value.value) == ("column answer", answer)
+
+
+def test_a_whole_number_is_its_digits() -> None:
+    reward = AnswerReward(mode="exact")
+    assert [score.value for score in reward.score(answered({"12": 12, "7": 12, "-3": -3}))] == [1.0, 0.0, 1.0]
+    reward.check_prompt({"answer": 12}, ())
+
+
+BEGINS = write_messages([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>I a"}])
+BEGUN = {
+    "the template's tag": ("I add.</think><answer>4</answer>", "<think>\n", "2+2?", 1.0),
+    "the tag twice": ("<think>I add.</think><answer>4</answer>", "<think>\n", "2+2?", 0.0),
+    "nothing begun": ("I add.</think><answer>4</answer>", "", "2+2?", 0.0),
+    "the prompt's last message": ("dd.</think><answer>4</answer>", "", BEGINS, 1.0),
+    "the message before the tag": ("dd.</think><answer>4</answer>", "<think>\n", BEGINS, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", BEGUN)
+def test_the_form_is_that_of_the_complete_answer(case: str) -> None:
+    completion, start, prompt, value = BEGUN[case]
+    batch = ScoringBatch(["s"], [prompt], completions=[completion], starts=[start] if start else ())
+    assert [score.value for score in FormatReward().score(batch)] == [value]
+    pattern = FormatReward(pattern="<think>.*</think><answer>.*</answer>")
+    assert [score.value for score in pattern.score(batch)] == [float(start != "" or prompt == BEGINS)]
 
 
 UNSEEN = (

@@ -352,7 +352,7 @@ class TestFolders:
         file = read_prompts(f"{tmp_path}/")
         assert [(each.text, each.columns["file_name"]) for each in file.prompts] == [
             ("one", "1.TXT"),
-            ("two", "2.txt"),
+            (" two", "2.txt"),
             ("ten", "10.txt"),
         ]
         assert (file.folder, file.prompts[0].prompt_id) == (str(tmp_path), read(tmp_path / "1.TXT")[0].prompt_id)
@@ -407,7 +407,7 @@ class TestFolders:
 class TestPromptId:
     def test_depends_on_the_text_and_its_occurrence_only(self, write: Write) -> None:
         plain = read(write("one.txt", "a\nb\na\n"))
-        table = read(write("two.csv", "n,instruction\n1,a\n2,b\n3, a \n"))
+        table = read(write("two.csv", "n,instruction\n1,a\n2,b\n3,a\n"))
         assert [p.prompt_id for p in plain] == [p.prompt_id for p in table]
         assert len({p.prompt_id for p in plain}) == 3
         assert plain[0].prompt_id == read(write("three.txt", "c\na\n"))[1].prompt_id

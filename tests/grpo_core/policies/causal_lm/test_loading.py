@@ -10,9 +10,9 @@ import torch
 from transformers import BertConfig, LlamaConfig, LlamaModel, T5Config
 
 from grpo_core.errors import InputError
+from grpo_core.messages import read_messages
 from grpo_core.policies.causal_lm.family import FAMILY
 from grpo_core.policies.causal_lm.loading import load_model, vocabulary_size
-from grpo_core.messages import read_messages
 from grpo_core.policies.causal_lm.prompts import encode_prompts, prompt_ids
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from tests.grpo_core.policies.causal_lm.model_types import make_model, make_tokenizer

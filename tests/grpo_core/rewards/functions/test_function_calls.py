@@ -5,11 +5,13 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from grpo_core.messages import write_messages
 from grpo_core.rewards.functions import FunctionReward
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score, score_samples
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise, refusal
@@ -28,23 +30,40 @@ def test_keywords_of_a_call_on_texts(write: Callable[[str], str]) -> None:
     assert more["trainer_state"] is None
 
 
-def test_messages_where_asked_for_and_where_annotated(write: Callable[..., str]) -> None:
-    message = [{"role": "assistant", "content": TEXTS[0]}]
-    for number, (annotation, setting, expected) in enumerate(
-        [
-            ("list[list[dict[str, str]]]", None, True),
-            ("'List[List[dict]]'", None, True),
-            ("list[str]", None, False),
-            ("list[str]", True, True),
-            ("list[list]", False, False),
-        ]
-    ):
-        source = SPY.replace("completions,", f"completions: {annotation},", 1)
-        path = write(source, f"annotated_{number}.py")
-        FunctionReward(function=f"{path}:score", conversational=setting).score(texts(1))
-        ((prompts, completions, _, _),) = spied(path)
-        assert completions == ([message] if expected else [TEXTS[0]])
-        assert prompts == ([[{"role": "user", "content": "prompt 0"}]] if expected else ["prompt 0"])
+ASKED = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1?", "name": None}]
+
+
+@pytest.mark.parametrize("annotation", ["", ": list[list[dict[str, str]]]"])
+@pytest.mark.parametrize(
+    ("prompt", "setting", "given"),
+    [
+        ("1+1?", None, "1+1?"),
+        ("1+1?", False, "1+1?"),
+        ("1+1?", True, [{"role": "user", "content": "1+1?"}]),
+        (write_messages(ASKED), None, ASKED),
+        (write_messages(ASKED), True, ASKED),
+        (write_messages(ASKED), False, "1+1?"),
+    ],
+)
+def test_samples_are_messages_where_their_prompts_are(
+    write: Callable[..., str], prompt: str, setting: bool | None, given: object, annotation: str
+) -> None:
+    path = write(SPY.replace("completions,", f"completions{annotation},", 1))
+    FunctionReward(function=f"{path}:score", conversational=setting).score(replace(texts(1), prompts=[prompt]))
+    ((prompts, completions, _, _),) = spied(path)
+    assert prompts == [given]
+    assert completions == ([TEXTS[0]] if isinstance(given, str) else [[{"role": "assistant", "content": TEXTS[0]}]])
+
+
+@pytest.mark.parametrize("name", ["images", "targets", "source_images", "completions", "trainer_state"])
+def test_a_function_of_what_calls_pass_is_no_factory(write: Callable[..., str], name: str) -> None:
+    """It is refused for what it does not take, before it is called at all."""
+    path = write(f"def score({name}): raise AssertionError('called')\n")
+    (problem,) = FunctionReward(function=f"{path}:score").preflight()
+    assert "**kwargs" in problem
+    made = write(f"def make({name}): return lambda **kwargs: [1.0]\n", "factory.py")
+    reward = FunctionReward(function=f"{made}:make", factory=True, arguments={name: 1})
+    assert reward.score(texts(1)) == [Score(1.0, 1.0)]
 
 
 def test_images_come_as_rgb_copies_under_both_names(write: Callable[..., str]) -> None:

@@ -5,6 +5,7 @@ import math
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import trl.rewards
 from trl.rewards import accuracy_rewards
 from trl.trainer import grpo_trainer
 
+from grpo_core.messages import read_messages, write_messages
 from grpo_core.rewards.functions import FunctionReward
 from grpo_core.rewards.reward import Score, ScoringBatch, provenance_of
 from tests.grpo_core.rewards.conftest import refusal
@@ -134,7 +136,7 @@ def as_trl_calls(function: Any, batch: ScoringBatch) -> list[float | None]:
         rewards = trainer._calculate_rewards.__wrapped__(
             trainer,
             [{"prompt": batch.prompts[i], **{key: batch.columns[key][i] for key in batch.columns}} for i in rows],
-            [[{"role": "user", "content": batch.prompts[i]}] for i in rows],
+            [read_messages(batch.prompts[i]) for i in rows],
             [[{"role": "assistant", "content": batch.completions[i]}] for i in rows],
             [list(ids) for ids in batch.token_ids],
         )
@@ -165,7 +167,8 @@ def test_every_function_of_trl_gives_its_own_numbers(name: str, arguments: dict[
         def function(**keywords: Any) -> Any:
             return inner(**keywords, **arguments_given)
 
-    batch = texts(columns=COLUMNS)
+    asked = [write_messages([{"role": "user", "content": f"prompt {number}"}]) for number in range(4)]
+    batch = replace(texts(columns=COLUMNS), prompts=asked)
     reward = FunctionReward(function=f"trl.rewards:{name}", arguments=arguments)
     assert reward.preflight() == []
     expected = as_trl_calls(function, batch)
