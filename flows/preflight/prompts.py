@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from configs.schema import RunConfig
 from configs.sections import DatasetSection, ImageRolloutSection
 from grpo_core.errors import InputError
+from grpo_core.messages import answer_begun
 from grpo_core.policies.protocol import policy_family
 from grpo_core.streams import MAX_PIXELS, ImageSize
 from tasks.prompts.curriculum import PromptSet
@@ -116,6 +117,8 @@ def _notes(dataset: DatasetSection, file: PromptFile, prompts: PromptSet) -> Ite
         where = f" (column {', '.join(file.source_columns)})" if file.source_columns else ""
         largest = max((source.size for source in images), key=lambda size: size.pixels)
         yield f"{shown} of {len(prompts.prompts)} prompts have images, {len(images)}{where}; the largest is {largest}"
+    if begun := sum(bool(answer_begun(prompt.text)) for prompt in prompts.prompts):
+        yield f"in {begun} of {len(prompts.prompts)} prompts the assistant begins the answer, which the model continues"
     lengths = {row: len(prompt.text) for row, prompt in enumerate(prompts.prompts, start=1)}
     longer = [row for row, length in lengths.items() if length > LONG_PROMPT]
     if longer:

@@ -23,6 +23,7 @@ from flows.command_line.main import application
 from flows.preflight.doctor import Diagnosis, Finding, examine
 from flows.preflight.engine import engine_notes
 from flows.preflight.inputs import CHECKS, check_inputs
+from flows.preflight.prompts import read_prompt_files
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
@@ -161,6 +162,47 @@ def test_doctor_and_train_refuse_a_model_alike(tmp_path: Path) -> None:
     (error,) = refused(lambda: check_inputs(read_config(TINY_TEXT, overrides)))
     assert [each.hint for each in diagnosis.findings if each.subject == "model"] == [error.hint] == [hints["model"]]
     assert "A mamba model cannot be trained here: it gives no cache" in error.hint
+
+
+ASKED: dict[str, object] = {"role": "user", "content": "2+2?"}
+BAD_PROMPTS: dict[str, object] = {
+    "no content": [{"role": "user", "content": None}],
+    "a call of a tool": [ASKED, {"role": "assistant", "tool_calls": [{"id": "a"}]}],
+    "an image": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
+    "nobody is answered": [{"role": "system", "content": "add"}],
+    "ShareGPT": [{"from": "human", "value": "2+2?"}],
+    "messages as text": json.dumps([ASKED]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_doctor_and_train_refuse_a_prompt_alike(tmp_path: Path, case: str) -> None:
+    rows = [{"prompt": [ASKED], "answer": "4"}, {"prompt": BAD_PROMPTS[case], "answer": "4"}]
+    if case == "messages as text":
+        rows = rows[1:]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    overrides = (f"data.prompts={tmp_path}/set.jsonl", f"storage.root={tmp_path}/runs")
+    _, hints = examined(TINY_TEXT, *overrides)
+    (error,) = refused(lambda: check_inputs(read_config(TINY_TEXT, overrides)))
+    assert hints["prompts"] == error.hint
+    assert f"line {len(rows)}, column prompt" in error.place
+
+
+def test_doctor_and_train_refuse_an_answer_alike(tmp_path: Path) -> None:
+    (tmp_path / "set.csv").write_text("prompt,result\n2+2?,4.0\n")
+    reward = 'rewards=[{"reward": "answer", "settings": {"column": "result"}}]'
+    overrides = (f"data.prompts={tmp_path}/set.csv", reward, "evaluate.prompts=null", f"storage.root={tmp_path}/runs")
+    _, hints = examined(TINY_TEXT, *overrides)
+    (error,) = refused(lambda: check_inputs(read_config(TINY_TEXT, overrides)))
+    assert hints["rewards"] == error.hint
+    assert (error.place.endswith("row 1, column result"), error.value) == (True, 4.0)
+
+
+def test_an_answer_that_the_prompt_begins_is_said(tmp_path: Path) -> None:
+    rows = [{"prompt": [ASKED, {"role": "assistant", "content": "So"}]}, {"prompt": [ASKED]}]
+    (tmp_path / "set.jsonl").write_text("\n".join(json.dumps({**row, "answer": "4"}) for row in rows))
+    config = read_config(TINY_TEXT, (f"data.prompts={tmp_path}/set.jsonl", f"storage.root={tmp_path}/runs"))
+    assert any("in 1 of 2 prompts the assistant begins" in note for note in read_prompt_files(config).notes)
 
 
 def test_what_adapters_leave_out_is_said(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from transformers import LlamaForSequenceClassification as Classifier
 from trl.data_utils import apply_chat_template
 
 from grpo_core.errors import InputError
+from grpo_core.messages import write_messages
 from grpo_core.rewards.reward import ScoringBatch
 from grpo_core.rewards.reward_model import RewardModelReward, _sigmoid, load_scorer
 from grpo_core.rewards.weights import Published, Weights
@@ -69,6 +70,26 @@ def test_agrees_with_what_trl_computes(tmp_path: Path, template: str | None, pad
     assert max(expected) - min(expected) > 0.01
     assert [score.raw for score in scores] == pytest.approx(expected, abs=1e-6)
     assert [score.value for score in scores] == [score.raw for score in scores]
+
+
+TALKS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "cab", "name": None}],
+    [{"role": "system", "content": "sort"}, {"role": "user", "content": " zebra\n"}],
+    [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Q"}],
+]
+
+
+def test_a_conversation_is_scored_as_trl_prints_it(tmp_path: Path) -> None:
+    scorer = load_scorer(Weights("", str(save(tmp_path / "model", TEMPLATE)), None, Published("")), "cpu")
+    for talk in TALKS:
+        printed = apply_chat_template({"messages": [*talk, {"role": "assistant", "content": "a"}]}, scorer.tokenizer)
+        ids = scorer.tokenizer(printed["text"], add_special_tokens=False)["input_ids"]
+        assert scorer.token_ids(write_messages(talk), "a") == ids
+
+
+def test_a_conversation_needs_a_template(folder: Path) -> None:
+    batch = make_texts("abc", prompts=[write_messages(TALKS[0])])
+    assert refusal(RewardModelReward(model=str(folder)).score, batch)[0] == "rewards.reward_model.model"
 
 
 def test_a_score_does_not_depend_on_the_batch_and_nothing_at_all_has_one(folder: Path) -> None:

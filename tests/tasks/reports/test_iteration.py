@@ -8,6 +8,7 @@ import pytest
 from markdown_it import MarkdownIt
 from PIL import Image
 
+from grpo_core.messages import write_messages
 from tasks.reports.iteration import (
     HEAD,
     IterationRecord,
@@ -112,6 +113,19 @@ def test_each_prompts_best_and_worst_completion(tmp_path: Path) -> None:
         "",
     ]
     assert second[1] == "**0.500** (ssim 0.500): answer 0 of group 1"
+
+
+TALK = write_messages([{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?", "name": None}])
+
+
+def test_a_conversation_is_shown_as_its_texts(tmp_path: Path) -> None:
+    maker, before, after = evaluated(tmp_path, modality="text", prompts=(TALK, "plain"))
+    written = Path(write_heldout_texts(maker.store, before, after, "")).read_text()
+    assert "system: be brief\nuser: 2+2?\n" in written
+    maker = RunMaker(tmp_path / "iterations", modality="text", prompts=(TALK, "plain"))
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
+    assert [cells[0] for cells in rows(markdown, "| prompt | best | worst |")] == ["2+2?", "plain"]
+    assert "role" not in written + markdown
 
 
 @pytest.mark.parametrize("modality", ["image", "text"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from grpo_core.messages import write_messages
 from tasks.reports import report as pages
 from tasks.reports.images import PromptImages
 from tasks.reports.run_page import (
@@ -273,6 +274,15 @@ def test_a_run_with_nothing_yet_has_a_page(tmp_path: Path) -> None:
     text = "".join(check_offline(page_of(maker)).text)
     assert "unrated" in text
     assert "iteration 1 has rollouts" in text
+
+
+def test_a_conversation_is_shown_as_lines_of_its_roles(tmp_path: Path) -> None:
+    talk = write_messages([{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}])
+    maker = RunMaker(tmp_path, modality="text", prompts=(talk, "plain"))
+    maker.iteration(1)
+    text = "".join(check_offline(page_of(maker)).text)
+    assert "system: be brief\nuser: 2+2?" in text
+    assert "content" not in text
 
 
 def test_texts_are_shown_in_full_and_as_data(tmp_path: Path) -> None:

@@ -9,17 +9,20 @@ from typing import Any
 import polars as pl
 import pytest
 
-from configs.sections import VllmSection
-from configs.training import ParitySection
+from configs.sections import PlacementSection, VllmSection
+from configs.training import ParitySection, RewardSection
 from grpo_core.parity import ParityError
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tasks.execution.resources import run_resources
+from tasks.rewards.score_rewards import score_reward_task
 from tasks.rollouts import vllm
+from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.grpo_core.policies.engines.test_vllm import Vllm
 from tests.grpo_core.rewards.stub import Asked, Reply, serve
 from tests.tasks.update.update_jobs import TEXTS, UPDATE, advantages_of, alone, job_of
+from tests.tiny_policies import TEXT_MODEL
 
 SHIFT = 1e-5
 """Of each stored log-prob against the policy's: above rounding, and below what the gate allows an engine."""
@@ -61,6 +64,24 @@ def test_rows_and_the_gate_name_the_engine(store: ArtifactStore, tmp_path: Path)
         assert refused.value.report.sampled_by == "vllm 0.32.0 in float32"
         assert refused.value.tolerance.share_beyond == 1e-3
         assert alone(job_of(by_server, rollouts, advantages_of(rollouts)), tmp_path / "made").rows == 7
+
+
+def test_what_the_template_begins_is_stored_and_belongs_to_the_form(store: ArtifactStore, tmp_path: Path) -> None:
+    template = TEXT_MODEL / "chat_template.jinja"
+    thinks = shutil.copytree(TEXT_MODEL, tmp_path / "model") / template.name
+    thinks.write_text(template.read_text().replace("<|assistant|>'", "<|assistant|><think>\\n'"))
+    begun = replace(TEXTS, policy=TEXTS.policy.model_copy(update={"model": str(thinks.parent)}))
+    form = RewardSection(reward="format", settings={"pattern": "<think>\n.*"})
+    placement = PlacementSection(devices="cpu")
+    with run_resources():
+        for modality, value in ((TEXTS, 0.0), (begun, 1.0)):
+            rollouts = modality.collect()
+            rows = pl.read_parquet(sorted(store.local_files(rollouts).glob("*.parquet")))
+            # A table without a beginning is what it always was.
+            assert ("completion_start" in rows.columns) is bool(value)
+            assert not rows["completion"].str.contains("<think>").any()
+            scores = score_reward_task.fn(rollouts, form, rollouts.folder, "", placement)
+            assert set(pl.read_parquet(store.local_files(scores) / SCORES_FILE)["value"]) == {value}
 
 
 def test_stages_that_overlap_sample_with_their_own_settings(store: ArtifactStore) -> None:
