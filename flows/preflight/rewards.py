@@ -266,7 +266,7 @@ def _prompt_problems(
                 if not section.scores_prompt(dataset.name, prompt.columns):
                     continue
                 try:
-                    reward.check_prompt(prompt.columns, [source.size for source in prompt.sources])
+                    reward.check_prompt(prompt.columns, [source.size for source in prompt.sources], prompt.text)
                 except InputError as error:
                     place = size_place(dataset.prompts, row).replace("data.", f"{own}.", 1)
                     problems.append(InputError(f"{place}, {error.place}", error.value, error.hint))

@@ -120,7 +120,7 @@ class BoxIouReward(Reward):
         raw = matched_iou(given, wanted)
         return Score(raw if self.threshold is None else matched_iou(given, wanted, self.threshold), raw)
 
-    def check_prompt(self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]]) -> None:
+    def check_prompt(self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]], prompt: str = "") -> None:
         """Refuse a prompt with wrong boxes, boxes beyond its image, or an image of unknown or impossible size."""
         if columns.get(self.column) is not None:
             self._data_of(columns, sizes)

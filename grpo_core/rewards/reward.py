@@ -237,12 +237,15 @@ class Reward(abc.ABC):
         """List what prevents scoring (missing weights, wrong digest), each with its hint. Loads no model."""
         return []
 
-    def check_prompt(self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+    def check_prompt(  # noqa: B027
+        self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]], prompt: str = ""
+    ) -> None:
         """Refuse a prompt whose data no sample could be scored with, before anything is sampled. Loads no model.
 
         Args:
             columns: the other columns of the prompt file.
             sizes: width and height of the images in the prompt, in pixels.
+            prompt: itself, a text or the JSON of its messages.
 
         Raises:
             InputError: `place` is ``column <name>``, or what else of the prompt is wrong.

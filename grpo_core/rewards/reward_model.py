@@ -5,6 +5,7 @@ section 3.5: r(x, y), one scalar of prompt and completion, at the last token. Re
 GRPOTrainer does for a reward model.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
@@ -25,6 +26,9 @@ from grpo_core.streams import Modality
 _PLACE = "rewards.reward_model.model"
 _PUBLISHED = Published("its authors", note="for example Skywork/Skywork-Reward-V2-Qwen3-0.6B")
 _UNBOUNDED = 10**9
+_NEEDS_TEMPLATE = (
+    "The prompts are conversations, and the reward model's tokenizer has no chat template. Give another one."
+)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -57,6 +61,11 @@ class RewardModelReward(ModelReward):
     def weight_sources(self) -> Mapping[str, Weights]:
         """Return the model; chat template and tokenizer are among its files."""
         return {"model": self._source()}
+
+    def check_prompt(self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]], prompt: str = "") -> None:
+        """Refuse a conversation if the tokenizer has no chat template; what else it lacks, `preflight` reports."""
+        if read_messages(prompt) is not None and not _has_template(self._source()):
+            raise InputError("prompt", prompt, _NEEDS_TEMPLATE)
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the model."""
@@ -103,8 +112,7 @@ class RewardModelScorer:
         elif messages is None:
             text = prompt + completion
         else:
-            hint = "The prompts are conversations, and the tokenizer has no chat template. Give another model."
-            raise InputError(_PLACE, self.tokenizer.name_or_path, hint)
+            raise InputError(_PLACE, self.tokenizer.name_or_path, _NEEDS_TEMPLATE)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         # An empty text is judged as the end of a text.
         return ids or [self.tokenizer.eos_token_id or self.tokenizer.pad_token_id or 0]
@@ -119,6 +127,14 @@ class RewardModelScorer:
         except (TemplateError, ValueError, TypeError) as error:
             hint = f"The tokenizer's chat template refuses a question and its answer ({error}). Give another model."
             raise InputError(_PLACE, self.tokenizer.name_or_path, hint) from error
+
+
+@functools.lru_cache(maxsize=4)
+def _has_template(weights: Weights) -> bool:
+    try:
+        return load_tokenizer(weights).chat_template is not None
+    except InputError:
+        return True
 
 
 @load_once

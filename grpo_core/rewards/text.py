@@ -50,7 +50,7 @@ class AnswerReward(Reward):
         samples = zip(batch.sample_ids, batch.completions, answers, strict=True)
         return [self._score_text(sample_id, completion, answer) for sample_id, completion, answer in samples]
 
-    def check_prompt(self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]]) -> None:
+    def check_prompt(self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]], prompt: str = "") -> None:
         """Refuse an answer that is neither text nor a whole number."""
         self._refuse_other(columns.get(self.column), f"column {self.column}")
 

@@ -89,7 +89,11 @@ def test_a_conversation_is_scored_as_trl_prints_it(tmp_path: Path) -> None:
 
 def test_a_conversation_needs_a_template(folder: Path) -> None:
     batch = make_texts("abc", prompts=[write_messages(TALKS[0])])
-    assert refusal(RewardModelReward(model=str(folder)).score, batch)[0] == "rewards.reward_model.model"
+    reward = RewardModelReward(model=str(folder))
+    assert refusal(reward.score, batch)[0] == "rewards.reward_model.model"
+    reward.check_prompt({}, (), "cab")
+    # Before anything is sampled.
+    assert refusal(reward.check_prompt, {}, (), batch.prompts[0])[0] == "prompt"
 
 
 def test_a_score_does_not_depend_on_the_batch_and_nothing_at_all_has_one(folder: Path) -> None:
