@@ -40,7 +40,7 @@ ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "final_answer", "expecte
 LONG_PROMPT = 4000
 """Characters from which on a prompt is reported: about a thousand tokens of English."""
 
-_LISTED = 20
+_LISTED, _SHOWN_LETTERS = 20, 200
 _ARGUMENTS = "chat_template_kwargs"
 _PRINTED_MESSAGES = re.compile(r"\s*\[\{'(role|content)'")
 
@@ -247,12 +247,12 @@ class _Reader(NamedTuple):
             return [self._by_roles(row) for row in rows]
         found, conversational = [], None
         for row in rows:
-            text, is_conversation = self._prompt(row, self.roles[""])
-            if conversational not in (None, is_conversation):
+            text, has_messages = self._prompt(row, self.roles[""])
+            if conversational not in (None, has_messages):
                 hint = "Other rows have messages." if conversational else "Other rows are texts."
-                raise InputError(_place(row, self.roles[""]), text, f"{hint} Write all prompts of a set alike.")
+                raise InputError(_place(row, self.roles[""]), _shown(text), f"{hint} Write all prompts of a set alike.")
             found.append(text)
-            conversational = is_conversation
+            conversational = has_messages
         return found
 
     def _by_roles(self, row: PromptRow) -> str:
@@ -268,24 +268,34 @@ class _Reader(NamedTuple):
             value = read_messages(value.strip()) or value
             if isinstance(value, str) and _PRINTED_MESSAGES.match(value):
                 hint = "Python printed these messages. Write them as JSON, or the file as JSONL or Parquet."
-                raise InputError(place, value, hint)
+                raise InputError(place, _shown(value), hint)
         if not isinstance(value, list):
             text = _text(row, column)
             if read_messages(text) is not None:
                 hint = "These messages are a text, which a model would read as it is. Write them as a list, unquoted."
-                raise InputError(place, text, hint)
+                raise InputError(place, _shown(text), hint)
             return text, False
         if not is_conversation(value):
             names = value[0].keys() if value and isinstance(value[0], dict) else ()
             renamed = (
                 "; rename from to role (human: user, gpt: assistant) and value to content" if "from" in names else ""
             )
-            raise InputError(place, value, f"A prompt is a text, or a list of messages with role and content{renamed}.")
+            raise InputError(
+                place, _shown(value), f"A prompt is a text, or a list of messages with role and content{renamed}."
+            )
         refuse_messages(value, place, images=self.images)
-        if (given := row.values.get(_ARGUMENTS)) not in (None, {}):
+        given = row.values.get(_ARGUMENTS)
+        # A table gives every row the same keys.
+        if any(each is not None for each in given.values()) if isinstance(given, dict) else given:
             hint = "Chat templates get no arguments of a row, as in TRL's GRPOTrainer. Leave it out of data.columns."
             raise InputError(_place(row, _ARGUMENTS), given, hint)
         return write_messages(value), True
+
+
+def _shown(value: object) -> object:
+    """Shorten what an error shows of a prompt."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}..."
 
 
 def _place(row: PromptRow, column: str) -> str:

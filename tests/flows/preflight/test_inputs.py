@@ -73,6 +73,17 @@ def test_a_reward_against_a_source_needs_it_in_each_prompt_and_in_the_aspect_of_
     assert problems([[], []]) == [("rewards.0.mse", "mse")]
 
 
+def test_an_image_generator_takes_the_users_text_of_a_conversation_alone(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "a red circle"}
+    rows = [{"prompt": [asked]}, {"prompt": [{"role": "system", "content": "draw well"}, asked]}]
+    path = prompt_file(tmp_path, "".join(json.dumps(row) + "\n" for row in rows[:1]), "prompts.jsonl")
+    config = read_config(TINY, (f"data.prompts={path}", *NO_TARGETS))
+    assert [each.text for each in read_prompt_files(config).usable("data")[0].prompts] == ["a red circle"]
+    path = prompt_file(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "prompts.jsonl")
+    (error,) = refused(tmp_path, f"data.prompts={path}", *NO_TARGETS)
+    assert error.place.endswith("prompts.jsonl, line 2, column prompt, message 1, role")
+
+
 def opened(config: RunConfig) -> None:
     from flows.pipeline.run import start_run
 

@@ -291,6 +291,12 @@ def test_a_conversation_of_another_column_is_taken_where_it_is_named(tmp_path: P
     assert tokenizer.decode(prompt_ids(tokenizer, CausalLMSettings(), prompt.text)).endswith("<|assistant|>4")
 
 
+def test_null_arguments_of_the_template_are_none(tmp_path: Path) -> None:
+    row = {"prompt": turns(ASKED), "chat_template_kwargs": {"enable_thinking": None}}
+    (prompt,) = read(written(tmp_path, "set.parquet", [row]))
+    assert json.loads(prompt.text) == row["prompt"]
+
+
 def test_messages_that_python_printed_into_a_table_are_refused(tmp_path: Path) -> None:
     (tmp_path / "set.csv").write_text(f'prompt\n"{turns(ASKED)}"\n')
     assert refusal(tmp_path / "set.csv").place.endswith("line 2, column prompt")
