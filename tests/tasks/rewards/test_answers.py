@@ -79,7 +79,7 @@ def refused(content: bytes, **limits: int) -> tuple[int, str]:
         (body("answer", make_batch([flat(1)])), 422, "these samples are images"),
         (body("likeness", make_batch([noise(0, 40, 40)], [noise(0, 40, 60)])), 422, "aspect"),
         (body("likeness", make_batch([noise(0, 8, 8)], [noise(1, 8, 8)])), 422, "11 pixels"),
-        (body("answer", make_texts("a", columns={"answer": [3]})), 422, "column answer"),
+        (body("answer", make_texts("a", columns={"answer": [3.5]})), 422, "column answer"),
         (with_sample(image=base64.b64encode(b"GIF89a").decode()), 422, "sample s, image: "),
         # A column is bounded like a prompt and a completion, in whatever form.
         (with_sample("answer", completion="a", columns={"answer": "a" * 99_999}), 422, "columns.answer"),
