@@ -312,8 +312,12 @@ class ImageRolloutSection(_GroupsSection, ImageSettings):
     shared_noise: bool = Field(description="siblings start from the same noise")
 
     def for_evaluation(self, evaluate: EvaluateSection) -> Self:
-        """Return the settings of held-out images, with the steps and the guidance that the evaluation sets."""
-        own = {"num_inference_steps": evaluate.num_inference_steps, "guidance_scale": evaluate.guidance_scale}
+        """Return the settings of held-out images, with the steps, guidance and size that the evaluation sets."""
+        own: dict[str, Any] = {name: getattr(evaluate, name) for name in ("num_inference_steps", "guidance_scale")}
+        # Prompt files of several sizes say nothing of an image outside of them.
+        sizes = {(each.height, each.width) for each in evaluate.sets}
+        if len(sizes) == 1:
+            own["height"], own["width"] = sizes.pop()
         return self.model_copy(update={name: value for name, value in own.items() if value is not None})
 
 

@@ -117,12 +117,7 @@ def _evaluation(config: RunConfig) -> Iterator[InputError]:
 def _check_tokens(config: RunConfig, place: str, update: UpdateSection) -> Iterator[InputError]:
     if update.mask_truncated and isinstance(config.rollout, ImageRolloutSection):
         yield InputError(f"{place}.mask_truncated", True, "Images are never truncated; leave it out.")
-    if update.kl_estimator == "exact":
-        hint = "The KL in closed form is one of Gaussian denoising steps; of tokens use k1, k2 or k3."
-        yield InputError(f"{place}.kl_estimator", "exact", hint)
-    if update.traits.reads_gaussians:
-        hint = f"{update.loss} measures Gaussian denoising steps; choose another loss for tokens, such as grpo."
-        yield InputError(f"{place}.loss", update.loss, hint)
+    yield from (InputError(f"{place}.{name}", value, hint) for name, value, hint in update.unfit("tokens"))
 
 
 def _check_denoising(config: RunConfig, place: str, update: UpdateSection) -> Iterator[InputError]:
@@ -130,13 +125,7 @@ def _check_denoising(config: RunConfig, place: str, update: UpdateSection) -> It
     if isinstance(rollout, DenoisingSettings) and rollout.sde_window_size == 0:
         hint = f"Without noisy steps there are no importance ratios; give at least 1, or set {place}.algorithm to nft."
         yield InputError("rollout.sde_window_size", 0, hint)
-    same = "All steps of the window have the same noise level, and their entropy has no gradient; leave it out."
-    if update.entropy_coef > 0:
-        yield InputError(f"{place}.entropy_coef", update.entropy_coef, same)
-    if update.entropy_quantile < 1:
-        yield InputError(f"{place}.entropy_quantile", update.entropy_quantile, same)
-    if update.mask_truncated:
-        yield InputError(f"{place}.mask_truncated", True, "Denoising is never truncated; leave it out.")
+    yield from (InputError(f"{place}.{name}", value, hint) for name, value, hint in update.unfit("denoising"))
     if config.advantages.kl_coef > 0:
         hint = f"Denoising steps have no KL inside the reward; set {place}.kl_coef, whose KL is exact, and this to 0."
         yield InputError("advantages.kl_coef", config.advantages.kl_coef, hint)

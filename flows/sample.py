@@ -121,12 +121,17 @@ def _is_adapter(folder: Path) -> bool:
 
 def _open_run(request: SampleRequest) -> Source:
     store = find_run(request.source, request.root)
-    config = stored_config(store, request.overrides)
+    stored = stored_config(store)
     digest = str(read_description(store).get("model_digest", ""))
     chosen, notes = choose_policy(store, chosen_version(store, request.policy), digest)
     # Samples need no reference.
     version = chosen.averaged.with_copies("ema", "old")
-    spec = _spec(config.policy, digest, adapter_version(config))
+    # They are drawn as the evaluations draw, and what is set here counts more than either section of the run.
+    shown = {"policy": stored.policy, "rollout": stored.evaluation_rollout, "placement": stored.placement}
+    sections = {name: each.model_dump(mode="json") for name, each in shown.items()}
+    raise_all(apply_overrides(sections, request.overrides))
+    config = validated(_Sampling, sections)
+    spec = _spec(config.policy, digest, adapter_version(stored))
     return Source(f"{store.run}-v{version.version}", config, spec, store, version, notes)
 
 

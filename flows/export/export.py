@@ -144,7 +144,8 @@ def _record(plan: ExportPlan) -> dict[str, Any]:
     config = plan.config
     return {
         "policy": config.policy.model_dump(mode="json"),
-        "rollout": config.rollout.model_dump(mode="json"),
+        # Whoever draws with the export sees what the evaluations showed.
+        "rollout": config.evaluation_rollout.model_dump(mode="json"),
         # Of a run that started from an adapter it covers that too, which the export does not need.
         "base_digest": plan.base_digest if config.policy.adapter is None else None,
         "version": plan.policy.version,

@@ -121,5 +121,6 @@ def pipeline_parts(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     Args:
         index: content of INDEX_FILE.
     """
+    # Settings of a class may be lists as well, and a part that the pipeline was saved without is a list of null.
     found = {name: place for name, place in index.items() if isinstance(place, list) and len(place) == 2}
-    return {name: (place[0], place[1]) for name, place in found.items() if place[0] is not None}
+    return {name: (place[0], place[1]) for name, place in found.items() if all(isinstance(each, str) for each in place)}

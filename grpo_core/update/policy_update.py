@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.actions import Actions
+from grpo_core.errors import InputError, raise_all
 from grpo_core.losses.ratios import mismatch_metrics, mismatch_weights
 from grpo_core.parity import ParityTolerance, measure_parity, require_parity, share_of_tolerance
 from grpo_core.policies.protocol import PolicyComponent
@@ -60,12 +61,14 @@ def update_policy(
         on_progress: called with the number of passes done and their total, those without gradients included.
 
     Raises:
+        InputError: settings that rows of this stream cannot be trained with, such as an entropy of denoising steps.
         ParityError: stored and recomputed log-probs differ beyond the tolerance; no weight was changed.
         NonFiniteError: a loss or gradient is not finite; names the samples.
         ValueError: rows of other weights without a correction, or a KL without a reference.
     """
     if not len(rows):
         return UpdateResult({}, ())
+    raise_all(InputError(f"update.{name}", value, hint) for name, value, hint in settings.unfit(rows.actions.stream))
     if not bool(rows.on_policy.all()) and settings.mismatch.mode == "none":
         raise ValueError("rows of other weights need a correction; set update.mismatch.mode to truncate or mask")
     trained = trained_actions(rows, settings)

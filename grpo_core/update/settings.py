@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from grpo_core.errors import InputError
 from grpo_core.losses.settings import LossSettings
 from grpo_core.settings import check_fields
+from grpo_core.streams import Stream
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,24 @@ class UpdateSettings(LossSettings, StepSettings):
     def with_reference_logprobs(self) -> bool:
         """Whether the reference's log-probs are needed before the first step; the exact KL is computed in each pass."""
         return self.with_reference and self.kl_estimator != "exact"
+
+    def unfit(self, stream: Stream) -> Iterator[tuple[str, object, str]]:
+        """Yield each setting that rows of a stream cannot be trained with: its name, its value and a hint."""
+        if stream == "denoising":
+            same = "All steps of the window have the same noise level, and their entropy has no gradient; leave it out."
+            if self.entropy_coef > 0:
+                yield "entropy_coef", self.entropy_coef, same
+            if self.entropy_quantile < 1:
+                yield "entropy_quantile", self.entropy_quantile, same
+            if self.mask_truncated:
+                yield "mask_truncated", True, "Denoising is never truncated; leave it out."
+            return
+        if self.kl_estimator == "exact":
+            hint = "The KL in closed form is one of Gaussian denoising steps; of tokens use k1, k2 or k3."
+            yield "kl_estimator", "exact", hint
+        if self.traits.reads_gaussians:
+            hint = f"{self.loss} measures Gaussian denoising steps; choose another loss for tokens, such as grpo."
+            yield "loss", self.loss, hint
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Samples of a run, of its exports and of a model, against the policy's own sampler."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from diffusers import GlmImagePipeline
 from PIL import Image, ImageChops
 
+from configs.loader import read_config
 from flows.export.export import export
 from flows.export.plan import plan_export
 from flows.pipeline.requests import ExportRequest, SampleRequest
@@ -14,9 +16,13 @@ from flows.sample import Sample, check_output, open_source, sample
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.family import CausalLMFamily
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.diffusers.policy import DiffusersPolicy
+from grpo_core.policies.protocol import Policy
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import GroupRequest
 from grpo_core.seeds import derive_seed
-from tests.flows.export.stored_policies import HALVES, both_halves, store_run
+from tasks.runs.stored import stored_config
+from tests.flows.export.stored_policies import HALVES, SHIPPED, both_halves, store_run
 from tests.tiny_policies import MODEL as IMAGE_MODEL
 from tests.tiny_policies import TEXT_MODEL, build_policy, build_text_policy, render
 
@@ -76,6 +82,43 @@ def test_adapters_of_both_halves_draw_alike_from_the_run_and_from_its_export(tmp
         assert written.file is not None
         with Image.open(written.file) as image:
             assert ImageChops.difference(image, expected).getbbox() is None
+
+
+SHOWN = ("evaluate.num_inference_steps=3", "evaluate.guidance_scale=2.5", "evaluate.height=96", "evaluate.width=64")
+
+
+def disturbed_pipeline() -> DiffusersPolicy:
+    model, file = SHIPPED[DiffusersPolicy]
+    choice = {"denoising": TrainingChoice(LoraSettings(4, 8.0))}
+    return DiffusersPolicy.load(str(model), read_config(file).rollout, choice)  # type: ignore[arg-type]
+
+
+KINDS: dict[str, tuple[Callable[[], Policy], tuple[str, ...]]] = {
+    "texts": (lambda: build_text_policy(CausalLMSettings(), disturbed=0.05), ()),
+    "both halves": (both_halves, (*HALVES, *SHOWN)),
+    "a pipeline": (disturbed_pipeline, SHOWN),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_people_are_shown_what_the_evaluations_draw(kind: str, tmp_path: Path) -> None:
+    """From the run and from its export, which says so in its lines of Python."""
+    build, settings = KINDS[kind]
+    run = store_run(tmp_path, "run", build(), {}, settings=settings)
+    shown = stored_config(run.store).evaluation_rollout
+    for setting in settings[len(settings) - len(SHOWN) :]:
+        name, _, value = setting.removeprefix("evaluate.").partition("=")
+        assert getattr(shown, name) == float(value)
+    folder = tmp_path / "export"
+    export(plan_export(ExportRequest(run=str(run.folder), folder=str(folder))))
+    for source in (run.folder, folder):
+        request = SampleRequest(source=str(source), prompts=("sort it",))
+        assert open_source(request).config.rollout == shown
+        if settings:
+            changed = request.model_copy(update={"overrides": ("rollout.num_inference_steps=7",)})
+            assert open_source(changed).config.rollout == shown.model_copy(update={"num_inference_steps": 7})
+    if settings:
+        assert "height=96, width=64, num_inference_steps=3" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

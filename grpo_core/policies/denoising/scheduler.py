@@ -165,8 +165,11 @@ class WindowScheduler(FlowMatchEulerDiscreteScheduler):
         return_dict: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Make one step; as FlowMatchEulerDiscreteScheduler."""
-        following = self._following(model_output, timestep, sample, *args, **kwargs)
+        """Make one step; as FlowMatchEulerDiscreteScheduler, but latents never become narrower than they began."""
+        # Its own step rounds to the dtype of the model's output. Where that is in 16 bits and the first latents are
+        # not, a call that scores later steps would begin in another dtype than sampling had there.
+        velocity = model_output.to(torch.promote_types(model_output.dtype, sample.dtype))
+        following = self._following(velocity, timestep, sample, *args, **kwargs)
         return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=following) if return_dict else (following,)
 
     def _following(self, velocity: Tensor, timestep: Tensor, latents: Tensor, *args: Any, **kwargs: Any) -> Tensor:

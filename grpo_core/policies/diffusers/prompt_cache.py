@@ -57,7 +57,7 @@ class PromptCache:
         """Return what the pipeline's method returns for these prompts.
 
         Raises:
-            ValueError: prompts whose embeddings have several lengths.
+            ValueError: prompts whose embeddings have several lengths, or of which some have a mask and some do not.
         """
         given = self._signature.bind(*args, **kwargs).arguments
         times = given.get(_COPIES, 1)
@@ -70,6 +70,8 @@ class PromptCache:
         results = [found[row] for row in rows for _ in range(times)]
         if len(results) == 1:
             return copy.deepcopy(results[0])
+        if len({_structure(each) for each in found.values()}) > 1:
+            raise ValueError("the prompts of one call have embeddings of one kind, with masks or without")
         return _joined(results, self._growth(singles[rows[0]], results[0], copies=times > 1))
 
     @cached_property
@@ -107,7 +109,8 @@ class PromptCache:
             return _growing(result, two)
 
         values = {name: "row" if _is_by_row(name, value) else _kind(value) for name, value in single.items()}
-        kind = content_digest({**values, "copies": copies})
+        # A pipeline may return no mask where all positions are a prompt's.
+        kind = content_digest({**values, "copies": copies, "result": _structure(result)})
         if kind is None:
             return found()
         if kind not in self._growths:
@@ -223,6 +226,13 @@ def _joined(results: Sequence[Any], grows: Any) -> Any:
     if grows is True:
         return [each for result in results for each in result]
     return type(first)(_joined(parts, own) for parts, own in zip(zip(*results, strict=True), grows, strict=True))
+
+
+def _structure(result: Any) -> Any:
+    """Return the types of a result's parts; hashable."""
+    if isinstance(result, Sequence) and not isinstance(result, str):
+        return tuple(_structure(each) for each in result)
+    return type(result).__name__
 
 
 def _shapes(result: Any) -> Any:

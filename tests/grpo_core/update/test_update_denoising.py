@@ -9,6 +9,7 @@ from diffusers import GlmImagePipeline
 from torch import Tensor
 
 from grpo_core.actions import DenoisingBatch
+from grpo_core.errors import InputError
 from grpo_core.losses.policy_loss import TermInputs
 from grpo_core.losses.settings import LossSettings
 from grpo_core.parity import ParityError, ParityTolerance
@@ -44,6 +45,19 @@ def train(made: DenoisingComponent, rows: TrainingRows, lr: float = 3e-4, **chan
 def rows_by(made: DenoisingComponent, rows: TrainingRows) -> Tensor:
     with torch.no_grad():
         return made.logprobs(rows.actions).logprobs.mean(1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("entropy_quantile", 0.5), ("entropy_coef", 0.1), ("mask_truncated", True)]
+)
+def test_settings_of_tokens_are_refused_before_anything_is_computed(setting: str, value: Any) -> None:
+    made = component("sd3")
+    rows = rows_of(made)
+    before = [each.detach().clone() for each in made.trainable_parameters().values()]
+    with pytest.raises(InputError) as refused:
+        train(made, rows, **{setting: value})
+    assert (refused.value.place, refused.value.value) == (f"update.{setting}", value)
+    assert all(map(torch.equal, made.trainable_parameters().values(), before))
 
 
 @pytest.mark.parametrize("loss", ["grpo", "grpo_guard", pytest.param("flow_dppo", marks=pytest.mark.slow)])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from grpo_core.errors import NonFiniteError
+from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
 from grpo_core.losses.reductions import Denominators
 from grpo_core.losses.settings import MismatchSettings
@@ -69,6 +69,16 @@ def test_each_epoch_sees_each_row_once_in_an_order_of_its_own() -> None:
     assert sorted(seen[:7]) == sorted(seen[7:]) == [str(row) for row in range(7)]
     assert seen[:7] != seen[7:]
     assert len(result.steps) == 6
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("kl_estimator", "exact"), ("loss", "grpo_guard"), ("loss", "flow_dppo")]
+)
+def test_settings_of_denoising_steps_are_refused(setting: str, value: str) -> None:
+    policy = TablePolicy(7)
+    with pytest.raises(InputError) as refused:
+        train(policy, sampled_rows(policy, ADVANTAGES), **{setting: value})
+    assert (refused.value.place, refused.value.value) == (f"update.{setting}", value)
 
 
 def test_order_of_the_rows_comes_from_the_seed() -> None:

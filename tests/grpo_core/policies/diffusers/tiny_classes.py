@@ -26,7 +26,7 @@ from tests.grpo_core.policies.diffusers.tiny_pipelines import (
 )
 
 
-def _scheduler() -> Any:
+def flow_scheduler() -> Any:
     return diffusers.FlowMatchEulerDiscreteScheduler(**EXPONENTIAL)
 
 
@@ -67,18 +67,18 @@ def _mistral3(layers: int) -> Any:
 def flux2() -> Any:
     encoder = transformers.Mistral3ForConditionalGeneration(_mistral3(31))
     return diffusers.Flux2Pipeline(
-        _scheduler(), _flux2_autoencoder(), encoder, _padded(qwen_tokenizer()), _flux2_transformer(True)
+        flow_scheduler(), _flux2_autoencoder(), encoder, listed_template(qwen_tokenizer()), _flux2_transformer(True)
     )
 
 
 def flux2_klein() -> Any:
     encoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**qwen_config(), "num_hidden_layers": 28}))
     return diffusers.Flux2KleinPipeline(
-        _scheduler(), _flux2_autoencoder(), encoder, qwen_tokenizer(), _flux2_transformer(False)
+        flow_scheduler(), _flux2_autoencoder(), encoder, qwen_tokenizer(), _flux2_transformer(False)
     )
 
 
-def _started_tokenizer() -> Any:
+def started_tokenizer() -> Any:
     """A tokenizer that begins each text with a token of its own, so that an empty prompt has one."""
     tokenizer = qwen_tokenizer()
     start = (SPECIAL[1], tokenizer.convert_tokens_to_ids(SPECIAL[1]))
@@ -86,7 +86,7 @@ def _started_tokenizer() -> Any:
     return tokenizer
 
 
-def _padded(tokenizer: Any) -> Any:
+def listed_template(tokenizer: Any) -> Any:
     """Add a template for messages whose content is a list of texts."""
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content[0].text }}\n{% endfor %}"
     return tokenizer
@@ -97,12 +97,18 @@ def flux_kontext() -> Any:
     return diffusers.FluxKontextPipeline(**own.components)
 
 
-def _qwen_image_edit(pipeline_class: Any) -> Any:
-    own = qwen_image()
-    tokenizer, ids = own.tokenizer, {}
+def add_image_tokens(tokenizer: Any) -> dict[str, int]:
+    """Add the tokens that stand for images; return their ids by the names that configurations have for them."""
+    ids = {}
     for name in ("image_pad", "video_pad", "vision_start", "vision_end"):
         tokenizer.add_tokens([f"<|{name}|>"], special_tokens=True)
         ids[f"{name.removesuffix('_pad')}_token_id"] = tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+    return ids
+
+
+def _qwen_image_edit(pipeline_class: Any) -> Any:
+    own = qwen_image()
+    tokenizer, ids = own.tokenizer, add_image_tokens(own.tokenizer)
     config = own.text_encoder.config
     text = {**config.text_config.to_dict(), "bos_token_id": 0, "eos_token_id": 0}
     config = type(config)(text_config=text, vision_config=config.vision_config.to_dict(), **ids)
@@ -194,7 +200,7 @@ def cogview4() -> Any:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, time_shift_type="linear"
     )
-    return diffusers.CogView4Pipeline(_started_tokenizer(), encoder, autoencoder(), transformer, scheduler)
+    return diffusers.CogView4Pipeline(started_tokenizer(), encoder, autoencoder(), transformer, scheduler)
 
 
 def lumina() -> Any:
@@ -211,7 +217,7 @@ def lumina() -> Any:
     )
     encoder = transformers.GemmaModel(transformers.GemmaConfig(**qwen_config(), pad_token_id=None))
     return diffusers.LuminaPipeline(
-        transformer, diffusers.FlowMatchEulerDiscreteScheduler(), eightfold_autoencoder(), encoder, _started_tokenizer()
+        transformer, diffusers.FlowMatchEulerDiscreteScheduler(), eightfold_autoencoder(), encoder, started_tokenizer()
     )
 
 
@@ -235,7 +241,7 @@ def bria() -> Any:
         joint_attention_dim=32,
         axes_dims_rope=[4, 4, 8],
     )
-    return diffusers.BriaPipeline(transformer, _scheduler(), autoencoder(), t5_encoder(32), t5_tokenizer())
+    return diffusers.BriaPipeline(transformer, flow_scheduler(), autoencoder(), t5_encoder(32), t5_tokenizer())
 
 
 def ernie_image(rewrites: bool = True) -> Any:
@@ -284,7 +290,16 @@ MAKE_CLASS: dict[str, Callable[[], Any]] = {
 }
 
 # A letter is an id, and some templates have more letters than the prompt.
-_LENGTHS = {"flux2": 400, "sana": 200, "ernie_image": None, "qwen_image_edit": 512, "qwen_image_edit_plus": 512}
+_LENGTHS = {
+    "flux2": 400,
+    "sana": 200,
+    "ernie_image": None,
+    "qwen_image_edit": 512,
+    "qwen_image_edit_plus": 512,
+    "krea2": 300,
+    "lumina2": 300,
+    "nucleus_moe": None,
+}
 
 # Those that make no image without a source.
 NEED_SOURCES = ("qwen_image_edit", "qwen_image_edit_plus")
@@ -296,6 +311,6 @@ SEVERAL = ("flux2", "flux2_klein", "qwen_image_edit_plus", "z_image_omni")
 
 def settings_of(name: str, **changes: Any) -> DiffusersSettings:
     """Settings for one of these; guidance is embedded or classifier-free."""
-    side = 64 if name == "lumina" else 32
+    side = 64 if name.startswith("lumina") else 32
     given = {"height": side, "width": side, "guidance_scale": 4.0, "max_sequence_length": _LENGTHS.get(name, 64)}
     return settings(**{**given, **changes})
