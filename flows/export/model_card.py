@@ -15,7 +15,7 @@ from configs.sections import (
 )
 from flows.export.difference import MergedDifference
 from flows.export.plan import ExportPlan
-from grpo_core.policies.diffusers.saved_pipeline import call_settings, read_saved_pipeline
+from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, call_settings, read_saved_pipeline
 from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.policies.protocol import policy_family
 from grpo_core.streams import Stream
@@ -53,6 +53,9 @@ def _image_usage(
     own = isinstance(rollout, GlmImageRolloutSection) and _has_own_processor(config.policy.model)
     code = ", trust_remote_code=True" if own else ""
     code += _revision(config, merged)
+    saved = _saved(config)
+    absent = [] if saved is None else [part for part in saved.pipeline_class.can_lack if part not in saved.parts]
+    code += "".join(f", {part}=None" for part in absent)
     adapters = {} if merged else {stream: _ADAPTERS[stream] for stream in config.policy.streams}
     imports = [name for stream in adapters for name in _ADAPTER_IMPORTS.get(stream, ())]
     lines = ["import torch", f"from diffusers import {pipeline}", *imports, ""]
@@ -71,9 +74,13 @@ def _image_usage(
     return "\n".join(lines)
 
 
+def _saved(config: RunConfig) -> SavedPipeline | None:
+    return read_saved_pipeline(config.policy.model) if config.policy.kind == "diffusers" else None
+
+
 def _source_argument(config: RunConfig) -> str | None:
     """Return the argument for the image to edit; None for a run whose prompts have none."""
-    saved = read_saved_pipeline(config.policy.model) if config.policy.kind == "diffusers" else None
+    saved = _saved(config)
     argument = saved.pipeline_class.sources if saved is not None else None
     if argument is None or all(dataset.image_column is None for dataset in config.data.sets):
         return None
@@ -101,7 +108,7 @@ def _own_arguments(
     config: RunConfig, rollout: GlmImageRolloutSection | DiffusersRolloutSection
 ) -> Mapping[str, object]:
     """Return guidance and other arguments as the pipeline calls them, which files on this machine tell."""
-    saved = read_saved_pipeline(config.policy.model) if isinstance(rollout, DiffusersRolloutSection) else None
+    saved = _saved(config)
     if saved is None or not isinstance(rollout, DiffusersRolloutSection):
         return {"guidance_scale": rollout.guidance_scale}
     return {**call_settings(saved, rollout), **saved.pipeline_class.fixed_arguments(rollout.size)}

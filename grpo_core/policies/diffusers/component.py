@@ -1,7 +1,7 @@
 """The transformer of a pipeline as a component: what the call of its class is given for a row."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,10 +45,16 @@ class DiffusersDenoising(DenoisingComponent):
         """
         super().__init__(pipeline, settings, trained, autocast=autocast, offload=offload)
         self.saved = saved
-        encoders = tuple(name for name in saved.parts if name.startswith(ENCODERS))
-        self.prompts = PromptCache(pipeline, encoding=partial(offload.using, *encoders))
+        self.prompts = PromptCache(pipeline, encoding=self._encoding)
         if saved.pipeline_class.sources is not None:
             _encode_in_own_dtype(pipeline.vae)
+
+    @contextmanager
+    def _encoding(self) -> Iterator[None]:
+        """Encode prompts as the calls that sample and score do, also where they are encoded ahead of these."""
+        encoders = [name for name in self.saved.parts if name.startswith(ENCODERS)]
+        with self.offload.using(*encoders), self._precision():
+            yield
 
     def prepare_for_update(self, actions: DenoisingBatch | None = None) -> None:
         """Enter the mode for gradients; with offloaded parts the prompts are encoded before the first pass."""

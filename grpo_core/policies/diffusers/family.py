@@ -43,7 +43,7 @@ def refuse_cut_prompts(model: str, saved: SavedPipeline, settings: DiffusersSett
         if lengths and all(length > limit for length, limit in zip(lengths, limits, strict=True)):
             read = max(limits)
             hint = f"It has {min(lengths)} ids and the model reads {read} of them; shorten it"
-            longer = "max_sequence_length" in saved.pipeline_class.call
+            longer = "max_sequence_length" in saved.pipeline_class.call and not all(map(_is_of_clip, tokenizers))
             raise InputError(
                 f"prompt {number}", prompt, hint + (", or set rollout.max_sequence_length." if longer else ".")
             )
@@ -59,10 +59,14 @@ def _tokenizers(model: str, saved: SavedPipeline) -> list[Any]:
 def _limit(tokenizer: Any, saved: SavedPipeline, settings: DiffusersSettings) -> int:
     """Return how many ids of a prompt are read: `max_sequence_length`, or all that CLIP has positions for."""
     own = int(tokenizer.model_max_length)
-    if "CLIP" in type(tokenizer).__name__:
+    if _is_of_clip(tokenizer):
         return own
     default = saved.pipeline_class.call.get("max_sequence_length")
     return settings.max_sequence_length or (default if isinstance(default, int) else own)
+
+
+def _is_of_clip(tokenizer: Any) -> bool:
+    return "CLIP" in type(tokenizer).__name__
 
 
 PROMPT_TOKENS = 512
@@ -101,7 +105,9 @@ class DiffusersFamily:
             call_settings(saved, settings)
             refuse_missing_weights(model, saved.parts)
             from grpo_core.policies.diffusers.compatibility import refuse_incompatible
+            from grpo_core.policies.diffusers.loading import absent_parts
 
+            absent_parts(model, saved)
             refuse_incompatible(model, settings)
 
     def refuse_quantization(

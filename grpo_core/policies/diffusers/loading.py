@@ -1,5 +1,6 @@
 """A pipeline by folder or hub name, its networks on the meta device, and the pipeline with trained weights."""
 
+import inspect
 import re
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError
 from grpo_core.policies.denoising.rows import load_frozen
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, read_saved_pipeline
-from grpo_core.policies.pipeline_files import find_model_file, refuse_missing_folder
+from grpo_core.policies.pipeline_files import INDEX_FILE, find_model_file, refuse_missing_folder
 from grpo_core.policies.pipeline_quantization import loading_options, quantized_parts, require_usable_parts
 from grpo_core.policies.trained.component import refuse_unavailable_attention
 from grpo_core.policies.trained.lora_and_full import train_model
@@ -56,6 +57,25 @@ def require_usable_weights(
     return require_usable_parts(model, saved.parts, quantization, device, trained=(TRANSFORMER,), adapters=adapters)
 
 
+def absent_parts(model: str, saved: SavedPipeline) -> dict[str, None]:
+    """Return the parts that a pipeline was saved without, of those that the constructor of its class has to be given.
+
+    diffusers fails without them, where its user does not give them as None.
+
+    Raises:
+        InputError: names a part that the class cannot do without.
+    """
+    found, spared = getattr(diffusers, saved.class_name), saved.pipeline_class.can_lack
+    wanted = [each for each in inspect.signature(found.__init__).parameters.values() if each.name != "self"]
+    needed = {each.name for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD}
+    absent = needed - saved.parts.keys()
+    spared = spared if absent.issuperset(spared[:1]) else ()
+    if missing := sorted(absent.difference(found._optional_components, spared)):
+        hint = f"Its {INDEX_FILE} has no {' and no '.join(missing)}; save it with all that a {saved.class_name} needs."
+        raise InputError("policy.model", model, hint)
+    return dict.fromkeys(sorted(absent))
+
+
 def modules_in_full(model: str, saved: SavedPipeline, part: str) -> list[str]:
     """Return the modules of a part of transformers that are never quantized."""
     return [] if saved.parts[part][0] == "diffusers" else default_skips(build_on_meta(model, saved, part))
@@ -86,6 +106,7 @@ def load_pipeline(
         # Read before the weights: what cannot be trained is refused first.
         saved = require_saved_pipeline(model)
         options = loading_options(saved.parts, quantization, dtype, device, partial(modules_in_full, model, saved))
+        options |= absent_parts(model, saved)
         return DiffusionPipeline.from_pretrained(
             model, dtype=dtype, use_safetensors=True, trust_remote_code=False, **options
         )

@@ -43,6 +43,7 @@ class PipelineClass:
         takes_area: whether its `max_area` in pixels overrides the size.
         spatial_latents: whether its `latents` are [rows, C, h, w] where its scheduler sees [rows, h w, C].
         sources: how it takes the source images of a prompt; None: it makes images from text alone.
+        can_lack: a part that its call does without, although its constructor wants one, and the parts that serve it.
         problem: why its denoising cannot be trained, as a sentence; None if it can.
     """
 
@@ -54,6 +55,7 @@ class PipelineClass:
     takes_area: bool = False
     spatial_latents: bool = False
     sources: SourceArgument | None = None
+    can_lack: tuple[str, ...] = ()
     problem: str | None = None
 
     def fixed_arguments(self, size: ImageSize) -> dict[str, object]:
@@ -71,6 +73,7 @@ def _tried(guidance: float | None, length: int | None = None, **differing: Any) 
 _FLUX = _tried(3.5, 512, call={"true_cfg_scale": 1.0}, packs=True, longest_prompt=512)
 _FLUX_2 = PipelineClass({"guidance_scale": 4.0, "max_sequence_length": 512}, packs=True, spatial_latents=True)
 _QWEN_IMAGE = _tried(None, 512, call={"true_cfg_scale": 4.0}, packs=True, longest_prompt=1024)
+_T5_OF_SD3 = ("text_encoder_3", "tokenizer_3")
 _Z_IMAGE = _tried(5.0, 512, no_guidance=0)
 
 _CLASSES: Mapping[str, PipelineClass] = MappingProxyType(
@@ -94,7 +97,7 @@ _CLASSES: Mapping[str, PipelineClass] = MappingProxyType(
         "QwenImageEditPlusPipeline": _QWEN_IMAGE,
         "QwenImagePipeline": _QWEN_IMAGE,
         "SanaPipeline": _tried(4.5, 300, call={"negative_prompt": ""}, switched_off=("use_resolution_binning",)),
-        "StableDiffusion3Pipeline": _tried(7.0, 256, longest_prompt=512),
+        "StableDiffusion3Pipeline": _tried(7.0, 256, longest_prompt=512, can_lack=_T5_OF_SD3),
         "ZImageOmniPipeline": _Z_IMAGE,
         "ZImagePipeline": _Z_IMAGE,
     }

@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 from grpo_core.policies.denoising.settings import SCHEDULER
-from grpo_core.policies.diffusers.loading import is_network
+from grpo_core.policies.diffusers.loading import absent_parts, is_network
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline
 from grpo_core.policies.pipeline_files import INDEX_FILE, read_pipeline_file
 from grpo_core.policies.sizes import count_parameters
@@ -95,13 +95,13 @@ def _assembled(folder: Path, saved: SavedPipeline, networks: Mapping[str, nn.Mod
     index = read_pipeline_file(str(folder), folder / INDEX_FILE)
     given = {name: index[name] for name in index if not name.startswith("_") and not isinstance(index[name], list)}
     wanted = inspect.signature(found.__init__).parameters
-    needed = {name: None for name, each in wanted.items() if each.default is each.empty and name != "self"}
     others = {
         part: getattr(_LIBRARIES[library], name).from_pretrained(folder / part, local_files_only=True)
         for part, (library, name) in saved.parts.items()
         if part not in networks
     }
-    return found(**{name: value for name, value in (needed | given | others | {**networks}).items() if name in wanted})
+    parts = {**absent_parts(str(folder), saved), **given, **others, **networks}
+    return found(**{name: value for name, value in parts.items() if name in wanted})
 
 
 class _UnfitError(ValueError):

@@ -1,4 +1,4 @@
-"""Random pipelines of further classes that make images of text alone."""
+"""Random pipelines of further classes that make images of text alone; all that are tried, by name and by class."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,23 @@ import diffusers
 import torch
 import transformers
 
+from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from tests.grpo_core.policies.denoising.tiny_pipelines import autoencoder
-from tests.grpo_core.policies.diffusers.tiny_classes import add_image_tokens, eightfold_autoencoder, flow_scheduler, listed_template, started_tokenizer
+from tests.grpo_core.policies.diffusers.tiny_classes import (
+    MAKE_CLASS,
+    add_image_tokens,
+    eightfold_autoencoder,
+    flow_scheduler,
+    listed_template,
+    settings_of,
+    started_tokenizer,
+)
 from tests.grpo_core.policies.diffusers.tiny_pipelines import (
+    MAKE,
     qwen_config,
     qwen_image,
     qwen_tokenizer,
+    settings,
     t5_encoder,
     t5_tokenizer,
 )
@@ -211,3 +222,36 @@ MAKE_TEXT_CLASS: dict[str, Callable[[], Any]] = {
     "nucleus_moe": nucleus_moe,
     "ovis_image": ovis_image,
 }
+
+MAKE_TRIED = {**MAKE, **MAKE_CLASS, **MAKE_TEXT_CLASS}
+
+CLASSES = {
+    "sd3": "StableDiffusion3Pipeline",
+    "flux": "FluxPipeline",
+    "qwen_image": "QwenImagePipeline",
+    "z_image": "ZImagePipeline",
+    "flux2": "Flux2Pipeline",
+    "flux2_klein": "Flux2KleinPipeline",
+    "flux_kontext": "FluxKontextPipeline",
+    "qwen_image_edit": "QwenImageEditPipeline",
+    "qwen_image_edit_plus": "QwenImageEditPlusPipeline",
+    "z_image_omni": "ZImageOmniPipeline",
+    "sana": "SanaPipeline",
+    "cogview4": "CogView4Pipeline",
+    "lumina": "LuminaPipeline",
+    "bria": "BriaPipeline",
+    "ernie_image": "ErnieImagePipeline",
+    "aura_flow": "AuraFlowPipeline",
+    "bria_fibo": "BriaFiboPipeline",
+    "chroma": "ChromaPipeline",
+    "krea2": "Krea2Pipeline",
+    "lumina2": "Lumina2Pipeline",
+    "nucleus_moe": "NucleusMoEImagePipeline",
+    "ovis_image": "OvisImagePipeline",
+}
+"""The class of each."""
+
+
+def settings_of_tried(name: str, **changes: Any) -> DiffusersSettings:
+    """Settings for any of these."""
+    return settings(name, **changes) if name in MAKE else settings_of(name, **changes)

@@ -1,0 +1,243 @@
+"""Every class that is called tried: as it was saved, as it is encoded, and in 16 bits."""
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from grpo_core.collect import collect_rollouts
+from grpo_core.errors import InputError
+from grpo_core.policies.diffusers import policy as policies
+from grpo_core.policies.diffusers.family import FAMILY
+from grpo_core.policies.diffusers.loading import absent_parts, load_pipeline, require_saved_pipeline
+from grpo_core.policies.diffusers.pipeline_class import TRIED
+from grpo_core.policies.diffusers.policy import DiffusersPolicy
+from grpo_core.policies.diffusers.prompt_cache import PromptCache
+from grpo_core.policies.diffusers.trial_sources import reduced_sources
+from grpo_core.policies.pipeline_files import INDEX_FILE
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.seeds import make_generator
+from tests.grpo_core.policies.diffusers.test_edits import source
+from tests.grpo_core.policies.diffusers.test_policy import pixels
+from tests.grpo_core.policies.diffusers.tiny_classes import NEED_SOURCES
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, flux, load, request, saved_once
+from tests.grpo_core.policies.diffusers.tiny_text_classes import CLASSES, MAKE_TRIED, settings_of_tried
+
+pytestmark = [
+    # Ernie's pipeline gives its scheduler a tensor of sigmas.
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    # Chroma's transformer imports it from where it was.
+    pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved_tried(tmp_path_factory: pytest.TempPathFactory) -> SavedFolder:
+    """The folder of a tiny pipeline by its name."""
+    return saved_once(tmp_path_factory.mktemp("tried"), MAKE_TRIED)
+
+
+def chosen(*quick: str) -> list[Any]:
+    """All names; those that are not quick are slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in MAKE_TRIED]
+
+
+def test_what_is_called_tried_is_tried() -> None:
+    assert list(CLASSES) == list(MAKE_TRIED)
+    assert set(CLASSES.values()) == set(TRIED)
+
+
+# --- parts that a pipeline was saved without
+
+
+def without(folder: Path, target: Path, *parts: str) -> Path:
+    """Copy a saved pipeline as `save_pretrained` writes one whose parts are None."""
+    shutil.copytree(folder, target, ignore=lambda _, names: set(names) & set(parts))
+    index = json.loads((target / INDEX_FILE).read_text())
+    (target / INDEX_FILE).write_text(json.dumps(index | {part: [None, None] for part in parts}))
+    return target
+
+
+def drawn(pipeline: Any, name: str, **changes: Any) -> Any:
+    """Draw the way diffusers' users do."""
+    chosen = settings_of_tried(name, num_inference_steps=1, sde_window_size=0)
+    described = TRIED[CLASSES[name]]
+    given: dict[str, Any] = {**described.fixed_arguments(chosen.size), **changes}
+    if chosen.max_sequence_length is not None:
+        given["max_sequence_length"] = chosen.max_sequence_length
+    if name in NEED_SOURCES:
+        given["image"] = source().open()
+    pipeline.set_progress_bar_config(disable=True)
+    (image,) = pipeline(
+        "a dot",
+        height=chosen.height,
+        width=chosen.width,
+        **{"num_inference_steps": 1, "generator": make_generator(0), **given},
+    ).images
+    return image
+
+
+def draws_without(folder: Path, name: str, *parts: str) -> bool:
+    """Whether diffusers loads and draws a pipeline whose parts are given as None."""
+    try:
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), **dict.fromkeys(parts))
+        with reduced_sources(CLASSES[name]):
+            drawn(pipeline, name)
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", chosen("sd3", "ernie_image"))
+def test_a_pipeline_without_a_part_is_loaded_if_diffusers_draws_with_it(
+    saved_tried: SavedFolder, name: str, tmp_path: Path
+) -> None:
+    """Each part alone; a text encoder with its tokenizer as well."""
+    folder = saved_tried(name)
+    parts = [part for part in require_saved_pipeline(str(folder)).parts if part not in ("transformer", "scheduler")]
+    pairs = [(part, part.replace("text_encoder", "tokenizer")) for part in parts if part.startswith("text_encoder")]
+    cases = [*((part,) for part in parts), *(pair for pair in pairs if pair[1] in parts)]
+    outcomes = {}
+    for case in cases:
+        changed = str(without(folder, tmp_path / "_".join(case), *case))
+        expected = draws_without(Path(changed), name, *case)
+        try:
+            outcomes[case] = set(absent_parts(changed, require_saved_pipeline(changed))) <= set(case)
+        except InputError as refused:
+            outcomes[case] = False
+            assert refused.place == "policy.model"
+            assert any(part in refused.hint for part in case)
+            with pytest.raises(InputError, match=case[0]):
+                FAMILY.refuse_unusable(changed, settings_of_tried(name))
+        assert outcomes[case] == expected, case
+    lacked = {part for case, loads in outcomes.items() for part in case if loads}
+    assert lacked == {"sd3": {"text_encoder_3", "tokenizer_3"}, "ernie_image": {"pe", "pe_tokenizer"}}.get(name, set())
+
+
+def test_stable_diffusion_3_without_t5_draws_what_diffusers_draws(saved_tried: SavedFolder, tmp_path: Path) -> None:
+    folder = without(saved_tried("sd3"), tmp_path / "small", "text_encoder_3", "tokenizer_3")
+    own = diffusers.StableDiffusion3Pipeline.from_pretrained(str(folder), text_encoder_3=None, tokenizer_3=None)
+    settings = settings_of_tried("sd3")
+    FAMILY.refuse_unusable(str(folder), settings)
+    policy = DiffusersPolicy.load(str(folder), settings, {"denoising": TrainingChoice(LoraSettings(rank=2))})
+    lacking = [name for name, part in policy.denoising.pipeline.components.items() if part is None]
+    assert lacking == [name for name, part in own.components.items() if part is None]
+    (group,) = policy.sample([request("a dot", 1, window_start=None)])
+    expected = drawn(own, "sd3", num_inference_steps=5, guidance_scale=settings.guidance_scale)
+    assert (pixels(group.outputs[0]) == pixels(expected)).all()
+    with pytest.raises(InputError, match="shorten it") as refused:
+        FAMILY.refuse_prompts(str(folder), settings, ["x" * 25])
+    assert "max_sequence_length" not in refused.value.hint
+
+
+def test_parts_that_only_some_calls_read_are_loaded(tmp_path: Path) -> None:
+    """FLUX with what an image adapter needs, and with one half of it."""
+    whole = flux()
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, projection_dim=16
+    )
+    whole.register_modules(
+        image_encoder=transformers.CLIPVisionModelWithProjection(vision),
+        feature_extractor=transformers.CLIPImageProcessor(),
+    )
+    whole.save_pretrained(tmp_path / "whole")
+    extra = ("image_encoder", "feature_extractor")
+    for number, parts in enumerate([(), extra[:1], extra[1:], extra]):
+        folder = str(without(tmp_path / "whole", tmp_path / str(number), *parts))
+        loaded = load_pipeline(folder, dtype=torch.float32, device=torch.device("cpu"))
+        assert {part for part in extra if getattr(loaded, part) is None} == set(parts)
+        assert (pixels(drawn(loaded, "flux")) == pixels(drawn(whole, "flux"))).all()
+
+
+# --- prompts of any length
+
+
+@pytest.mark.parametrize("name", [name for name in MAKE_TRIED if name not in NEED_SOURCES])
+@torch.no_grad()
+def test_rows_of_a_prompt_are_encoded_as_by_the_pipeline(name: str) -> None:
+    """Also where it returns no mask for prompts that fill a multiple of 8 ids, whichever comes first."""
+    pipeline = MAKE_TRIED[name]()
+    for part in pipeline.components.values():
+        if isinstance(part, nn.Module):
+            part.eval()
+    own = pipeline.encode_prompt
+    parameters = inspect.signature(own).parameters
+    given = {each: None for each, found in parameters.items() if found.default is found.empty}
+    if "max_sequence_length" in parameters and (length := settings_of_tried(name).max_sequence_length) is not None:
+        given["max_sequence_length"] = length
+    for lengths in ((1, 2), (2, 1), (2, 10), (7, 8)) if name == "nucleus_moe" else ((2, 1),):
+        pipeline.encode_prompt = own
+        cache = PromptCache(pipeline)
+        prompts = ["x" * length for length in lengths]
+        lists = [[prompts[0]], [prompts[0]] * 2, [prompts[1]] * 3, *([prompts] if cache.pads_to_one_length else [])]
+        for rows in lists:
+            found, expected = (encode(**{**given, "prompt": list(rows)}) for encode in (cache, own))
+            (leaves, structure), (wanted, form) = tree_flatten(found), tree_flatten(expected)
+            assert structure == form
+            for one, other in zip(leaves, wanted, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow), (2, 10)])
+def test_pairs_of_short_prompts_are_drawn(saved_tried: SavedFolder, lengths: tuple[int, int]) -> None:
+    """Each as diffusers draws it alone: in a list, it pads them to one length and masks the rest."""
+    name = "nucleus_moe"
+    policy = shared(saved_tried, name)
+    prompts = ["x" * length for length in lengths]
+    groups = list(collect_rollouts(policy, [request(each, 2, window_start=1) for each in prompts], prompts_per_batch=2))
+    for group in groups:
+        steps = group.streams["denoising"]
+        torch.testing.assert_close(
+            policy.denoising.logprobs(steps.actions).logprobs.detach(), steps.rollout_logprobs, atol=1e-6, rtol=0
+        )
+    with policy.denoising.trained.reference():
+        plain = [policy.sample([request(each, 1, window_start=None)]) for each in prompts]
+        images = [next(iter(groups)).outputs[0] for groups in plain]
+    own = diffusers.DiffusionPipeline.from_pretrained(str(saved_tried(name)))
+    own.set_progress_bar_config(disable=True)
+    expected = own(
+        prompts,
+        height=32,
+        width=32,
+        num_inference_steps=5,
+        guidance_scale=4.0,
+        generator=[make_generator(0) for _ in prompts],
+    ).images
+    for image, other in zip(images, expected, strict=True):
+        assert abs(pixels(image) - pixels(other)).max() <= 1
+
+
+# --- 16 bits
+
+PRECISIONS: dict[str, dict[str, Any]] = {"weights": {"dtype": torch.bfloat16}, "autocast": {"autocast": torch.bfloat16}}
+
+
+def shared(saved: SavedFolder, name: str, **options: Any) -> DiffusersPolicy:
+    """Load a policy without its trial on a small copy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policies, "refuse_incompatible", lambda *_: True)
+        return load(saved(name), settings_of_tried(name), **options)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", chosen("cogview4", "sd3"))
+def test_steps_in_16_bits_are_scored_as_they_were_sampled(saved_tried: SavedFolder, name: str, precision: str) -> None:
+    """From the first latents on, and from a step in the middle."""
+    policy = shared(saved_tried, name, **PRECISIONS[precision])
+    assert policy.denoising.saved.class_name == CLASSES[name]
+    sources = (source(),) if name in NEED_SOURCES else ()
+    with reduced_sources(CLASSES[name]):
+        for window_start in (0, 2):
+            (group,) = policy.sample([request(samples=2, window_start=window_start, sources=sources)])
+            steps = group.streams["denoising"]
+            scored = policy.denoising.logprobs(steps.actions).logprobs.detach()
+            torch.testing.assert_close(scored, steps.rollout_logprobs, atol=1e-6, rtol=0)
