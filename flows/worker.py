@@ -25,9 +25,10 @@ from prefect.states import Cancelled, Failed
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
 from flows.pipeline.prefect_ui import shown_in_ui
+from flows.pipeline.requests import EvaluateRequest
 from flows.server.heartbeat_automation import ensure_automation
 from flows.server.reachable import KIND
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, first_line
 from tasks.execution.call import STAGES, carry_out_in, read_call
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
@@ -35,6 +36,8 @@ from tasks.execution.errors import LostStageError, StageCancelledError, StageTim
 from tasks.execution.resources import resource, run_resources
 from tasks.process import CHECKOUT
 from tasks.progress import log
+from tasks.runs.lookup import find_run
+from tasks.runs.stored import stored_config
 from tasks.storage.artifacts.store import ArtifactStore
 
 
@@ -140,7 +143,7 @@ class ResidentWorker(ProcessWorker):
         self.other: ResidentWorker | None = None
         self._shift, self._pause, self._polled = shift, pause, float("-inf")
         self._children = resource(ChildProcesses)
-        self._taken: FlowRun | None = None
+        self._takes_the_gpu = False
         self._names: dict[UUID, str] = {}
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
@@ -151,7 +154,8 @@ class ResidentWorker(ProcessWorker):
                 return []
             self._polled = time.monotonic()
             taken = await super().get_and_submit_flow_runs()
-            self._taken = taken[-1] if taken else self._taken
+            if taken:
+                self._takes_the_gpu = await asyncio.to_thread(uses_the_gpu, taken[-1].parameters)
             self._shift.taken += len(taken)
             return taken
 
@@ -161,7 +165,7 @@ class ResidentWorker(ProcessWorker):
 
     def uses_the_gpu(self) -> bool:
         """Return whether it runs something that takes the machine's memory and processors."""
-        return self.is_busy() and self._taken is not None and uses_the_gpu(self._taken.parameters)
+        return self.is_busy() and self._takes_the_gpu
 
     async def run(
         self,
@@ -177,7 +181,7 @@ class ResidentWorker(ProcessWorker):
             log(f"{flow_run.name}: begun")
             # Paths of a configuration are relative to the checkout.
             configuration.working_dir = configuration.working_dir or CHECKOUT
-            if uses_the_gpu(flow_run.parameters):
+            if await asyncio.to_thread(uses_the_gpu, flow_run.parameters):
                 # Its model needs the memory of the one that the child keeps.
                 self._children.close()
             return await super().run(flow_run, configuration, task_status)
@@ -218,17 +222,31 @@ class ResidentWorker(ProcessWorker):
 
 
 def uses_the_gpu(parameters: Mapping[str, Any]) -> bool:
-    """Return whether the parameters are those of a stage, or of a training run that runs every stage itself.
+    """Return whether the parameters are those of a stage, or of a training or evaluation that runs every stage itself.
 
     A run with a stage on a pool waits most of its time. If nothing else ran meanwhile, runs could wait forever
     for each other or for themselves.
     """
-    config = parameters.get("config")
+    config = parameters.get("config", _evaluated(parameters.get("request")))
     if not isinstance(config, Mapping):
         return "call" in parameters
     placement = config.get("placement") or {}
     sections = [*(placement.get(stage) for stage in _STAGE_SECTIONS), *(config.get("rewards") or [])]
     return not any(section and section.get("pool") for section in sections)
+
+
+def _evaluated(request: object) -> Mapping[str, Any] | None:
+    """Return the configuration by which a run is evaluated; None for another request, or one that will be refused."""
+    if not isinstance(request, Mapping) or not isinstance(request.get("run"), str):
+        return None
+    root = str(request.get("root", EvaluateRequest.model_fields["root"].default))
+    try:
+        # As the flow finds it, which runs in the checkout.
+        store = find_run(request["run"], root if "://" in root else str(CHECKOUT / root))
+        return stored_config(store, request.get("overrides") or ()).model_dump(mode="json")
+    except (InputError, OSError) as error:
+        log(f"{request['run']}: it cannot be evaluated ({first_line(error)})")
+        return None
 
 
 async def serve(pool: str, idle: float | None = None, limit: int | None = None) -> None:

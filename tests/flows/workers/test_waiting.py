@@ -11,12 +11,14 @@ from typing import Any
 
 import anyio
 import pytest
+import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Failed
 
+from configs.loader import read_config
 from flows.server.reachable import KIND
 from flows.worker import STAGES_QUEUE, WorkerState, register_stages, uses_the_gpu
 from grpo_core.errors import NonFiniteError
@@ -28,10 +30,12 @@ from tasks.execution.resources import resource, run_resources
 from tasks.execution.stopping import StopSignals
 from tasks.execution.work_pool import carry_out_on_pool, follow
 from tasks.progress import listen
+from tasks.runs.lookup import write_description
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, described
 from tasks.storage.prefect_results import record_stage
-from tests.flows.conftest import Heard, Runs
+from tasks.storage.schemas import SCHEMA_VERSION
+from tests.flows.conftest import TINY, Heard, Runs
 
 POOL = "waited-for"
 SECONDS_TO_TELL = 30.0
@@ -177,8 +181,29 @@ def test_a_failed_update_is_told_while_rollouts_wait_for_a_worker(empty: Runs) -
         ),
         ({"config": {"placement": {"update": {"pool": "gpu"}}}}, False),
         ({"config": {"rewards": [{"reward": "ssim"}, {"reward": "psnr", "pool": "cpu"}]}}, False),
-        ({"request": {"run": "tiny"}}, False),
+        ({"request": {"run": "nowhere"}}, False),
+        ({"request": {"sources": ["tiny"], "rewards": "rewards.yaml", "name": "again"}}, False),
     ],
 )
 def test_what_has_a_machine_to_itself(parameters: dict[str, Any], expected: bool) -> None:
     assert uses_the_gpu(parameters) is expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "expected"),
+    [
+        ([], [], True),
+        (["placement.update.pool=gpu"], [], False),
+        ([], ["placement.rewards.pool=cpu"], False),
+        (["placement.rollouts.pool=gpu"], ["placement.rollouts.pool=null"], True),
+    ],
+)
+def test_an_evaluation_has_a_machine_to_itself_unless_a_stage_waits_for_a_pool(
+    tmp_path: Path, settings: list[str], overrides: list[str], expected: bool
+) -> None:
+    config = read_config(TINY, ["run.name=tiny", *settings])
+    content = yaml.safe_dump(config.model_dump(mode="json")).encode()
+    described = {"name": "tiny", "schema_version": SCHEMA_VERSION}
+    write_description(ArtifactStore(str(tmp_path), "tiny"), described, content)
+    request = {"run": "tiny", "root": str(tmp_path), "overrides": overrides}
+    assert uses_the_gpu({"request": request}) is expected
