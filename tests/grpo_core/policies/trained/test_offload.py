@@ -171,21 +171,35 @@ def test_both_halves_of_glm_image_are_moved_once_a_stage() -> None:
     assert found[True][2] == [tokens + decoder + frozen_bytes(policy, "vae"), tokens, decoder]
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", pytest.param("qwen_image_edit", marks=pytest.mark.slow)])
-def test_prompts_of_a_pipeline_are_encoded_before_its_transformer_is_there(name: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [
+        ("sd3", None),
+        ("sd3", torch.bfloat16),
+        ("flux", None),
+        pytest.param("flux", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("qwen_image_edit", None, marks=pytest.mark.slow),
+        pytest.param("qwen_image_edit", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_prompts_of_a_pipeline_are_encoded_before_its_transformer_is_there(
+    name: str, autocast: torch.dtype | None, tmp_path: Path
+) -> None:
     editing = name not in ("sd3", "flux")
     folder = save(name, tmp_path / "pipeline", MAKE_CLASS) if editing else save(name, tmp_path / "pipeline")
     few = {"decode_batch_size": 2, "num_inference_steps": 3, "sde_window_range": (0, 3)}
     chosen = settings_of(name) if editing else settings(name, **few)
     images = (source(),) if editing else ()
     requests = [request(each, sources=images) for each in ("a red dot", "two", "three green dots")]
-    quantization = QuantizationSettings("nf4", components=("text_encoder_3",)) if name == "sd3" else None
+    quantized = name == "sd3" and autocast is None
+    quantization = QuantizationSettings("nf4", components=("text_encoder_3",)) if quantized else None
     choices: dict[Stream, Any] = {"denoising": TrainingChoice(LORA, quantization=quantization)}
     updates: dict[Stream, Any] = {"denoising": UpdateSettings(clip_range=1e-2, micro_batch_size=2)}
     found = {}
     with reduced_sources("QwenImageEditPipeline"):
         for offload in (False, True):
-            policy = DiffusersPolicy.load(str(folder), chosen, choices, offload=offload)
+            policy = DiffusersPolicy.load(str(folder), chosen, choices, offload=offload, autocast=autocast)
             found[offload] = result(policy, requests, updates)
     require_equal(found[False], found[True])
     encoders = [each for each in policy.denoising.saved.parts if each.startswith("text_encoder")]
