@@ -44,7 +44,7 @@ def _refuse_evaluation(config: RunConfig) -> None:
         policy_family(config.policy.kind).refuse_unusable(source_of(config), config.evaluation_rollout)
     except InputError as error:
         field = error.place.removeprefix("rollout.")
-        own = getattr(config.evaluate, field, None) is not None
+        own = any(getattr(config.evaluate, each, None) is not None for each in field.split(" and "))
         raise InputError(f"evaluate.{field}" if own else error.place, error.value, error.hint) from error
 
 

@@ -1,4 +1,4 @@
-"""The lines in the card of an exported edit pipeline draw with the pipeline, given an image to edit."""
+"""The lines in the card of an exported pipeline draw with it: one that edits, and one that was saved without a part."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,9 @@ from PIL import Image
 
 from configs.loader import read_config
 from flows.export.model_card import usage
-from tests.flows.conftest import REPOSITORY
+from tests.flows.conftest import REPOSITORY, TINY
 from tests.grpo_core.policies.diffusers.tiny_classes import MAKE_CLASS
-from tests.grpo_core.policies.diffusers.tiny_pipelines import save
+from tests.grpo_core.policies.diffusers.tiny_pipelines import save, without
 
 
 @pytest.mark.parametrize("name", ["flux_kontext", "flux2_klein"])
@@ -38,3 +38,14 @@ def test_a_run_whose_prompts_have_no_images_is_shown_without(tmp_path: Path) -> 
     lines = usage(config, str(folder), merged=True)
     assert "load_image" not in lines
     assert "max_area=262144" in lines
+
+
+def test_the_lines_of_the_card_load_a_pipeline_without_t5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = without(save("sd3", tmp_path / "whole"), tmp_path / "small", "text_encoder_3", "tokenizer_3")
+    small = ["rollout.height=32", "rollout.width=32", "rollout.max_sequence_length=32"]
+    config = read_config(TINY.with_name("tiny_sd3.yaml"), [f"policy.model={folder}", *small])
+    monkeypatch.chdir(tmp_path)
+    defined: dict[str, Any] = {}
+    exec(usage(config, str(folder), merged=True), defined)
+    assert defined["pipe"].text_encoder_3 is None
+    assert defined["image"].size == (32, 32)

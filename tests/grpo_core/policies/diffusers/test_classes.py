@@ -23,12 +23,17 @@ from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
 from tests.grpo_core.policies.diffusers.tiny_classes import MAKE_CLASS, NEED_SOURCES, settings_of
 from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, load, request, save
+from tests.grpo_core.policies.diffusers.tiny_text_classes import MAKE_TEXT_CLASS, MAKE_TRIED
 
-# Ernie's pipeline gives its scheduler a tensor of sigmas.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    # Ernie's pipeline gives its scheduler a tensor of sigmas.
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    # Chroma's transformer imports it from where it was.
+    pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
+]
 
 # Lumina pads to multiples of 8 ids, and CogView4 to multiples of 16.
-SLOW = ("flux2", "z_image_omni", "flux2_klein", "flux_kontext", "sana", "cogview4")
+SLOW = ("flux2", "z_image_omni", "flux2_klein", "flux_kontext", "sana", "cogview4", *MAKE_TEXT_CLASS)
 PROMPTS = ("a red dot", "a blue ring next to a much larger green square")
 
 
@@ -39,7 +44,7 @@ def saved_class(tmp_path_factory: pytest.TempPathFactory) -> SavedFolder:
 
     def find(name: str) -> Path:
         if name not in folders:
-            folders[name] = save(name, tmp_path_factory.mktemp(name) / "pipeline", MAKE_CLASS)
+            folders[name] = save(name, tmp_path_factory.mktemp(name) / "pipeline", MAKE_TRIED)
         return folders[name]
 
     return find
@@ -59,7 +64,7 @@ def classes() -> Iterator[object]:
 
     Two more are sampled, scored and trained with source images in test_edits.
     """
-    for name in MAKE_CLASS:
+    for name in (*MAKE_CLASS, *MAKE_TEXT_CLASS):
         if name not in NEED_SOURCES:
             yield pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
 
@@ -68,8 +73,8 @@ def classes() -> Iterator[object]:
 def test_a_class_is_sampled_scored_and_trained(saved_class: SavedFolder, name: str) -> None:
     chosen = settings_of(name)
     policy = load(saved_class(name), chosen)
-    # The small copy that was tried before its weights were read.
-    assert refuse_incompatible(str(saved_class(name)), chosen)
+    # The small copy that was tried before its weights were read; of this tiny Krea 2 no smaller one can be built.
+    assert refuse_incompatible(str(saved_class(name)), chosen) == (name != "krea2")
     for window_start in (1, 0):
         groups = sampled(policy, window_start)
         for group in groups:

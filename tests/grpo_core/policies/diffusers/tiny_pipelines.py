@@ -1,5 +1,7 @@
 """Random pipelines of the real classes with text encoders and tokenizers, small enough to run in milliseconds."""
 
+import json
+import shutil
 import string
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -15,6 +17,7 @@ from torch import nn
 from grpo_core.images import SourceImage
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
+from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.policies.trained.lora_and_full import LoraModel
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import GroupRequest
@@ -138,6 +141,14 @@ def save(name: str, folder: Path, make: Mapping[str, Callable[[], Any]] = MAKE) 
             part.apply(_spread)
     pipeline.save_pretrained(folder)
     return folder
+
+
+def without(folder: Path, target: Path, *parts: str) -> Path:
+    """Copy a saved pipeline as `save_pretrained` writes one whose parts are None."""
+    shutil.copytree(folder, target, ignore=lambda _, names: set(names) & set(parts))
+    index = json.loads((target / INDEX_FILE).read_text())
+    (target / INDEX_FILE).write_text(json.dumps(index | {part: [None, None] for part in parts}))
+    return target
 
 
 @torch.no_grad()
