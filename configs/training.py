@@ -32,6 +32,18 @@ if TYPE_CHECKING:
 Scalar = str | int | float | bool
 
 
+def reward_label(section: Mapping[str, Any]) -> str:
+    """Return what a reward is called in tables and plots: its name, that of its function, as in TRL, or its reward's.
+
+    Args:
+        section: the plain values of a RewardSection, perhaps of a configuration that is damaged.
+    """
+    settings = section.get("settings")
+    function = settings.get("function") if section.get("reward") == "function" and isinstance(settings, Mapping) else None
+    called = function.rpartition(":")[2].lstrip("_") if isinstance(function, str) else ""
+    return str(section.get("name") or (re.fullmatch(NAME_PATTERN, called) and called) or section.get("reward"))
+
+
 class RewardSection(Section, RewardTerm):
     """One reward of the mix."""
 
@@ -63,15 +75,7 @@ class RewardSection(Section, RewardTerm):
     @property
     def label(self) -> str:
         """The name in tables and plots."""
-        return self.name or self._function_name() or self.reward
-
-    def _function_name(self) -> str | None:
-        """Return the name of the function that a reward calls, as TRL names it; None for other rewards."""
-        function = self.settings.get("function") if self.reward == "function" else None
-        if not isinstance(function, str):
-            return None
-        name = function.rpartition(":")[2].lstrip("_")
-        return name if re.fullmatch(NAME_PATTERN, name) else None
+        return reward_label({"name": self.name, "reward": self.reward, "settings": self.settings})
 
     def scores(self, dataset: str) -> bool:
         """Return whether the reward scores the dataset."""

@@ -12,7 +12,7 @@ from grpo_core.errors import InputError
 from tasks.reports.report import Report, Table, require_page_path, write_page
 from tasks.reports.text import number
 from tasks.runs.layout import ADVANTAGES, evaluation_folder, iteration_folder, policy_folder
-from tasks.runs.lookup import CONFIG_FILE, runs_below
+from tasks.runs.lookup import CONFIG_FILE, read_description, runs_below
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import MANIFEST_ENDING
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
@@ -82,7 +82,7 @@ def _curves(store: ArtifactStore) -> "RunCurves":
     rewards = [(float(number), _reward(reader, iteration_folder(number))) for number in reader.iterations()]
     heldout = [(float(version), _reward(reader, evaluation_folder(version))) for version in reader.evaluations()]
     kept = [[(x, y) for x, y in points if y is not None] for points in (rewards, heldout)]
-    return RunCurves(store.run, _config(store), *kept)
+    return RunCurves(store.run, _config(store), _described(store), *kept)
 
 
 def runs_report(root: str, runs: Sequence[ListedRun]) -> Report:
@@ -131,6 +131,14 @@ def _planned(store: ArtifactStore) -> int | None:
     section = _config(store).get("run")
     planned = section.get("iterations") if isinstance(section, Mapping) else None
     return planned if isinstance(planned, int) else None
+
+
+def _described(store: ArtifactStore) -> Mapping[str, Any]:
+    """Read run.json; empty where it cannot be read."""
+    try:
+        return read_description(store)
+    except InputError:
+        return {}
 
 
 def _config(store: ArtifactStore) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
+from configs.training import reward_label
 from grpo_core.errors import InputError
 from tasks.metrics import split_stream
 from tasks.reports.curves import Curve
@@ -25,7 +26,7 @@ from tasks.reports.text import PLOTTED, REPORTED_OF_TEXTS, metric_title, with_st
 from tasks.runs.layout import REWARDS, SCORES_FILE
 from tasks.runs.lookup import read_description
 from tasks.runs.reader import RunReader
-from tasks.runs.run_view import RunView
+from tasks.runs.run_view import RunView, rescoring_of
 from tasks.storage.artifacts.reference import ArtifactRef
 
 CONFIDENCE = 0.95
@@ -156,17 +157,37 @@ class ComparedRun:
     @property
     def mix(self) -> str | None:
         """What determines the combined reward of a sample, as JSON; None where run.json does not say it."""
-        identity = self.described.get("identity") or {}
-        if not identity:
-            return None
-        settings = identity["settings"]
-        combined = {name: settings["advantages"].get(name) for name in _REWARD_OF_ADVANTAGES}
-        return json.dumps([settings["rewards"], sorted(identity["scores"]), combined], sort_keys=True)
+        return reward_mix(self.described)
 
     @property
     def trained_on(self) -> str | None:
-        """Name of the rescoring that a replay was trained on; None where the run's own rewards were."""
-        return self.view.trained_on
+        """The rescoring that a replay was trained on, in words; None where the run's own rewards were."""
+        return rescoring_in_words(self.view.config)
+
+
+def reward_mix(described: Mapping[str, Any]) -> str | None:
+    """Return what determines the combined reward of a sample, as JSON; None where it is not known.
+
+    Args:
+        described: content of run.json.
+    """
+    identity = described.get("identity") or {}
+    if not identity:
+        return None
+    settings = identity["settings"]
+    combined = {name: settings["advantages"].get(name) for name in _REWARD_OF_ADVANTAGES}
+    return json.dumps([settings["rewards"], sorted(identity["scores"]), combined], sort_keys=True)
+
+
+def rescoring_in_words(config: Mapping[str, Any]) -> str | None:
+    """Return the rescoring that a replay was trained on, and the run that has it; None of any other run.
+
+    Args:
+        config: plain values of config.yaml.
+    """
+    replay = config.get("replay")
+    name = rescoring_of(replay)
+    return f"rescoring {name} of {replay.get('source')}" if name and isinstance(replay, Mapping) else None
 
 
 def describe_run(label: str, reader: RunReader, view: RunView, fetched: Path) -> ComparedRun:
@@ -195,9 +216,13 @@ def provenances(reader: RunReader, parts: Sequence[ArtifactRef], fetched: Path) 
 def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, tuple[str | None, ...]]:
     """Return the value of every run for each setting that is not the same in all, by its path; None where unset.
 
-    Besides the configuration these are the model, the prompts, the code of each stage, and library versions.
+    Besides the configuration these are the model, the prompts, the version of each reward, the code of each stage, and
+    library versions.
     """
-    settings = [dict(flat_settings({**run.view.config, **_described(run)})) for run in runs]
+    settings = [
+        dict(flat_settings({**run.view.config, **inputs_of(run.view.config, run.described), **_made_with(run)}))
+        for run in runs
+    ]
     values = {path: [each.get(path) for each in settings] for path in itertools.chain(*settings)}
     return {
         path: tuple(None if value is None else written_setting(value) for value in found)
@@ -206,12 +231,30 @@ def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, tuple[str | Non
     }
 
 
-def _described(run: ComparedRun) -> dict[str, Any]:
-    identity = run.described.get("identity") or {}
-    digests = {"policy.model": run.described.get("model_digest"), "data.prompts": identity.get("prompts")}
+def inputs_of(config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a configuration names and does not contain: digests of model and prompts, versions of rewards.
+
+    Args:
+        config: plain values of config.yaml.
+        described: content of run.json.
+    """
+    identity = described.get("identity") or {}
+    digests = {"policy.model": described.get("model_digest"), "data.prompts": identity.get("prompts")}
+    rewards = config.get("rewards")
+    sections = [each for each in rewards if isinstance(each, Mapping)] if isinstance(rewards, list) else []
+    scores = {}
+    for section, (provenance, _) in zip(sections, identity.get("scores") or (), strict=False):
+        # The version of a function has the digest of its code.
+        origin = json.loads(provenance)
+        scores[reward_label(section)] = {name: origin.get(name) for name in ("version", "weights")}
+    return {"sha256": {name: str(digest)[:12] for name, digest in digests.items() if digest}, "scores": scores}
+
+
+def _made_with(run: ComparedRun) -> dict[str, Any]:
+    """Return the code of the project and the libraries that made a run, and where it was started last."""
+    code = (run.described.get("identity") or {}).get("code", {})
     return {
-        "sha256": {name: str(digest)[:12] for name, digest in digests.items() if digest},
-        "code": {name: str(digest)[:12] for name, digest in identity.get("code", {}).items()},
+        "code": {name: str(digest)[:12] for name, digest in code.items()},
         "versions": run.described.get("versions", {}),
         "started": {"host": run.view.starts[-1].host, "code": run.view.starts[-1].code} if run.view.starts else {},
     }
@@ -221,7 +264,9 @@ def flat_settings(value: object, path: str = "") -> Iterator[tuple[str, object]]
     """Yield the path of each value, and the value; null is the same as what is missing."""
     if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
         # Rewards, data sets and the like go by their name and not by their place.
-        value = {str(each.get("name") or each.get("reward") or place): each for place, each in enumerate(value)}
+        labels = [reward_label(each) if "reward" in each else str(each.get("name") or "") for each in value]
+        named = all(labels) and len(set(labels)) == len(labels)
+        value = dict(zip(labels if named else map(str, range(len(value))), value, strict=True))
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from flat_settings(each, f"{path}.{key}" if path else str(key))

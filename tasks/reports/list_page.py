@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from tasks.reports.compared_runs import flat_settings, written_setting
+from configs.training import reward_label
+from tasks.reports.compared_runs import flat_settings, inputs_of, rescoring_in_words, reward_mix, written_setting
 from tasks.reports.curves import Curve, Points, line_plot
 from tasks.reports.report import Cells, Notice, Report, Table, render
 from tasks.reports.text import counted, number
@@ -25,12 +26,14 @@ class RunCurves:
     Attributes:
         name: of the run.
         config: its configuration; empty without a readable one.
+        described: content of run.json; empty without a readable one.
         reward: (iteration, mean training reward).
         heldout: (policy version, mean held-out reward).
     """
 
     name: str
     config: Mapping[str, Any]
+    described: Mapping[str, Any]
     reward: Points
     heldout: Points
 
@@ -64,7 +67,8 @@ def configurations(runs: Sequence[RunCurves]) -> list[Configuration]:
     """Put runs of one configuration together; one whose configuration cannot be read stays alone."""
     found: dict[str, Configuration] = {}
     for run in runs:
-        settings = {path: value for path, value in flat_settings(run.config) if path not in _OWN}
+        given = flat_settings({**run.config, **inputs_of(run.config, run.described)} if run.config else {})
+        settings = {path: value for path, value in given if path not in _OWN}
         key = json.dumps(settings, sort_keys=True, default=str) if settings else f"alone: {run.name}"
         known = found.get(key)
         found[key] = Configuration(settings, [*known.runs, run] if known else [run])
@@ -112,11 +116,12 @@ def _curves(groups: Sequence[Configuration]) -> Iterator[Curve]:
     for name, meaning in (("reward", "training reward"), ("heldout", "held-out reward")):
         families: dict[str, list[Configuration]] = {}
         for group in groups:
-            asked = [group.runs[0].config.get("rewards")]
-            asked += [group.runs[0].config.get("evaluate")] if name == "heldout" else []
+            run = group.runs[0]
+            asked = [reward_mix(run.described) or run.config.get("rewards")]
+            asked += [run.config.get("evaluate") if name == "heldout" else rescoring_in_words(run.config)]
             families.setdefault(json.dumps(asked, sort_keys=True, default=str), []).append(group)
         for each in families.values():
-            rewards = f": {_rewards(each[0])}" if len(families) > 1 else ""
+            rewards = f": {_rewards(each[0], name)}" if len(families) > 1 else ""
             found = {group.label: over_seeds([getattr(run, name) for run in group.runs]) for group in each}
             bands = {group.label: [found[group.label][1]] for group in each if len(group.runs) > 1}
             ranges = "; the mean over the seeds that got there, in the range from the lowest to the highest"
@@ -128,11 +133,13 @@ def _curves(groups: Sequence[Configuration]) -> Iterator[Curve]:
             )
 
 
-def _rewards(group: Configuration) -> str:
-    rewards = group.runs[0].config.get("rewards")
+def _rewards(group: Configuration, curve: str) -> str:
+    config = group.runs[0].config
+    if curve == "reward" and (rescoring := rescoring_in_words(config)) is not None:
+        return rescoring
+    rewards = config.get("rewards")
     sections = [each for each in rewards if isinstance(each, Mapping)] if isinstance(rewards, list) else []
-    names = [str(each.get("name") or each.get("reward")) for each in sections if each.get("weight") != 0]
-    return ", ".join(names) or "unknown rewards"
+    return ", ".join(reward_label(each) for each in sections if each.get("weight") != 0) or "unknown rewards"
 
 
 def _seeds_table(groups: Sequence[Configuration]) -> Table:
@@ -165,4 +172,4 @@ def _settings_table(groups: Sequence[Configuration]) -> Table:
         if len(set(values)) > 1:
             rows.append({"": path, **dict(zip((group.label for group in groups), values, strict=True))})
     labels = [group.label for group in groups]
-    return Table("Settings that differ", rows, labels, "Of config.yaml, without names, seeds and places.")
+    return Table("Settings that differ", rows, labels, "Of config.yaml and run.json, without names, seeds and places.")

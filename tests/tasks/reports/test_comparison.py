@@ -1,3 +1,4 @@
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +38,14 @@ def identity(weight: float = 1.0, plan: str = "plan") -> dict[str, Any]:
     return {"identity": {"settings": settings, "scores": [["{}", "[]"]], "code": {}}, "evaluation": plan}
 
 
+def scored_by(function: str, version: str) -> dict[str, Any]:
+    """What run.json says of a run with one reward, a function whose file has this digest."""
+    settings = {"reward": "function", "settings": {"function": function}}
+    origin = json.dumps({"reward": "function", "version": version, "weights": {}})
+    mix = {"rewards": {"x": settings}, "advantages": {}}
+    return {"identity": {"settings": mix, "scores": [[origin, "[]"]], "code": {}}}
+
+
 def made(root: Path, name: str, shift: float, *, seed: int = 0, weight: float = 1.0, **options: Any) -> RunMaker:
     """A run of one iteration whose last policy scores `shift` more than 0.5 on average."""
     maker = RunMaker(root, name, planned=1, identity=options.pop("identity", identity(weight)), **options)
@@ -69,6 +78,38 @@ def test_the_same_prompts_and_seeds_are_paired_with_the_first_run(tmp_path: Path
     assert found.prompts[1]["c"].reward == pytest.approx(0.25)
 
 
+ONE, OTHER = ("a.py:brevity", "1+aa"), ("a.py:warmth", "1+aa")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "differing"),
+    [
+        # Two functions of one file.
+        ([ONE], [OTHER], {"rewards.brevity.settings.function", "rewards.warmth.settings.function"}),
+        # Functions of one name in two files.
+        ([ONE], [("b.py:brevity", "1+aa")], {"rewards.brevity.settings.function"}),
+        # The same function, whose file was changed.
+        ([ONE], [("a.py:brevity", "1+bb")], {"scores.brevity.version"}),
+        # Two functions without names in each run, one of which differs.
+        ([ONE, OTHER], [ONE, ("b.py:warmth", "1+bb")], {"rewards.warmth.settings.function", "scores.warmth.version"}),
+        # The order of rewards is no difference.
+        ([ONE, OTHER], [OTHER, ONE], set()),
+        ([ONE], [ONE], set()),
+    ],
+)
+def test_functions_without_names_are_told_apart(
+    tmp_path: Path, first: list[tuple[str, str]], second: list[tuple[str, str]], differing: set[str]
+) -> None:
+    makers = []
+    for name, functions in (("a", first), ("b", second)):
+        sections = [{"reward": "function", "settings": {"function": function}} for function, _ in functions]
+        each = scored_by(*functions[0])
+        each["identity"]["scores"] = [scored_by(*one)["identity"]["scores"][0] for one in functions]
+        makers.append(made(tmp_path, name, 0.0, identity=each, settings=f"rewards: {json.dumps(sections)}\n"))
+    found = {path for path in compared(*makers).settings if path.startswith(("rewards", "scores"))}
+    assert {path for path in found if not path.endswith(("reward", ".version")) or path in differing} == differing
+
+
 @pytest.mark.parametrize(
     ("change", "scores", "said"),
     [
@@ -79,7 +120,7 @@ def test_the_same_prompts_and_seeds_are_paired_with_the_first_run(tmp_path: Path
         (lambda root: made(root, "b", 0.25, prompts=("x", "y", "z")), ["reward"], "left out are 0 prompts of a and 1"),
         (lambda root: made(root, "b", 0.25, modality="text"), [], "b samples completions and a images"),
         (lambda root: RunMaker(root, "b", identity=identity()), [], "b has no stored evaluation"),
-        (lambda root: made(root, "b", 0.25, settings=REPLAY), ["reward"], "b: trained on mine, a on its own"),
+        (lambda root: made(root, "b", 0.25, settings=REPLAY), ["reward"], "b: trained on rescoring mine of a, a on its own"),
     ],
 )
 def test_what_cannot_be_compared_is_said(

@@ -7,22 +7,46 @@ from grpo_core.errors import InputError
 from tasks.reports.list_page import RunCurves, configurations, over_seeds
 from tasks.reports.text import visible
 from tests.tasks.reports.made_runs import RunMaker, whole_run
+from tests.tasks.reports.test_comparison import scored_by
 from tests.tasks.reports.test_run_page import EVIL, check_offline
 
 
 def run(name: str, seed: int, rate: float = 0.1, reward: tuple[float, ...] = ()) -> RunCurves:
     config = {"run": {"name": name, "seed": seed}, "update": {"learning_rate": rate}, "storage": {"root": name}}
-    return RunCurves(name, config, list(enumerate(reward, start=1)), [])
+    return RunCurves(name, config, {}, list(enumerate(reward, start=1)), [])
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_configuration() -> None:
-    runs = [run("a", 0), run("b", 0, 0.2), run("c", 7), RunCurves("d", {}, [], []), RunCurves("e", {}, [], [])]
+    runs = [run("a", 0), run("b", 0, 0.2), run("c", 7), RunCurves("d", {}, {}, [], []), RunCurves("e", {}, {}, [], [])]
     found = configurations(runs)
     assert [[each.name for each in group.runs] for group in found] == [["a", "c"], ["b"], ["d"], ["e"]]
     assert (found[0].seeds, found[1].label) == ("0, 7", "b")
     # config.yaml may be damaged.
-    (broken,) = configurations([RunCurves(name, {"run": 5}, [], []) for name in "fg"])
+    (broken,) = configurations([RunCurves(name, {"run": 5}, {}, [], []) for name in "fg"])
     assert broken.seeds == "?, ?"
+
+
+def test_only_runs_of_the_same_rewards_share_a_plot(tmp_path: Path) -> None:
+    """Of `other` a reward's function was changed in its file; the replay was trained on a rescoring of `own`."""
+    rewards = "rewards: [{reward: function, settings: {function: 'a.py:brevity'}}]\n"
+    for name, version, replay in (
+        ("own", "1+aa", ""),
+        ("other", "1+bb", ""),
+        ("replayed", "1+aa", "replay: {source: own, advantages: mine}\n"),
+    ):
+        made_of = scored_by("a.py:brevity", version)
+        maker = RunMaker(tmp_path, name, planned=1, identity=made_of, settings=rewards + replay)
+        maker.evaluation(0, shift=0.0)
+        maker.iteration(1)
+    page = tmp_path / "page.html"
+    write_list_page(str(tmp_path), list_runs(str(tmp_path)), page)
+    found = check_offline(page.read_text())
+    assert sorted(str(svg["aria-label"]) for svg in found.named("svg")) == [
+        *["Held-out reward: brevity over iterations"] * 2,
+        *["Training reward: brevity over iterations"] * 2,
+        "Training reward: rescoring mine of own over iterations",
+    ]
+    assert "3 runs, 3 configurations" in "".join(found.text)
 
 
 def test_a_band_is_the_range_over_the_runs_that_got_there() -> None:
