@@ -39,7 +39,9 @@ def reward_label(section: Mapping[str, Any]) -> str:
         section: the plain values of a RewardSection, perhaps of a configuration that is damaged.
     """
     settings = section.get("settings")
-    function = settings.get("function") if section.get("reward") == "function" and isinstance(settings, Mapping) else None
+    function = (
+        settings.get("function") if section.get("reward") == "function" and isinstance(settings, Mapping) else None
+    )
     called = function.rpartition(":")[2].lstrip("_") if isinstance(function, str) else ""
     return str(section.get("name") or (re.fullmatch(NAME_PATTERN, called) and called) or section.get("reward"))
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import MappingProxyType
 
 from configs.schema import RunConfig
@@ -15,15 +15,13 @@ from configs.sections import (
 )
 from flows.export.difference import MergedDifference
 from flows.export.plan import ExportPlan
+from flows.export.training_facts import heldout_table, training_facts
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, call_settings, read_saved_pipeline
 from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.policies.protocol import policy_family
 from grpo_core.streams import Stream
 from tasks.models.initial import local_source
-from tasks.reports.report import Fact, Report, Table, markdown_of
-from tasks.reports.text import number
-from tasks.runs.layout import StoredEvaluation, evaluation_folder
-from tasks.runs.stored import choose_policy, find_evaluation
+from tasks.reports.report import Report, markdown_of
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 """Where diffusers looks for an adapter in a folder."""
@@ -80,9 +78,13 @@ def _saved(config: RunConfig) -> SavedPipeline | None:
 
 def _source_argument(config: RunConfig) -> str | None:
     """Return the argument for the image to edit; None for a run whose prompts have none."""
+    if not _edits(config):
+        return None
+    if config.policy.kind == "glm_image":
+        return f"image=[{_LOAD_SOURCE}]"
     saved = _saved(config)
     argument = saved.pipeline_class.sources if saved is not None else None
-    if argument is None or all(dataset.image_column is None for dataset in config.data.sets):
+    if argument is None:
         return None
     return f"image=[{_LOAD_SOURCE}]" if argument.as_list else f"image={_LOAD_SOURCE}"
 
@@ -160,7 +162,7 @@ def _text_usage(config: RunConfig, rollout: TextRolloutSection, exported: str, m
         lines = ["from peft import PeftModel", *lines, f'model = PeftModel.from_pretrained(model, "{exported}")']
     if isinstance(rollout, VisionRolloutSection):
         lines += _image_inputs(rollout)
-    elif _uses_template(config.policy.model, rollout):
+    elif _uses_template(config.policy, rollout):
         system = rollout.system_prompt
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages += [{"role": "user", "content": TEXT_PROMPT}]
@@ -194,9 +196,10 @@ def _image_inputs(rollout: VisionRolloutSection) -> list[str]:
     ]
 
 
-def _uses_template(model: str, rollout: TextRolloutSection) -> bool:
-    """Return whether prompts are formatted as messages; a model that is not a folder counts as one with a template."""
-    folder = Path(model).expanduser()
+def _uses_template(policy: PolicySection, rollout: TextRolloutSection) -> bool:
+    """Return whether prompts are formatted as messages; a model that is not here counts as one with a template."""
+    folder = Path(policy.model).expanduser()
+    folder = folder if folder.is_dir() else Path(local_source(policy.model, policy.revision or "main"))
     if rollout.chat_template is not None or not folder.is_dir():
         return rollout.chat_template is not False
     config = folder / "tokenizer_config.json"
@@ -233,8 +236,8 @@ def model_card(plan: ExportPlan, difference: MergedDifference | None = None) -> 
     """
     exported = plan.repository or plan.folder.name
     sections = {
-        "Training": [markdown_of(Report("", _facts(plan)))],
-        "Held-out rewards": [markdown_of(Report("", tables=[_heldout(plan)]))],
+        "Training": [markdown_of(Report("", training_facts(plan)))],
+        "Held-out rewards": [markdown_of(Report("", tables=[heldout_table(plan)]))],
         "Use": ["```python", usage(plan.config, exported, merged=plan.base is not None), "```"],
         "Licence": [_LICENCE],
     }
@@ -247,12 +250,32 @@ def model_card(plan: ExportPlan, difference: MergedDifference | None = None) -> 
     return "\n".join(["---", _metadata(plan), "---", "", *body, ""])
 
 
-def _is_image(plan: ExportPlan) -> bool:
-    return policy_family(plan.config.policy.kind).modality == "image"
+_KINDS = MappingProxyType(
+    {
+        "text-to-image": "An image generator",
+        "image-to-image": "An image editor",
+        "text-generation": "A language model",
+        "image-text-to-text": "A vision-language model",
+    }
+)
+"""What a model of each of the hub's tasks is called."""
+
+
+def hub_task(config: RunConfig) -> str:
+    """Return the hub's name of what a run's model does: its `pipeline_tag`."""
+    if isinstance(config.rollout, VisionRolloutSection):
+        return "image-text-to-text"
+    if policy_family(config.policy.kind).modality == "text":
+        return "text-generation"
+    return "image-to-image" if _edits(config) else "text-to-image"
+
+
+def _edits(config: RunConfig) -> bool:
+    return any(dataset.image_column is not None for dataset in config.data.sets)
 
 
 def _summary(plan: ExportPlan) -> str:
-    what = "An image generator" if _is_image(plan) else "A language model"
+    what = _KINDS[hub_task(plan.config)]
     several = len(plan.config.policy.streams) > 1
     form = "the adapters of both its parts" if several else "an adapter"
     return f"{what} trained with rewards (GRPO). This is {'the merged model' if plan.base is not None else form}."
@@ -261,68 +284,15 @@ def _summary(plan: ExportPlan) -> str:
 def _metadata(plan: ExportPlan) -> str:
     from huggingface_hub import ModelCardData
 
-    of_models = "diffusers" if _is_image(plan) else "transformers"
+    image = policy_family(plan.config.policy.kind).modality == "image"
+    of_models = "diffusers" if image else "transformers"
     library = of_models if plan.base is not None or "denoising" in plan.config.policy.streams else "peft"
     model = plan.config.policy.model
     data = ModelCardData(
         # The hub refuses names that it does not know.
         base_model=None if Path(model).expanduser().is_dir() else model,
         library_name=library,
-        pipeline_tag="text-to-image" if _is_image(plan) else "text-generation",
+        pipeline_tag=hub_task(plan.config),
         tags=["grpo", *(["lora"] if plan.base is None else [])],
     )
     return str(data.to_yaml())
-
-
-def _facts(plan: ExportPlan) -> list[Fact]:
-    config = plan.config
-    files = [PurePosixPath(each.prompts).name for each in config.data.sets]
-    rewards = [f"{each.label} (weight {each.weight:g})" for each in config.rewards]
-    averaged = [("weights", "their moving average")] if plan.policy.copy_name == "ema" else []
-    revision = f"@{config.policy.revision}" if config.policy.revision is not None else ""
-    return [
-        ("base", f"{config.policy.model}{revision}, {plan.base_digest[:16]}"),
-        *((_named("trained", stream, config), _trained(config.policy, stream)) for stream in config.policy.streams),
-        ("prompts", ", ".join(files)),
-        ("rewards", ", ".join(rewards)),
-        *((_named("loss", stream, config), update.objective) for stream, update in config.updates.items()),
-        ("version", f"{plan.policy.version} of {config.run.iterations} updates"),
-        *averaged,
-        ("weights, sha256", plan.policy.digest),
-    ]
-
-
-def _trained(policy: PolicySection, stream: Stream) -> str:
-    lora = policy.lora_of(stream)
-    if policy.adapter is not None:
-        return f"the adapter {policy.adapter}"
-    return "every weight" if lora is None else f"adapters of rank {lora.rank}, alpha {lora.alpha:g}"
-
-
-def _named(what: str, stream: Stream, config: RunConfig) -> str:
-    """Return the name of a fact about one component; with its stream if several are trained."""
-    return what if len(config.policy.streams) == 1 else f"{what}, {stream}"
-
-
-def _heldout(plan: ExportPlan) -> Table:
-    """Return a table of the mean held-out rewards of the base and of the version, where they were evaluated."""
-    initial, _ = choose_policy(plan.store, 0, plan.base_digest)
-    policies = (initial.averaged, plan.policy)
-    found = [find_evaluation(plan.store, evaluation_folder(each.version), plan.config, each) for each in policies]
-    before, after = found
-    if after is None:
-        return Table("", [], note=f"Version {plan.policy.version} was not evaluated on held-out prompts.")
-    prompts = ", ".join(PurePosixPath(each.prompts).name for each in plan.config.evaluate.sets)
-    means = {"before": _means(before), f"version {plan.policy.version}": _means(after)}
-    rows = [{"": name, **{side: number(known.get(name)) for side, known in means.items()}} for name in _means(after)]
-    return Table("", rows, note=f"Means over {after.rollouts.rows:,} samples of the prompts in {prompts}.")
-
-
-def _means(done: StoredEvaluation | None) -> dict[str, float | None]:
-    """Return the mean of the mixed reward, of each reward and of each guardrail."""
-    if done is None:
-        return {}
-    scores = {**done.rewards, **{f"{label} (guardrail)": each for label, each in done.guardrails.items()}}
-    labels = {name: name.removesuffix(" (guardrail)") for name in scores}
-    means = {name: each.metrics.get(f"rewards/{labels[name]}/mean") for name, each in scores.items()}
-    return {"reward": done.advantages.metrics.get("reward"), **means}

@@ -9,6 +9,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.trained.quantization import read_stored
 from tasks.models.initial import initial_digest, model_folder
 from tasks.runs.lookup import find_run, read_description
+from tasks.runs.origin import Origin, origin_of
 from tasks.runs.stored import adapter_version, choose_policy, chosen_version, stored_config, stored_versions
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -20,6 +21,7 @@ class ExportPlan:
     """What is exported.
 
     Attributes:
+        origin: what the run's policy was trained from.
         policy: the version; where the run keeps a moving average of the weights, that.
         base_digest: digest of the model that was trained, and of the adapter that training started from.
         base: folder of that model; None for an adapter, which needs nothing of it.
@@ -30,6 +32,7 @@ class ExportPlan:
 
     store: ArtifactStore
     config: RunConfig
+    origin: Origin
     policy: PolicyRef
     base_digest: str
     base: Path | None
@@ -62,7 +65,8 @@ def plan_export(request: ExportRequest) -> ExportPlan:
         raise InputError("--merged", config.policy.model, hint)
     if request.push_to_hub is not None:
         _require_hub(request.push_to_hub)
-    return ExportPlan(store, config, policy, recorded, base, policy.checkpoint, folder, request.push_to_hub, notes)
+    origin, repository = origin_of(store, config), request.push_to_hub
+    return ExportPlan(store, config, origin, policy, recorded, base, policy.checkpoint, folder, repository, notes)
 
 
 def quantized_files(base: Path) -> list[str]:

@@ -49,3 +49,10 @@ def test_the_lines_of_the_card_load_a_pipeline_without_t5(tmp_path: Path, monkey
     exec(usage(config, str(folder), merged=True), defined)
     assert defined["pipe"].text_encoder_3 is None
     assert defined["image"].size == (32, 32)
+
+
+def test_a_glm_image_that_edits_is_given_a_list_of_images() -> None:
+    """diffusers takes a list; it cannot run here, as it gives transformers' image tokenizer other features."""
+    config = read_config(REPOSITORY / "configs" / "tiny_edit.yaml")
+    assert 'image=[load_image("source.png")]' in usage(config, "exported", merged=True)
+    assert "load_image" not in usage(read_config(REPOSITORY / "configs" / "tiny.yaml"), "exported", merged=True)

@@ -120,7 +120,11 @@ def test_functions_without_names_are_told_apart(
         (lambda root: made(root, "b", 0.25, prompts=("x", "y", "z")), ["reward"], "left out are 0 prompts of a and 1"),
         (lambda root: made(root, "b", 0.25, modality="text"), [], "b samples completions and a images"),
         (lambda root: RunMaker(root, "b", identity=identity()), [], "b has no stored evaluation"),
-        (lambda root: made(root, "b", 0.25, settings=REPLAY), ["reward"], "b: trained on rescoring mine of a, a on its own"),
+        (
+            lambda root: made(root, "b", 0.25, settings=REPLAY),
+            ["reward"],
+            "b: trained on rescoring mine of a, a on its own",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_said(

@@ -1,0 +1,76 @@
+"""What a run's policy was trained from: the policy that it started from, and of a replay its rollouts and rewards."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema import ReplaySection, RewardsFile, RunConfig
+from configs.training import RewardSection
+from configs.validation import RUN_NAME_PATTERN, validated
+from configs.yaml_files import parse_yaml
+from grpo_core.errors import InputError
+from tasks.runs.layout import REWARDS_FILE, rescoring_folder
+from tasks.runs.lookup import CONFIG_FILE, read_config_file, read_description
+from tasks.runs.run_view import rescoring_of
+from tasks.runs.stored import START
+from tasks.storage.artifacts.store import ArtifactStore
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run's policy was trained from.
+
+    Attributes:
+        replay: the source of a replay; None for a training.
+        started_from: RUN@N of the policy of another run that training started from; None: the model as given.
+        first_version: number of the version that training started from, in this run.
+        rewards: the rewards that trained the policy; None where they are those of a rescoring that is not there.
+    """
+
+    replay: ReplaySection | None
+    started_from: str | None
+    first_version: int
+    rewards: Sequence[RewardSection] | None
+
+    @property
+    def rescoring(self) -> str | None:
+        """Name of the source's rescoring whose rewards trained the policy; None where its run's own rewards did."""
+        return rescoring_of(self.replay.model_dump()) if self.replay is not None else None
+
+
+def origin_of(store: ArtifactStore, config: RunConfig) -> Origin:
+    """Read what a run's policy was trained from.
+
+    Args:
+        config: as :func:`tasks.runs.stored.stored_config` returns it.
+
+    Raises:
+        InputError: config.yaml or run.json is damaged.
+    """
+    values = parse_yaml(read_config_file(store).decode(errors="replace"), f"{store.run}/{CONFIG_FILE}")
+    found = values.get("replay") if isinstance(values, Mapping) else None
+    if found is None:
+        start = read_description(store).get(START)
+        return Origin(None, str(start["from"]) if start is not None else None, 0, config.rewards)
+    replay = validated(ReplaySection, found)
+    origin = Origin(
+        replay, f"{replay.source}@{replay.policy}" if replay.policy else None, replay.policy, config.rewards
+    )
+    if (name := origin.rescoring) is None:
+        return origin
+    return Origin(replay, origin.started_from, replay.policy, _rewards_of_rescoring(store, replay.source, name))
+
+
+def _rewards_of_rescoring(store: ArtifactStore, source: str, name: str) -> Sequence[RewardSection] | None:
+    """Return the rewards of a rescoring of another run of the root; None where they cannot be read."""
+    # A run of somebody else could name any folder.
+    if not re.fullmatch(RUN_NAME_PATTERN, source):
+        return None
+    place = f"{source}/{rescoring_folder(name, REWARDS_FILE)}"
+    content = store.read_shared(place)
+    try:
+        values: Any = parse_yaml(content.decode(errors="replace"), place) if content is not None else None
+        return validated(RewardsFile, values).rewards if isinstance(values, Mapping) else None
+    except InputError:
+        return None

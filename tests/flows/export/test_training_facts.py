@@ -1,0 +1,128 @@
+"""What a model card says of a run that was trained, replayed, rescored or continued, and of each kind of model."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs.loader import read_config
+from flows.export.model_card import hub_task, model_card
+from flows.export.plan import plan_export
+from flows.pipeline.requests import ExportRequest
+from tasks.runs.lookup import write_description
+from tasks.storage.schemas import SCHEMA_VERSION
+from tests.flows.conftest import REPOSITORY, TINY_TEXT
+from tests.tasks.reports.made_runs import RunMaker
+
+MODEL_DIGEST = "base" * 16
+OWN = {"reward": "answer", "weight": 2.0}
+RESCORED = {"rewards": [{"reward": "format", "name": "tidy", "weight": 3.0}]}
+
+
+def stored(
+    root: Path, name: str, *, start: str | None = None, replay: dict[str, Any] | None = None, to: int = 2
+) -> None:
+    """A text run with policies up to version `to`; evaluated at the version that it starts from, and at the last."""
+    maker = RunMaker(root, name, modality="text", labels=("answer",))
+    overrides = [f"run.name={name}", f"run.iterations={to}", f"rewards=[{json.dumps(OWN)}]"]
+    config = read_config(TINY_TEXT, [*overrides, "policy.lora={rank: 4, alpha: 8.0}"])
+    values = {**config.model_dump(mode="json"), **({"replay": replay} if replay is not None else {})}
+    described: dict[str, Any] = {"name": name, "model_digest": MODEL_DIGEST, "schema_version": SCHEMA_VERSION}
+    if start is not None:
+        described["start"] = {"from": start, "policy": {"version": 0, "digest": "c" * 64}}
+    write_description(maker.store, described, yaml.safe_dump(values).encode())
+    first = (replay or {}).get("policy", 0)
+    for version in range(first + 1, to + 1):
+        maker.update(version)
+    before = f"{first:064d}" if first else "c" * 64 if start is not None else MODEL_DIGEST
+    for version, digest, shift in ((first, before, -0.25), (to, f"{to:064d}", 0.25)):
+        maker.policy = (version, digest)
+        maker.evaluation(version, shift=shift)
+
+
+def replayed(advantages: str, policy: int = 0) -> dict[str, Any]:
+    return {"source": "own", "policy": policy, "iterations": [1, 2], "advantages": advantages, "max_staleness": 4}
+
+
+def card_of(root: Path, name: str) -> dict[str, str]:
+    """The two-column rows of a card: its facts, and the mean rewards before and after as one text."""
+    text = model_card(plan_export(ExportRequest(run=name, folder=str(root / "out"), root=str(root))))
+    return {row[0]: row[1] for row in re.findall(r"^\| ([^|]+) \| (.+) \|$", text, re.MULTILINE)}
+
+
+PLAIN = {"rewards": "answer (weight 2)", "reward": "0.250 | 0.750"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, str], set[str]]] = {
+    "own": ({}, PLAIN, {"replay", "rescored", "started from"}),
+    "continued": ({"start": "own@2"}, {**PLAIN, "started from": "`own@2`"}, {"replay", "rescored"}),
+    "again": (
+        {"replay": replayed("stored")},
+        {**PLAIN, "replay": "of stored rollouts: iterations 1 to 2 of own"},
+        {"rescored", "started from"},
+    ),
+    "recomputed": (
+        {"replay": replayed("recomputed")},
+        {**PLAIN, "replay": "of stored rollouts: iterations 1 to 2 of own, advantages computed again"},
+        {"rescored"},
+    ),
+    "on-mine": (
+        {"replay": replayed("mine")},
+        {
+            "rewards": "tidy (weight 3)",
+            "rescored": "rewards of rescoring mine of own",
+            "original rewards": "answer (weight 2)",
+            "replay": "of stored rollouts: iterations 1 to 2 of own",
+            "reward (original rewards)": "0.250 | 0.750",
+        },
+        {"reward", "started from"},
+    ),
+    "on-gone": (
+        {"replay": replayed("gone")},
+        {"rewards": "not known: the rescoring is not there", "rescored": "rewards of rescoring gone of own"},
+        set(),
+    ),
+    "from-two": (
+        {"replay": replayed("stored", policy=2), "to": 4},
+        {**PLAIN, "started from": "`own@2`", "version": "4 of 4 updates"},
+        {"rescored"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_card_says_what_trained_the_policy_and_what_it_was_before(name: str, tmp_path: Path) -> None:
+    stored(tmp_path, "own")
+    (tmp_path / "own/rescored/mine").mkdir(parents=True)
+    (tmp_path / "own/rescored/mine/rewards.yaml").write_text(json.dumps(RESCORED))
+    options, expected, absent = CASES[name]
+    if name != "own":
+        stored(tmp_path, name, **options)
+    found = card_of(tmp_path, name)
+    assert {title: found.get(title) for title in expected} == expected
+    assert not absent & found.keys()
+
+
+def test_a_source_that_is_no_name_of_a_run_is_not_read(tmp_path: Path) -> None:
+    """Somebody else's run names a folder of this machine."""
+    (tmp_path / "elsewhere/rescored/mine").mkdir(parents=True)
+    (tmp_path / "elsewhere/rescored/mine/rewards.yaml").write_text(json.dumps(RESCORED))
+    stored(tmp_path / "runs", "theirs", replay={**replayed("mine"), "source": "../elsewhere"})
+    assert card_of(tmp_path / "runs", "theirs")["rewards"].startswith("not known")
+
+
+@pytest.mark.parametrize(
+    ("file", "task"),
+    [
+        ("tiny.yaml", "text-to-image"),
+        ("tiny_both.yaml", "text-to-image"),
+        ("tiny_sd3.yaml", "text-to-image"),
+        ("tiny_edit.yaml", "image-to-image"),
+        ("tiny_text.yaml", "text-generation"),
+        ("tiny_grounding.yaml", "image-text-to-text"),
+        ("flux_kontext.yaml", "image-to-image"),
+    ],
+)
+def test_the_hub_is_given_what_the_model_does(file: str, task: str) -> None:
+    assert hub_task(read_config(REPOSITORY / "configs" / file)) == task
