@@ -30,7 +30,9 @@ class AdvantageSettings:
             and normalise over all samples of the call (GDPO; Liu et al., 2026, arXiv:2601.05242).
         eps: added to each standard deviation that divides.
         clip: bound of |advantage|, applied last; None: no bound.
-        missing: what stands in for a reward that is null for some siblings, as `combine_rewards` defines it.
+        missing: what stands in for a reward that is null for some siblings: their mean, the other weights scaled up to
+            the same sum, nothing (drop: the sample is not trained), or zero, as in TRL. Null for all of a group: the
+            other weights are scaled up, except with zero.
         constant_groups: how groups without spread are treated. keep: their advantages are 0. drop: they have none and
             are in no statistic of the batch (DAPO; Yu et al., 2025, arXiv:2503.14476). redraw: the same, and the
             training loop samples other prompts in their place, until every trained stream has its groups.

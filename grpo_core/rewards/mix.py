@@ -2,7 +2,8 @@
 
 A reward that is null for a sample says nothing about it. Counted as zero it would push a good sample to the bottom of
 its group, and as a gate it would shut out the others. The group's mean in its place leaves the other rewards to decide;
-renormalising the weights of that sample alone compares it with its siblings on another scale.
+renormalising the weights of that sample alone compares it with its siblings on another scale. TRL counts it as zero; who
+wants that asks for it.
 """
 
 import math
@@ -53,8 +54,8 @@ def combine_rewards(
 
     - Not meant for a group: the reward is not there, as if the group had been configured without it.
     - Null for every sample of a group: the reward is left out there, and the other weights are multiplied by
-      sum |w| / sum of the remaining |w|, so that the group keeps its scale (weights may be negative). A gate that is
-      left out multiplies by 1.
+      sum |w| / sum of the remaining |w|, so that the group keeps its scale (weights may be negative); with zero they
+      stay as they are. A gate that is left out multiplies by 1.
     - Null for some of a group: as `missing` says.
     - A sample whose rewards that add are all null has none, whatever its gates; nothing is imputed. Rewards of weight
       zero do not count here.
@@ -65,7 +66,7 @@ def combine_rewards(
         applies: whether a reward is meant for a group, however it was scored there; by default all are.
         missing: group_mean: the mean of the group's other samples stands in, of a gate that of its factors;
             renormalize: the other weights of the sample grow to the group's sum |w|, and a gate is left out; drop: the
-            sample has no reward.
+            sample has no reward; zero: a null adds nothing, and a gate is left out, as in TRL.
 
     Raises:
         ValueError: another number of terms than rewards, or no reward that adds with a weight other than zero.
@@ -131,7 +132,10 @@ def _treat_missing(
         weight: zero for gates.
         used: rewards that count in the group: known for one of its samples, and a gate or with a weight.
     """
-    weights = _rescaled(weight, used, among=applies.unsqueeze(1).expand_as(known))
+    if missing == "zero":
+        weights = torch.where(known & used, weight, 0.0)
+    else:
+        weights = _rescaled(weight, used, among=applies.unsqueeze(1).expand_as(known))
     present = (known & used & (weight != 0)).any(-1)
     imputed = torch.zeros_like(known)
     match missing:
@@ -141,6 +145,8 @@ def _treat_missing(
             weights = _rescaled(weights, known & used, among=used)
         case "drop":
             present = present & (known | ~used).all(-1)
+        case "zero":
+            pass
         case _:
             assert_never(missing)
     return torch.where(present.unsqueeze(-1), weights, 0.0), present, imputed

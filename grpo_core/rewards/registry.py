@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Role = Literal["sum", "gate"]
 Normalization = Literal["none", "group", "running", "range"]
-MissingRewards = Literal["group_mean", "renormalize", "drop"]
+MissingRewards = Literal["group_mean", "renormalize", "drop", "zero"]
 
 
 @dataclass(frozen=True)

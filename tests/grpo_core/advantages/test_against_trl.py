@@ -22,7 +22,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_core.advantages.compute import GroupAdvantages, compute_advantages, reward_metrics
 from grpo_core.advantages.settings import AdvantageSettings
-from grpo_core.rewards.registry import RewardTerm
+from grpo_core.rewards.registry import MissingRewards, RewardTerm
 
 NULL = math.nan
 WEIGHTS = [1.0, -0.5, 2.0]
@@ -79,9 +79,12 @@ def trl(values: Tensor, weights: list[float], aggregation: str, scale: str) -> T
     return TrlResult(scope["advantages"].view(groups, siblings), metrics)
 
 
-def ours(values: Tensor, weights: list[float], aggregation: Any, scale: Any) -> GroupAdvantages:
+def ours(
+    values: Tensor, weights: list[float], aggregation: Any, scale: Any, missing: MissingRewards = "group_mean"
+) -> GroupAdvantages:
     terms = [RewardTerm(weight) for weight in weights]
-    return compute_advantages(values, terms, AdvantageSettings(aggregation=aggregation, scale=scale))
+    settings = AdvantageSettings(aggregation=aggregation, scale=scale, missing=missing)
+    return compute_advantages(values, terms, settings)
 
 
 def random_values(seed: int, *, groups: int = 5, siblings: int = 6, rewards: int = 3) -> Tensor:
@@ -140,6 +143,36 @@ def test_nulls_with_normalize_then_sum(seed: int) -> None:
         ours(values, WEIGHTS, "normalize_then_sum", "group"),
         trl(values, WEIGHTS, "normalize_then_sum", "group").advantages,
     )
+
+
+@pytest.mark.parametrize(("aggregation", "scale"), VARIANTS_WITH_GDPO)
+@settings(max_examples=12)
+@given(seed=SEEDS)
+def test_nulls_that_count_as_zero_are_those_of_trl(aggregation: str, scale: str, seed: int) -> None:
+    """Null for one sample, for two rewards of a sample, for a whole sample, and one reward for a whole group."""
+    values = random_values(seed)
+    values[2, 1, 0], values[3, 0, 1:], values[2, 4] = NULL, NULL, NULL
+    values[4, :, 2] = NULL
+    expected, metrics = trl(values, WEIGHTS, aggregation, scale)
+    found = ours(values, WEIGHTS, aggregation, scale, "zero")
+    assert_close(found, expected)
+    assert found.advantages.isnan().nonzero().tolist() == [[2, 4]]
+    if aggregation == "sum_then_normalize":
+        reported = reward_metrics(found)
+        for name in ("reward", "reward_std"):
+            assert reported[name] == pytest.approx(metrics[name], rel=1e-6)
+    assert not found.imputed.any()
+
+
+def test_a_reward_that_is_null_for_a_whole_group_scales_the_others_up_unless_nulls_are_zero() -> None:
+    """Weights 1, .25 and .2, of which the last two are known for the second group: 1.45 / .45 = 3.2222."""
+    values = torch.tensor([[[0.2, 0.4, 1.0]] * 2, [[NULL, 0.5, 0.5]] * 2], dtype=torch.float64)
+    weights = [1.0, 0.25, 0.2]
+    assert trl(values, weights, "sum_then_normalize", "none").metrics["reward"] == pytest.approx((0.5 + 0.225) / 2)
+    modes: list[tuple[MissingRewards, float]] = [("zero", 0.225), ("group_mean", 0.725)]
+    for missing, expected in modes:
+        found = ours(values, weights, "sum_then_normalize", "none", missing)
+        assert found.rewards[:, 0].tolist() == pytest.approx([0.5, expected])
 
 
 def test_one_null_of_two_where_trl_is_inconsistent() -> None:

@@ -219,7 +219,7 @@ def test_gates_by_hand(
     assert combined.imputed[0, :, 1].tolist() == imputed
 
 
-@pytest.mark.parametrize("missing", ["group_mean", "renormalize", "drop"])
+@pytest.mark.parametrize("missing", ["group_mean", "renormalize", "drop", "zero"])
 def test_a_gate_that_is_null_for_the_whole_group_is_left_out(missing: MissingRewards) -> None:
     values = torch.tensor([[[0.6, NULL], [0.2, NULL]], [[0.6, 0.5], [0.2, 0.0]]], dtype=torch.float64)
     combined = combine_rewards(values, [SUM, GATE], missing=missing)
@@ -227,7 +227,7 @@ def test_a_gate_that_is_null_for_the_whole_group_is_left_out(missing: MissingRew
     assert not combined.imputed.any()
 
 
-@pytest.mark.parametrize("missing", ["group_mean", "renormalize", "drop"])
+@pytest.mark.parametrize("missing", ["group_mean", "renormalize", "drop", "zero"])
 def test_a_gate_of_another_dataset_does_not_multiply(missing: MissingRewards) -> None:
     """However it was scored there; in the second group it applies, and its sum does without the second reward."""
     values = torch.tensor([[[0.6, 0.4, 0.0], [0.2, 0.1, NULL]], [[0.6, 0.9, 0.5], [0.2, NULL, 0.0]]]).double()
@@ -242,7 +242,7 @@ nullable = st.one_of(st.just(NULL), st.floats(0, 1, width=32))
 TERMS = [RewardTerm(0.7), GATE, RewardTerm(0.3, clamp=(0.2, 0.9)), RewardTerm(role="gate", threshold=0.4)]
 
 
-@pytest.mark.parametrize("missing", ["group_mean", "renormalize", "drop"])
+@pytest.mark.parametrize("missing", ["group_mean", "renormalize", "drop", "zero"])
 @given(st.lists(st.tuples(*[nullable] * 4), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_order_of_siblings_does_not_matter_and_gates_only_lower(
     missing: MissingRewards, rows: list[tuple[float, ...]], random: Any
