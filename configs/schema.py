@@ -23,6 +23,8 @@ from configs.sections import (
     VisionRolloutSection,
 )
 from configs.training import (
+    ALGORITHMS,
+    GRPO,
     AdvantagesSection,
     AnyUpdateSection,
     DenoisingUpdateSection,
@@ -35,7 +37,7 @@ from configs.training import (
     read_update,
     update_section,
 )
-from configs.validation import Name, Section
+from configs.validation import Choice, Name, Section
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.settings import Reference
@@ -127,6 +129,20 @@ class ByPolicy(Section):
             "update": StreamUpdatesSection,
             "update.denoising": update_section("denoising", denoising),
         }
+
+    @classmethod
+    def choices(cls, values: Mapping[str, Any]) -> Mapping[str, Choice]:
+        """Return what chooses the keys of `rollout`, and those of each update."""
+        given = _Given.of(values.get("policy"), values.get("update", {}))
+        updates = {"update": given.values} if given.only is not None else {}
+        if given.only is None and isinstance(given.values, Mapping):
+            updates = {f"update.{stream}": given.values.get(stream) for stream in given.streams}
+        chosen = {"rollout": Choice("policy.kind", given.kind, ROLLOUTS)}
+        for path, update in updates.items():
+            stream = given.only or path.removeprefix("update.")
+            value = update.get("algorithm", GRPO) if isinstance(update, Mapping) else GRPO
+            chosen[path] = Choice(f"{path}.algorithm", str(value), ALGORITHMS[stream])
+        return chosen
 
 
 class RunConfig(ByPolicy):

@@ -286,7 +286,7 @@ class DenoisingUpdateSection(UpdateSection):
     kl_estimator: LossKlEstimator = "exact"
 
 
-_ALGORITHMS: Mapping[Stream, Mapping[str, type[AnyUpdateSection]]] = MappingProxyType(
+ALGORITHMS: Mapping[Stream, Mapping[str, type[AnyUpdateSection]]] = MappingProxyType(
     {
         "tokens": MappingProxyType({GRPO: UpdateSection}),
         "denoising": MappingProxyType({GRPO: DenoisingUpdateSection, "nft": NftUpdateSection}),
@@ -297,7 +297,7 @@ _ALGORITHMS: Mapping[Stream, Mapping[str, type[AnyUpdateSection]]] = MappingProx
 
 def update_section(stream: Stream, values: Any) -> type[AnyUpdateSection]:
     """Return the section that reads plain values of a stream's update: of their `algorithm`, or the nearest to it."""
-    known = _ALGORITHMS[stream]
+    known = ALGORITHMS[stream]
     given = values.get("algorithm", GRPO) if isinstance(values, Mapping) else GRPO
     near = difflib.get_close_matches(str(given), known, n=1)
     return known[near[0] if near else GRPO]

@@ -6,13 +6,14 @@ It imports no model library, so a command can check its options at once.
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field, GetJsonSchemaHandler, ValidationError, ValidationInfo, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from configs.yaml_files import nearest_key, section_hint, translate
+from configs.yaml_files import list_hint, nearest_key, section_hint, translate
 from grpo_core.addresses import refuse_secrets
 from grpo_core.errors import InputError, joined, raise_all
 from grpo_core.settings import STRICT, type_hint
@@ -52,6 +53,11 @@ class Section(BaseModel):
         """Return the models that read sections of these plain values, by path, where other values would have others."""
         return {}
 
+    @classmethod
+    def choices(cls, values: Mapping[str, Any]) -> Mapping[str, "Choice"]:
+        """Return what chooses the model of a section of these plain values, by the section's path."""
+        return {}
+
     def result_settings(self) -> dict[str, Any]:
         """Return the fields that determine results, as JSON values, for cache keys and the run's identity."""
         values = self.model_dump(mode="json", exclude=set(self.keyless))
@@ -88,6 +94,31 @@ class Section(BaseModel):
                 if name in properties:
                     properties[name].setdefault("description", re.sub(r"\s+", " ", text))
         return made
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting that decides which keys a section has.
+
+    Attributes:
+        setting: its path.
+        value: what it is.
+        models: the section's model by each value that it can have.
+    """
+
+    setting: str
+    value: str
+    models: Mapping[str, type[Section]]
+
+    def hint_about(self, key: str) -> str | None:
+        """Say which values give the section this key; None if it has the key with no value."""
+        having = [value for value, model in self.models.items() if key in model.model_fields]
+        if not having or self.value in having:
+            return None
+        return (
+            f"There is no such key with {self.setting} {self.value}, only with {' or '.join(having)}. Leave it out of the "
+            f"file, or choose another {self.setting}."
+        )
 
 
 def refused_combinations(value: object, path: tuple[str, ...] = ()) -> Iterator[InputError]:
@@ -135,7 +166,8 @@ def validated(
         record = model.model_validate(plain, context=ALL_AT_ONCE)
     except ValidationError as error:
         chosen = model.chosen_sections(plain) if issubclass(model, Section) else {}
-        errors += [_explain(model, chosen, *found) for found in _by_place(error.errors(), plain).items()]
+        choices = model.choices(plain) if issubclass(model, Section) else {}
+        errors += [_explain(model, chosen, choices, *found) for found in _by_place(error.errors(), plain).items()]
         raise joined(errors) from error
     errors += [*refused_combinations(record), *checks(record)]
     raise_all(errors)
@@ -195,15 +227,21 @@ def _by_place(details: Sequence["ErrorDetails"], values: Any) -> dict[tuple[str,
 def _explain(
     model: type[BaseModel],
     chosen: Mapping[str, type[BaseModel]],
+    choices: Mapping[str, Choice],
     location: tuple[str, ...],
     details: Sequence["ErrorDetails"],
 ) -> InputError:
     place = ".".join(location) or "configuration"
     kind, found = details[0]["type"], details[0]["input"]
     if kind == "extra_forbidden":
+        choice = choices.get(".".join(location[:-1]))
+        if choice is not None and (hint := choice.hint_about(location[-1])) is not None:
+            return InputError(place, location[-1], hint)
         return InputError(place, location[-1], f"There is no such key. {nearest_key(model, location, chosen)}")
     if kind == "model_type" and location:
         return InputError(place, found, section_hint(model, location, chosen, found))
+    if kind == "tuple_type" and (hint := list_hint(model, location, chosen)) is not None:
+        return InputError(place, found, hint)
     if kind == "missing":
         return InputError(place, None, "It is required and has no default; add it.")
     if kind == "string_pattern_mismatch":

@@ -220,6 +220,33 @@ def section_hint(
     return f"It has keys and values: {some}. Write those that you need, or leave it out if it has a default."
 
 
+def list_hint(model: type[BaseModel], location: Sequence[str], chosen: Mapping[str, type[BaseModel]]) -> str | None:
+    """Say how a list of sections is written, for a value in its place; None for a list of plain values.
+
+    Args:
+        location: path of the list.
+        chosen: as for nearest_key.
+    """
+    section = tuple(part for part in location if not part.isdigit())
+    entry = _model_at(model, section, chosen)
+    if entry is None:
+        return None
+    needed = [name for name, field in entry.model_fields.items() if field.is_required()]
+    return f"It has to be a list, each entry with its keys: {section[-1]}: [{{{', '.join(f'{key}: ...' for key in needed)}}}]."
+
+
+def _model_at(
+    model: type[BaseModel], section: Sequence[str], chosen: Mapping[str, type[BaseModel]]
+) -> type[BaseModel] | None:
+    for depth, name in enumerate(section, start=1):
+        field = model.model_fields.get(name)
+        found = chosen.get(".".join(section[:depth])) or next(iter(_models(field.annotation if field else None)), None)
+        if found is None:
+            return None
+        model = found
+    return model
+
+
 def _close(name: str, paths: Sequence[tuple[str, ...]], cutoff: float = 0.6) -> list[tuple[str, ...]]:
     close = difflib.get_close_matches(name, {path[-1] for path in paths}, n=1, cutoff=cutoff)
     return [path for path in paths if path[-1] in close]

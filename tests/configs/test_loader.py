@@ -117,7 +117,7 @@ class TestMistakes:
             ("update.betas=[0.9, 1.0]", "update.betas.1"),
             ("advantages.baseline=median", "advantages.baseline"),
             ("advantages.scale=groups", "advantages.scale"),
-            ("advantages.missing=zero", "advantages.missing"),
+            ("advantages.missing=one", "advantages.missing"),
             ("advantages.constant_groups=skip", "advantages.constant_groups"),
             ("advantages.kl_estimator=k4", "advantages.kl_estimator"),
             ("update.betas=[-0.1, 0.9]", "update.betas.0"),
