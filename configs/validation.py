@@ -116,8 +116,8 @@ class Choice:
         if not having or self.value in having:
             return None
         return (
-            f"There is no such key with {self.setting} {self.value}, only with {' or '.join(having)}. Leave it out of the "
-            f"file, or choose another {self.setting}."
+            f"There is no such key with {self.setting} {self.value}, only with {' or '.join(having)}. Leave it out of "
+            f"the file, or choose another {self.setting}."
         )
 
 

@@ -231,8 +231,8 @@ def list_hint(model: type[BaseModel], location: Sequence[str], chosen: Mapping[s
     entry = _model_at(model, section, chosen)
     if entry is None:
         return None
-    needed = [name for name, field in entry.model_fields.items() if field.is_required()]
-    return f"It has to be a list, each entry with its keys: {section[-1]}: [{{{', '.join(f'{key}: ...' for key in needed)}}}]."
+    needed = ", ".join(f"{name}: ..." for name, field in entry.model_fields.items() if field.is_required())
+    return f"It has to be a list, each entry with its keys: {section[-1]}: [{{{needed}}}]."
 
 
 def _model_at(

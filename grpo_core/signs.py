@@ -5,6 +5,7 @@ where one iteration may be chance, and of two signs with one cause the cause sho
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -19,6 +20,9 @@ PARITY_SHARE = "sampling/sampling_logp_difference/share_of_tolerance"
 HACKING = "reward-hacking"
 """Name of the signs that evaluations show; grpo_core.rewards.hacking has their rule."""
 
+REWARD_SPREAD = "reward-without-spread"
+"""Name of the signs that a single reward of a mix shows."""
+
 FAR_KL = 1.0
 """Mean KL of a token to the reference, in nats, from which on the policy is far from it."""
 
@@ -29,8 +33,11 @@ NO_SPREAD = 0.9
 """Share of groups without spread from which on hardly anything is learned."""
 
 HAD_SPREAD, ALIKE = 0.5, 0.3
-"""A reward that has reached its bound had a spread in more than half of the groups at first, has risen by half of the
-samples' standard deviation then, and has less than this share of it left."""
+"""A reward that has reached its bound had a spread in more than half of the groups in some iteration, has risen by half
+of the samples' standard deviation then, and has less than this share of it left."""
+
+REWARD_NO_SPREAD = 0.8
+"""Share of groups in which a single reward is the same for all samples, from which on it hardly counts in the mix."""
 
 CLIPPED = 0.55
 """Share of actions that are clipped after an iteration's first step, from which on clipping determines the update."""
@@ -62,7 +69,7 @@ class Sign:
         name: the sign, and the anchor of its paragraph on PAGE.
         iteration: at which it showed first; for reward hacking the version of the evaluated policy.
         message: what was measured, and what to do, in a sentence.
-        subject: what it is of where a run can have several of one name: a stream or a guardrail; else empty.
+        subject: what it is of where a run can have several of one name: a stream, a reward or a guardrail; else empty.
     """
 
     name: str
@@ -141,9 +148,15 @@ def new_signs(iterations: Sequence[MeasuredIteration], stream: Stream, known: Se
         prefix = f"{each}/" if each != stream else ""
         rows = [_of_stream(row.metrics, prefix) for row in iterations[-WINDOW:]]
         measured = _Measured(each, f"update.{each}" if others else "update", rows)
-        for name, message in _found(measured):
+        found = _found(measured)
+        for name, message in found.items():
             if (name, each if others else "") not in shown:
                 signs.append(Sign(name, last.iteration, message, each if others else ""))
+        if {"groups-without-spread", "reward-at-bound", "entropy"}.isdisjoint(found):
+            for label, message in _rewards_without_spread(measured).items():
+                subject = f"{each}/{label}" if others else label
+                if (REWARD_SPREAD, subject) not in shown:
+                    signs.append(Sign(REWARD_SPREAD, last.iteration, message, subject))
     return tuple(signs)
 
 
@@ -153,24 +166,28 @@ def _of_stream(metrics: Mapping[str, float], prefix: str) -> Mapping[str, float]
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
-def _found(measured: _Measured) -> list[tuple[str, str]]:
-    """Return names and messages of the signs that hold at the last iteration; without those that others explain."""
+def _found(measured: _Measured) -> dict[str, str]:
+    """Return messages by the names of the signs that hold at the last iteration; without those that others explain."""
     found = {name: message for name, rule in _RULES.items() if (message := rule(measured)) is not None}
     for cause, effects in _EXPLAINS.items():
         if cause in found:
             found = {name: message for name, message in found.items() if name not in effects}
-    return list(found.items())
+    return found
 
 
 def _reward_at_bound(measured: _Measured) -> str | None:
     if not measured.holds("frac_reward_zero_std", lambda share: share >= NO_SPREAD):
         return None
     needed = ("reward", "reward_std", "frac_reward_zero_std")
-    first = next((row for row in measured.rows if all(name in row for name in needed)), None)
+    rows = [row for row in measured.rows if all(name in row for name in needed)]
     reward, std = measured.last("reward"), measured.last("reward_std")
-    if first is None or not reward or not std or first["frac_reward_zero_std"] >= HAD_SPREAD:
+    if not rows or not reward or not std:
         return None
-    if reward[0] - first["reward"] < first["reward_std"] / 2 or std[0] > ALIKE * first["reward_std"]:
+    # A sparse reward has no spread in most groups at first.
+    best = min(rows, key=lambda row: row["frac_reward_zero_std"])
+    if best["frac_reward_zero_std"] >= HAD_SPREAD:
+        return None
+    if reward[0] - rows[0]["reward"] < best["reward_std"] / 2 or std[0] > ALIKE * best["reward_std"]:
         return None
     return (
         f"the reward is {reward[0]:.3g} and {_share(measured)} of the groups have no spread, so nothing is left to "
@@ -183,7 +200,7 @@ def _entropy(measured: _Measured) -> str | None:
         return None
     return (
         f"the entropy is {measured.last('entropy')[0]:.2g} nats a token, so siblings are alike: raise "
-        f"rollout.temperature or lower {measured.place}.learning_rate"
+        f"rollout.temperature or lower {measured.place}.learning_rate (now {_learning_rate(measured)})"
     )
 
 
@@ -191,10 +208,37 @@ def _groups_without_spread(measured: _Measured) -> str | None:
     if not measured.holds("frac_reward_zero_std", lambda share: share >= NO_SPREAD):
         return None
     reward = "".join(f" (reward {value:.3g})" for value in measured.last("reward"))
+    least = min(row["frac_reward_zero_std"] for row in measured.rows if "frac_reward_zero_std" in row)
+    if least < HAD_SPREAD:
+        # The reward and the prompts are those that had a spread before.
+        return (
+            f"{_share(measured)} of the groups have no spread{reward}, and {least:.0%} had none before, so the policy "
+            f"has collapsed: start again from an earlier one, with a lower {measured.place}.learning_rate (now "
+            f"{_learning_rate(measured)})"
+        )
     return (
         f"{_share(measured)} of the groups have no spread{reward}, so nothing is learned: check the reward, how hard "
         "the prompts are, and rollout.group_size"
     )
+
+
+_SPREAD_OF_REWARD = re.compile(r"rewards/(.+)/frac_zero_std")
+
+
+def _rewards_without_spread(measured: _Measured) -> dict[str, str]:
+    """Return the message about each reward of a mix that never tells siblings apart, by its label."""
+    found = {}
+    for name in measured.rows[-1]:
+        label = _SPREAD_OF_REWARD.fullmatch(name)
+        if label is None or not measured.holds(name, lambda share: share >= REWARD_NO_SPREAD, RECENT):
+            continue
+        # A reward that had a spread and has none left may have been reached.
+        if min(row[name] for row in measured.rows if name in row) >= HAD_SPREAD:
+            found[label[1]] = (
+                f"{label[1]} is the same for all samples of {measured.last(name)[0]:.0%} of the prompts, so that the "
+                "other rewards alone are learned: look at its values (`grpo rewards analyse`), and at its range"
+            )
+    return found
 
 
 def _kl(measured: _Measured) -> str | None:
@@ -302,5 +346,5 @@ _EXPLAINS: Mapping[str, Sequence[str]] = {
 }
 """What follows from a sign and says nothing further."""
 
-SIGNS = (*_RULES, HACKING)
+SIGNS = (*_RULES, REWARD_SPREAD, HACKING)
 """The name of every sign."""

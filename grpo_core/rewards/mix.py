@@ -2,8 +2,8 @@
 
 A reward that is null for a sample says nothing about it. Counted as zero it would push a good sample to the bottom of
 its group, and as a gate it would shut out the others. The group's mean in its place leaves the other rewards to decide;
-renormalising the weights of that sample alone compares it with its siblings on another scale. TRL counts it as zero; who
-wants that asks for it.
+renormalising the weights of that sample alone compares it with its siblings on another scale. TRL counts it as zero,
+which is a choice too.
 """
 
 import math

@@ -12,7 +12,7 @@ from torch import Tensor
 from configs.sections import PlacementSection
 from configs.training import AdvantagesSection, RewardSection
 from grpo_core.advantages.compute import GroupAdvantages, compute_advantages, reward_metrics
-from grpo_core.rewards.mix import RunningMoments
+from grpo_core.rewards.mix import ROUNDING, RunningMoments
 from grpo_core.streams import Stream
 from tasks.advantages.samples import Samples, read_samples, samples_of
 from tasks.execution.caching import stage_task
@@ -44,6 +44,26 @@ def advantage_metrics(result: GroupAdvantages, samples: Samples) -> dict[str, fl
         if len(rewards):
             metrics[f"datasets/{name}/reward"] = float(rewards.double().mean())
     return metrics
+
+
+def spread_metrics(result: GroupAdvantages, mix: Sequence[RewardSection]) -> dict[str, float]:
+    """Return for each reward that adds to a mix the share of groups in which it is the same for all samples.
+
+    A group counts where it has two values or more. Empty for a single reward, of which the combined one tells as much.
+    """
+    added = [index for index, section in enumerate(mix) if section.role == "sum" and section.weight != 0]
+    if len(added) < 2:
+        return {}
+    scaled = result.scaled.double()
+    known = ~scaled.isnan() & ~result.imputed
+    low = torch.where(known, scaled, torch.inf).amin(1)
+    high = torch.where(known, scaled, -torch.inf).amax(1)
+    counted, same = known.sum(1) > 1, high - low <= ROUNDING * high.abs()
+    return {
+        f"rewards/{mix[index].label}/frac_zero_std": float(same[counted[:, index], index].double().mean())
+        for index in added
+        if counted[:, index].any()
+    }
 
 
 def running_metrics(earlier: ArtifactRef | None, mix: Sequence[RewardSection], prefix: str = "") -> dict[str, float]:
@@ -167,6 +187,7 @@ def compute_advantages_task(
             )
             tables.append(_table(stream, own, own_mix, result))
             metrics |= {f"{prefix}{name}": value for name, value in advantage_metrics(result, own).items()}
+            metrics |= {f"{prefix}{name}": value for name, value in spread_metrics(result, own_mix).items()}
             metrics |= moments_as_metrics(result.running, own_mix, prefix)
         table = pa.concat_tables(tables)
         columns = {name: table[name].combine_chunks() for name in table.column_names}

@@ -75,6 +75,64 @@ def test_a_reward_at_its_bound_has_risen_by_half_of_its_first_spread() -> None:
         assert found(rows) == [(name, 4)]
 
 
+SPARSE = [0.5, 0.25, 0.0, 0.0, 0.25, 0.0, 0.25, 0.75, 1.0, 1.0, 1.0]
+"""Groups without spread of a language model that learns sums with a reward of 0 and 1, and its rewards."""
+SOLVING = [0.125, 0.25, 0.41, 0.53, 0.78, 0.81, 0.91, 0.97, 1.0, 1.0, 1.0]
+
+
+def test_a_solved_task_of_zeros_and_ones_has_reached_its_bound() -> None:
+    def row(share: float, reward: float) -> dict[str, float]:
+        return {"frac_reward_zero_std": share, "reward": reward, "reward_std": (reward * (1 - reward)) ** 0.5}
+
+    solved = [row(*each) for each in zip(SPARSE, SOLVING, strict=True)]
+    assert found(history(*solved)) == [("reward-at-bound", 11)]
+    # At first no sample of any prompt was right.
+    assert found(history(row(1.0, 0.0), row(1.0, 0.0), *solved)) == [("reward-at-bound", 13)]
+    # It never had a spread in half of the groups.
+    always = [row(max(share, 0.5), reward) for share, reward in zip(SPARSE, SOLVING, strict=True)]
+    assert found(history(*always)) == [("groups-without-spread", 11)]
+
+
+def test_a_policy_that_has_lost_its_spread_is_told_from_a_reward_that_never_had_any() -> None:
+    flat = {"frac_reward_zero_std": 1.0, "reward": 0.0, "reward_std": 0.0}
+    # A tenth of the first samples was right: too few to say that the reward has fallen.
+    learned = {"reward": 0.1, "reward_std": 0.3, "groups_kept": 4.0, "frac_reward_zero_std": 0.4, "learning_rate": 0.1}
+    for first, named in ((learned, True), ({**learned, "frac_reward_zero_std": 0.6}, False)):
+        (sign,) = find_signs(history(first, {**flat, "groups_kept": 4.0, "learning_rate": 0.1}, count=3), "tokens")
+        assert sign.name == "groups-without-spread"
+        assert ("update.learning_rate (now 0.1)" in sign.message) is named
+        assert ("check the reward" in sign.message) is not named
+
+
+R2, TEXT = "rewards/r2/frac_zero_std", "rewards/text/frac_zero_std"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([{R2: 0.9, TEXT: 0.1}] * 5, [("reward-without-spread", "r2", 5)]),
+        ([{R2: 0.9, TEXT: 0.8}] * 9, [("reward-without-spread", "r2", 5), ("reward-without-spread", "text", 5)]),
+        ([{R2: 0.9, TEXT: 0.1}] * 4, []),
+        ([{R2: 0.79, TEXT: 0.1}] * 9, []),
+        # It had a spread: it may have been reached.
+        ([{R2: 0.4, TEXT: 0.1}, *[{R2: 1.0, TEXT: 0.1}] * 9], []),
+        # The cause is that no reward has any.
+        ([{R2: 1.0, TEXT: 1.0, "frac_reward_zero_std": 1.0}] * 9, [("groups-without-spread", "", 3)]),
+    ],
+)
+def test_a_reward_of_a_mix_that_never_tells_siblings_apart(
+    changes: list[dict[str, float]], expected: list[tuple[str, str, int]]
+) -> None:
+    signs = find_signs(history(*changes), "tokens")
+    assert [(sign.name, sign.subject, sign.iteration) for sign in signs] == expected
+    both = [
+        Row(each.iteration, {**HEALTHY, **{f"denoising/{name}": v for name, v in each.metrics.items()}})
+        for each in history(*changes)
+    ]
+    subjects = [f"denoising/{subject}".rstrip("/") for _, subject, _ in expected]
+    assert [sign.subject for sign in find_signs(both, "tokens")] == subjects
+
+
 def test_the_reward_has_fallen_beyond_its_noise() -> None:
     # 9 iterations with 16 groups each and a deviation of .2: the standard error of three iterations is .2 / sqrt(48),
     # that of the difference of two such means .0408, and the limit .2041.

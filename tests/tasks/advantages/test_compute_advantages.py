@@ -12,7 +12,7 @@ import torch
 from configs.training import AdvantagesSection, RewardSection
 from grpo_core.advantages.compute import compute_advantages
 from grpo_core.streams import Stream
-from tasks.advantages.compute_advantages import compute_advantages_task
+from tasks.advantages.compute_advantages import compute_advantages_task, spread_metrics
 from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -257,3 +257,23 @@ def test_the_digest_covers_the_stream(store: ArtifactStore) -> None:
     scored = made_round(store, {"ssim": [1.0, 3.0]}, (1, 1), ("tokens",))
     tokens, denoising = (compute([scored], (stream,)) for stream in BOTH)
     assert tokens.digest != denoising.digest
+
+
+def test_groups_without_spread_are_counted_for_each_reward_that_adds() -> None:
+    """Of `low`: all clamped to 0, all .5, one value alone, which is not compared, and 0 beside 1."""
+    null = float("nan")
+    low = [[-0.3, -2.0, 0.0], [0.5, 0.5, null], [0.9, null, null], [0.0, 1.0, null]]
+    other = [[0.1, 0.2, 0.3]] * 4
+    values = torch.tensor([low, other, other, other], dtype=torch.float64).permute(1, 2, 0)
+    mix = [
+        RewardSection(reward="r2", name="low", clamp=(0.0, 1.0)),
+        RewardSection(reward="r2", name="other"),
+        RewardSection(reward="r2", name="measured", weight=0.0),
+        RewardSection(reward="r2", name="open", role="gate"),
+    ]
+    result = compute_advantages(values, mix, AdvantagesSection())
+    assert spread_metrics(result, mix) == {
+        "rewards/low/frac_zero_std": pytest.approx(2 / 3),
+        "rewards/other/frac_zero_std": 0.0,
+    }
+    assert spread_metrics(compute_advantages(values[..., :1], mix[:1], AdvantagesSection()), mix[:1]) == {}
