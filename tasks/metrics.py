@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,11 @@ COMPLETION_LENGTH, DRAFTS = "completions/mean_length", "completions/token_sample
 
 RUNNING = "running/"
 """Prefix of a reward's moments over all iterations so far, kept with the advantages and not shown to people."""
+
+
+LOGGED = "logged/"
+"""Prefix of the metrics that reward functions report (TRL's `log_metric`) in a table's manifest; people see their names
+without it, unless the run has a metric of the same name."""
 
 
 def is_measured(name: str) -> bool:
@@ -95,8 +101,13 @@ def stage_metrics(stages: Stages, previous: Mapping[str, float] | None, *, sampl
         sampling: the stage whose speed is measured.
     """
     metrics: dict[str, float] = {}
+    logged: dict[str, list[float]] = {}
     for rounds in stages.values():
-        metrics |= {name: value for name, value in pool_rounds(rounds).items() if not name.startswith(RUNNING)}
+        for name, value in pool_rounds(rounds).items():
+            if name.startswith(LOGGED):
+                logged.setdefault(name.removeprefix(LOGGED), []).append(value)
+            elif not name.startswith(RUNNING):
+                metrics[name] = value
     tokens, before = metrics.pop(TOKENS, None), 0.0 if previous is None else previous.get(ALL_TOKENS)
     if tokens is not None and before is not None:
         metrics[ALL_TOKENS] = before + tokens
@@ -106,7 +117,9 @@ def stage_metrics(stages: Stages, previous: Mapping[str, float] | None, *, sampl
         # The rewards of a round are computed concurrently, so the slowest counts.
         seconds[stage] = sum(max(part.seconds for part in each if part) for each in zip_longest(*parts))
     metrics |= {f"{SECONDS}{stage}": spent for stage, spent in seconds.items()}
-    return metrics | {STEP_TIME: sum(seconds.values())} | _speeds(stages, sampling) | _memory(stages)
+    metrics |= {STEP_TIME: sum(seconds.values())} | _speeds(stages, sampling) | _memory(stages)
+    of_functions = {f"{LOGGED}{name}" if name in metrics else name: fmean(each) for name, each in logged.items()}
+    return metrics | of_functions
 
 
 def _speeds(stages: Stages, sampling: str) -> dict[str, float]:
@@ -146,13 +159,21 @@ def pool_rounds(rounds: Sequence[ArtifactRef]) -> dict[str, float]:
     for name in dict.fromkeys(name for each in rounds for name in each.metrics):
         known = [each for each in rounds if name in each.metrics]
         group, _, kind = name.rpartition("/")
+        if name.startswith(LOGGED):
+            continue
         if kind in _POOLED:
             metrics[name] = _POOLED[kind]([each.metrics[name] for each in known])
         elif kind == "std":
             metrics[name] = _pooled_std(rounds, group)
         else:
             metrics[name] = _mean(known, group, name)
-    return metrics
+    return metrics | pool_logged(rounds)
+
+
+def pool_logged(parts: Sequence[ArtifactRef]) -> dict[str, float]:
+    """Return what reward functions reported in any of these tables of scores, as means weighted by their rows."""
+    names = dict.fromkeys(name for each in parts for name in each.metrics if name.startswith(LOGGED))
+    return {name: _mean([each for each in parts if name in each.metrics], "", name) for name in names}
 
 
 def _counted(artifact: ArtifactRef, group: str) -> float:

@@ -8,11 +8,11 @@ import copy
 import inspect
 import itertools
 import json
-import logging
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -24,6 +24,7 @@ from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
 from grpo_core.images import to_rgb
 from grpo_core.messages import Message, shown_question, with_images
+from grpo_core.rewards.call_log import CallLog
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, not_finite
 from grpo_core.streams import Modality
 from grpo_core.user_functions import (
@@ -36,7 +37,6 @@ from grpo_core.user_functions import (
     working_directory_kept,
 )
 
-_LOGGER = logging.getLogger(__name__)
 _PLACE = "rewards.function.function"
 _SAMPLES = ("prompts", "completions", "completion_ids")
 """What every reward function may be called with, besides the columns of the prompt file."""
@@ -69,8 +69,8 @@ class FunctionReward(Reward):
     then ``images`` with the same; with `with_targets` ``targets``, None where there is none; ``source_images``, a list
     of the images in each sample's prompt (RGB copies), if the function names it; of texts also as TRL gives them, as
     ``images`` and, only the first, as ``image``; ``completion_ids``, None where the tokens are not known; every column
-    of the prompt file; ``trainer_state`` None, since stored samples are scored again without a trainer; ``log_extra``
-    and ``log_metric``, which write to the log.
+    of the prompt file; ``trainer_state`` None, since stored samples are scored again without a trainer; ``log_metric``,
+    whose values become metrics of the run, and ``log_extra``, which writes to the log.
 
     Attributes:
         function: ``package.module:function`` or ``path/to/file.py:function``; only its own file counts for the version.
@@ -181,7 +181,8 @@ class FunctionReward(Reward):
         return load_function(_PLACE, self.function, json.dumps(dict(self.arguments or {})), factory=factory)
 
     def _score_rows(self, function: UserFunction, batch: ScoringBatch) -> list[Score]:
-        keywords = _call_keywords(function, batch, self.conversational, self.with_targets)
+        keywords, log = _call_keywords(function, batch, self.conversational, self.with_targets), CallLog()
+        keywords |= {"trainer_state": None, "log_extra": log.log_extra, "log_metric": log.log_metric}
         try:
             returned = _call(function, keywords)
         except (Exception, SystemExit) as error:  # whatever a user's function raises is reported with its place
@@ -194,7 +195,8 @@ class FunctionReward(Reward):
                 return [score for row in range(len(batch)) for score in self._score_rows(function, batch.select([row]))]
             at = Path(function.raised_at(error)).name
             return [Score.failed(f"the function raised {shown_error(error)} ({at})")] * len(batch)
-        return _read_scores(function, returned, batch.sample_ids)
+        scores, logged = _read_scores(function, returned, batch.sample_ids), log.metrics
+        return [replace(score, logged=logged) for score in scores] if logged else scores
 
 
 def _is_factory(named: Callable[..., object]) -> bool:
@@ -267,7 +269,7 @@ def _call_keywords(
         keywords[_SOURCES] = sources
     if targets:
         keywords["targets"] = _rgb_copies(batch.sample_ids, batch.targets or [None] * len(batch), "target of sample")
-    return keywords | {"trainer_state": None, "log_extra": _log_extra, "log_metric": _log_metric}
+    return keywords
 
 
 def _prompts_given(
@@ -354,11 +356,3 @@ def _message(role: str, output: object) -> list[Message]:
     if isinstance(output, str):
         return [{"role": role, "content": output}]
     return [{"role": role, "content": [{"type": "image", "image": output}]}]
-
-
-def _log_extra(column: str, values: Sequence[object]) -> None:
-    _LOGGER.debug("a reward function's column %s: %s", column, values)
-
-
-def _log_metric(name: str, value: float) -> None:
-    _LOGGER.info("a reward function's metric %s: %s", name, value)

@@ -104,11 +104,13 @@ class Score:
         value: in [0, 1] where the reward is bounded, higher is better; None where there is none.
         raw: the measured quantity in its own unit (dB, bytes, distance); None with value None.
         failure: why a sample to which the reward applies could not be scored; None where nothing went wrong.
+        logged: metrics that the call which scored the sample reported, by name.
     """
 
     value: float | None
     raw: float | None
     failure: str | None = None
+    logged: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         assert self.value is None or self.failure is None, "a score or the reason why there is none"

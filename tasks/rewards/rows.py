@@ -41,6 +41,9 @@ Row = Mapping[str, Any]
 SCORES = ("sample_id", "value", "raw", "failure", "seconds")
 """Columns of a score."""
 
+LOGGED_BY = "logged"
+"""Beside them in a row: metrics that the call which scored the sample reported, by name."""
+
 _READ = ("sample_id", "group_id", "dataset", "prompt", "columns")
 _READ_OF_SOURCES = ("sources",)
 _READ_OF_TOKENS = ("token_ids",)
@@ -161,6 +164,7 @@ def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> l
             "raw": score.raw,
             "failure": score.failure,
             "seconds": share if index in by_index else 0.0,
+            LOGGED_BY: score.logged,
         }
         for index, (sample_id, score) in enumerate(cells)
     ]

@@ -22,9 +22,10 @@ from grpo_core.rewards.registry import build_reward, reward_reference
 from grpo_core.rewards.reward import Reward, provenance_of
 from tasks.execution.caching import stage_task
 from tasks.execution.call import SHARDS, Arguments, Part, Sharding, shard_folder, unsharded
+from tasks.metrics import LOGGED, pool_logged
 from tasks.models.resident import set_threads
 from tasks.progress import progress_of
-from tasks.rewards.rows import SCORES, Row, batches_for, score_in_processes, score_rows
+from tasks.rewards.rows import LOGGED_BY, SCORES, Row, batches_for, score_in_processes, score_rows
 from tasks.runs.layout import IMAGES, PARTS, SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
 from tasks.storage.artifacts.commit import IMAGES_REMOVED
@@ -173,11 +174,18 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
         _require_enough(section, [f"{name}: {why}" for name, why in failures], len(in_scope(section, _samples(source))))
         # Shards are scored in parallel.
         slowest = max(part.seconds for part in parts)
-        return _commit(store, staged, arguments["folder"], section.label, table, started - slowest)
+        label, logged = section.label, pool_logged(parts)
+        return _commit(store, staged, arguments["folder"], label, table, started - slowest, logged)
 
 
 def _commit(
-    store: ArtifactStore, staged: Path, folder: str, label: str, table: pl.DataFrame, started: float
+    store: ArtifactStore,
+    staged: Path,
+    folder: str,
+    label: str,
+    table: pl.DataFrame,
+    started: float,
+    logged: Mapping[str, float],
 ) -> ArtifactRef:
     digest = write_table(staged / SCORES_FILE, REWARDS, table.to_dict(as_series=False))
     return store.commit(
@@ -187,7 +195,7 @@ def _commit(
         schema_version=SCHEMA_VERSION,
         rows=table.height,
         seconds=time.perf_counter() - started,
-        metrics=_statistics(label, table),
+        metrics={**_statistics(label, table), **logged},
     )
 
 
@@ -233,12 +241,12 @@ def score_reward_task(
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
         meant = in_scope(section, everything).select("sample_id", provenance=pl.lit(provenance))
         batches = batches_for(reward, section, source, wanted, store, rollouts.run)
-        made = _score(reward, section, batches if wanted else iter(()), meant.height, report_progress)
+        made, logged = _score(reward, section, batches if wanted else iter(()), meant.height, report_progress)
         # A score that a sibling's score depends on was computed again.
         scored = meant.join(pl.concat([known, made]).unique("sample_id", keep="last"), **_ONE_EACH)
         table = samples.select("sample_id", "iteration", reward=pl.lit(section.label)).join(scored, **_ONE_EACH)
         table = table.with_columns(pl.col("seconds").fill_null(0.0))
-        return _commit(store, staged, folder, section.label, table, started)
+        return _commit(store, staged, folder, section.label, table, started, logged)
 
 
 def _known_scores(read: Read, earlier: Sequence[ArtifactRef], provenance: str) -> pl.DataFrame:
@@ -271,11 +279,14 @@ def _score(
     batches: Iterable[list[Row]],
     meant: int,
     report_progress: Callable[[int], None],
-) -> pl.DataFrame:
+) -> tuple[pl.DataFrame, dict[str, float]]:
     """Score the samples of the batches; once more could not be scored than is allowed, the others are not tried.
 
     Args:
         meant: number of samples in scope, scored before or not; max_failures is a share of these.
+
+    Returns:
+        The scores, and the metrics that the reward reported, each as the mean over the samples of the calls that did.
     """
     scored: list[Row] = []
     failed: list[str] = []
@@ -288,7 +299,12 @@ def _score(
         failed += [f"{row['sample_id']}: {row['failure']}" for row in rows if row["failure"] is not None]
         _require_enough(section, failed, meant)
         report_progress(len(scored))
-    return pl.DataFrame(scored, _SCORES)
+    logged: dict[str, list[float]] = {}
+    for row in scored:
+        for name, value in row[LOGGED_BY].items():
+            logged.setdefault(name, []).append(value)
+    columns = {name: [row[name] for row in scored] for name in SCORES}
+    return pl.DataFrame(columns, _SCORES), {f"{LOGGED}{name}": statistics.fmean(each) for name, each in logged.items()}
 
 
 def _statistics(label: str, table: pl.DataFrame) -> dict[str, float]:

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from tasks.metrics import pool_rounds
+from tasks.metrics import pool_rounds, stage_metrics
 from tasks.storage.artifacts.reference import ArtifactRef
 
 
@@ -22,6 +22,19 @@ def test_counts_are_summed_extremes_taken_and_means_weighted_by_samples() -> Non
         "completions/max_length": 5.0,
         "rewards/a/mean": 0.6,
     }
+
+
+def test_what_functions_report_has_its_own_name_unless_the_run_has_a_metric_of_it() -> None:
+    """Means over two functions that report the same, and over two rounds of 6 and 2 rows."""
+    stages = {
+        ("rollouts", ""): [stage(6, entropy=1.5), stage(2, entropy=1.5)],
+        ("rewards", "a"): [stage(6, logged__share=0.5, logged__entropy=9.0), stage(2, logged__share=0.9)],
+        ("rewards", "b"): [stage(6, logged__share=0.2, logged__answer__std=3.0), stage(2, logged__answer__std=1.0)],
+    }
+    found = stage_metrics(stages, None, sampling="rollouts")
+    expected = {"entropy": 1.5, "logged/entropy": 9.0, "share": (0.6 + 0.2) / 2, "answer/std": 2.5}
+    assert {name: found.get(name) for name in expected} == pytest.approx(expected)
+    assert "logged/share" not in found
 
 
 def test_a_round_without_a_metric_has_no_weight_in_it() -> None:

@@ -18,6 +18,7 @@ from grpo_core.errors import FailedSamplesError
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource
+from tasks.metrics import LOGGED
 from tasks.rewards.score_rewards import NeededScores, StoredScores, samples_to_score, score_reward_task
 from tasks.runs.layout import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -110,6 +111,29 @@ def test_batches_and_processes_change_nothing(maker: RunMaker, tmp_path: Path, r
     assert sorted(requested.read_text().splitlines()) == sorted(
         [f"answer {sibling} of group {group}" for group in range(2) for sibling in range(GROUP_SIZE)] * 3
     )
+
+
+def test_what_a_function_reports_is_a_metric_of_its_table(maker: RunMaker, tmp_path: Path) -> None:
+    """Two calls report 0 and 1, one of them another metric twice, and one nothing that is a number."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def score(completions, log_metric, **columns):\n"
+        "    group = float(completions[0].split()[-1])\n"
+        "    log_metric('share', group)\n"
+        "    log_metric('broken', float('nan'))\n"
+        "    if group:\n"
+        "        log_metric('late', 1.0)\n"
+        "        log_metric('late', 4.0)\n"
+        "    return [0.5] * len(completions)\n"
+    )
+    first = score(maker, section({"function": f"{path}:score"}, batch_size=1))
+    assert {name: value for name, value in first.metrics.items() if name.startswith(LOGGED)} == {
+        "logged/share": 0.5,
+        "logged/late": 2.5,
+    }
+    # Nothing is called for scores that are known.
+    again = score(maker, section({"function": f"{path}:score"}), (first,), folder="again")
+    assert not any(name.startswith(LOGGED) for name in again.metrics)
 
 
 def test_what_is_known_is_not_asked_again_and_what_failed_is(maker: RunMaker, tmp_path: Path, requested: Path) -> None:

@@ -309,8 +309,8 @@ def test_what_the_function_reports_goes_to_the_log(
         "    log_metric('share', 0.25)\n    log_extra('why', completions)\n    return [float('nan')]\n"
     )
     with caplog.at_level(logging.DEBUG):
-        score_samples(FunctionReward(function=f"{path}:score"), texts(1))
-    assert "share: 0.25" in caplog.text
+        (score,) = score_samples(FunctionReward(function=f"{path}:score"), texts(1))
+    assert score.logged == {"share": 0.25}
     assert "why" in caplog.text
     assert "sample s0" in caplog.text
     assert "mine.py:1" in caplog.text
