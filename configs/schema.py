@@ -173,6 +173,11 @@ class RunConfig(ByPolicy):
         return {**values, "update": values.get("update", {})} if isinstance(values, Mapping) else values
 
     @property
+    def first_version(self) -> int:
+        """Number of the policy version that the run starts from."""
+        return 0
+
+    @property
     def prompt_sections(self) -> Mapping[str, PromptsSection]:
         """The sections with prompts, by name: training and held-out."""
         return {"data": self.data, "evaluate": self.evaluate}
@@ -291,6 +296,11 @@ class ReplayConfig(RunConfig):
     """The configuration of a replay."""
 
     replay: ReplaySection
+
+    @property
+    def first_version(self) -> int:
+        """Number of the policy version that the run starts from: the source's."""
+        return self.replay.policy
 
 
 def corrected(

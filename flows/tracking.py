@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from configs.schema import RunConfig
+from grpo_core.errors import InputError, first_line
 from tasks.metrics import HELDOUT
 from tasks.progress import log
 from tasks.reports.images import PromptImages, padded
@@ -27,7 +28,7 @@ from tasks.reports.text import one_line
 from tasks.runs.layout import ADVANTAGES, ROLLOUTS, STATES, TENSORBOARD, TRACKERS_FILE
 from tasks.runs.read_run import evaluation_metrics
 from tasks.runs.run_view import EvaluationView
-from tasks.storage.artifacts.reference import PrunedArtifactError
+from tasks.storage.artifacts.reference import PrunedArtifactError, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import dump_checked, is_local, load_checked
 
@@ -91,15 +92,23 @@ class RunTrackers:
         images: Images | None = None
         metrics: Mapping[str, float] = {}
         for name in [name for name in self._names if number > self._last_step(name)]:
+            if images is None:
+                metrics = record.metrics if record else evaluation_metrics(evaluation) if evaluation else {}
+                images = {} if evaluation is None else self._images_of(evaluation)
             with self._leaving_out(name):
-                if images is None:
-                    metrics = record.metrics if record else evaluation_metrics(evaluation) if evaluation else {}
-                    images = {} if evaluation is None else read_images(self._store, evaluation)
                 backend = self._backend(name)
                 backend.log(number, metrics, images)
                 self._records[name] = {"id": backend.id, "step": number}
         if images is not None:
             self._store.write_file(TRACKERS_FILE, dump_checked(self._records))
+
+    def _images_of(self, evaluation: EvaluationView) -> Images:
+        """Return the held-out images; none, with a line about it, where a file of them is damaged or gone."""
+        try:
+            return read_images(self._store, evaluation)
+        except (InputError, StaleReferenceError, OSError, ValueError) as error:
+            log(f"trackers get no held-out images of policy {evaluation.version}: {first_line(error)}")
+            return {}
 
     def _last_step(self, name: str) -> int:
         return int(self._records.get(name, {}).get("step", -1))

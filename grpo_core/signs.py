@@ -20,7 +20,7 @@ PARITY_SHARE = "sampling/sampling_logp_difference/share_of_tolerance"
 HACKING = "reward-hacking"
 """Name of the signs that evaluations show; grpo_core.rewards.hacking has their rule."""
 
-REWARD_SPREAD = "reward-without-spread"
+ALL_ZERO_SIGN = "reward-zero"
 """Name of the signs that a single reward of a mix shows."""
 
 FAR_KL = 1.0
@@ -36,8 +36,8 @@ HAD_SPREAD, ALIKE = 0.5, 0.3
 """A reward that has reached its bound had a spread in more than half of the groups in some iteration, has risen by half
 of the samples' standard deviation then, and has less than this share of it left."""
 
-REWARD_NO_SPREAD = 0.8
-"""Share of groups in which a single reward is the same for all samples, from which on it hardly counts in the mix."""
+ALL_ZERO = 0.8
+"""Share of groups in which a single reward is 0 for all samples, from which on it hardly counts in the mix."""
 
 CLIPPED = 0.55
 """Share of actions that are clipped after an iteration's first step, from which on clipping determines the update."""
@@ -153,10 +153,10 @@ def new_signs(iterations: Sequence[MeasuredIteration], stream: Stream, known: Se
             if (name, each if others else "") not in shown:
                 signs.append(Sign(name, last.iteration, message, each if others else ""))
         if {"groups-without-spread", "reward-at-bound", "entropy"}.isdisjoint(found):
-            for label, message in _rewards_without_spread(measured).items():
+            for label, message in _rewards_of_zero(measured).items():
                 subject = f"{each}/{label}" if others else label
-                if (REWARD_SPREAD, subject) not in shown:
-                    signs.append(Sign(REWARD_SPREAD, last.iteration, message, subject))
+                if (ALL_ZERO_SIGN, subject) not in shown:
+                    signs.append(Sign(ALL_ZERO_SIGN, last.iteration, message, subject))
     return tuple(signs)
 
 
@@ -222,21 +222,23 @@ def _groups_without_spread(measured: _Measured) -> str | None:
     )
 
 
-_SPREAD_OF_REWARD = re.compile(r"rewards/(.+)/frac_zero_std")
+_ZEROS_OF_REWARD = re.compile(r"rewards/(.+)/frac_all_zero")
 
 
-def _rewards_without_spread(measured: _Measured) -> dict[str, str]:
-    """Return the message about each reward of a mix that never tells siblings apart, by its label."""
+def _rewards_of_zero(measured: _Measured) -> dict[str, str]:
+    """Return the message about each reward of a mix that is 0 nearly everywhere, by its label."""
     found = {}
     for name in measured.rows[-1]:
-        label = _SPREAD_OF_REWARD.fullmatch(name)
-        if label is None or not measured.holds(name, lambda share: share >= REWARD_NO_SPREAD, RECENT):
+        label = _ZEROS_OF_REWARD.fullmatch(name)
+        if label is None or not measured.holds(name, lambda share: share >= ALL_ZERO, RECENT):
             continue
-        # A reward that had a spread and has none left may have been reached.
-        if min(row[name] for row in measured.rows if name in row) >= HAD_SPREAD:
+        mean = f"rewards/{label[1]}/mean"
+        penalty = any(row.get(mean, 0.0) < 0 for row in measured.rows)
+        # A reward that was earned before is another matter, and 0 is the best value of a penalty.
+        if not penalty and min(row[name] for row in measured.rows if name in row) >= HAD_SPREAD:
             found[label[1]] = (
-                f"{label[1]} is the same for all samples of {measured.last(name)[0]:.0%} of the prompts, so that the "
-                "other rewards alone are learned: look at its values (`grpo rewards analyse`), and at its range"
+                f"{label[1]} is 0 for all samples of {measured.last(name)[0]:.0%} of the prompts, so the other rewards "
+                "alone are learned: look at its values (`grpo rewards analyse`); of a penalty this is normal"
             )
     return found
 
@@ -346,5 +348,5 @@ _EXPLAINS: Mapping[str, Sequence[str]] = {
 }
 """What follows from a sign and says nothing further."""
 
-SIGNS = (*_RULES, REWARD_SPREAD, HACKING)
+SIGNS = (*_RULES, ALL_ZERO_SIGN, HACKING)
 """The name of every sign."""

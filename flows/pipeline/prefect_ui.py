@@ -6,6 +6,7 @@ project's own checks, which report every mistake at once, each with a hint.
 
 import contextlib
 import contextvars
+import hashlib
 import inspect
 import logging
 import threading
@@ -104,8 +105,12 @@ _logger = logging.getLogger(__name__)
 
 
 def artifact_key(name: str) -> str:
-    """Return the key of an artifact in Prefect's UI: lower-case letters, digits and dashes."""
-    return "grpo-" + "".join(each if each.isalnum() and each.isascii() else "-" for each in name.lower())
+    """Return the key of an artifact in Prefect's UI, of lower-case letters, digits and dashes.
+
+    Names that differ have keys that differ: one that has other letters than these ends in a digest.
+    """
+    folded = "".join(each if each.isalnum() and each.isascii() else "-" for each in name.lower())
+    return f"grpo-{folded}" if folded == name else f"grpo-{folded}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
 
 def artifact_link(artifact: UUID | str) -> str | None:

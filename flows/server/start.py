@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
@@ -110,10 +111,11 @@ def serve(request: ServerRequest, report_progress: Callable[[str], None]) -> Non
     """Run `prefect server start` in this process; report PREFECT_API_URL once requests are accepted.
 
     Raises:
-        InputError: the address would leave the server open.
+        InputError: the address would leave the server open, or its port is taken.
         SystemExit: the server has ended, or could not start; Prefect has printed why.
     """
     settings = server_settings(request)
+    _require_free_port(request)
     report_progress("starting Prefect's server ...")
     # Prefect reads the environment when it is imported.
     for name, value in LASTING_SERVER.items():
@@ -131,6 +133,32 @@ def serve(request: ServerRequest, report_progress: Callable[[str], None]) -> Non
     import runpy
 
     runpy.run_module("prefect", run_name="__main__")
+
+
+def _require_free_port(request: ServerRequest) -> None:
+    """Refuse a port that another program listens on, whose answers would be taken for this server's.
+
+    Raises:
+        InputError: the port is taken, or this user may not listen on it.
+    """
+    try:
+        found = socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        # Prefect reports a host that there is not.
+        return
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            # As the server itself does: a connection that has just ended does not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                here = _address(_EVERYWHERE.get(request.host, request.host), request.port)
+                hint = (
+                    f"{error.strerror}. If it is this server, started before, use that one: "
+                    f"`export PREFECT_API_URL={here}/api`. Otherwise give another --port."
+                )
+                raise InputError("--port", request.port, hint) from error
 
 
 def _prepare_server(api_url: str, settings: Mapping[str, str], report_progress: Callable[[str], None]) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext
@@ -92,10 +93,22 @@ class Publisher:
         if not record.stored or record.iteration == iterations:
             title = f"{store.run}, iteration {record.iteration}"
             report = iteration_markdown(store, store.run, history, trained_on, signs, heldout)
-            self.last_report = self._show("report", "markdown", title, report)
-            self._show("metrics", "table", title, json.dumps(iteration_table(record)))
-            self._show_progress(100.0 * record.iteration / iterations, line)
+            with self._leaving_out_what_is_refused(title):
+                self.last_report = self._show("report", "markdown", title, report)
+                self._show("metrics", "table", title, json.dumps(iteration_table(record)))
+                self._show_progress(100.0 * record.iteration / iterations, line)
         write_metrics(store, record.iteration, record.metrics)
+
+    @contextmanager
+    def _leaving_out_what_is_refused(self, title: str) -> Iterator[None]:
+        """Log what the server, or a proxy before it, does not take, such as a report that is too long for it."""
+        try:
+            yield
+        except httpx.HTTPStatusError as error:
+            if not error.response.is_client_error:
+                raise
+            status = f"{error.response.status_code} {error.response.reason_phrase}".strip()
+            log(f"{title} is not in Prefect's UI, whose server refused it ({status}); the run folder has everything")
 
     def _show_progress(self, percent: float, line: str) -> None:
         if self._progress is not None:
@@ -149,8 +162,9 @@ class Callbacks:
 
     def on_train_begin(self, history: TrainingHistory) -> None:
         """Log the evaluation before the first iteration."""
-        if (evaluation := history.evaluation_of(0)) is not None:
-            self.trackers.log(0, None, evaluation)
+        first = self.run.config.first_version
+        if (evaluation := history.evaluation_of(first)) is not None:
+            self.trackers.log(first, None, evaluation)
         history.lap()
 
     async def on_iteration_end(
@@ -178,7 +192,7 @@ class Callbacks:
         iterations, pace = self.run.config.run.iterations, history.pace
         replay = self.run.config.replay if isinstance(self.run.config, ReplayConfig) else None
         log(format_progress_line(record, iterations, pace, replay))
-        before = replay.policy if replay is not None else 0
+        before = self.run.config.first_version
         advance_run(record.iteration - before, iterations - before, pace)
         for sign in history.take_signs():
             log(f"{sign}")

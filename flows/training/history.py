@@ -199,7 +199,7 @@ def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
         log(f"policy {policy.version} is not evaluated, because its files were deleted")
         return
     # A run that resumes passes its previous evaluations, whose events were sent.
-    is_new = not read_metrics(run.store, max(policy.version, 1))
+    is_new = not read_metrics(run.store, max(policy.version, run.config.first_version + 1))
     if policy.version == 0:
         history.add_baselines(evaluate_baselines(run, plan))
     done = evaluate_policy(run, policy.averaged, plan)

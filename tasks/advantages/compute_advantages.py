@@ -12,7 +12,7 @@ from torch import Tensor
 from configs.sections import PlacementSection
 from configs.training import AdvantagesSection, RewardSection
 from grpo_core.advantages.compute import GroupAdvantages, compute_advantages, reward_metrics
-from grpo_core.rewards.mix import ROUNDING, RunningMoments
+from grpo_core.rewards.mix import RunningMoments
 from grpo_core.streams import Stream
 from tasks.advantages.samples import Samples, read_samples, samples_of
 from tasks.execution.caching import stage_task
@@ -46,23 +46,20 @@ def advantage_metrics(result: GroupAdvantages, samples: Samples) -> dict[str, fl
     return metrics
 
 
-def spread_metrics(result: GroupAdvantages, mix: Sequence[RewardSection]) -> dict[str, float]:
-    """Return for each reward that adds to a mix the share of groups in which it is the same for all samples.
+def zero_metrics(result: GroupAdvantages, mix: Sequence[RewardSection]) -> dict[str, float]:
+    """Return for each reward that adds to a mix the share of groups in which it is 0 for all samples, of those scored.
 
-    A group counts where it has two values or more. Empty for a single reward, of which the combined one tells as much.
+    Empty for a single reward, of which the combined one tells as much.
     """
     added = [index for index, section in enumerate(mix) if section.role == "sum" and section.weight != 0]
     if len(added) < 2:
         return {}
-    scaled = result.scaled.double()
-    known = ~scaled.isnan() & ~result.imputed
-    low = torch.where(known, scaled, torch.inf).amin(1)
-    high = torch.where(known, scaled, -torch.inf).amax(1)
-    counted, same = known.sum(1) > 1, high - low <= ROUNDING * high.abs()
+    known = ~result.scaled.isnan() & ~result.imputed
+    scored, zero = known.any(1), ((result.scaled == 0) | ~known).all(1)
     return {
-        f"rewards/{mix[index].label}/frac_zero_std": float(same[counted[:, index], index].double().mean())
+        f"rewards/{mix[index].label}/frac_all_zero": float(zero[scored[:, index], index].double().mean())
         for index in added
-        if counted[:, index].any()
+        if scored[:, index].any()
     }
 
 
@@ -187,7 +184,7 @@ def compute_advantages_task(
             )
             tables.append(_table(stream, own, own_mix, result))
             metrics |= {f"{prefix}{name}": value for name, value in advantage_metrics(result, own).items()}
-            metrics |= {f"{prefix}{name}": value for name, value in spread_metrics(result, own_mix).items()}
+            metrics |= {f"{prefix}{name}": value for name, value in zero_metrics(result, own_mix).items()}
             metrics |= moments_as_metrics(result.running, own_mix, prefix)
         table = pa.concat_tables(tables)
         columns = {name: table[name].combine_chunks() for name in table.column_names}

@@ -1,11 +1,14 @@
 """Learning from stored rollouts: what is reproduced, what is corrected, and what is left out."""
 
+import json
 import shutil
 
 import polars as pl
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flows.inspect_run import inspect_run
+from flows.training import history
 from grpo_core.parity import ParityError
 from grpo_core.update.optimizer import PolicyOptimizer
 from tests.flows.conftest import EVALUATED, Runs, Start, refused, sha256_of
@@ -43,6 +46,20 @@ class TestSameSettings:
         assert tuple(heard.stages) == UPDATES[1:]
         assert summary.policy_digest == finished.policy_digest(2)
         assert not finished.path("policies/000001", run="run-replay").exists()
+
+    def test_its_first_evaluation_reaches_trackers_and_each_is_announced_once(
+        self, finished: Runs, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        announced: list[int] = []
+        monkeypatch.setattr(history, "emit_evaluated", lambda run, policy, done: announced.append(policy.version))
+        evaluated = {**EVALUATED, "evaluate__every": 1, "run__trackers": ["tensorboard"]}
+        overrides = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in evaluated.items()]
+        for _ in range(2):
+            run_replay(finished, *overrides, policy=1, iterations="2")
+            assert announced == [1, 2]
+        logged = EventAccumulator(str(next(finished.path("tensorboard", run="run-replay").rglob("events*")).parent))
+        logged.Reload()
+        assert [event.step for event in logged.Scalars("heldout_reward")] == [1, 2]
 
     @pytest.mark.slow
     def test_a_replay_that_was_stopped_or_damaged_goes_on_to_the_same_policy(

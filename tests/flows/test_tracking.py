@@ -26,7 +26,7 @@ from tasks.runs.layout import TRACKERS_FILE
 from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import TINY, Runs, Start, heard_of
-from tests.tasks.reports.made_runs import RunMaker, colour, png, whole_run
+from tests.tasks.reports.made_runs import RunMaker, colour, flip_last_byte, png, whole_run
 
 EVALUATED = (0, 2)
 METRICS = {number: {"reward": 0.1 * number, "kl": 0.01 * number, "num_tokens": 16.0 * number} for number in (1, 2, 3)}
@@ -254,6 +254,17 @@ def test_a_tracker_that_fails_is_reported_once_and_left_out(run: TrackedRun, mon
         "tracker leaving failed (ConnectionError: the service is gone)",
     ]
     assert [*scalars(events(run.folder / "tensorboard"), "reward")] == [1, 2, 3]
+
+
+def test_a_damaged_image_costs_no_tracker(run: TrackedRun) -> None:
+    evaluation = run._evaluation(0)
+    flip_last_byte(run.folder / "evaluations/000000/rollouts/images-00000.parquet")
+    with tracking(run.config("tensorboard"), run.store) as opened:
+        _, heard = heard_of(lambda: opened.log(0, None, evaluation))
+        opened.log(1, IterationRecord(1, (), run._found("iteration_000001/advantages"), METRICS[1]), None)
+    (line,) = heard.lines
+    assert line.startswith("trackers get no held-out images of policy 0: ")
+    assert [*scalars(events(run.folder / "tensorboard"), "reward")] == [1]
 
 
 def test_a_finished_training_is_logged_as_it_was_stored_and_ends_well_when_a_tracker_fails(

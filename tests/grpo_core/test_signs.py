@@ -104,23 +104,25 @@ def test_a_policy_that_has_lost_its_spread_is_told_from_a_reward_that_never_had_
         assert ("check the reward" in sign.message) is not named
 
 
-R2, TEXT = "rewards/r2/frac_zero_std", "rewards/text/frac_zero_std"
+R2, TEXT = "rewards/r2/frac_all_zero", "rewards/text/frac_all_zero"
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ([{R2: 0.9, TEXT: 0.1}] * 5, [("reward-without-spread", "r2", 5)]),
-        ([{R2: 0.9, TEXT: 0.8}] * 9, [("reward-without-spread", "r2", 5), ("reward-without-spread", "text", 5)]),
+        ([{R2: 0.9, TEXT: 0.1}] * 5, [("reward-zero", "r2", 5)]),
+        ([{R2: 0.9, TEXT: 0.8}] * 9, [("reward-zero", "r2", 5), ("reward-zero", "text", 5)]),
         ([{R2: 0.9, TEXT: 0.1}] * 4, []),
         ([{R2: 0.79, TEXT: 0.1}] * 9, []),
-        # It had a spread: it may have been reached.
+        # Of a penalty 0 is the best value.
+        ([{R2: 0.9, "rewards/r2/mean": -0.01}, *[{R2: 1.0, "rewards/r2/mean": 0.0}] * 9], []),
+        # It was earned before.
         ([{R2: 0.4, TEXT: 0.1}, *[{R2: 1.0, TEXT: 0.1}] * 9], []),
         # The cause is that no reward has any.
         ([{R2: 1.0, TEXT: 1.0, "frac_reward_zero_std": 1.0}] * 9, [("groups-without-spread", "", 3)]),
     ],
 )
-def test_a_reward_of_a_mix_that_never_tells_siblings_apart(
+def test_a_reward_of_a_mix_that_is_zero_nearly_everywhere(
     changes: list[dict[str, float]], expected: list[tuple[str, str, int]]
 ) -> None:
     signs = find_signs(history(*changes), "tokens")

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -217,5 +218,9 @@ def test_a_server_that_does_not_answer_never_slows_a_stage(monkeypatch: pytest.M
     training()
 
 
-def test_keys_have_the_characters_that_prefect_allows() -> None:
-    assert artifact_key("Tiny_2.5 (score r\u00b2)") == "grpo-tiny-2-5--score-r--"
+def test_keys_have_the_characters_that_prefect_allows_and_differ_where_names_do() -> None:
+    names = ["a.b", "A-B", "a-b", "a_b", "a~b", "A.B", "Tiny_2.5 (score r\u00b2)", "a-b-report", "a.b-report"]
+    keys = [artifact_key(name) for name in names]
+    assert all(re.fullmatch("[a-z0-9-]+", key) for key in keys)
+    assert len({*keys}) == len(names)
+    assert artifact_key("tiny-report") == "grpo-tiny-report"

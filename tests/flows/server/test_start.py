@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from flows.prefect_settings import LASTING_SERVER, SERVER
 from flows.server.heartbeat_automation import NAME, heartbeat_automation
 from flows.server.reachable import require_server, server_database
-from flows.server.start import ServerRequest, server_settings
+from flows.server.start import ServerRequest, serve, server_settings
 from grpo_core.errors import InputError
 from tests.flows.conftest import REPOSITORY
 from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
@@ -159,6 +159,18 @@ def test_what_would_leave_it_open_or_cannot_be_used_is_refused(
     with pytest.raises(InputError) as refused:
         server_settings(ServerRequest(**request_), environment)
     assert (refused.value.place, refused.value.value) == (place, value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_port_that_somebody_listens_on_is_refused_before_anything_is_announced(host: str) -> None:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError) as refused:
+            serve(ServerRequest(host=host, port=port), said.append)
+    assert (refused.value.place, refused.value.value) == ("--port", port)
+    assert f":{port}/api" in refused.value.hint
+    assert not any("PREFECT_API_URL" in line for line in said)
 
 
 def test_the_composed_server_is_that_of_grpo_ui() -> None:

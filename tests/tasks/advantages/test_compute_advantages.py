@@ -12,7 +12,7 @@ import torch
 from configs.training import AdvantagesSection, RewardSection
 from grpo_core.advantages.compute import compute_advantages
 from grpo_core.streams import Stream
-from tasks.advantages.compute_advantages import compute_advantages_task, spread_metrics
+from tasks.advantages.compute_advantages import compute_advantages_task, zero_metrics
 from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -259,11 +259,11 @@ def test_the_digest_covers_the_stream(store: ArtifactStore) -> None:
     assert tokens.digest != denoising.digest
 
 
-def test_groups_without_spread_are_counted_for_each_reward_that_adds() -> None:
-    """Of `low`: all clamped to 0, all .5, one value alone, which is not compared, and 0 beside 1."""
+def test_groups_of_zeros_are_counted_for_each_reward_that_adds() -> None:
+    """Of `low`: all clamped to 0, all .5, one 0 alone, 0 beside 1, and nothing at all, which does not count."""
     null = float("nan")
-    low = [[-0.3, -2.0, 0.0], [0.5, 0.5, null], [0.9, null, null], [0.0, 1.0, null]]
-    other = [[0.1, 0.2, 0.3]] * 4
+    low = [[-0.3, -2.0, 0.0], [0.5, 0.5, null], [0.0, null, null], [0.0, 1.0, null], [null, null, null]]
+    other = [[0.1, 0.2, 0.3]] * 5
     values = torch.tensor([low, other, other, other], dtype=torch.float64).permute(1, 2, 0)
     mix = [
         RewardSection(reward="r2", name="low", clamp=(0.0, 1.0)),
@@ -272,8 +272,8 @@ def test_groups_without_spread_are_counted_for_each_reward_that_adds() -> None:
         RewardSection(reward="r2", name="open", role="gate"),
     ]
     result = compute_advantages(values, mix, AdvantagesSection())
-    assert spread_metrics(result, mix) == {
-        "rewards/low/frac_zero_std": pytest.approx(2 / 3),
-        "rewards/other/frac_zero_std": 0.0,
+    assert zero_metrics(result, mix) == {
+        "rewards/low/frac_all_zero": 0.5,
+        "rewards/other/frac_all_zero": 0.0,
     }
-    assert spread_metrics(compute_advantages(values[..., :1], mix[:1], AdvantagesSection()), mix[:1]) == {}
+    assert zero_metrics(compute_advantages(values[..., :1], mix[:1], AdvantagesSection()), mix[:1]) == {}
