@@ -150,7 +150,7 @@ def replay(
         source: a run under the storage root, or the path of its folder.
         on_iteration: as of :func:`train`.
         progress: as of :func:`train`.
-        options: fields of ReplayRequest: advantages, iterations, policy, max_staleness, name, overrides,
+        options: fields of ReplayRequest: advantages, iterations, max_staleness, name, overrides,
             trust_code, root.
 
     Raises:
@@ -162,7 +162,7 @@ def replay(
         from flows.preflight.trust import trusted_config
 
         request = _request(ReplayRequest, source, "source", options)
-        (store,) = require_runs([request.source], request.root)
+        (store,) = require_runs([request.named.run], request.root)
         refuse_overrides(request.overrides, request.hint_against)
         chosen = trusted_config(store, request.overrides, trust=request.trust_code, trains=True)
         check_files(chosen, storage=False)
@@ -183,7 +183,7 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
     Args:
         run: a run under the storage root, or the path of its folder.
         progress: as of :func:`train`.
-        options: fields of EvaluateRequest: policy, prompts, overrides, trust_code, root.
+        options: fields of EvaluateRequest: prompts, overrides, trust_code, root.
 
     Raises:
         InputError: what is wrong with the request or the run.
@@ -194,7 +194,7 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
         from flows.preflight.trust import trusted_config
 
         request = _request(EvaluateRequest, run, "run", options)
-        (store,) = require_runs([request.run], request.root)
+        (store,) = require_runs([request.named.run], request.root)
         refuse_overrides(request.overrides, request.hint_against)
         check_heldout_files(trusted_config(store, request.changes, trust=request.trust_code))
         start_server()

@@ -1,12 +1,12 @@
 """Compare runs by what they stored: find them, refuse what cannot be compared at all, write the page."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
 
+from configs.policy_name import PolicyName
 from grpo_core.errors import InputError, raise_all
 from tasks.reports.compare_page import render_compare_page
 from tasks.reports.compared_runs import PairedDifference
@@ -15,9 +15,8 @@ from tasks.reports.report import require_page_path, write_page
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunSummary, summary_of
+from tasks.runs.stored import chosen_version
 from tasks.storage.artifacts.store import ArtifactStore
-
-_VERSIONED = re.compile(r"(.+)@([0-9]+)")
 
 
 class ComparedSummary(RunSummary):
@@ -56,7 +55,7 @@ def compare(names: Sequence[str], *, root: str, html: Path | None = None, evalua
     """Read runs without changing them, compare them with the first, and write the page.
 
     Args:
-        names: at least two runs under the root, or paths of their folders; RUN@N for policy version N of a run.
+        names: at least two runs under the root, or paths of their folders; RUN@N for policy version N of a run, and RUN@best.
         root: a folder or any fsspec URL.
         html: file for the page; None for no page.
         evaluation: name of an evaluation of other prompts, a folder of `evaluations_of/`; the runs that have it are
@@ -100,13 +99,13 @@ def _readers(names: Sequence[str], root: str) -> tuple[dict[str, RunReader], dic
     found: list[tuple[str, ArtifactStore, int | None]] = []
     problems = []
     for name in names:
-        versioned = _VERSIONED.fullmatch(name)
+        named = PolicyName.parse(name)
         try:
-            store = find_run(versioned[1] if versioned else name, root)
+            store = find_run(named.run, root)
+            version = chosen_version(store, named.version)
         except InputError as error:
             problems.append(error)
             continue
-        version = int(versioned[2]) if versioned else None
         if any((store.path(), version) == (each.path(), other) for _, each, other in found):
             problems.append(InputError("RUN", name, "This run is named twice; name each run once."))
         found.append((name, store, version))

@@ -84,7 +84,7 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
         InputError: with the option or the key, the value and the hint.
     """
     refuse_overrides(request.overrides, request.hint_against)
-    store = find_run(request.run, request.root)
+    store = find_run(request.named.run, request.root)
     described = read_description(store)
     own, config = stored_config(store), trusted_config(store, request.changes, trust=request.trust_code)
     require_heldout(config)
@@ -93,7 +93,7 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     if described.get("model_digest") not in (None, digest):
         hint = f"Its files have changed since {store.run} began ({described['model_digest'][:12]}); restore them."
         raise InputError("policy.model", digest[:12], hint)
-    chosen, notes = choose_policy(store, request.policy, digest)
+    chosen, notes = choose_policy(store, chosen_version(store, request.named.version), digest)
     policy = chosen.averaged
     rollouts = plan_heldout(config, heldout, policy.version)
     assert rollouts is not None, "there are held-out prompts"
@@ -205,7 +205,9 @@ async def evaluate(request: EvaluateForm) -> EvaluateSummary:
         log(note)
     done = plan.stored
     if done is None:
-        with locked(plan.store, plan.rollouts.folder, setting="--policy", value=str(plan.policy.version)) as lock:
+        with locked(
+            plan.store, plan.rollouts.folder, setting="RUN", value=f"{plan.store.run}@{plan.policy.version}"
+        ) as lock:
             run = Run(plan.config, plan.store, lock, plan.model, (), plan.heldout)
             async with recording(run.store, lock):
                 done = evaluate_policy(run, plan.policy, plan.rollouts)

@@ -30,6 +30,7 @@ from tasks.reports.text import counted
 from tasks.runs.layout import RECOMPUTED, STORED, StoredIteration, iteration_folder
 from tasks.runs.lookup import CONFIG_FILE, find_run, spans
 from tasks.runs.stored import (
+    chosen_version,
     first_iteration,
     read_iterations,
     read_policy,
@@ -66,34 +67,34 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
         InputError: with the option or the key, the value and the hint.
     """
     refuse_overrides(request.overrides, request.hint_against)
-    store = find_run(request.source, request.root)
-    name = request.run_name
+    store = find_run(request.named.run, request.root)
+    name, version = request.run_name, chosen_version(store, request.named.version) or 0
     _require_own_folder(store, name)
     chosen = None if request.iterations is None else read_range(request.iterations)
     iterations = read_iterations(store, chosen, request.advantages or STORED)
     own = {
         "run.name": name,
-        "run.iterations": request.policy + len(iterations),
-        "storage.root": root_of(request.source, request.root, store),
+        "run.iterations": version + len(iterations),
+        "storage.root": root_of(request.named.run, request.root, store),
     }
     overrides = [*request.overrides, *(f"{key}={yaml_value(value)}" for key, value in own.items())]
     previous, config = stored_config(store), trusted_config(store, overrides, trust=request.trust_code, trains=True)
-    start = read_policy(store, request.policy) if request.policy else None
+    start = read_policy(store, version) if version else None
     recompute = config.advantages != previous.advantages or _mix(config) != _mix(previous)
     advantages = request.advantages or (RECOMPUTED if recompute else STORED)
     raise_all(
         [
-            *model_problems(store, previous, config, request.policy, "start from the model with --policy 0"),
+            *model_problems(store, previous, config, version, f"start from the model with {store.run}@0"),
             *_reward_problems(request, previous, config),
             *_advantages_problems(request, previous, config, advantages, recompute=recompute),
             *correction_problems(request.overrides, config),
-            *_staleness_problems(request, iterations),
+            *_staleness_problems(request, version, iterations),
             *_states_problems(store, iterations),
         ]
     )
     section = ReplaySection(
         source=store.run,
-        policy=request.policy,
+        policy=version,
         iterations=tuple(iteration.number for iteration in iterations),
         advantages=advantages,
         max_staleness=request.max_staleness,
@@ -146,8 +147,8 @@ def _reward_problems(request: ReplayRequest, previous: RunConfig, config: RunCon
         if known is None or section.model_copy(update={"weight": known.weight}) != known:
             hint = (
                 f"The source has scores of {', '.join(stored)}, as they were configured; only weights can change. "
-                f"Score other rewards first: `grpo rescore {request.source} --rewards FILE --name NAME`, and then "
-                f"`grpo replay {request.source} --advantages NAME`."
+                f"Score other rewards first: `grpo rescore {request.named.run} --rewards FILE --name NAME`, and then "
+                f"`grpo replay {request.named.run} --advantages NAME`."
             )
             yield InputError(f"rewards.{index}", section.label, hint)
 
@@ -189,8 +190,10 @@ def _states_problems(store: ArtifactStore, iterations: Sequence[StoredIteration]
         yield InputError("--iterations", spans(without), hint)
 
 
-def _staleness_problems(request: ReplayRequest, iterations: Sequence[StoredIteration]) -> Iterator[InputError]:
-    for version, iteration in enumerate(iterations, start=request.policy):
+def _staleness_problems(
+    request: ReplayRequest, start: int, iterations: Sequence[StoredIteration]
+) -> Iterator[InputError]:
+    for version, iteration in enumerate(iterations, start=start):
         needed = iteration.staleness(version)
         if needed <= request.max_staleness:
             continue
@@ -198,7 +201,7 @@ def _staleness_problems(request: ReplayRequest, iterations: Sequence[StoredItera
         hint = (
             f"No row would be left: those of iteration {iteration.number} were sampled by version "
             f"{', '.join(map(str, samplers))}, and version {version} is trained on them. Allow {needed}, choose other "
-            f"--iterations, or start from another --policy."
+            f"--iterations, or start from another version of it."
         )
         yield InputError("--max-staleness", request.max_staleness, hint)
         # The others are as far away; one message is enough.

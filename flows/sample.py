@@ -11,6 +11,7 @@ from PIL import Image
 from pydantic import BaseModel
 
 from configs.loader import apply_overrides
+from configs.policy_name import PolicyName
 from configs.schema import AnyRollout, ByPolicy
 from configs.sections import PlacementSection, PolicySection
 from configs.validation import validated
@@ -120,10 +121,11 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def _open_run(request: SampleRequest) -> Source:
-    store = find_run(request.source, request.root)
+    named = PolicyName.parse(request.source)
+    store = find_run(named.run, request.root)
     stored = stored_config(store)
     digest = str(read_description(store).get("model_digest", ""))
-    chosen, notes = choose_policy(store, chosen_version(store, request.policy), digest)
+    chosen, notes = choose_policy(store, chosen_version(store, named.version), digest)
     # Samples need no reference.
     version = chosen.averaged.with_copies("ema", "old")
     # They are drawn as the evaluations draw, and what is set here counts more than either section of the run.
@@ -136,8 +138,6 @@ def _open_run(request: SampleRequest) -> Source:
 
 
 def _open_folder(folder: Path, request: SampleRequest) -> Source:
-    if request.policy is not None:
-        raise InputError("--policy", request.policy, f"{folder} is a model, not a run; leave it out.")
     record = folder / RECORD_FILE
     adapter = folder if _is_adapter(folder) else None
     if record.is_file():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from configs.policy_name import FORM
 from flows import commands
 from flows.command_line.options import (
     RESTART,
@@ -134,7 +135,7 @@ def train(
     ] = False,
     continue_from: Annotated[
         str | None,
-        typer.Option(metavar="RUN[@N]", help="train a new run from another's weights, by default the last"),
+        typer.Option(metavar=FORM, help="train a new run from another's weights, by default the last"),
     ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="with other settings, start over; earlier results become the run NAME~1")

@@ -187,7 +187,8 @@ def _of_option(model: type[Section], error: InputError) -> InputError:
         given = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
         name = next(iter(given), f"--{name.replace('_', '-')}")
     elif isinstance(info, ArgumentInfo):
-        name = info.metavar or name
+        # Without what may follow it, as in RUN[@N|@best].
+        name = (info.metavar or name).partition("[")[0]
     return InputError(f"{name}.{rest}" if rest else name, error.value, error.hint)
 
 

@@ -139,7 +139,9 @@ def sample(request: SampleRequest, as_json: Json = False) -> None:
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="runs under the storage root, or their folders; RUN@N: a version"),
+        typer.Argument(
+            metavar="RUN...", help="runs under the storage root, or their folders; RUN@N or RUN@best: a version"
+        ),
     ],
     html: Html = None,
     evaluation: Annotated[

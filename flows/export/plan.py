@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.policy_name import BEST, PolicyName
 from configs.schema import RunConfig
 from flows.pipeline.requests import ExportRequest
 from grpo_core.errors import InputError
@@ -50,13 +51,13 @@ def plan_export(request: ExportRequest) -> ExportPlan:
     """
     folder = Path(request.folder).expanduser().absolute()
     _require_new_folder(folder)
-    store = find_run(request.run, request.root)
+    store = find_run(request.named.run, request.root)
     config = stored_config(store)
     recorded = str(read_description(store).get("model_digest", ""))
-    chosen, notes = choose_policy(store, chosen_version(store, request.policy), recorded)
+    chosen, notes = choose_policy(store, chosen_version(store, request.named.version), recorded)
     policy = chosen.averaged
     if policy.checkpoint is None:
-        _refuse_initial(store, config, request.policy)
+        _refuse_initial(store, config, request.named)
     assert policy.checkpoint is not None
     merged = request.merged or not config.policy.trains_adapters
     base = _require_base(store, config, recorded) if merged else None
@@ -80,15 +81,15 @@ def _require_new_folder(folder: Path) -> None:
     require_writable(folder, "DIR")
 
 
-def _refuse_initial(store: ArtifactStore, config: RunConfig, chosen: str | None) -> None:
+def _refuse_initial(store: ArtifactStore, config: RunConfig, chosen: PolicyName) -> None:
     versions = stored_versions(store)
     if not versions:
         raise InputError("RUN", store.run, "It has no policy version that is valid; train it first.")
-    best = "Of the versions that are stored it has the highest held-out reward; " if chosen == "best" else ""
+    best = "Of the versions that are stored it has the highest held-out reward; " if chosen.version == BEST else ""
     hint = (
         f"{best}version 0 is the model as given, {config.policy.model}. Choose one of {versions[0]} to {versions[-1]}."
     )
-    raise InputError("--policy", chosen, hint)
+    raise InputError("RUN", f"{store.run}@{chosen.version}", hint)
 
 
 def _require_base(store: ArtifactStore, config: RunConfig, recorded: str) -> Path:

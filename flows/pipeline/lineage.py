@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from configs.policy_name import PolicyName
 from configs.schema import ReplayConfig, RunConfig, changed_settings, run_identity
 from flows.preflight.model import trained_model
 from grpo_core.errors import InputError, raise_all
@@ -25,7 +26,7 @@ from tasks.rewards.score_rewards import scores_key
 from tasks.runs.layout import is_result
 from tasks.runs.lookup import CONFIG_FILE, find_run, read_description
 from tasks.runs.reader import RunReader
-from tasks.runs.stored import START, choose_policy, paths_beside_root, stored_config, stored_start
+from tasks.runs.stored import START, choose_policy, chosen_version, paths_beside_root, stored_config, stored_start
 from tasks.storage.artifacts.commit import LINEAGE
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, open_store
@@ -235,9 +236,10 @@ def resolve_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunC
             return _continuing(config, source), start
     if wanted is None:
         return config, None
-    name, at, version = wanted.partition("@")
-    if at and not (version.isdigit() and int(version)):
-        raise InputError(_PLACE, wanted, "Write RUN, or RUN@N for its policy version N, from 1.")
+    named = PolicyName.parse(wanted)
+    name = named.run
+    if "@" in name or named.version == "0":
+        raise InputError(_PLACE, wanted, "Write RUN, RUN@N for its policy version N, from 1, or RUN@best.")
     if "/" in name:
         hint = f"Give the name of a run of storage.root, {config.storage.root}, and no path."
         raise InputError(_PLACE, wanted, hint)
@@ -245,11 +247,12 @@ def resolve_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunC
         raise InputError(_PLACE, wanted, "A run cannot start from itself; give the new run its own name with --run.")
     try:
         store = find_run(name, config.storage.root)
-        found, _ = choose_policy(store, int(version) if at else None, "")
+        found, _ = choose_policy(store, chosen_version(store, named.version), "")
     except InputError as error:
         raise InputError(_PLACE, wanted, error.hint) from error
     if not found.version:
-        raise InputError(_PLACE, wanted, f"{name} has no valid policy yet; leave this out, or name another run.")
+        hint = f"{name} has no such policy that it made itself; leave this out, or name another run or version."
+        raise InputError(_PLACE, wanted, hint)
     raise_all(model_problems(store, stored_config(store), config, found.version, "name another policy"))
     # A moving average and an old policy start over, like the optimizer.
     start = found.with_copies("reference").model_copy(update={"version": 0})

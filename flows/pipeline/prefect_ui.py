@@ -52,7 +52,7 @@ ReplayForm = Annotated[ReplayRequest, _read_by(partial(validated, ReplayRequest)
 
 
 def form_schema(parameter: str, record: BaseModel) -> dict[str, Any]:
-    """Return the parameter schema of a deployment whose flow takes one model.
+    """Return the parameter schema of a deployment whose flow takes a model, and a configuration's overrides.
 
     Args:
         parameter: name of the flow's parameter.
@@ -60,7 +60,11 @@ def form_schema(parameter: str, record: BaseModel) -> dict[str, Any]:
     """
     model = type(record)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(parameter, kind, annotation=model)])
+    parameters = [inspect.Parameter(parameter, kind, annotation=model)]
+    if isinstance(record, RunConfig):
+        # Requests have theirs.
+        parameters += [inspect.Parameter("overrides", kind, default=[], annotation=list[str])]
+    signature = inspect.Signature(parameters)
     schema = generate_parameter_schema(signature, {}).model_dump()
     for definition in schema["definitions"].values():
         _put_required_first(definition)

@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import Field
 from typer import Argument, Option
 
+from configs.policy_name import FORM, PolicyName
 from configs.validation import RUN_NAME_PATTERN, Name, Section
 from grpo_core.errors import InputError, raise_all
 from grpo_core.streams import STREAMS
@@ -20,17 +21,13 @@ Root = Annotated[
     Option(metavar="DIR"),
     Field(min_length=1, description="where runs are stored: a folder or any fsspec URL"),
 ]
-Run = Annotated[
-    str,
-    Argument(metavar="RUN"),
-    Field(min_length=1, description="a run under the storage root, or the path of its folder"),
-]
 Runs = Annotated[
     tuple[str, ...],
     Argument(metavar="RUN..."),
     Field(min_length=1, description="runs under the storage root, or paths of their folders"),
 ]
-Version = Annotated[str | None, Option(metavar="N|best"), Field(pattern=r"^(best|[0-9]{1,9})$")]
+RunPolicy = Annotated[str, Argument(metavar=FORM)]
+_VERSION = "@N for policy version N, @best for the one with the highest held-out reward"
 
 MAX_STALENESS = 4
 """Versions; as many as systems allow that sample while they train (Fu et al., 2025, AReaL, arXiv:2505.24298)."""
@@ -45,7 +42,7 @@ _FIXED_IN_REPLAYS = {
     "storage": "A replay is stored next to its source; name that root with --root.",
     "replay": "Give it as an option; see grpo replay --help.",
     "run.name": "Name the replay with --run.",
-    "run.continue_from": "Name the source's policy to start from with --policy.",
+    "run.continue_from": "Name the source's policy to start from as RUN@N.",
     "run.iterations": "A replay makes one update for each of the source's --iterations.",
     "policy.kind": "The stored rollouts are of the source's model; leave it out.",
     "policy.train": "The stored rollouts are of the source's streams; leave it out.",
@@ -78,9 +75,9 @@ def refuse_overrides(overrides: Sequence[str], hint: Callable[[str], str | None]
 class EvaluateRequest(Section):
     """Evaluates a policy version on held-out prompts with fixed seeds; what is stored is not computed again."""
 
-    run: Run
-    policy: Annotated[int | None, Option(metavar="N")] = Field(
-        None, ge=0, description="policy version; 0 is the initial model; by default the last valid one"
+    run: RunPolicy = Field(
+        min_length=1,
+        description=f"a run under the storage root, or the path of its folder; {_VERSION}; by default the last one",
     )
     prompts: Annotated[str | None, Option(metavar="FILE")] = Field(
         None, min_length=1, description="prompt file to use instead of the run's held-out prompts"
@@ -88,6 +85,11 @@ class EvaluateRequest(Section):
     overrides: Overrides = Field((), description="change the run's configuration, as section.key=value")
     trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
+
+    @property
+    def named(self) -> PolicyName:
+        """The run and the version."""
+        return PolicyName.parse(self.run)
 
     def hint_against(self, path: str) -> str | None:
         """Return what to do instead of changing this setting; None where it can be changed."""
@@ -125,15 +127,16 @@ class RescoreRequest(Section):
 class ReplayRequest(Section):
     """Trains a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
 
-    source: Run
+    source: RunPolicy = Field(
+        min_length=1,
+        description=f"a run under the storage root, or the path of its folder; {_VERSION} of the source to start from; "
+        "by default the initial model",
+    )
     advantages: Annotated[str | None, Option(metavar="NAME")] = Field(
         None, description="stored, recomputed, or a name below rescored/; by default stored unless --set changes them"
     )
     iterations: Annotated[str | None, Option(metavar="A-B")] = Field(
         None, description="iterations of the source, one update each; by default all"
-    )
-    policy: Annotated[int, Option(metavar="N")] = Field(
-        0, ge=0, description="policy version of the source to start from; 0 is the initial model"
     )
     max_staleness: Annotated[int, Option(metavar="K")] = Field(
         MAX_STALENESS, ge=0, description="maximum versions between a row's policy and the policy that is trained"
@@ -151,19 +154,24 @@ class ReplayRequest(Section):
         return next(fixed, None)
 
     @property
+    def named(self) -> PolicyName:
+        """The source and the version to start from."""
+        return PolicyName.parse(self.source)
+
+    @property
     def run_name(self) -> str:
         """Name of the replay."""
-        return self.name or f"{self.source.rstrip('/').rpartition('/')[2]}-replay"
+        return self.name or f"{self.named.run.rstrip('/').rpartition('/')[2]}-replay"
 
 
 class ExportRequest(Section):
     """Writes a policy version as a folder that diffusers, transformers and peft load."""
 
-    run: Run
-    folder: Annotated[str, Argument(metavar="DIR")] = Field(min_length=1, description="a new or an empty folder")
-    policy: Version = Field(
-        None, description="policy version, or best: the highest held-out reward; by default the last valid one"
+    run: RunPolicy = Field(
+        min_length=1,
+        description=f"a run under the storage root, or the path of its folder; {_VERSION}; by default the last one",
     )
+    folder: Annotated[str, Argument(metavar="DIR")] = Field(min_length=1, description="a new or an empty folder")
     merged: Annotated[bool, Option("--merged")] = Field(
         False, description="write the model with the adapter merged into its weights"
     )
@@ -172,19 +180,21 @@ class ExportRequest(Section):
     )
     root: Root = "runs"
 
+    @property
+    def named(self) -> PolicyName:
+        """The run and the version."""
+        return PolicyName.parse(self.run)
+
 
 class SampleRequest(Section):
     """Draws or answers prompts with a run's policy, an exported folder or any model."""
 
-    source: Annotated[str, Argument(metavar="RUN|MODEL")] = Field(
-        min_length=1, description="a run, a folder that `grpo export` wrote, or a model's folder"
+    source: Annotated[str, Argument(metavar=f"{FORM}|MODEL")] = Field(
+        min_length=1,
+        description=f"a run ({_VERSION}; by default the last one), a folder of `grpo export`, or a model's folder",
     )
     prompts: Annotated[tuple[str, ...], Argument(metavar="PROMPT...")] = Field(
         min_length=1, description="texts, each in quotes"
-    )
-    policy: Version = Field(
-        None,
-        description="policy version of a run, or best: the highest held-out reward; by default the last valid one",
     )
     seed: int = Field(0, ge=0, description="the same seed gives the same samples")
     samples: Annotated[int, Option("--n", metavar="K")] = Field(1, ge=1, description="samples per prompt")

@@ -18,6 +18,7 @@ from functools import partial
 
 from prefect import flow
 
+from configs.loader import as_config
 from configs.schema import CORRECTION, RunConfig, corrected
 from flows.pipeline.prefect_ui import TrainConfig
 from flows.pipeline.run import Run, start_run
@@ -33,9 +34,15 @@ from tasks.storage.artifacts.reference import PolicyRef
 
 
 @flow(name="grpo train", flow_run_name="{config.run.name}")
-async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
-    """Start or resume a training run; `accept_code` keeps stored results that other code made, and records it."""
+async def train(config: TrainConfig, accept_code: bool = False, overrides: tuple[str, ...] = ()) -> TrainSummary:
+    """Start or resume a training run.
+
+    Args:
+        accept_code: keep stored results that other code made, and record it.
+        overrides: change the configuration, as section.key=value; for runs of a deployment.
+    """
     started = time.perf_counter()
+    config = as_config(config, overrides) if overrides else config
     with start_run(config, accept_code=accept_code) as run:
         history, policy = TrainingHistory.of(run), run.base_policy
         sample = partial(sample_rollouts, run, history)

@@ -161,8 +161,9 @@ def _evaluation(run: ComparedRun, wanted: int | None, name: str | None, fetched:
         return _read_evaluation(run, own, view, fetched)
     if wanted is None:
         return None
-    hint = f"Evaluated are policies {spans(evaluated)} of {reader.store.run}; name one of these, or run `grpo evaluate`"
-    raise InputError("RUN", run.label, f"{hint} with --policy {wanted}.")
+    name_of, known = reader.store.run, spans(evaluated)
+    hint = f"Evaluated are policies {known} of {name_of}; name one of these, or run `grpo evaluate {name_of}@{wanted}`."
+    raise InputError("RUN", run.label, hint)
 
 
 def _evaluated(reader: RunReader, name: str | None) -> tuple[str | None, Sequence[int]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.loader import as_config
+from configs.policy_name import BEST, PolicyName
 from configs.schema import RunConfig
 from configs.yaml_files import parse_yaml
 from grpo_core.errors import InputError, raise_all
@@ -38,8 +39,6 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import is_local
 from tasks.storage.parquet import read_columns
 
-BEST = "best"
-"""In place of a number: the policy version with the highest held-out reward."""
 _OF_FUNCTIONS = frozenset({"function", "loss"})
 _PATHS = frozenset({"model", "adapter", "prompts", "targets", "weights", "head"}) | _OF_FUNCTIONS
 """Keys of a configuration whose values can be paths; a function's is FILE.py:NAME."""
@@ -288,7 +287,7 @@ def chosen_version(store: ArtifactStore, chosen: str | None) -> int | None:
             f"No stored version of {store.run} was evaluated; leave it out for the last one, give a version "
             f"({numbers}), or run `grpo evaluate`."
         )
-        raise InputError("--policy", chosen, hint)
+        raise InputError("RUN", f"{store.run}@{chosen}", hint)
     return max(rewards, key=rewards.__getitem__)
 
 
@@ -330,7 +329,7 @@ def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
         by, on = (pruned or {}).get("by", "grpo prune"), (pruned or {}).get("on", "an earlier day")
         gone = f"Its files were removed by `{by}` on {on}; " if pruned is not None else ""
         hint = f"{gone}{store.run} has policy versions {spans(stored)}. Choose one of these; 0 is the model as given."
-    raise InputError("--policy", version, hint)
+    raise InputError("RUN", f"{store.run}@{version}", hint)
 
 
 def stored_start(described: Mapping[str, Any]) -> PolicyRef | None:
@@ -350,12 +349,14 @@ def adapter_version(config: RunConfig) -> ArtifactRef | None:
         InputError: the storage root has no such run, or the run has no such version, perhaps because it was pruned.
     """
     name = config.policy.adapter or ""
-    found = None if Path(name).expanduser().is_dir() else re.fullmatch(r"([^/@]+)@([0-9]+)", name)
-    if found is None:
+    named = PolicyName.parse(name)
+    # The best of a run that goes on would be another one tomorrow.
+    if not (named.version or "").isdigit() or "/" in named.run or Path(name).expanduser().is_dir():
         return None
     try:
-        store = find_run(found[1], config.storage.root)
-        checkpoint = read_policy(store, int(found[2])).checkpoint if int(found[2]) else None
+        store = find_run(named.run, config.storage.root)
+        version = chosen_version(store, named.version)
+        checkpoint = read_policy(store, version).checkpoint if version else None
     except InputError as error:
         raise InputError("policy.adapter", name, error.hint) from error
     if checkpoint is None:

@@ -88,7 +88,7 @@ class TestStored:
         before, training = content(runs), trained[1].summary
         rewards = {0: training.heldout_before, 2: training.heldout_after, None: training.heldout_after}
         for policy, expected in rewards.items():
-            summary, heard = evaluated(runs, policy=policy)
+            summary, heard = evaluated(runs, "text" if policy is None else f"text@{policy}")
             assert (summary.heldout, summary.stored, heard.stages) == (expected, True, [])
             assert summary.folder == str(runs.path("evaluations", f"{policy if policy == 0 else 2:06d}", run="text"))
         assert summary.policy_digest == training.policy_digest
@@ -110,9 +110,9 @@ class TestStored:
     def test_a_second_start_computes_nothing(self, runs: Runs) -> None:
         # A training in progress is no obstacle.
         with locked(ArtifactStore(str(runs.root), "text"), setting="run.name", value="text"):
-            first, _ = evaluated(runs, policy=1)
+            first, _ = evaluated(runs, "text@1")
         assert first.samples == 6
-        again, heard = evaluated(runs, policy=1)
+        again, heard = evaluated(runs, "text@1")
         assert (first.stored, again.stored, heard.stages) == (False, True, [])
         assert again.model_dump(exclude={"seconds", "stored"}) == first.model_dump(exclude={"seconds", "stored"})
 
@@ -122,7 +122,7 @@ class TestOtherPrompts:
 
     def test_the_summary_agrees_with_the_tables_and_the_run_is_unchanged(self, runs: Runs) -> None:
         before = content(runs)
-        summary, _ = evaluated(runs, policy=1, prompts=self.FILE, overrides=["evaluate.limit=2"])
+        summary, _ = evaluated(runs, "text@1", prompts=self.FILE, overrides=["evaluate.limit=2"])
         assert content(runs) == before
         assert Path(summary.folder).parent.name.startswith("letters_train-")
         rollouts, scores = table(summary, "rollouts"), table(summary, "rewards")
@@ -136,7 +136,7 @@ class TestOtherPrompts:
         assert summary.rewards["answer"].std == pytest.approx(scores["value"].std())
         assert summary.rewards["answer"].without == summary.rewards["answer"].failed == 0
         # Versions share a folder and their seeds.
-        initial, _ = evaluated(runs, policy=0, prompts=self.FILE, overrides=["evaluate.limit=2"])
+        initial, _ = evaluated(runs, "text@0", prompts=self.FILE, overrides=["evaluate.limit=2"])
         assert Path(initial.folder).parent == Path(summary.folder).parent
         shared = ("sample_id", "seed", "prompt")
         assert table(initial, "rollouts").select(shared).equals(rollouts.select(shared))
@@ -153,22 +153,22 @@ class TestOtherPrompts:
 
 class TestWhileItIsLocked:
     def test_the_same_evaluation_twice_at_once_is_refused(self, runs: Runs) -> None:
-        request = EvaluateRequest(run="text", policy=1, root=str(runs.root))
+        request = EvaluateRequest(run="text@1", root=str(runs.root))
         store = ArtifactStore(str(runs.root), "text")
-        with locked(store, plan_evaluate(request).rollouts.folder, setting="--policy", value="1"):
+        with locked(store, plan_evaluate(request).rollouts.folder, setting="RUN", value="text@1"):
             (error,) = refused(lambda: asyncio.run(evaluate(request)))
-        assert (error.place, error.value) == ("--policy", "1")
+        assert (error.place, error.value) == ("RUN", "text@1")
 
 
 WRONG: list[tuple[dict[str, Any], str, object]] = [
-    ({"policy": 7}, "--policy", 7),
+    ({"run": "text@7"}, "RUN", "text@7"),
     ({"run": "txet"}, "RUN", "txet"),
     ({"overrides": ["update.learning_rate=1"]}, "--set", "update.learning_rate=1"),
     ({"overrides": ["policy.model=elsewhere"]}, "--set", "policy.model=elsewhere"),
     ({"overrides": ["evaluate.samples_per_prompts=1"]}, "evaluate.samples_per_prompts", "samples_per_prompts"),
     ({"overrides": ["evaluate.prompts=null"]}, "--prompts", None),
     ({"prompts": "nowhere.jsonl"}, "evaluate.prompts", "nowhere.jsonl"),
-    ({"policy": "last"}, "policy", "last"),
+    ({"run": "text@last"}, "RUN", "text@last"),
     ({"polcy": 2}, "polcy", "polcy"),
 ]
 
@@ -177,8 +177,8 @@ class TestRefused:
     def test_a_damaged_version_is_refused_by_number_and_skipped_by_default(self, runs: Runs) -> None:
         weights = next(runs.path("policies", "000002", run="text").rglob("*.safetensors"))
         flip(weights)
-        error = problem(runs, policy=2)
-        assert (error.place, error.value) == ("--policy", 2)
+        error = problem(runs, "text@2")
+        assert (error.place, error.value) == ("RUN", "text@2")
         before = content(runs)
         summary, heard = evaluated(runs)
         assert summary.policy == 1
@@ -191,7 +191,7 @@ class TestRefused:
     def test_a_run_of_a_newer_program_or_another_model(self, runs: Runs, key: str, value: object, place: str) -> None:
         description = runs.path("run.json", run="text")
         description.write_bytes(dump_checked({**load_checked(description.read_bytes()), key: value}))
-        assert problem(runs, policy=0).place == place
+        assert problem(runs, "text@0").place == place
 
     def test_each_mistake_has_its_place_and_value(self, trained: tuple[Runs, Start]) -> None:
         for requested, place, value in WRONG:
@@ -211,7 +211,7 @@ def test_the_command_prints_the_rewards_and_one_json_object(runs: Runs, trained:
 
 def test_an_unreachable_server_is_reported_before_any_work(runs: Runs) -> None:
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        error = problem(runs, policy=1)
+        error = problem(runs, "text@1")
     assert (error.place, error.value) == ("PREFECT_API_URL", "http://127.0.0.1:9/api")
 
 

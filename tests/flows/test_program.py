@@ -145,7 +145,7 @@ def test_names_of_replays_and_rescorings_stay_below_the_root(finished: Runs) -> 
 @pytest.mark.parametrize(
     ("arguments", "place", "value"),
     [
-        (["evaluate", "run", "--policy", "-1"], "--policy", -1),
+        (["evaluate", "run@-1"], "RUN", "run@-1"),
         (["evaluate", "run", "--prompts", ""], "--prompts", ""),
         (["replay", "run", "--max-staleness", "-1"], "--max-staleness", -1),
         (["replay", "run", "--run", "../up"], "--run", "../up"),

@@ -42,7 +42,7 @@ class TestSameSettings:
         assert (again.policy_digest, heard.stages) == (summary.policy_digest, [])
 
     def test_from_a_later_version_with_its_optimizer(self, finished: Runs) -> None:
-        summary, heard = run_replay(finished, policy=1, iterations="2")
+        summary, heard = run_replay(finished, source="run@1", iterations="2")
         assert tuple(heard.stages) == UPDATES[1:]
         assert summary.policy_digest == finished.policy_digest(2)
         assert not finished.path("policies/000001", run="run-replay").exists()
@@ -55,7 +55,7 @@ class TestSameSettings:
         evaluated = {**EVALUATED, "evaluate__every": 1, "run__trackers": ["tensorboard"]}
         overrides = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in evaluated.items()]
         for _ in range(2):
-            run_replay(finished, *overrides, policy=1, iterations="2")
+            run_replay(finished, *overrides, source="run@1", iterations="2")
             assert announced == [1, 2]
         logged = EventAccumulator(str(next(finished.path("tensorboard", run="run-replay").rglob("events*")).parent))
         logged.Reload()

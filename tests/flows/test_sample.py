@@ -59,7 +59,7 @@ def test_a_model_answers_with_changed_settings() -> None:
 def test_images_are_written(shipped_pipeline: GlmImagePipeline, tmp_path: Path) -> None:
     policy = build_policy(shipped_pipeline, height=64, width=64, disturbed=0.05)
     run = store_run(tmp_path, "run", policy, {}).folder
-    (written,) = samples(run, ("a red circle",), policy="1", out=str(tmp_path / "out"))
+    (written,) = samples(f"{run}@1", ("a red circle",), out=str(tmp_path / "out"))
     tokens = policy.tokens.sample(["a red circle"], 1, [derive_seed(0, "tokens", 0)]).actions
     (expected,) = render(policy, tokens, [derive_seed(0, "noise", 0)])
     assert written.file == str(tmp_path / "out" / "run-v1-01-a-red-circle-seed0-1.png")
@@ -125,7 +125,7 @@ def test_people_are_shown_what_the_evaluations_draw(kind: str, tmp_path: Path) -
     ("options", "place"),
     [
         ({"source": "nothing"}, "RUN"),
-        ({"policy": "best"}, "--policy"),
+        ({"source": f"{TEXT_MODEL}@best"}, "RUN"),
         ({"out": "somewhere"}, "--out"),
         ({"overrides": ("update.learning_rate=1",)}, "--set"),
         ({"overrides": ("rollout.temperature=-1",)}, "rollout.temperature"),

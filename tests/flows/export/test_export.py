@@ -97,7 +97,7 @@ def run_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @torch.no_grad()
 def test_the_adapter_gives_our_logprobs_in_plain_peft(root: Path, adapted: CausalLMPolicy, tmp_path: Path) -> None:
-    folder = exported(root, "adapted", tmp_path / "adapter", policy="best")
+    folder = exported(root, "adapted@best", tmp_path / "adapter")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TEXT_MODEL), str(folder))
     tokens = adapted.sample_tokens(TEXT_PROMPTS[:1], 1, [3]).actions
     prompt = adapted._encode(TEXT_PROMPTS[:1]).input_ids
@@ -264,9 +264,9 @@ def _fill(folder: Path) -> None:
 CASES: list[tuple[dict[str, Any], Callable[[Path], None] | None, str, str]] = [
     ({}, _fill, "DIR", "out"),
     ({}, Path.touch, "DIR", "out"),
-    ({"policy": "0"}, None, "--policy", "0"),
-    ({"policy": "3"}, None, "--policy", "3"),
-    ({"run": "full", "policy": "best"}, None, "--policy", "best"),
+    ({"run": "adapted@0"}, None, "RUN", "adapted@0"),
+    ({"run": "adapted@3"}, None, "RUN", "adapted@3"),
+    ({"run": "full@best"}, None, "RUN", "full@best"),
     ({"push_to_hub": "no such/name"}, None, "--push-to-hub", "no such/name"),
     ({"push_to_hub": "someone/policy"}, None, "--push-to-hub", "someone/policy"),
 ]
@@ -307,10 +307,10 @@ def test_the_best_version_is_chosen_among_those_that_are_stored(own_run: Path, t
     found = store.manifest_at(store.path(first.folder))
     assert found is not None
     delete_files(store, first, list(found.files), pruned={"by": "grpo prune"})
-    request = ExportRequest(run=str(own_run), folder=str(tmp_path / "best"), policy="best")
+    request = ExportRequest(run=f"{own_run}@best", folder=str(tmp_path / "best"))
     assert plan_export(request).policy.version == 2
-    (error,) = refused(lambda: plan_export(request.model_copy(update={"policy": "1"})))
-    assert (error.place, str(error.value)) == ("--policy", "1")
+    (error,) = refused(lambda: plan_export(request.model_copy(update={"run": f"{own_run}@1"})))
+    assert (error.place, str(error.value)) == ("RUN", "own@1")
 
 
 def test_damaged_weights_are_refused_and_the_last_valid_version_is_taken(own_run: Path, tmp_path: Path) -> None:
@@ -318,8 +318,8 @@ def test_damaged_weights_are_refused_and_the_last_valid_version_is_taken(own_run
     request = ExportRequest(run=str(own_run), folder=str(tmp_path / "out"))
     plan = plan_export(request)
     assert (plan.policy.version, len(plan.notes)) == (1, 1)
-    (error,) = refused(lambda: plan_export(request.model_copy(update={"policy": "2"})))
-    assert (error.place, str(error.value)) == ("--policy", "2")
+    (error,) = refused(lambda: plan_export(request.model_copy(update={"run": f"{own_run}@2"})))
+    assert (error.place, str(error.value)) == ("RUN", "own@2")
 
 
 def test_the_moving_average_is_exported_where_a_run_keeps_one(tmp_path: Path) -> None:

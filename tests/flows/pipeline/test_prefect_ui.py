@@ -84,11 +84,11 @@ class TestForm:
         found = on_the_server("others")
         evaluation, rescoring = found["grpo evaluate/others-evaluate"], found["grpo rescore/others-rescore-mix"]
         request, mix = evaluation.parameters["request"], rescoring.parameters["request"]
-        wrong = [{"request": {**request, **each}} for each in ({"polcy": 3}, {"policy": "last"}, {"policy": 3})]
+        wrong = [{"request": {**request, **each}} for each in ({"polcy": 3}, {"run": 3}, {"run": "others@3"})]
         right, unknown, malformed, other = asked_for(evaluation, {"request": request}, *wrong)
         assert (right, other) == (None, None)
         assert "polcy" in str(unknown)
-        assert "request.policy" in str(malformed)
+        assert "request.run" in str(malformed)
         right, unknown = asked_for(rescoring, {"request": mix}, {"request": {**mix, "polcy": 3}})
         assert right is None
         assert "polcy" in str(unknown)

@@ -99,15 +99,15 @@ def test_prune_passes_by_damaged_rollouts(runs: Runs, damage: Callable[[Path], o
 
 
 def test_an_evaluation_of_another_version_of_that_number_is_not_taken(runs: Runs) -> None:
-    ask = {"run": RUN, "root": str(runs.root)}
-    assert plan_evaluate(EvaluateRequest(**ask, policy=4)).stored is not None
+    root = str(runs.root)
+    assert plan_evaluate(EvaluateRequest(run=f"{RUN}@4", root=root)).stored is not None
     place = runs.path("evaluations", run=RUN)
     shutil.rmtree(place / "000004")
     for path in place.glob("000004.*"):
         path.unlink()
     shutil.copytree(place / "000002", place / "000004")
-    assert plan_evaluate(EvaluateRequest(**ask, policy=2)).stored is not None
-    assert plan_evaluate(EvaluateRequest(**ask, policy=4)).stored is None
+    assert plan_evaluate(EvaluateRequest(run=f"{RUN}@2", root=root)).stored is not None
+    assert plan_evaluate(EvaluateRequest(run=f"{RUN}@4", root=root)).stored is None
 
 
 class TestReaders:

@@ -240,7 +240,7 @@ def test_the_last_and_the_best_stay_and_the_run_continues(runs: Runs, trained: t
     again = start(runs, {"last": 1}, evaluate__every=1)
     assert (again.stages, again.summary.policy_digest) == ((), first.summary.policy_digest)
     assert not runs.path("evaluations", "000001", run=RUN).exists()
-    (error,) = refused(lambda: plan_evaluate(EvaluateRequest(run=RUN, root=str(runs.root), policy=1)))
+    (error,) = refused(lambda: plan_evaluate(EvaluateRequest(run=f"{RUN}@1", root=str(runs.root))))
     assert "run.keep_policies" in error.hint
 
 

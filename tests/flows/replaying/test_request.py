@@ -57,11 +57,12 @@ def described(**changes: object) -> Callable[[Runs], object]:
 WRONG: list[tuple[tuple[str, ...], dict[str, Any], str, object]] = [
     ((), {"source": "rum"}, "RUN", "rum"),
     ((), {"advantages": "storde"}, "--advantages", "storde"),
-    ((), {"policy": 9}, "--policy", 9),
-    ((), {"policy": -1}, "policy", -1),
+    ((), {"source": "run@9"}, "RUN", "run@9"),
+    ((), {"source": "run@-1"}, "RUN", "run@-1"),
+    ((), {"source": "run@best"}, "RUN", "run@best"),
     ((), {"max_staleness": -1}, "max_staleness", -1),
     ((), {"max_staleness": 0, "iterations": "2"}, "--max-staleness", 0),
-    ((), {"max_staleness": 1, "iterations": "1", "policy": 2}, "--max-staleness", 1),
+    ((), {"max_staleness": 1, "iterations": "1", "source": "run@2"}, "--max-staleness", 1),
     *(((), {"iterations": text}, "--iterations", text) for text in ("2-3", "0", "2-1", "a", "1-", "1,2", "")),
     ((), {"name": "run"}, "--run", "run"),
     *(
@@ -76,7 +77,7 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str, object]] = [
     (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "p"),
     (("advantages.kl_coef=0.1",), {}, "advantages.kl_coef", 0.1),
     (("rewards.0.weight=3.0",), {"advantages": "stored"}, "--advantages", "stored"),
-    (("policy.lora.rank=8",), {"policy": 1, "iterations": "2"}, "policy.lora", ANY),
+    (("policy.lora.rank=8",), {"source": "run@1", "iterations": "2"}, "policy.lora", ANY),
 ]
 
 

@@ -51,7 +51,7 @@ def test_evaluations_sample_with_the_moving_average_and_rollouts_do_not(empty: R
 
     assert sampler("iteration_000002") == policies[1].digest
     assert sampler("evaluations/000002") == policies[2].copies["ema"] != policies[2].digest
-    assert plan_evaluate(EvaluateRequest(run="run", root=str(empty.root), policy=2)).stored is not None
+    assert plan_evaluate(EvaluateRequest(run="run@2", root=str(empty.root))).stored is not None
     # A run that continues does so from the weights, and begins an average of its own.
     empty.start("continued", run__continue_from="run@2", run__iterations=1, update__ema=0.5, **EVALUATED)
     assert sampler("evaluations/000000", "continued") == sampler("iteration_000001", "continued") == policies[2].digest

@@ -174,7 +174,7 @@ def test_damaged_pruned_and_missing_policies(tmp_path: Path) -> None:
         with pytest.raises(InputError) as caught:
             choose_policy(maker.store, version, BASE)
         (error,) = caught.value.errors
-        assert (error.place, error.value) == ("--policy", version)
+        assert (error.place, error.value) == ("RUN", f"{maker.store.run}@{version}")
         assert word in error.hint
     policy, (note,) = choose_policy(maker.store, None, BASE)
     assert policy.version == 0
