@@ -64,8 +64,8 @@ class RunSection(Section):
     continue_from: str | None = Field(
         None,
         min_length=1,
-        description="start from the weights of a policy of another run of storage.root, as RUN, RUN@N or RUN@best, with a "
-        "new optimizer; null: from the model",
+        description="start from the weights of a policy of another run of storage.root, as RUN, RUN@N or RUN@best, "
+        "with a new optimizer; null: from the model",
     )
     on_change: Literal["refuse", "restart"] = Field(
         "refuse",

@@ -55,7 +55,7 @@ def compare(names: Sequence[str], *, root: str, html: Path | None = None, evalua
     """Read runs without changing them, compare them with the first, and write the page.
 
     Args:
-        names: at least two runs under the root, or paths of their folders; RUN@N for policy version N of a run, and RUN@best.
+        names: at least two runs under the root, or paths of their folders; RUN@N or RUN@best for a policy version.
         root: a folder or any fsspec URL.
         html: file for the page; None for no page.
         evaluation: name of an evaluation of other prompts, a folder of `evaluations_of/`; the runs that have it are

@@ -79,6 +79,18 @@ class TestForm:
         for name, answer in zip([*(path[-1] for path in wrong), "data"], answers, strict=True):
             assert name in str(answer)
 
+    def test_a_run_of_a_deployment_may_change_settings(self, form: DeploymentResponse) -> None:
+        config = form.parameters["config"]
+        several = ({"overrides": ["run.iterations=3"]}, {"overrides": "run.iterations=3"}, {"override": []})
+        right, malformed, unknown = asked_for(form, *({"config": config, **each} for each in several))
+        assert right is None
+        assert "overrides" in str(malformed)
+        assert "override" in str(unknown)
+        wrong = train.fn(read_config(TINY), overrides=("run.iterations=0", "update.learning_rat=1"))
+        with pytest.raises(InputError) as error:
+            asyncio.run(wrong)
+        assert [each.place for each in error.value.errors] == ["run.iterations", "update.learning_rat"]
+
     def test_the_other_flows_have_forms_too(self, pool: str) -> None:
         deployed(run="others", evaluate=True, rescore=(str(MIX),))
         found = on_the_server("others")

@@ -6,9 +6,11 @@ import time
 import uuid
 from pathlib import Path
 
+import httpx
 import polars as pl
 import pytest
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import (
     ArtifactFilter,
     ArtifactFilterId,
@@ -16,6 +18,8 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterName,
 )
+from prefect.client.schemas.objects import Artifact
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_HOME, temporary_settings
 
 from grpo_core.errors import FailedSamplesError
@@ -87,6 +91,25 @@ class TestPrefect:
                     expected = "](data:image/" if kind == "markdown" else "grad_norm"
                     assert expected in content
                     assert len(content) < 300_000
+
+    def test_a_report_that_the_server_refuses_ends_nothing(
+        self, empty: Runs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As a proxy with a limit of what it takes in does."""
+        real = SyncPrefectClient.create_artifact
+
+        def limited(client: SyncPrefectClient, artifact: ArtifactCreate) -> Artifact:
+            if len(str(artifact.data)) < 1000:
+                return real(client, artifact)
+            request = httpx.Request("POST", "http://proxy/artifacts/")
+            refused = httpx.HTTPStatusError("", request=request, response=httpx.Response(413, request=request))
+            raise PrefectHTTPStatusError.from_httpx_error(refused)
+
+        monkeypatch.setattr(SyncPrefectClient, "create_artifact", limited)
+        start = empty.start(run__iterations=1)
+        assert start.summary.iterations == 1
+        assert empty.metrics(1)["reward"] == start.summary.reward_last
+        assert any("iteration 1 is not in Prefect's UI" in line and "413" in line for line in caplog.messages)
 
     def test_the_end_names_the_pages_of_the_last_report_and_of_the_summary(
         self, undisturbed: tuple[Runs, Start]
