@@ -142,7 +142,8 @@ def new_signs(iterations: Sequence[MeasuredIteration], stream: Stream, known: Se
         known: signs that showed before.
     """
     last, shown = iterations[-1], {(sign.name, sign.subject) for sign in known}
-    others = [each for each in STREAMS if any(name.startswith(f"{each}/") for name in last.metrics)]
+    # A reward function may report a metric under any name.
+    others = [each for each in STREAMS if each != stream and f"{each}/frac_reward_zero_std" in last.metrics]
     signs = []
     for each in (stream, *others):
         prefix = f"{each}/" if each != stream else ""
@@ -152,8 +153,8 @@ def new_signs(iterations: Sequence[MeasuredIteration], stream: Stream, known: Se
         for name, message in found.items():
             if (name, each if others else "") not in shown:
                 signs.append(Sign(name, last.iteration, message, each if others else ""))
-        if {"groups-without-spread", "reward-at-bound", "entropy"}.isdisjoint(found):
-            for label, message in _rewards_of_zero(measured).items():
+        for label, message in _rewards_of_zero(measured).items():
+            if {"groups-without-spread", "reward-at-bound", "entropy"}.isdisjoint(found):
                 subject = f"{each}/{label}" if others else label
                 if (ALL_ZERO_SIGN, subject) not in shown:
                     signs.append(Sign(ALL_ZERO_SIGN, last.iteration, message, subject))

@@ -111,10 +111,15 @@ _logger = logging.getLogger(__name__)
 def artifact_key(name: str) -> str:
     """Return the key of an artifact in Prefect's UI, of lower-case letters, digits and dashes.
 
-    Names that differ have keys that differ: one that has other letters than these ends in a digest.
+    Runs whose names differ have keys that differ: a name of other characters than these and the spaces of a stage's
+    ends in a digest.
     """
     folded = "".join(each if each.isalnum() and each.isascii() else "-" for each in name.lower())
-    return f"grpo-{folded}" if folded == name else f"grpo-{folded}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    return (
+        f"grpo-{folded}"
+        if folded == name.replace(" ", "-")
+        else f"grpo-{folded}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    )
 
 
 def artifact_link(artifact: UUID | str) -> str | None:
