@@ -134,12 +134,13 @@ class ByPolicy(Section):
     def choices(cls, values: Mapping[str, Any]) -> Mapping[str, Choice]:
         """Return what chooses the keys of `rollout`, and those of each update."""
         given = _Given.of(values.get("policy"), values.get("update", {}))
-        updates = {"update": given.values} if given.only is not None else {}
-        if given.only is None and isinstance(given.values, Mapping):
-            updates = {f"update.{stream}": given.values.get(stream) for stream in given.streams}
-        chosen = {"rollout": Choice("policy.kind", given.kind, ROLLOUTS)}
-        for path, update in updates.items():
-            stream = given.only or path.removeprefix("update.")
+        updates: dict[str, tuple[Stream, Any]] = {}
+        if given.only is not None:
+            updates["update"] = (given.only, given.values)
+        elif isinstance(given.values, Mapping):
+            updates |= {f"update.{stream}": (stream, given.values.get(stream)) for stream in given.streams}
+        chosen = {"rollout": Choice("policy.kind", given.kind, {str(kind): each for kind, each in ROLLOUTS.items()})}
+        for path, (stream, update) in updates.items():
             value = update.get("algorithm", GRPO) if isinstance(update, Mapping) else GRPO
             chosen[path] = Choice(f"{path}.algorithm", str(value), ALGORITHMS[stream])
         return chosen

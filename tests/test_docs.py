@@ -1,6 +1,8 @@
 """Defaults that docs/denoising.md states, what docs/is_it_learning.md covers, and the tables of the benchmarks."""
 
+import re
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,16 @@ def test_storing_a_module_replaces_its_table_and_nothing_else(tmp_path: Path, mo
 
 def test_the_readme_has_the_figures_that_are_stored() -> None:
     assert page.speed_table(page.read_figures()) in page.README.read_text(encoding="utf-8")
+
+
+def test_the_image_has_every_page_that_a_message_names() -> None:
+    """`.dockerignore` leaves out everything but what it names."""
+    checkout = DOCS.parent
+    kept = [line[1:] for line in (checkout / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    rooms = ("flows", "tasks", "grpo_core", "configs")
+    sources = [file for room in rooms for file in (checkout / room).rglob("*.py")]
+    named = {each for file in sources for each in re.findall(r"docs/\w+\.md", file.read_text(encoding="utf-8"))}
+    assert "docs/is_it_learning.md" in named
+    for path in named:
+        assert (checkout / path).is_file()
+        assert any(fnmatch(path, each) for each in kept), path
