@@ -198,7 +198,7 @@ def test_lines_and_bars_are_on_the_page_while_a_stage_works(monkeypatch: pytest.
     assert (heard.lines, heard.stages) == (["reward 0.5"], ["iteration 1: collect rollouts"])
     ((key, text, percent),) = seen
     # The update of the stage's begin may still be under way when the next one comes, which is then dropped.
-    assert key == "grpo-my-run-collect-rollouts"
+    assert key == artifact_key("My.run-collect rollouts")
     assert (text, percent) in [(f"iteration 1: collect rollouts: {done} of 8", done * 12.5) for done in (0, 2)]
     assert bars(flow_run) == [(key, "iteration 1: collect rollouts: 8 of 8", 100.0)]
     lines = waited(lambda: read("/logs/filter", logs={"flow_run_id": {"any_": [flow_run]}}))
