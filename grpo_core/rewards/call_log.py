@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from grpo_core.errors import InputError
+
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -14,14 +16,15 @@ class CallLog:
 
     def __init__(self) -> None:
         self._metrics: defaultdict[str, list[float]] = defaultdict(list)
+        self._columns: defaultdict[str, list[object]] = defaultdict(list)
 
     def log_metric(self, name: str, value: float) -> None:
         """Note a value of a metric; several values of one call are averaged, as in TRL."""
         self._metrics[str(name)].append(float(value))
 
     def log_extra(self, column: str, values: Sequence[object]) -> None:
-        """Write the values of a column to the log, one per sample."""
-        _LOGGER.debug("a reward function's column %s: %s", column, values)
+        """Note the values of a column, one per sample; values of several calls follow one another, as in TRL."""
+        self._columns[str(column)].extend(values)
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -30,3 +33,25 @@ class CallLog:
         for name in (name for name, mean in found.items() if not math.isfinite(mean)):
             _LOGGER.warning("a reward function's metric %s is not finite", name)
         return {name: mean for name, mean in found.items() if math.isfinite(mean)}
+
+    def extras(self, samples: int, place: str) -> list[dict[str, object]]:
+        """Return the columns of each sample: numbers, None and texts as they are, anything else as its text.
+
+        Args:
+            samples: number of samples of the call.
+            place: of the function, for the error.
+
+        Raises:
+            InputError: a column has another number of values than there are samples.
+        """
+        for column, values in self._columns.items():
+            if len(values) != samples:
+                hint = f"It got {samples} samples. Give log_extra one value for each, in order."
+                raise InputError(f"{place}, log_extra", f"{len(values)} values of {column}", hint)
+        return [{column: _plain(values[row]) for column, values in self._columns.items()} for row in range(samples)]
+
+
+def _plain(value: object) -> object:
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else str(value)

@@ -70,7 +70,7 @@ class FunctionReward(Reward):
     of the images in each sample's prompt (RGB copies), if the function names it; of texts also as TRL gives them, as
     ``images`` and, only the first, as ``image``; ``completion_ids``, None where the tokens are not known; every column
     of the prompt file; ``trainer_state`` None, since stored samples are scored again without a trainer; ``log_metric``,
-    whose values become metrics of the run, and ``log_extra``, which writes to the log.
+    whose values become metrics of the run, and ``log_extra``, whose values become columns of the samples.
 
     Attributes:
         function: ``package.module:function`` or ``path/to/file.py:function``; only its own file counts for the version.
@@ -196,7 +196,8 @@ class FunctionReward(Reward):
             at = Path(function.raised_at(error)).name
             return [Score.failed(f"the function raised {shown_error(error)} ({at})")] * len(batch)
         scores, logged = _read_scores(function, returned, batch.sample_ids), log.metrics
-        return [replace(score, logged=logged) for score in scores] if logged else scores
+        extras = log.extras(len(batch), f"the reward function at {function.place}")
+        return [replace(score, logged=logged, extra=extra) for score, extra in zip(scores, extras, strict=True)]
 
 
 def _is_factory(named: Callable[..., object]) -> bool:

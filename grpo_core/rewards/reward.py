@@ -105,12 +105,14 @@ class Score:
         raw: the measured quantity in its own unit (dB, bytes, distance); None with value None.
         failure: why a sample to which the reward applies could not be scored; None where nothing went wrong.
         logged: metrics that the call which scored the sample reported, by name.
+        extra: what the call reported about the sample, by column: numbers, texts and None.
     """
 
     value: float | None
     raw: float | None
     failure: str | None = None
     logged: Mapping[str, float] = field(default_factory=dict, compare=False)
+    extra: Mapping[str, object] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         assert self.value is None or self.failure is None, "a score or the reason why there is none"

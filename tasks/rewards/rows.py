@@ -41,8 +41,8 @@ Row = Mapping[str, Any]
 SCORES = ("sample_id", "value", "raw", "failure", "seconds")
 """Columns of a score."""
 
-LOGGED_BY = "logged"
-"""Beside them in a row: metrics that the call which scored the sample reported, by name."""
+LOGGED_BY, EXTRA = "logged", "extra"
+"""Beside them in a row: metrics that the call which scored the sample reported, and columns of the sample, by name."""
 
 _READ = ("sample_id", "group_id", "dataset", "prompt", "columns")
 _READ_OF_SOURCES = ("sources",)
@@ -165,6 +165,7 @@ def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> l
             "failure": score.failure,
             "seconds": share if index in by_index else 0.0,
             LOGGED_BY: score.logged,
+            EXTRA: score.extra,
         }
         for index, (sample_id, score) in enumerate(cells)
     ]

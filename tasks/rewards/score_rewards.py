@@ -25,8 +25,8 @@ from tasks.execution.call import SHARDS, Arguments, Part, Sharding, shard_folder
 from tasks.metrics import LOGGED, pool_logged
 from tasks.models.resident import set_threads
 from tasks.progress import progress_of
-from tasks.rewards.rows import LOGGED_BY, SCORES, Row, batches_for, score_in_processes, score_rows
-from tasks.runs.layout import IMAGES, PARTS, SCORES_FILE, STATES
+from tasks.rewards.rows import EXTRA, LOGGED_BY, SCORES, Row, batches_for, score_in_processes, score_rows
+from tasks.runs.layout import EXTRA_COLUMN, EXTRA_FILE, IMAGES, PARTS, SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
 from tasks.storage.artifacts.commit import IMAGES_REMOVED
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -175,6 +175,7 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
         # Shards are scored in parallel.
         slowest = max(part.seconds for part in parts)
         label, logged = section.label, pool_logged(parts)
+        _write_extra(staged, _extras(read, parts))
         return _commit(store, staged, arguments["folder"], label, table, started - slowest, logged)
 
 
@@ -241,12 +242,30 @@ def score_reward_task(
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
         meant = in_scope(section, everything).select("sample_id", provenance=pl.lit(provenance))
         batches = batches_for(reward, section, source, wanted, store, rollouts.run)
-        made, logged = _score(reward, section, batches if wanted else iter(()), meant.height, report_progress)
+        made, logged, extra = _score(reward, section, batches if wanted else iter(()), meant.height, report_progress)
         # A score that a sibling's score depends on was computed again.
         scored = meant.join(pl.concat([known, made]).unique("sample_id", keep="last"), **_ONE_EACH)
         table = samples.select("sample_id", "iteration", reward=pl.lit(section.label)).join(scored, **_ONE_EACH)
         table = table.with_columns(pl.col("seconds").fill_null(0.0))
+        still_known = pl.col("sample_id").is_in(known["sample_id"].to_list())
+        _write_extra(staged, [*(each.filter(still_known) for each in _extras(read, earlier)), extra])
         return _commit(store, staged, folder, section.label, table, started, logged)
+
+
+def _extras(read: Read, tables: Sequence[ArtifactRef]) -> list[pl.DataFrame]:
+    """Read what functions reported about the samples of these tables."""
+    files = [read(each) / EXTRA_FILE for each in tables]
+    return [pl.read_parquet(file) for file in files if file.is_file()]
+
+
+def _write_extra(staged: Path, tables: Sequence[pl.DataFrame]) -> None:
+    """Write what a function reported about samples; no file where it reported nothing."""
+    if columns := [each for each in tables if each.width > 1]:
+        file = staged / EXTRA_FILE
+        file.parent.mkdir()
+        pl.concat(columns, how="diagonal_relaxed").unique("sample_id", keep="last", maintain_order=True).write_parquet(
+            file
+        )
 
 
 def _known_scores(read: Read, earlier: Sequence[ArtifactRef], provenance: str) -> pl.DataFrame:
@@ -279,14 +298,15 @@ def _score(
     batches: Iterable[list[Row]],
     meant: int,
     report_progress: Callable[[int], None],
-) -> tuple[pl.DataFrame, dict[str, float]]:
+) -> tuple[pl.DataFrame, dict[str, float], pl.DataFrame]:
     """Score the samples of the batches; once more could not be scored than is allowed, the others are not tried.
 
     Args:
         meant: number of samples in scope, scored before or not; max_failures is a share of these.
 
     Returns:
-        The scores, and the metrics that the reward reported, each as the mean over the samples of the calls that did.
+        The scores; the metrics that the reward reported, each as the mean over the samples of the calls that did; and
+        what it reported about samples, in columns of numbers or texts.
     """
     scored: list[Row] = []
     failed: list[str] = []
@@ -304,7 +324,22 @@ def _score(
         for name, value in row[LOGGED_BY].items():
             logged.setdefault(name, []).append(value)
     columns = {name: [row[name] for row in scored] for name in SCORES}
-    return pl.DataFrame(columns, _SCORES), {f"{LOGGED}{name}": statistics.fmean(each) for name, each in logged.items()}
+    metrics = {f"{LOGGED}{name}": statistics.fmean(each) for name, each in logged.items()}
+    return pl.DataFrame(columns, _SCORES), metrics, _extra_of(scored)
+
+
+def _extra_of(rows: Sequence[Row]) -> pl.DataFrame:
+    extra = {"sample_id": pl.Series([row["sample_id"] for row in rows], dtype=pl.String)}
+    for name in dict.fromkeys(name for row in rows for name in row[EXTRA]):
+        values = [row[EXTRA].get(name) for row in rows]
+        if any(isinstance(value, str) for value in values):
+            texts = [None if value is None else str(value) for value in values]
+            column = pl.Series(texts, dtype=pl.String)
+        else:
+            column = pl.Series([None if value is None else float(value) for value in values], dtype=pl.Float64)
+        # A function may name a column as it likes.
+        extra[f"{EXTRA_COLUMN}{name}"] = column
+    return pl.DataFrame(extra)
 
 
 def _statistics(label: str, table: pl.DataFrame) -> dict[str, float]:

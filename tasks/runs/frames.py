@@ -175,7 +175,9 @@ class StoredRun:
         for folder in folders:
             with self._reading(folder) as (found, read):
                 scores = [(each.folder.rsplit("/", 1)[-1], each) for each in found(REWARDS)]
-                tables.append(read_samples(read, found(ROLLOUTS), scores, found(ADVANTAGES), columns, where))
+                tables.append(
+                    read_samples(read, found(ROLLOUTS), scores, found(ADVANTAGES), columns, where, extra=True)
+                )
         samples = _joined(tables).select(pl.exclude("dropped", "streams"))
         streams = [name for name in samples.columns if name.startswith(ADVANTAGE_COLUMN)]
         return samples if len(streams) > 1 else samples.drop(streams)
@@ -227,8 +229,8 @@ def _artifacts(reader: RunReader, folder: str, stage: str) -> Iterator[str]:
 
 
 def _joined(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    # Rows of other windows of noisy steps have other columns.
-    return pl.concat(tables, how="diagonal") if tables else pl.DataFrame()
+    # Rows of other windows of noisy steps have other columns; what a function reports may change its type.
+    return pl.concat(tables, how="diagonal_relaxed") if tables else pl.DataFrame()
 
 
 def _chosen(chosen: Iterable[int] | None, stored: Sequence[int], what: str) -> list[int]:

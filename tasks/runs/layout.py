@@ -37,6 +37,9 @@ PARTS, IMAGES, STATES = (name.format(0).replace("00000", "*") for name in (PART_
 REWARD_COLUMN, ADVANTAGE_COLUMN = "rewards/", "advantages/"
 """Prefixes of columns of joined samples: single rewards, followed by a label; advantages, followed by a stream."""
 
+EXTRA_FILE, EXTRA_COLUMN = "extra/columns.parquet", "extra/"
+"""Beside a table of scores: what its function reported about samples (TRL's `log_extra`); prefix of these columns."""
+
 SCORES_FILE, ADVANTAGES_FILE = "scores.parquet", "advantages.parquet"
 STATE_FILE, OPTIMIZER_FILE = "training_state.json", "optimizer.safetensors"
 POLICIES, EVALUATIONS, OTHER_EVALUATIONS = "policies", "evaluations", "evaluations_of"

@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from grpo_core.streams import STREAMS
-from tasks.runs.layout import ADVANTAGE_COLUMN, IMAGES, REWARD_COLUMN, SCORES_FILE
+from tasks.runs.layout import ADVANTAGE_COLUMN, EXTRA_COLUMN, EXTRA_FILE, IMAGES, REWARD_COLUMN, SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import Read
 from tasks.storage.parquet import STREAM, read_advantages
@@ -26,6 +26,8 @@ def read_samples(
     advantages: Iterable[ArtifactRef],
     columns: Sequence[str],
     where: pl.Expr | None = None,
+    *,
+    extra: bool = False,
 ) -> pl.DataFrame:
     """Read a row per sample, in the stored order.
 
@@ -35,6 +37,7 @@ def read_samples(
         advantages: tables over these rounds; samples may be missing there.
         columns: columns of the rollouts; those that the modality does not have are left out.
         where: condition on the columns of the rollouts; None for all samples.
+        extra: whether to join what reward functions reported about samples (`log_extra`).
 
     Returns:
         The columns; with advantages `reward`, `advantage` and `dropped` by the sample's first stream, `streams`, those
@@ -46,7 +49,8 @@ def read_samples(
     scores: dict[str, list[Path]] = {}
     for label, part in rewards:
         scores.setdefault(label, []).append(read(part) / SCORES_FILE)
-    return with_scores(samples, scores)
+    samples = with_scores(samples, scores)
+    return with_extra(samples, scores) if extra else samples
 
 
 def read_rollouts(folders: Iterable[Path], columns: Sequence[str], where: pl.Expr | None = None) -> pl.DataFrame:
@@ -80,6 +84,17 @@ def with_scores(samples: pl.DataFrame, scores: Mapping[str, Sequence[Path]]) -> 
     for label, files in scores.items():
         values = pl.read_parquet(list(files), columns=["sample_id", "value"])
         samples = samples.join(values.rename({"value": REWARD_COLUMN + label}), **ONE_EACH)
+    return samples
+
+
+def with_extra(samples: pl.DataFrame, scores: Mapping[str, Sequence[Path]]) -> pl.DataFrame:
+    """Join what a function reported about a sample beside each of these tables, as `extra/<label>/<column>`."""
+    for label, files in scores.items():
+        extras = [pl.read_parquet(each) for file in files if (each := file.parent / EXTRA_FILE).is_file()]
+        if extras:
+            extra = pl.concat(extras, how="diagonal_relaxed")
+            names = {name: name.replace(EXTRA_COLUMN, f"{EXTRA_COLUMN}{label}/", 1) for name in extra.columns}
+            samples = samples.join(extra.rename(names), **ONE_EACH)
     return samples
 
 

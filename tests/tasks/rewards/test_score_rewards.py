@@ -21,6 +21,7 @@ from tasks.execution.resources import resource
 from tasks.metrics import LOGGED
 from tasks.rewards.score_rewards import NeededScores, StoredScores, samples_to_score, score_reward_task
 from tasks.runs.layout import SCORES_FILE, SamplingRound
+from tasks.runs.samples import with_extra
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.grpo_core.rewards.conftest import refused
@@ -134,6 +135,35 @@ def test_what_a_function_reports_is_a_metric_of_its_table(maker: RunMaker, tmp_p
     # Nothing is called for scores that are known.
     again = score(maker, section({"function": f"{path}:score"}), (first,), folder="again")
     assert not any(name.startswith(LOGGED) for name in again.metrics)
+
+
+def test_what_a_function_reports_about_samples_is_a_column_of_them(maker: RunMaker, tmp_path: Path) -> None:
+    """A number, a text, one of both, and nothing for a sample whose score fails."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def score(completions, log_extra, **columns):\n"
+        "    numbers = [float(text.split()[1]) for text in completions]\n"
+        "    log_extra('sibling', numbers)\n"
+        "    log_extra('text', [text.upper() for text in completions])\n"
+        "    log_extra('either', [None, 2, 'three', [4]])\n"
+        "    log_extra('sample_id', numbers)\n"
+        "    return [0.5] * len(completions)\n"
+    )
+    done = score(maker, section({"function": f"{path}:score"}, batch_size=1))
+    place = maker.store.local_files(done) / SCORES_FILE
+    ids = [f"i000001.p{group:04d}.s{sibling:02d}" for group in range(2) for sibling in range(GROUP_SIZE)]
+    samples = with_extra(pl.DataFrame({"sample_id": ids}), {"mine": [place]})
+    assert samples["extra/mine/sibling"].to_list() == [0.0, 1.0, 2.0, 3.0] * 2
+    assert samples["extra/mine/text"][5] == "ANSWER 1 OF GROUP 1"
+    assert samples["extra/mine/either"].to_list() == [None, "2", "three", "[4]"] * 2
+    # A table that is made of known scores has them too.
+    again = score(maker, section({"function": f"{path}:score"}), (done,), folder="again")
+    repeated = {"mine": [maker.store.local_files(again) / SCORES_FILE]}
+    assert with_extra(pl.DataFrame({"sample_id": ids}), repeated).equals(samples)
+    path.write_text("def score(completions, log_extra, **columns):\n    log_extra('few', [1])\n    return [0.5] * 4\n")
+    error = refused(lambda: score(maker, section({"function": f"{path}:score"}, batch_size=1)))
+    assert "log_extra" in error.place
+    assert error.value == "1 values of few"
 
 
 def test_what_is_known_is_not_asked_again_and_what_failed_is(maker: RunMaker, tmp_path: Path, requested: Path) -> None:

@@ -301,7 +301,7 @@ def test_an_error_inside_a_coroutine_has_its_line(write: Callable[[str], str]) -
     assert str(value).startswith("ZeroDivisionError")
 
 
-def test_what_the_function_reports_goes_to_the_log(
+def test_what_the_function_reports_comes_with_its_scores(
     write: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(
@@ -311,7 +311,7 @@ def test_what_the_function_reports_goes_to_the_log(
     with caplog.at_level(logging.DEBUG):
         (score,) = score_samples(FunctionReward(function=f"{path}:score"), texts(1))
     assert score.logged == {"share": 0.25}
-    assert "why" in caplog.text
+    assert score.extra == {"why": texts(1).completions[0]}
     assert "sample s0" in caplog.text
     assert "mine.py:1" in caplog.text
 
