@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 ENGINES := .venv-engines
 ENGINES_STAMP := $(ENGINES)/.installed
 # What compiles this project's modules keeps them: every process of a run and of the tests imports them.
-ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
+ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+OFFLINE := $(ENVIRONMENT) HF_HUB_OFFLINE=1
 CONFIG ?= configs/tiny.yaml
 
 .PHONY: help install train test test-postgresql test-slow test-chaos test-attacks test-engines check format bench bench-pools tiny-model tiny-edit-model tiny-text-model tiny-vision-model tiny-sd3 figures ui lock clean
@@ -32,19 +33,19 @@ train: $(STAMP)  ## train the tiny GLM-Image (CONFIG=configs/tiny.yaml)
 	$(ENVIRONMENT) $(RUN)/grpo train $(CONFIG)
 
 test: $(STAMP)  ## run the tests that take a few minutes
-	$(ENVIRONMENT) $(RUN)/python -m pytest -m "not slow and not chaos and not postgresql and not engines" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(OFFLINE) $(RUN)/python -m pytest -m "not slow and not chaos and not postgresql and not engines" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-postgresql: $(STAMP)  ## run the tests that need PostgreSQL (apt-get install postgresql)
-	$(ENVIRONMENT) $(RUN)/python -m pytest -m "postgresql and not slow and not chaos"
+	$(OFFLINE) $(RUN)/python -m pytest -m "postgresql and not slow and not chaos"
 
 test-slow: $(STAMP)  ## run the slow tests: kills in every stage, complete trainings
-	$(ENVIRONMENT) $(RUN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(OFFLINE) $(RUN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-chaos: $(STAMP)  ## kill tiny runs over a hundred times, with and without workers (CHAOS_SEED=0)
-	$(ENVIRONMENT) $(RUN)/python -m pytest -m chaos tests/chaos
+	$(OFFLINE) $(RUN)/python -m pytest -m chaos tests/chaos
 
 test-attacks: $(STAMP)  ## print what adversarial images and texts reach by every reward; fails where it is too much
-	$(ENVIRONMENT) $(RUN)/python -m tests.attacks.attacks
+	$(OFFLINE) $(RUN)/python -m tests.attacks.attacks
 
 # vLLM pins other releases of torch and transformers than the lock, so it has an environment of its own. Its package for
 # CPUs asks for a build of torch that the package index does not have.
@@ -55,7 +56,7 @@ $(ENGINES_STAMP): tests/flows/engines/requirements.txt $(STAMP)
 	touch $@
 
 test-engines: $(STAMP) $(ENGINES_STAMP)  ## make .venv-engines with vLLM for CPUs, and run the tests with its server
-	$(ENVIRONMENT) $(RUN)/python -m pytest -m engines tests/flows/engines
+	$(OFFLINE) $(RUN)/python -m pytest -m engines tests/flows/engines
 
 check: $(STAMP)  ## check style, format, types and layers
 	$(RUN)/ruff check .
@@ -68,28 +69,28 @@ format: $(STAMP)  ## format the sources
 	$(RUN)/ruff format .
 
 bench: $(STAMP)  ## measure speed and memory beside TRL and others: docs/performance.md (ONLY=start)
-	$(ENVIRONMENT) $(RUN)/python -m tests.bench $(ONLY)
+	$(OFFLINE) $(RUN)/python -m tests.bench $(ONLY)
 
 bench-pools: $(STAMP)  ## compare one process with two pools, three workers, PostgreSQL and S3
-	$(ENVIRONMENT) $(RUN)/python -m tests.bench.placement
+	$(OFFLINE) $(RUN)/python -m tests.bench.placement
 
 tiny-model: $(STAMP)  ## train the shipped tiny GLM-Image again from its recipe
-	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models glm-image
+	$(OFFLINE) $(RUN)/python -m data.tiny_models glm-image
 
 tiny-edit-model: $(STAMP)  ## train the shipped tiny GLM-Image that edits again from its recipe
-	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models glm-image-edit
+	$(OFFLINE) $(RUN)/python -m data.tiny_models glm-image-edit
 
 tiny-text-model: $(STAMP)  ## train the shipped tiny text model again from its recipe
-	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models text
+	$(OFFLINE) $(RUN)/python -m data.tiny_models text
 
 tiny-vision-model: $(STAMP)  ## train the shipped tiny vision model again from its recipe
-	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models vision
+	$(OFFLINE) $(RUN)/python -m data.tiny_models vision
 
 tiny-sd3: $(STAMP)  ## train the shipped tiny Stable Diffusion 3 again from its recipe
-	$(ENVIRONMENT) $(RUN)/python -m data.tiny_models sd3
+	$(OFFLINE) $(RUN)/python -m data.tiny_models sd3
 
 figures: $(STAMP)  ## make the outputs, tables and pictures of README.md and docs/ again, except those of bench (ONLY=tutorial)
-	$(ENVIRONMENT) $(RUN)/python -m tests.bench.figures $(ONLY)
+	$(OFFLINE) $(RUN)/python -m tests.bench.figures $(ONLY)
 
 ui: $(STAMP)  ## start Prefect's server and UI on this machine
 	$(RUN)/grpo ui

@@ -7,9 +7,10 @@ from typing import Any
 
 from configs.contradictions import contradictions
 from configs.schema import RewardsFile, RunConfig
-from configs.validation import validated
+from configs.validation import secret_addresses, validated
 from configs.yaml_files import our_path, parse_yaml, read_mapping, translate
 from grpo_core.errors import InputError, joined, raise_all
+from grpo_core.policies.pipeline_files import read_kind
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -46,12 +47,35 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     # The file is translated first: an option may override a key that the file sets under its other name.
     errors = translate(values)
     errors += apply_overrides(values, overrides)
+    # First, since errors repeat the values.
+    raise_all(secret_addresses(values))
+    if (unknown := _unknown_kind(values.get("policy"))) is not None:
+        # Which other keys there are depends on it.
+        raise joined([*errors, unknown])
     try:
         config = check_config(values)
     except InputError as error:
         raise joined([*errors, error]) from error
     raise_all(errors)
     return config
+
+
+def _unknown_kind(policy: Any) -> InputError | None:
+    """Return an error for a policy without a kind whose model's files, which would tell it, are not on this machine."""
+    given = policy if isinstance(policy, Mapping) else {}
+    model, revision = given.get("model"), given.get("revision")
+    if given.get("kind") is not None or not isinstance(model, str):
+        return None
+    if read_kind(model, revision if isinstance(revision, str) else None) is not None:
+        return None
+    if Path(model).expanduser().is_dir():
+        hint = "The folder has neither model_index.json nor config.json; give a saved model's."
+        return InputError("policy.model", model, hint)
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        return InputError("policy.model", model, "There is no such folder; give a saved model's, or a hub name.")
+    kinds = "causal_lm (a language model), vision_lm (one that reads images), diffusers (a pipeline) or glm_image"
+    hint = f"It is read from the model's files, and those of {model} are not on this machine: set it to {kinds}."
+    return InputError("policy.kind", None, hint)
 
 
 def read_rewards_file(path: str | Path, place: str) -> RewardsFile:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationInfo, model_validator
 
@@ -21,6 +21,7 @@ from configs.sections import (
     StorageSection,
     TextRolloutSection,
     VisionRolloutSection,
+    kind_of,
 )
 from configs.training import (
     ALGORITHMS,
@@ -67,9 +68,7 @@ class _Given:
         if isinstance(policy, PolicySection):
             return cls(policy.kind, policy.streams, values)
         given = policy if isinstance(policy, Mapping) else {}
-        kind: Kind = PolicySection.model_fields["kind"].default
-        if given.get("kind") in get_args(Kind):
-            kind = given["kind"]
+        kind = kind_of(policy)
         known = policy_family(kind).streams
         train = given.get("train", known[:1])
         streams = tuple(stream for stream in STREAMS if isinstance(train, list | tuple) and stream in train)

@@ -6,7 +6,7 @@ section adds the fields that only a configuration has.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -27,6 +27,7 @@ from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.policies.engines.settings import EngineName, VllmSettings, refuse_truncation
 from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.pipeline_files import PolicyKind, read_kind
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.quantization import QuantizationSettings
 from grpo_core.policies.trained.settings import LoraSettings
@@ -83,7 +84,22 @@ class QuantizationSection(Section, QuantizationSettings):
     """The frozen weights in 4 or 8 bits, through bitsandbytes."""
 
 
-Kind = Literal["glm_image", "diffusers", "causal_lm", "vision_lm"]
+Kind = PolicyKind
+
+
+DEFAULT_KIND: Kind = "glm_image"
+"""Of a model whose files are not on this machine, in sections that are built in Python."""
+
+
+def kind_of(policy: Any) -> Kind:
+    """Return the kind of a policy's plain values: the one that is given, or the one that the model's files tell."""
+    given = policy if isinstance(policy, Mapping) else {}
+    if (kind := given.get("kind")) in get_args(Kind):
+        return cast(Kind, kind)
+    model, revision = given.get("model"), given.get("revision")
+    if kind is not None or not isinstance(model, str):
+        return DEFAULT_KIND
+    return read_kind(model, revision if isinstance(revision, str) else None) or DEFAULT_KIND
 
 
 class PolicySection(Section):
@@ -91,7 +107,7 @@ class PolicySection(Section):
 
     keyless = frozenset({"gradient_checkpointing", "offload"})
 
-    kind: Kind = Field("glm_image", description="the policy family")
+    kind: Kind = Field(cast(Any, None), description="the policy family; null: read from the model's files")
     model: str = Field(min_length=1, description="folder of a saved model, or a hub name")
     train: tuple[Stream, ...] = Field(
         ("tokens",),
@@ -142,9 +158,11 @@ class PolicySection(Section):
     @model_validator(mode="before")
     @classmethod
     def _train_what_the_kind_has(cls, values: Any) -> Any:
-        kind = values.get("kind") if isinstance(values, dict) else None
-        if isinstance(kind, str) and kind in get_args(Kind) and "train" not in values:
-            return {**values, "train": policy_family(kind).streams[:1]}
+        if not isinstance(values, dict):
+            return values
+        kind = values["kind"] if values.get("kind") is not None else kind_of(values)
+        if kind in get_args(Kind):
+            return {"train": policy_family(kind).streams[:1], **values, "kind": kind}
         return values
 
     @field_validator("train")

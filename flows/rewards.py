@@ -1,28 +1,24 @@
-"""`grpo rewards`: download the weights that rewards read, and analyse stored scores."""
+"""`grpo rewards analyse`: range, agreement and noise of stored scores."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 from pydantic import BaseModel
 
-from configs.loader import read_config, read_rewards_file
 from configs.schema import RewardsFile
 from configs.training import RewardSection
-from configs.yaml_files import read_mapping
 from flows.preflight.trust import require_trust, uses_of_rewards
 from flows.rescoring.plan import needed_scores
-from grpo_core.errors import InputError, joined
-from grpo_core.rewards.model_reward import ModelReward
-from grpo_core.rewards.registry import REWARDS, build_reward
-from grpo_core.rewards.weights import Weights
-from tasks.reports.report import Report, Table, require_page_path, write_page
+from grpo_core.errors import InputError
+from grpo_core.rewards.registry import build_reward
+from tasks.reports.report import Report, require_page_path, write_page
 from tasks.reports.reward_analysis import analyse, read_scores, score_again
 from tasks.reports.reward_page import analysis_report, render_reward_page
 from tasks.reports.statistics import Statistics
-from tasks.reports.text import relative, size
+from tasks.reports.text import relative
 from tasks.runs.layout import (
     ANALYSIS,
     REPORT_FILE,
@@ -39,72 +35,6 @@ from tasks.runs.signs import hacking_verdict
 from tasks.runs.stored import locate_paths, read_iterations, read_range, stored_config
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
 from tasks.storage.artifacts.store import ArtifactStore
-
-
-def plan_fetch(names: Sequence[str], folder: Path) -> dict[Weights, str]:
-    """Map the weights of rewards, each once and whether they are here or not, to the first reward that reads them.
-
-    Args:
-        names: of rewards with their default settings, or of YAML files with `rewards:`, a configuration's or its own.
-        folder: where files go that no setting names.
-
-    Raises:
-        InputError: no such reward or file, or weights that cannot be downloaded.
-    """
-    problems: list[InputError] = []
-    found: dict[str | None, tuple[Weights, str]] = {}
-    for section in [section for name in names for section in _sections(name)]:
-        try:
-            reward = build_reward(section.reward, section.settings)
-            sources = reward.weight_sources() if isinstance(reward, ModelReward) else {}
-            planned = [each.to_fetch(folder) for each in sources.values()]
-        except InputError as error:
-            problems.append(error)
-            continue
-        for each in planned:
-            # Two rewards may read the same weights.
-            found.setdefault(each.source, (each, reward.name))
-    if problems:
-        raise joined(problems)
-    return dict(found.values())
-
-
-def downloads_report(missing: Mapping[Weights, str]) -> Report:
-    """Return what would be downloaded for which reward: size, licence, address, and where it goes."""
-    sizes = [weights.size() for weights in missing]
-    rows = [
-        {
-            "reward": reward,
-            "size": "unknown" if bytes_ is None else size(bytes_),
-            "licence": weights.published.licence or "see its page",
-            "from": str(weights.source) if weights.on_hub else weights.published.url,
-            "to": "the Hub's cache" if weights.on_hub else str(weights.source),
-        }
-        for (weights, reward), bytes_ in zip(missing.items(), sizes, strict=True)
-    ]
-    note = f"{size(sum(filter(None, sizes)))} in total"
-    return Report("To download", tables=[Table("", rows, ("licence", "from", "to"), note=note)])
-
-
-def fetched_report(fetched: Mapping[Weights, str]) -> Report:
-    """Return the settings of each reward that name its weights."""
-    facts = [(reward, f"{weights.setting}: {weights.source}") for weights, reward in fetched.items()]
-    return Report("Here; in the settings of the rewards" if facts else "These rewards need no weights", facts)
-
-
-def _sections(name: str) -> Iterator[RewardSection]:
-    if not name.endswith((".yaml", ".yml")):
-        if name not in REWARDS:
-            build_reward(name)
-        yield RewardSection(reward=name)
-        return
-    values = read_mapping(name, "REWARD", example="configs/rewards/mix.yaml", keys="rewards")
-    if "run" not in values:
-        yield from read_rewards_file(name, "REWARD").rewards
-        return
-    config = read_config(name)
-    yield from (*config.rewards, *config.guardrails.rewards)
-
 
 REPEATED = 32
 """Samples that are scored again, to see whether the same image gets the same score."""

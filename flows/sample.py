@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from configs.loader import apply_overrides
 from configs.policy_name import PolicyName
 from configs.schema import AnyRollout, ByPolicy
-from configs.sections import PlacementSection, PolicySection
+from configs.sections import PlacementSection, PolicySection, kind_of
 from configs.validation import validated
 from flows.pipeline.requests import SampleRequest, refuse_overrides
 from flows.preflight.model import source_of
@@ -21,7 +21,7 @@ from grpo_core.errors import InputError, NonFiniteError, raise_all
 from grpo_core.images import SourceImage
 from grpo_core.messages import caption_of, read_messages, refuse_messages
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE
-from grpo_core.policies.pipeline_files import INDEX_FILE
+from grpo_core.policies.pipeline_files import INDEX_FILE, read_kind
 from grpo_core.policies.protocol import Policy, policy_family
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE
 from grpo_core.records import BrokenImage, GroupRequest
@@ -155,8 +155,7 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
         own = ("revision", "adapter", "lora", "denoising_lora", "frozen", "quantization")
         sections["policy"] |= {"model": str(folder), **dict.fromkeys(own)}
     raise_all(apply_overrides(sections, request.overrides))
-    kind = str(sections["policy"].get("kind", "glm_image"))
-    images = policy_family(kind).modality == "image"
+    images = policy_family(kind_of(sections["policy"])).modality == "image"
     if images and not {"height", "width"} <= sections.get("rollout", {}).keys():
         hint = "This model states no size; give --set rollout.height=1024 --set rollout.width=1024."
         raise InputError("rollout.height and width", None, hint)
@@ -186,17 +185,10 @@ def _described(folder: Path) -> dict[str, object]:
     images = (folder / INDEX_FILE).is_file()
     config = folder / "transformer" / CONFIG_FILE if images else folder / CONFIG_FILE
     stated = json.loads(config.read_text()).get("dtype") if config.is_file() else None
-    sees = any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
     return {
-        "kind": _pipeline_kind(folder) if images else "vision_lm" if sees else "causal_lm",
+        "kind": read_kind(str(folder)),
         "dtype": stated if stated in ("float32", "bfloat16") else "bfloat16",
     }
-
-
-def _pipeline_kind(folder: Path) -> str:
-    """Return the kind of a saved pipeline: GLM-Image has one of its own."""
-    index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-    return "glm_image" if index.get("_class_name") == "GlmImagePipeline" else "diffusers"
 
 
 def _spec(section: PolicySection, digest: str, adapter: ArtifactRef | None = None) -> ModelSpec:

@@ -38,8 +38,7 @@ from flows.command_line.options import (
 )
 from flows.command_line.subcommands import commands as stored_run_commands
 from flows.command_line.subcommands import reward_commands
-from flows.init import InitRequest, write_folder
-from flows.pipeline.requests import DeployRequest, EvaluateRequest, ReplayRequest, RescoreRequest
+from flows.pipeline.requests import DeployRequest, EvaluateRequest, InitRequest, ReplayRequest, RescoreRequest
 from flows.server.start import ServerRequest, serve
 from grpo_core.errors import InputError
 
@@ -217,6 +216,8 @@ def doctor(config: Config, overrides: Overrides = None, memory: Memory = False, 
 @takes_request(InitRequest)
 def init(request: InitRequest, as_json: Json = False) -> None:
     """Write a folder with a commented configuration for your own prompts, reward and model; asks without options."""
+    from flows.init.write_folder import write_folder
+
     files, notes = write_folder(ask_for_init(request) if request.asks_for_nothing and is_terminal() else request)
     for path in files:
         typer.echo(f"wrote {path}", err=True)

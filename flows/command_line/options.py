@@ -25,8 +25,8 @@ from tasks.process import openable
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
-    from flows.init import InitRequest
     from flows.pipeline.lineage import ChangedRunError
+    from flows.pipeline.requests import InitRequest
     from tasks.reports.report import Report
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/tiny.yaml")]
@@ -236,18 +236,22 @@ def ask_for_init(request: "InitRequest") -> "InitRequest":
     from rich.prompt import Prompt
 
     from configs.validation import validated
-    from flows.init import InitRequest, Kind
+    from flows.pipeline.requests import InitRequest
     from flows.terminal.output import stderr
+    from grpo_core.policies.pipeline_files import PolicyKind
 
     console = stderr()
     answers = {
-        "kind": Prompt.ask(
-            "Model: image (GLM-Image), diffusers (a text-to-image pipeline), text, or vision (texts about images)",
-            choices=list(get_args(Kind)),
-            default="image",
+        "model": Prompt.ask("Model, a folder or hub name (empty: a shipped tiny model)", default="", console=console)
+    }
+    if not answers["model"]:
+        answers["kind"] = Prompt.ask(
+            "Tiny model: glm_image, diffusers (a pipeline), causal_lm (texts), or vision_lm (texts about images)",
+            choices=list(get_args(PolicyKind)),
+            default="glm_image",
             console=console,
-        ),
-        "model": Prompt.ask("Model, a folder or hub name (empty: the shipped tiny model)", default="", console=console),
+        )
+    answers |= {
         "prompts": Prompt.ask("Prompt file (empty: examples)", default="", console=console),
         "heldout": Prompt.ask("File of held-out prompts (empty: none, or examples)", default="", console=console),
         "reward": Prompt.ask("Reward, of `grpo rewards list`, or own for a function", default="own", console=console),

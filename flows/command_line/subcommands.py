@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,9 +13,6 @@ from flows.commands import require_runs
 from flows.pipeline.requests import TRUST, ExportRequest, SampleRequest
 from flows.pruning.request import PruneRequest, check_request
 from grpo_core.errors import InputError
-
-if TYPE_CHECKING:
-    from grpo_core.rewards.weights import Weights
 
 commands = typer.Typer()
 
@@ -196,7 +193,7 @@ def prune(
 
 reward_commands = typer.Typer(
     name="rewards",
-    help="List rewards, fetch weights, analyse stored scores, serve rewards over HTTP.",
+    help="List rewards, analyse stored scores, serve rewards over HTTP.",
     no_args_is_help=True,
 )
 
@@ -223,43 +220,13 @@ def list_rewards(as_json: Json = False) -> None:
         print_result(Report("Rewards", tables=[Table("", rows, ("value", "settings"))]), result, as_json, stdout=True)
 
 
-@reward_commands.command("fetch")
-def fetch_weights(
-    rewards: Annotated[
-        list[str], typer.Argument(metavar="REWARD...|CONFIG", help="names of rewards, or YAML files with `rewards:`")
-    ],
-    folder: Annotated[
-        Path, typer.Option("--to", metavar="DIR", help="where files go that no setting names; not those of the Hub")
-    ] = Path("weights"),
-    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
-    as_json: Json = False,
-) -> None:
-    """Download the published weights of rewards, checked by their sha256; says what, how large, and asks."""
-    with handle_errors(as_json):
-        from flows.rewards import downloads_report, fetched_report, plan_fetch
-        from flows.terminal.output import show_report
-
-        planned = plan_fetch(rewards, folder)
-        missing = {weights: reward for weights, reward in planned.items() if not weights.is_here()}
-        if missing:
-            show_report(downloads_report(missing))
-            if not yes:
-                _require_consent(missing)
-        paths = {weights: weights.fetch() for weights in planned}
-        listed = [
-            {"reward": reward, "setting": weights.setting, "path": paths[weights]}
-            for weights, reward in planned.items()
-        ]
-        print_result(fetched_report(planned), {"fetched": listed}, as_json)
-
-
-def _require_consent(missing: Mapping["Weights", str]) -> None:
-    try:
-        agreed = typer.confirm("Download?", err=True)
-    except typer.Abort:
-        agreed = False
-    if not agreed:
-        raise InputError("--yes", None, f"Nothing was downloaded ({len(missing)} missing). Answer y, or give --yes.")
+@reward_commands.command("fetch", hidden=True, context_settings={"ignore_unknown_options": True})
+def fetch_weights(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Say how weights are fetched."""
+    with handle_errors():
+        hint = "Weights of the Hugging Face Hub are downloaded when they are first read; name them as hf://owner/repo/file."
+        hint += " `grpo doctor CONFIG` names the address of each other file that is missing."
+        raise InputError("grpo rewards fetch", " ".join(arguments or ()), f"There is no such command. {hint}")
 
 
 @reward_commands.command()

@@ -13,6 +13,7 @@ from typer import Argument, Option
 from configs.policy_name import FORM, PolicyName
 from configs.validation import RUN_NAME_PATTERN, Name, Section
 from grpo_core.errors import InputError, raise_all
+from grpo_core.policies.pipeline_files import PolicyKind
 from grpo_core.streams import STREAMS
 
 Overrides = Annotated[tuple[str, ...], Option("--set", metavar="KEY=VALUE")]
@@ -233,3 +234,59 @@ class DeployRequest(Section):
     rescore: Annotated[tuple[str, ...], Option("--rescore", metavar="FILE")] = Field(
         (), description="also register a rescoring with these rewards"
     )
+
+
+OWN = "own"
+"""A reward of `grpo init`: the function in the written folder."""
+
+
+class InitRequest(Section):
+    """A folder with a commented configuration, and examples of what was not given."""
+
+    folder: Annotated[str, Argument(metavar="DIR")] = Field(min_length=1, description="folder to write, new or empty")
+    template: Annotated[str | None, Option("--from", metavar="NAME")] = Field(
+        None,
+        min_length=1,
+        description="shipped configuration to begin with, such as flux1_dev; what no option names stays as it is "
+        "there. By default the one that fits the model's files, with examples of what is not given",
+    )
+    model: Annotated[str | None, Option(metavar="MODEL")] = Field(
+        None, min_length=1, description="folder of a model, or hub name; by default that of the configuration"
+    )
+    kind: PolicyKind | None = Field(
+        None,
+        description="without a model: that of the shipped tiny model to begin with. glm_image; diffusers, a "
+        "text-to-image pipeline; causal_lm, a language model; vision_lm, one that reads images. By default glm_image",
+    )
+    prompts: Annotated[str | None, Option(metavar="FILE")] = Field(
+        None, min_length=1, description="your prompts; by default a file with examples"
+    )
+    targets: Annotated[str | None, Option(metavar="FOLDER")] = Field(
+        None,
+        min_length=1,
+        description="your target images, for rewards such as r2: named in a column of the prompts, or 0.png, 1.png, "
+        "... in their order",
+    )
+    target_column: Annotated[str | None, Option(metavar="NAME")] = Field(
+        None,
+        min_length=1,
+        description="column of the prompts with the file of each target, in the folder of --targets or of the "
+        "prompts; by default the one whose cells are all files of --targets",
+    )
+    heldout: Annotated[str | None, Option(metavar="FILE")] = Field(
+        None, min_length=1, description="your held-out prompts, which are not trained on; sampled before and after"
+    )
+    heldout_targets: Annotated[str | None, Option(metavar="FOLDER")] = Field(
+        None, min_length=1, description="the target images of your held-out prompts, named as those of --targets"
+    )
+    reward: Annotated[str | None, Option(metavar="NAME")] = Field(
+        None,
+        min_length=1,
+        description="a reward of `grpo rewards list`, your function as FILE.py:NAME, or own: one in DIR/reward.py, "
+        "which is the default without --from",
+    )
+
+    @property
+    def asks_for_nothing(self) -> bool:
+        """Whether only the folder is given."""
+        return self == InitRequest(folder=self.folder)

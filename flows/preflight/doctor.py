@@ -17,6 +17,8 @@ from flows.preflight.inputs import CHECKS
 from flows.preflight.model import estimate_model, refuse_offload_without_room, refuse_prompt_texts, source_of
 from flows.preflight.prompts import PromptFiles, read_prompt_files
 from flows.preflight.rewards import try_functions
+from flows.preflight.weights import find_weights
+from flows.preflight.work import describe_work
 from flows.server.reachable import require_pools, require_server, require_ui, server_url, workers_online
 from grpo_core.errors import InputError
 from grpo_core.policies.estimate import GIB, PHASES, MemoryEstimate
@@ -93,9 +95,10 @@ def examine(config: RunConfig, report_progress: Callable[[str], None] = lambda l
         report_progress: called with a line before a step that can take long.
     """
     prepare_hub(config)
+    weights = find_weights(config)
     prompts = read_prompt_files(config)
     findings: list[Finding] = []
-    notes = {"prompts": prompts.notes, "engine": engine_notes(config)}
+    notes = {"prompts": prompts.notes, "engine": engine_notes(config), "weights": weights.notes}
     for subject, check in CHECKS.items():
         found = _problems(subject, check(config, prompts))
         if not found and subject == "rewards":
@@ -117,18 +120,23 @@ def examine(config: RunConfig, report_progress: Callable[[str], None] = lambda l
             memory, checkpoint, states = estimate.memory, estimate.checkpoint, estimate.states
             if _offloads(config, memory):
                 memory = moved
-            weights = _weights(config, estimate.counted)
-            findings += [weights, _memory(config, memory, moved)]
+            model = f"{policy.model}: {estimate.counted}"
+            missing = None if weights.problem is None else weights.problem.hint
+            findings += [Finding("weights", missing is None, model, missing or ""), _memory(config, memory, moved)]
             notes["memory"] = (_largest_phase(memory),)
             if sizes:
                 findings.append(_sizes(sizes, estimate.tokens))
-            if weights.healthy:
+            if weights.described:
                 refuse_prompt_texts(config, prompts)
         except InputError as error:
-            findings += _problems("model", error.errors)
+            # What is not here cannot be read.
+            unread = error if weights.described else weights.problem
+            findings += _problems("model", unread.errors if unread is not None else ())
+            if unread is None:
+                findings.append(Finding("weights", True, f"{config.policy.model}, which is checked once it is here"))
     if all(finding.healthy for finding in findings if finding.subject == "storage"):
         findings.append(_disk(config, checkpoint, states, sizes))
-    findings += [_fonts(config, prompts), *_server(config)]
+    findings += [Finding("work", True, describe_work(config)), _fonts(config, prompts), *_server(config)]
     return Diagnosis(_one_verdict_each(findings, notes), memory)
 
 
@@ -209,27 +217,6 @@ def _sizes(prompts: Counter[ImageSize], tokens: Mapping[ImageSize, int]) -> Find
     ]
     more = len(tokens) - len(named)
     return Finding("sizes", True, ", ".join(named) + (f" and {more} with fewer tokens" if more else ""))
-
-
-def _weights(config: RunConfig, counted: str) -> Finding:
-    model, folder = config.policy.model, Path(source_of(config)).expanduser()
-    if folder.is_dir() and not any(folder.rglob("*.safetensors")):
-        return Finding("weights", False, f"{model}: {counted}", "The folder holds no weights; save the model there.")
-    if folder.is_dir() or _cached(source_of(config)):
-        return Finding("weights", True, f"{model}: {counted}")
-    hint = f"They are not on this machine: run `hf download {model}`, or set policy.model to a folder."
-    return Finding("weights", False, f"{model}: {counted}", hint)
-
-
-def _cached(model: str) -> bool:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        folder = Path(snapshot_download(model, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return False
-    return any(folder.rglob("*.safetensors"))
 
 
 def _offloads(config: RunConfig, memory: MemoryEstimate) -> bool:

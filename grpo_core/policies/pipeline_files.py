@@ -3,9 +3,11 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpo_core.errors import InputError
+
+PolicyKind = Literal["glm_image", "diffusers", "causal_lm", "vision_lm"]
 
 INDEX_FILE = "model_index.json"
 """In the folder of a saved pipeline: the class of each part."""
@@ -23,12 +25,13 @@ def refuse_missing_folder(model: str) -> None:
         raise InputError("policy.model", model, hint)
 
 
-def find_model_file(model: str, name: str) -> Path | None:
+def find_model_file(model: str, name: str, revision: str | None = None) -> Path | None:
     """Find a file of a saved model or pipeline on this machine; None if it is not there.
 
     Args:
         model: a folder, or a hub name, whose files are searched in the local cache only.
         name: path inside the folder, such as transformer/config.json.
+        revision: branch, tag or commit of a hub name; None: main.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -38,10 +41,34 @@ def find_model_file(model: str, name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = try_to_load_from_cache(model, name)
+        cached = try_to_load_from_cache(model, name, revision=revision)
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def read_kind(
+    model: str, revision: str | None = None
+) -> Literal["glm_image", "diffusers", "causal_lm", "vision_lm"] | None:
+    """Read from the files of a saved model or pipeline which kind of policy it is; None if they are not here.
+
+    Args:
+        model: a folder, or a hub name, whose files are searched in the local cache only.
+        revision: branch, tag or commit of a hub name; None: main.
+
+    Raises:
+        InputError: its description is damaged.
+    """
+    index = find_model_file(model, INDEX_FILE, revision)
+    if index is not None:
+        released = read_pipeline_file(model, index).get("_class_name") == "GlmImagePipeline"
+        return "glm_image" if released else "diffusers"
+    config = find_model_file(model, "config.json", revision)
+    if config is None:
+        return None
+    processors = ("processor_config.json", "preprocessor_config.json")
+    sees = any(find_model_file(model, name, revision) for name in processors)
+    return "vision_lm" if sees or "vision_config" in read_pipeline_file(model, config) else "causal_lm"
 
 
 def read_pipeline_file(model: str, file: Path) -> dict[str, Any]:

@@ -38,7 +38,6 @@ _OPENAI_WEIGHTS = Published(
     f"https://huggingface.co/{_OPENAI_L14}",
     f"hf://{_OPENAI_L14}/{WEIGHTS_FILE}",
     note="OpenAI's, MIT licence",
-    licence="MIT",
 )
 _BESIDE_CONFIG = Published("its authors", WEIGHTS_FILE, "the source of its configuration")
 

@@ -199,7 +199,6 @@ HEAD = Published(
     _FILE,
     f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{_FILE.replace('+', '%2B')}",
     sha256="21dd590f3ccdc646",
-    licence="Apache-2.0",
 )
 """The head of LAION-Aesthetics V2."""
 

@@ -29,7 +29,7 @@ _KEPT = "torchvision keeps it in torch's hub/checkpoints folder"
 
 TRUNKS: Mapping[str, Published] = {
     net: Published(
-        "torchvision", f"{file}-{sha256}.pth", f"{_DOWNLOADS}/{file}-{sha256}.pth", None, sha256, _KEPT, "BSD-3-Clause"
+        "torchvision (BSD-3-Clause)", f"{file}-{sha256}.pth", f"{_DOWNLOADS}/{file}-{sha256}.pth", None, sha256, _KEPT
     )
     for net, file, sha256 in (
         ("alex", "alexnet-owt", "7be5be79"),

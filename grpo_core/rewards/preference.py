@@ -48,7 +48,6 @@ HPSV2 = Published(
     "https://huggingface.co/xswu/HPSv2",
     "hf://xswu/HPSv2/HPS_v2.1_compressed.pt",
     note="as .safetensors: hf://RE-N-Y/hpsv21/model.safetensors",
-    licence="Apache-2.0",
 )
 
 

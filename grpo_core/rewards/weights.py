@@ -1,18 +1,13 @@
 """Weights on disk or on the Hugging Face Hub, found and checked before they are loaded."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.hub import DESCRIPTIONS, HUB_PREFIX, HubName, missing_weights, one_message, weights_pattern
+from grpo_core.hub import DESCRIPTIONS, offline_hint, one_message
+from grpo_core.rewards.hub import HUB_PREFIX, HubName, missing_weights, weights_pattern
 from grpo_core.seeds import file_sha256
-
-_SECONDS = 60.0
-_OFFLINE = (
-    "It is not in the local cache of the Hugging Face Hub, and HF_HUB_OFFLINE forbids downloads. Unset "
-    "HF_HUB_OFFLINE, or run `hf download` once on a machine that shares the cache, or set a local path."
-)
 
 
 @dataclass(frozen=True)
@@ -26,7 +21,6 @@ class Published:
         hub: their name on the Hub (``hf://owner/repo/file``, or ``owner/repo`` for a model), if they are there.
         sha256: first digits of a file's digest; empty where they are not known.
         note: another place where they may already be, or an example, for the message.
-        licence: as their publisher states it; empty where the page on the Hub does.
     """
 
     project: str
@@ -35,7 +29,6 @@ class Published:
     hub: str | None = None
     sha256: str = ""
     note: str = ""
-    licence: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,11 +62,6 @@ class Weights:
         """The reward's setting that names them."""
         return self.place.rpartition(".")[2]
 
-    @property
-    def on_hub(self) -> bool:
-        """Whether the source is a name on the Hub."""
-        return self.source is not None and self._hub_name() is not None
-
     def problem(self) -> InputError | None:
         """Return what is wrong with the weights, without loading or downloading; None where nothing is.
 
@@ -96,7 +84,7 @@ class Weights:
         found = self._find()
         named = self._hub_name() if found is None else None
         if named is not None:
-            with one_message(self.place, self.source):
+            with one_message(self.place, self.source, named.repo):
                 found = named.download()
             self._check(found)
         assert found is not None, "only what is on the Hub is not found"
@@ -112,68 +100,6 @@ class Weights:
             InputError: as :meth:`path`; a file cannot be read.
         """
         return self._sha256_of(self.path())
-
-    def is_here(self) -> bool:
-        """Return whether something is there: in the local cache for a name on the Hub."""
-        if self.source is None:
-            return False
-        named = self._hub_name()
-        return Path(self.source).expanduser().exists() if named is None else named.cached() is not None
-
-    def to_fetch(self, folder: Path) -> "Weights":
-        """Return the same with the published weights where none are set: on the Hub, or else a file in this folder.
-
-        Raises:
-            InputError: the settings name what is missing and not published, or has another digest.
-        """
-        published = self.published
-        default = published.hub or (str(folder / published.file) if published.file else None)
-        named = self if self.source else replace(self, source=default)
-        from_url = not named.on_hub and published.hub is None and published.sha256
-        if named.source is None or (
-            not named.on_hub and (named.is_here() or not from_url or Path(named.source).name != published.file)
-        ):
-            # Right or wrong, the file is the user's.
-            named._find()
-        return named
-
-    def size(self) -> int | None:
-        """Ask for the number of bytes that :meth:`fetch` downloads; None where the server does not say.
-
-        Raises:
-            InputError: there is no answer, or the Hub is offline.
-        """
-        named = self._hub_name() if self.source is not None else None
-        if named is not None:
-            self._require_online()
-            with one_message(self.place, self.source):
-                return sum(named.sizes().values())
-        import httpx
-
-        with one_message(self.place, self.published.url):
-            answer = httpx.head(self.published.url, follow_redirects=True, timeout=_SECONDS).raise_for_status()
-            length = answer.headers.get("Content-Length", "")
-            return int(length) if length.isdigit() else None
-
-    def fetch(self) -> str:
-        """Download what is not here, from the Hub or the published address, and return the path.
-
-        Raises:
-            InputError: no answer, another digest than the published one, or a folder that cannot be written.
-        """
-        if self.on_hub or self.is_here():
-            return self.path()
-        from torch.hub import download_url_to_file
-
-        target, expected = Path(self.source or "").expanduser(), (self.sha256 or self.published.sha256).lower()
-        with one_message(self.place, self.published.url):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                download_url_to_file(self.published.url, str(target), hash_prefix=expected)
-            except RuntimeError as error:
-                hint = f"{self.published.url} returned another file ({error}). Try again, or get the file elsewhere."
-                raise InputError(f"{self.place}_sha256", expected, hint) from error
-        return self.path()
 
     def error(self, hint: str) -> InputError:
         """Return an error about the setting that names the weights."""
@@ -221,16 +147,17 @@ class Weights:
         named = self._hub_name()
         found = str(Path(self.source).expanduser()) if named is None else named.cached()
         if found is None:
-            self._require_online()
+            assert named is not None, "a path is always found"
+            self._require_online(named)
         else:
             self._check(found)
         return found
 
-    def _require_online(self) -> None:
+    def _require_online(self, named: HubName) -> None:
         import huggingface_hub
 
         if huggingface_hub.is_offline_mode():
-            raise self.error(_OFFLINE)
+            raise self.error(offline_hint(f"hf download {named.repo} {named.file or ''}".rstrip()))
 
     def _check(self, found: str) -> None:
         """Refuse what is missing, incomplete, or of another digest."""

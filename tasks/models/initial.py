@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import get_args
 
 from configs.sections import PolicySection
 from grpo_core.errors import InputError
+from grpo_core.hub import cached_folder, download_command, fetch, one_message
 from grpo_core.policies.trained.settings import (
     PLACE,
     CopyName,
@@ -24,6 +25,7 @@ from grpo_core.policies.trained.settings import (
 )
 from grpo_core.policies.trained.whole import FULL_WEIGHTS
 from grpo_core.streams import STREAMS, Stream
+from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -68,30 +70,20 @@ def model_folder(model: str, revision: str | None = None) -> Path:
     return folder if folder.is_dir() else snapshot("policy.model", model, revision)
 
 
-def snapshot(place: str, name: str, revision: str | None, *, patterns: list[str] | None = None) -> Path:
+def snapshot(place: str, name: str, revision: str | None, *, patterns: Collection[str] = ()) -> Path:
     """Return the local folder of a hub repository, which is downloaded unless the hub is switched off.
 
     Args:
         place: the setting that names it, for the error.
         revision: branch, tag or commit; None: main.
-        patterns: of the files that are needed; None: all.
+        patterns: of the files that are needed of a repository that is no model; none: those that a model needs.
 
     Raises:
         InputError: its files are not on this machine and cannot be downloaded.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except HFValidationError as error:
-        raise InputError(
-            place, name, f"There is no folder {Path(name).absolute()}, and no hub has this name."
-        ) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-        hint = f"Its files are not here and cannot be downloaded: run `{command}`, or give a folder."
-        raise InputError(place, name, hint) from error
+    command = "" if patterns else download_command(name, revision)
+    with one_message(place, name, name, command):
+        return fetch(name, revision, patterns, report=lambda download: log(f"downloading {name}: {download}"))
 
 
 def local_source(model: str, revision: str | None) -> str:
@@ -101,13 +93,8 @@ def local_source(model: str, revision: str | None) -> str:
     """
     if revision is None:
         return model
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return str(snapshot_download(model, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return f"{model}@{revision}"
+    folder = cached_folder(model, revision)
+    return f"{model}@{revision}" if folder is None else str(folder)
 
 
 def add_file(digest: "hashlib._Hash", name: str, path: Path, known: str | None = None) -> None:

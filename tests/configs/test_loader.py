@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.loader import check_config, read_config
+from configs.loader import as_config, check_config, read_config
+from configs.schema import ROLLOUTS
 from configs.yaml_files import parse_yaml, yaml_value
 from grpo_core.errors import InputError
 
 MINIMAL = """
 run: {name: mine, iterations: 2}
-policy: {model: somewhere}
+policy: {kind: glm_image, model: somewhere}
 data: {prompts: prompts.txt}
 rollout: {height: 64, width: 64}
 rewards:
@@ -212,6 +213,7 @@ class TestMistakes:
             ("rewards=[{reward: remote, settings: {url: 'http://me:HIDDEN@host'}}]", "rewards.0.settings.url"),
             ("guardrails.rewards=[{reward: judge, settings: {url: 'http://:HIDDEN@host/v1'}}]", None),
             ("policy.model=https://me:HIDDEN@host/model", "policy.model"),
+            ("policy={model: 'https://me:HIDDEN@host/model'}", "policy.model"),
             ("storage.root=s3://KEY:HIDDEN@bucket/runs", "storage.root"),
             ("storage.rooot=s3://KEY:HIDDEN@bucket/runs", "storage.rooot"),
         ],
@@ -221,3 +223,40 @@ class TestMistakes:
         assert list(found) == [place or "guardrails.rewards.0.settings.url"]
         assert "***@" in str(next(iter(found.values())).value)
         assert "HIDDEN" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("tiny-glm-image", "glm_image"),
+        ("tiny-sd3", "diffusers"),
+        ("tiny-text", "causal_lm"),
+        ("tiny-vision", "vision_lm"),
+    ],
+)
+def test_a_policy_without_a_kind_is_what_its_model_is(file: Path, model: str, kind: str) -> None:
+    """So are the sections that depend on it, in a configuration of Python too, and once written out it is named."""
+    changes = [f"policy={{model: data/models/{model}}}", "rewards=[{reward: jpeg}]"]
+    if kind == "diffusers":
+        changes += ["rollout={height: 64, width: 64, num_inference_steps: 9, guidance_scale: 1.0}"]
+    if kind.endswith("_lm"):
+        changes = [changes[0], "rewards=[{reward: format}]", "rollout={max_completion_length: 3}"]
+    config = read_config(file, changes)
+    assert (config.policy.kind, type(config.rollout)) == (kind, ROLLOUTS[config.policy.kind])
+    assert as_config(config.model_dump(mode="json")) == read_config(file, [*changes, f"policy.kind={kind}"]) == config
+
+
+@pytest.mark.parametrize(
+    ("model", "place", "words"),
+    [
+        ("someone/model", "policy.kind", "causal_lm"),
+        ("./nowhere", "policy.model", "no such folder"),
+        ("data/models/nowhere", "policy.model", "no such folder"),
+        ("data/prompts", "policy.model", "model_index.json"),
+    ],
+)
+def test_a_kind_that_cannot_be_read_is_asked_for(file: Path, model: str, place: str, words: str) -> None:
+    """Alone: which other keys there are depends on it."""
+    found = problems(file, f"policy={{model: {model}}}", "rollout.nothing=1")
+    assert list(found) == [place]
+    assert words in found[place].hint

@@ -19,7 +19,7 @@ from grpo_core.errors import InputError
 DOCUMENT = Path(configs.__file__).parent.parent / "docs" / "coming_from_trl.md"
 MINIMAL: dict[str, Any] = {
     "run": {"name": "mine", "iterations": 2},
-    "policy": {"model": "somewhere"},
+    "policy": {"kind": "glm_image", "model": "somewhere"},
     "data": {"prompts": "prompts.txt"},
     "rollout": {"height": 64, "width": 64},
     "rewards": [{"reward": "jpeg", "settings": {"direction": "compressible"}}],

@@ -2,14 +2,16 @@
 
 import asyncio
 import io
-import itertools
 import json
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+import polars as pl
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -17,24 +19,23 @@ from typer.testing import CliRunner
 from configs.loader import read_config
 from flows.command_line.main import application
 from flows.command_line.options import ask_for_init
-from flows.init import CONFIGS, InitRequest, Kind, write_folder
+from flows.init.starting_point import CONFIGS, choose_name, shipped_names
+from flows.init.write_folder import write_folder
+from flows.pipeline.requests import InitRequest
 from flows.preflight.inputs import run_checks
+from flows.preflight.prompts import check_prompts, read_prompt_files
+from flows.preflight.work import describe_work
 from grpo_core.errors import InputError
+from grpo_core.policies.pipeline_files import PolicyKind
 from tests.flows.conftest import Runs, refused
+from tests.grpo_core.rewards.stub import as_a_gated_repository, reach, serve
 
-REWARDS = {
-    "image": ("own", "jpeg", "sharpness"),
-    "diffusers": ("own", "jpeg"),
-    "text": ("own", "format"),
-    "vision": ("own", "format"),
-}
-MODELS = {
-    "image": "data/models/tiny-glm-image",
+MODELS: dict[PolicyKind, str] = {
+    "glm_image": "data/models/tiny-glm-image",
     "diffusers": "data/models/tiny-sd3",
-    "text": "data/models/tiny-text",
-    "vision": "data/models/tiny-vision",
+    "causal_lm": "data/models/tiny-text",
+    "vision_lm": "data/models/tiny-vision",
 }
-KINDS = {"image": "glm_image", "diffusers": "diffusers", "text": "causal_lm", "vision": "vision_lm"}
 
 
 @pytest.fixture
@@ -47,24 +48,199 @@ def own(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def places(call: Callable[[], object]) -> list[str]:
+    return [error.place for error in refused(call)]
+
+
+@pytest.fixture
+def hub_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Mapping[str, bytes]], None]]:
+    """Opens the Hub with someone/model of these files, and an empty cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    with serve() as stub:
+
+        def open_hub(files: Mapping[str, bytes]) -> None:
+            stub.respond = partial(as_a_gated_repository, files)
+            reach(stub, monkeypatch)
+
+        yield open_hub
+    huggingface_hub.close_session()
+
+
 def write(folder: Path, **given: Any) -> Path:
     write_folder(InitRequest(folder=str(folder), **given))
     return folder / "config.yaml"
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_combination_can_be_trained(own: Path, kind: str) -> None:
-    choices = itertools.product(REWARDS[kind], (None, str(own / "mine.txt")), (None, MODELS[kind]))
-    for number, (reward, prompts, model) in enumerate(choices):
-        config = read_config(write(own / f"{kind}-{number}", kind=kind, reward=reward, prompts=prompts, model=model))
-        assert config.run.name == f"{kind}-{number}"
-        assert len(run_checks(config).usable("data")[0].prompts) == (2 if prompts else 12)
-        assert bool(config.evaluate.sets) == (prompts is None)
+@pytest.mark.parametrize("given", ["nothing", "prompts", "model", "prompts, model and reward"])
+def test_every_combination_can_be_trained(own: Path, kind: PolicyKind, given: str) -> None:
+    prompts = str(own / "mine.txt") if "prompts" in given else None
+    known = {"model": MODELS[kind]} if "model" in given else {"kind": kind}
+    known |= {"reward": "format" if kind.endswith("_lm") else "jpeg"} if "reward" in given else {}
+    config = read_config(write(own / "run", prompts=prompts, **known))
+    assert (config.run.name, config.policy.kind) == ("run", kind)
+    assert Path(config.policy.model).samefile(MODELS[kind])
+    assert len(run_checks(config).usable("data")[0].prompts) == (2 if prompts else 12)
+    assert bool(config.evaluate.sets) == (prompts is None)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_the_configurations_for_models_of_full_size_are_valid(kind: Kind) -> None:
-    assert read_config(CONFIGS / f"{kind}.yaml").policy.kind == KINDS[kind]
+@pytest.mark.parametrize("name", shipped_names())
+def test_a_shipped_configuration_is_copied_whole(own: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its comments, wherever it is written; the name of the run apart it is the same configuration."""
+    shipped = CONFIGS / f"{name}.yaml"
+    monkeypatch.chdir(own)
+    written = write(own / "run", template=name)
+    text = written.read_text()
+    assert text.count("#") >= shipped.read_text().count("#") + 4
+    config = read_config(written)
+    monkeypatch.chdir(CONFIGS.parent)
+    expected = read_config(shipped, ["run.name=run"]).model_dump(mode="json")
+    found = json.loads(json.dumps(config.model_dump(mode="json")).replace(f"{CONFIGS.parent}/", ""))
+    assert found == expected
+    monkeypatch.chdir(own)
+    assert list(check_prompts(config, read_prompt_files(config))) == []
+
+
+FULL_SIZE = [name for name in shipped_names() if name not in ("glm_image_mix", "medground")]
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_own_names_take_the_places_in_every_shipped_configuration(own: Path, name: str) -> None:
+    """Of the file, all that no option names stays; what says how it samples and trains among it."""
+    (own / "table.jsonl").write_text('{"prompt": "a circle", "image": "images/00000.png", "answer": "a"}\n')
+    rewards = {"causal_lm": "answer", "vision_lm": "answer"}
+    shipped = read_config(CONFIGS / f"{name}.yaml")
+    table, reward = str(own / "table.jsonl"), rewards.get(shipped.policy.kind, "sharpness")
+    given = {"model": shipped.policy.model, "prompts": table, "heldout": table, "reward": reward}
+    with pytest.raises(InputError, match="--heldout: got"):
+        write(own / "same", template=name, **given)
+    (own / "heldout.jsonl").write_text((own / "table.jsonl").read_text())
+    config = read_config(write(own / "run", template=name, **given | {"heldout": str(own / "heldout.jsonl")}))
+    assert (config.data.prompts, config.evaluate.prompts) == (table, str(own / "heldout.jsonl"))
+    assert [each.reward for each in config.rewards] == [reward]
+    assert (
+        config.evaluate.model_copy(
+            update={"prompts": shipped.evaluate.prompts, "targets": shipped.evaluate.targets}
+            | {"target_column": shipped.evaluate.target_column}
+        )
+        == shipped.evaluate
+    )
+    for section in ("policy", "rollout", "update", "advantages", "placement", "guardrails"):
+        assert getattr(config, section) == getattr(shipped, section)
+
+
+@pytest.mark.parametrize("name", ["glm_image_mix", "medground"])
+def test_several_data_sets_are_changed_in_the_file(own: Path, name: str) -> None:
+    assert places(lambda: write(own / "run", template=name, prompts=str(own / "mine.txt"))) == ["--prompts"]
+    assert not (own / "run").exists()
+
+
+def described(folder: Path, **files: object) -> str:
+    """A folder with the description of a model, and no weights."""
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "gpu", "name"),
+    [
+        ({"model_index": {"_class_name": "FluxPipeline"}}, False, "flux1_dev"),
+        ({"model_index": {"_class_name": "FluxKontextPipeline"}}, False, "flux_kontext"),
+        ({"model_index": {"_class_name": "StableDiffusion3Pipeline"}}, False, "sd35_medium"),
+        ({"model_index": {"_class_name": "QwenImagePipeline"}}, False, "qwen_image"),
+        ({"model_index": {"_class_name": "QwenImageEditPlusPipeline"}}, False, "qwen_image_edit"),
+        ({"model_index": {"_class_name": "SanaPipeline"}}, False, "sd35_medium"),
+        ({"model_index": {"_class_name": "GlmImagePipeline"}}, False, "glm_image_80gb"),
+        ({"config": {"model_type": "qwen2"}}, True, "text_7b"),
+        ({"config": {"model_type": "qwen2"}}, False, "text_laptop"),
+        ({"config": {"model_type": "qwen2_5_vl", "vision_config": {}}}, False, "vision_2b"),
+        ({"config": {"model_type": "llava"}, "preprocessor_config": {}}, False, "vision_2b"),
+    ],
+)
+def test_the_models_files_choose_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, object], gpu: bool, name: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    assert choose_name(described(tmp_path / "model", **files)) == name
+
+
+def test_a_shipped_configurations_own_model_needs_no_files() -> None:
+    for name in {*shipped_names()} - {"medground"}:
+        model = read_config(CONFIGS / f"{name}.yaml").policy.model
+        assert read_config(CONFIGS / f"{choose_name(model)}.yaml").policy.model == model
+
+
+def test_a_model_of_the_hub_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_of: Callable[[Mapping[str, bytes]], None]
+) -> None:
+    """Its description is downloaded, and no weights; offline one can name a configuration."""
+    hub_of({path.name: path.read_bytes() for path in Path(MODELS["causal_lm"]).iterdir()})
+    config = read_config(write(tmp_path / "run", model="someone/model"))
+    assert (config.policy.kind, config.policy.model) == ("causal_lm", "someone/model")
+    assert not list(tmp_path.rglob("*.safetensors"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (error,) = refused(lambda: write(tmp_path / "other", model="someone/other"))
+    assert (error.place, "--from" in error.hint) == ("--model", True)
+    assert read_config(write(tmp_path / "named", model="someone/other", template="text_7b")).policy.lora is not None
+
+
+LAYOUTS = {
+    "caption,file": ("mine.csv", "caption,file\na red circle,00001.png\na blue square,00000.png\n"),
+    "prompt": ("mine.csv", "prompt\na red circle\na blue square\n"),
+    "prompt,image": ("mine.csv", "prompt,image\na red circle,00001.png\na blue square,00000.png\n"),
+    "jsonl": (
+        "mine.jsonl",
+        '{"prompt": "a red circle", "picture": "00001.png"}\n{"prompt": "b", "picture": "00000.png"}\n',
+    ),
+    "txt": ("mine.txt", "a red circle\na blue square\n"),
+    "parquet": ("mine.parquet", ""),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_prompts_with_targets(own: Path, layout: str) -> None:
+    """A column with the names of all targets pairs them; without one their numbers do."""
+    name, text = LAYOUTS[layout]
+    if layout == "parquet":
+        pl.DataFrame({"prompt": ["a", "b"], "file": ["00001.png", "00000.png"]}).write_parquet(own / name)
+    else:
+        (own / name).write_text(text)
+    given = {"prompts": str(own / name), "targets": str(own / "images"), "reward": "r2"}
+    (known,) = run_checks(read_config(write(own / "run", **given))).usable("data")
+    by_number = ["00000.png", "00001.png"]
+    assert [Path(target.uri).name for target in known.targets if target is not None] == (
+        by_number if layout in ("prompt", "txt") else by_number[::-1]
+    )
+
+
+def test_a_target_column_is_an_option(own: Path) -> None:
+    """Its files may stand beside the prompts, and two columns may name files."""
+    (own / "images" / "mine.csv").write_text(
+        "caption,before,after\nred,00000.png,00001.png\nblue,00001.png,00000.png\n"
+    )
+    given = {"prompts": str(own / "images" / "mine.csv"), "reward": "r2"}
+    (error,) = refused(lambda: write(own / "none", **given, targets=str(own / "images")))
+    assert error.place == "--target-column"
+    assert "before, after" in error.hint
+    for targets in (None, str(own / "images")):
+        file = write(own / f"run{targets is None}", **given, targets=targets, target_column="after")
+        assert read_config(file).data.target_column == "after"
+        (known,) = run_checks(read_config(file)).usable("data")
+        assert [Path(target.uri).name for target in known.targets if target is not None] == ["00001.png", "00000.png"]
+
+
+def test_the_work_is_said_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 iterations of 4 x 8 completions are 640; 40 of 6 x 12 images 2,880."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    laptop, tiny = (read_config(CONFIGS / f"{name}.yaml") for name in ("text_laptop", "tiny_sd3"))
+    assert "20 iterations sample 640 completions of at most 64 tokens" in describe_work(laptop)
+    assert "40 iterations sample 2,880 images of 64x64, each with 8 steps" in describe_work(tiny)
+    assert "without a GPU" in describe_work(laptop)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "without a GPU" not in describe_work(laptop)
 
 
 def test_held_out_prompts_that_are_the_training_prompts_are_refused(own: Path) -> None:
@@ -78,7 +254,7 @@ def test_held_out_prompts_that_are_the_training_prompts_are_refused(own: Path) -
 
 def test_commands_name_a_folder_with_a_blank_as_a_shell_reads_it(own: Path) -> None:
     folder = own / "sp dir" / "f"
-    result = CliRunner().invoke(application, ["init", str(folder), "--kind", "text"])
+    result = CliRunner().invoke(application, ["init", str(folder), "--kind", "causal_lm"])
     assert shlex.split(result.stderr.splitlines()[-1])[3] == f"{folder}/config.yaml,"
     comment = (folder / "config.yaml").read_text().splitlines()[1]
     assert shlex.split(comment)[1:] == ["grpo", "doctor", f"{folder}/config.yaml"]
@@ -91,7 +267,7 @@ def test_an_own_function_is_named_by_its_file(own: Path) -> None:
     assert reward.label == "redness"
 
 
-def example(folder: Path, kind: Kind) -> Callable[..., list[float]]:
+def example(folder: Path, kind: PolicyKind) -> Callable[..., list[float]]:
     """The function of the reward that is written."""
     write(folder, kind=kind)
     written: dict[str, Any] = {}
@@ -107,25 +283,25 @@ def test_the_examples_reward_what_their_prompts_ask_for(tmp_path: Path) -> None:
     for image in images:
         # What is beside the middle does not count.
         image.paste("white", (0, 0, 3, 9))
-    scores = example(tmp_path / "image", "image")(["a red circle in the center"] * 2, images)
+    scores = example(tmp_path / "image", "glm_image")(["a red circle in the center"] * 2, images)
     assert scores == pytest.approx([1, 1 / 3])
     texts = ["aelp", " aelp\n", "", "aexp"]
-    assert example(tmp_path / "text", "text")(["sort the letters of pale"] * 4, texts) == [1, 1, 0, 0.75]
+    assert example(tmp_path / "text", "causal_lm")(["sort the letters of pale"] * 4, texts) == [1, 1, 0, 0.75]
     boxes = ["4 8 20 24", "[4, 8, 20, 14]", "4 8 20", "50 60 70 80"]
-    assert example(tmp_path / "vision", "vision")(boxes, [[4, 8, 20, 24]] * 4) == pytest.approx([1, 0.9, 0, 0])
+    assert example(tmp_path / "vision", "vision_lm")(boxes, [[4, 8, 20, 24]] * 4) == pytest.approx([1, 0.9, 0, 0])
 
 
 def text_model(folder: Path, positions: int) -> str:
     """A text model of one's own that reads and writes so many ids."""
-    shutil.copytree(MODELS["text"], folder)
+    shutil.copytree(MODELS["causal_lm"], folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
     return str(folder)
 
 
-@pytest.mark.parametrize(("positions", "length"), [(256, 128), (384, 192), (32768, 256)])
+@pytest.mark.parametrize(("positions", "length"), [(96, 48), (32768, 64)])
 def test_completions_have_room_in_the_model(tmp_path: Path, positions: int, length: int) -> None:
-    file = write(tmp_path / "run", kind="text", model=text_model(tmp_path / "model", positions))
+    file = write(tmp_path / "run", model=text_model(tmp_path / "model", positions))
     assert read_config(file).rollout.max_completion_length == length
 
 
@@ -133,7 +309,7 @@ def test_defaults_that_a_model_does_not_take_can_be_changed_in_the_file(tmp_path
     """The tiny model has positions for images of up to 256 pixels a side, and the default is 512."""
     shutil.copytree(MODELS["diffusers"], tmp_path / "model")
     file = tmp_path / "run" / "config.yaml"
-    (error,) = refused(lambda: write(tmp_path / "run", kind="diffusers", model=str(tmp_path / "model")))
+    (error,) = refused(lambda: write(tmp_path / "run", model=str(tmp_path / "model")))
     assert (error.place, error.value) == ("rollout.width and height", "512x512")
     assert str(file) in error.hint
     run_checks(read_config(file, ["rollout.width=64", "rollout.height=64"]))
@@ -174,13 +350,17 @@ def test_own_prompts_are_held_out(own: Path) -> None:
         ({"prompts": "missing.txt"}, "--prompts"),
         ({"reward": "jpg"}, "--reward"),
         ({"reward": "r2"}, "--reward"),
-        ({"kind": "text", "reward": "jpeg"}, "--reward"),
+        ({"kind": "causal_lm", "reward": "jpeg"}, "--reward"),
         ({"model": "./nowhere"}, "--model"),
         ({"reward": "nowhere.py:score"}, "--reward"),
         ({"targets": "images"}, "--targets"),
         ({"heldout_targets": "images"}, "--heldout-targets"),
         ({"heldout": "missing.txt"}, "--heldout"),
-        ({"kind": "text", "prompts": "mine.txt", "targets": "images"}, "--targets"),
+        ({"template": "flux2"}, "--from"),
+        ({"model": MODELS["causal_lm"], "template": "tiny"}, "--model"),
+        ({"model": MODELS["causal_lm"], "kind": "causal_lm"}, "--kind"),
+        ({"target_column": "file"}, "--target-column"),
+        ({"kind": "causal_lm", "prompts": "mine.txt", "targets": "images"}, "--targets"),
     ],
 )
 def test_what_cannot_be_used_leaves_nothing_behind(tmp_path: Path, given: dict[str, Any], place: str) -> None:
@@ -191,22 +371,25 @@ def test_what_cannot_be_used_leaves_nothing_behind(tmp_path: Path, given: dict[s
 
 def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
-    result = CliRunner().invoke(application, ["init", str(tmp_path), "--kind", "text"])
+    result = CliRunner().invoke(application, ["init", str(tmp_path), "--kind", "causal_lm"])
     assert result.exit_code == 2
     assert "DIR" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
 def test_questions_are_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Kind, model, prompts, held-out prompts, reward; the first answer is none of the choices.
-    monkeypatch.setattr("sys.stdin", io.StringIO("video\ntext\n\nmine.txt\nnew.txt\nformat\n"))
+    # Model, kind, prompts, held-out prompts, reward; the second answer is none of the choices.
+    monkeypatch.setattr("sys.stdin", io.StringIO("\nvideo\ncausal_lm\nmine.txt\nnew.txt\nformat\n"))
     request = ask_for_init(InitRequest(folder="x"))
-    assert request == InitRequest(folder="x", kind="text", prompts="mine.txt", heldout="new.txt", reward="format")
+    assert request == InitRequest(folder="x", kind="causal_lm", prompts="mine.txt", heldout="new.txt", reward="format")
+    # With a model nothing is left to ask about its kind.
+    monkeypatch.setattr("sys.stdin", io.StringIO("a/b\n\n\n\n"))
+    assert ask_for_init(InitRequest(folder="x")) == InitRequest(folder="x", model="a/b", reward="own")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
-def test_what_it_writes_trains(kind: str, empty: Runs, tmp_path: Path) -> None:
+def test_what_it_writes_trains(kind: PolicyKind, empty: Runs, tmp_path: Path) -> None:
     from flows.training.train import train
 
     file = write(tmp_path / "first", kind=kind)

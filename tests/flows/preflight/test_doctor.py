@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from socketserver import StreamRequestHandler, TCPServer
@@ -24,10 +25,12 @@ from flows.preflight.doctor import Diagnosis, Finding, examine
 from flows.preflight.engine import engine_notes
 from flows.preflight.inputs import CHECKS, check_inputs
 from flows.preflight.prompts import read_prompt_files
+from grpo_core.hub import loaded_files
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, refused
+from tests.grpo_core.rewards.stub import as_a_gated_repository, reach, serve
 from tests.tiny_policies import TEXT_MODEL
 
 GROUNDING = REPOSITORY / "configs" / "tiny_grounding.yaml"
@@ -91,7 +94,7 @@ def test_scripts_that_no_font_has_are_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_memory_is_estimated_without_the_weights(tmp_path: Path) -> None:
     diagnosis, hints = examined(REPOSITORY / "configs" / "glm_image_80gb.yaml", f"storage.root={tmp_path}")
-    assert "hf download zai-org/GLM-Image" in hints.pop("weights")
+    assert "hf download zai-org/GLM-Image --include" in hints.pop("weights")
     assert hints == {}
     assert diagnosis.memory is not None
     assert 40 < diagnosis.memory.needed / 2**30 < 80
@@ -237,6 +240,36 @@ def test_targets_are_counted_where_there_are_any(
     (finding,) = (each for each in diagnosis.findings if each.subject == "prompts")
     assert counted in finding.message
     assert ("target" in finding.message) == any("target" in note for note in finding.notes) == (config is TINY)
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_position_embeddings": 20}])
+@pytest.mark.parametrize("consent", [True, False])
+def test_weights_that_a_run_would_download_are_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consent: bool, changes: dict[str, int]
+) -> None:
+    """What describes the model is read before: this one reads 20 ids, and completions have 24."""
+    files = {path.name: path.read_bytes() for path in TEXT_MODEL.iterdir()}
+    files["config.json"] = json.dumps(json.loads(files["config.json"]) | changes).encode()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    with serve() as stub:
+        stub.respond = partial(as_a_gated_repository, files, consent=consent)
+        reach(stub, monkeypatch)
+        diagnosis, hints = examined(TINY_TEXT, f"storage.root={tmp_path}", "policy.model=someone/model")
+    huggingface_hub.close_session()
+    assert not list(tmp_path.rglob("*.safetensors"))
+    if not consent:
+        assert set(hints) == {"model"}
+        assert "hf auth login" in hints["model"]
+    elif changes:
+        assert set(hints) == {"model"}
+        assert "20 ids" in hints["model"]
+    else:
+        assert hints == {}
+        (weights,) = (each for each in diagnosis.findings if each.subject == "weights")
+        wanted = loaded_files(files)
+        size = sum(len(files[name]) for name in wanted) / 1e9
+        assert f"downloads {size:.3g} GB in {len(wanted)} files " in weights.notes[0]
+        assert str(tmp_path / "hub") in weights.notes[0]
 
 
 class SilentHub(StreamRequestHandler):

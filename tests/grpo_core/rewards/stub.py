@@ -101,8 +101,6 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 NET = Published(
     "the makers", "net-7be5be79.pth", "https://example.org/net", "hf://makers/net/net-7be5be79.pth", "7be5be79"
 )
-OF_A_MAKER = Published("a maker", f"net-{DIGEST[:8]}.pth", licence="BSD", sha256=DIGEST[:8])
-"""On a server of its maker; the test adds the address."""
 
 
 def as_the_hub(requested: Asked, files: Mapping[str, bytes] | None = None) -> Reply:
@@ -129,6 +127,25 @@ def as_the_hub(requested: Asked, files: Mapping[str, bytes] | None = None) -> Re
     return Reply(content, headers={"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT}, drop=path.startswith("/gone/"))
 
 
+def as_a_gated_repository(files: Mapping[str, bytes], requested: Asked, *, consent: bool = True) -> Reply:
+    """Answer like the Hub for someone/model: its list of files is open to all, the files are not without consent."""
+    path = requested.path.partition("?")[0].removeprefix("/api/models")
+    if not path.startswith("/someone/model"):
+        return Reply(b"", 404, {"X-Error-Code": "RepoNotFound"})
+    if not consent and ("/auth-check" in path or "/resolve/" in path):
+        return Reply(b"", 403, {"X-Error-Code": "GatedRepo"})
+    sizes = {name: len(content) for name, content in files.items()}
+    if "/tree/" in path:
+        return Reply([{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()])
+    if "/resolve/" not in path:
+        siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+        return Reply({"id": "someone/model", "sha": COMMIT, "gated": "auto", "siblings": siblings})
+    content = files.get(path.split("/resolve/")[1].partition("/")[2])
+    if content is None:
+        return Reply(b"", 404, {"X-Error-Code": "EntryNotFound"})
+    return Reply(content, headers={"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT})
+
+
 def reach(stub: Stub, patch: pytest.MonkeyPatch) -> None:
     """Let the Hub's client take the stub for the Hub."""
     patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -136,11 +153,3 @@ def reach(stub: Stub, patch: pytest.MonkeyPatch) -> None:
     template = stub.url + "/{repo_id}/resolve/{revision}/{filename}"
     patch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     huggingface_hub.close_session()
-
-
-def as_a_maker(requested: Asked) -> Reply:
-    """Send one file, or something else below `other`, or nothing."""
-    if "/none" in requested.path:
-        return Reply(b"", 404)
-    content = b"other" if "/other" in requested.path else CONTENT
-    return Reply(content, headers={"Content-Length": str(len(CONTENT))})

@@ -3,16 +3,13 @@
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 
-from grpo_core.rewards import lpips
 from grpo_core.rewards.hub import HubName
-from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.seeds import file_sha256
 from tests.grpo_core.rewards.conftest import put_into, refusal, refused
@@ -21,10 +18,8 @@ from tests.grpo_core.rewards.stub import (
     CONTENT,
     DIGEST,
     NET,
-    OF_A_MAKER,
     Reply,
     Stub,
-    as_a_maker,
     as_the_hub,
     reach,
 )
@@ -107,7 +102,7 @@ class TestFiles:
         assert Path(weights(source, DIGEST).path()).read_bytes() == CONTENT
         assert gets(hub) == ["/makers/net/resolve/main/net.pth"]
         requested = len(hub.requested)
-        assert (weights(source).digest(), weights(source).is_here()) == (DIGEST, True)
+        assert weights(source).digest() == DIGEST
         assert len(hub.requested) == requested
         assert refusal(weights(source, "0" * 64).path) == (f"{PLACE}_sha256", "0" * 64)
 
@@ -123,10 +118,9 @@ class TestFiles:
         ],
     )
     def test_each_refusal_of_the_hub_is_one_message(self, hub: Stub, source: str, cause: type[Exception]) -> None:
-        for ask in (weights(source).path, weights(source).size):
-            error = refused(ask)
-            assert (error.place, error.value) == (PLACE, source)
-            assert isinstance(error.__cause__, cause)
+        error = refused(weights(source).path)
+        assert (error.place, error.value) == (PLACE, source)
+        assert isinstance(error.__cause__, cause)
 
     def test_a_hub_that_cannot_be_reached_or_hangs_up_over_a_file(
         self, hub: Stub, monkeypatch: pytest.MonkeyPatch
@@ -186,59 +180,8 @@ class TestModels:
         hub.respond = partial(as_the_hub, files={**dict.fromkeys(others, b"others"), **chosen})
         source = model("makers/net")
         assert source.problem() is None
-        assert source.size() == sum(map(len, chosen.values()))
         folder = Path(source.path())
         assert {each.name: each.read_bytes() for each in folder.iterdir()} == chosen
         assert sorted(gets(hub)) == sorted(f"/makers/net/resolve/{COMMIT}/{name}" for name in chosen)
         assert source.path() == str(folder)
         assert len(gets(hub)) == 2
-
-
-class TestToFetch:
-    def planned(self, stub: Stub, folder: Path, part: str = "") -> Weights:
-        stub.respond = as_a_maker
-        return weights(None, None, replace(OF_A_MAKER, url=f"{stub.url}{part}/{OF_A_MAKER.file}")).to_fetch(folder)
-
-    def test_a_file_of_a_maker(self, stub: Stub, tmp_path: Path) -> None:
-        planned = self.planned(stub, tmp_path / "new")
-        assert (planned.is_here(), planned.size(), planned.setting) == (False, len(CONTENT), "weights")
-        assert Path(planned.fetch()).read_bytes() == CONTENT
-        requests = len(stub.requested)
-        assert (planned.is_here(), planned.fetch()) == (True, planned.source)
-        assert len(stub.requested) == requests
-        assert [each.name for each in (tmp_path / "new").iterdir()] == [OF_A_MAKER.file]
-
-    def test_other_content_is_not_kept(self, stub: Stub, tmp_path: Path) -> None:
-        assert refusal(self.planned(stub, tmp_path, "/other").fetch) == (f"{PLACE}_sha256", DIGEST[:8])
-        assert list(tmp_path.iterdir()) == []
-
-    def test_no_answer_is_one_message(self, stub: Stub, tmp_path: Path) -> None:
-        unreachable = weights(None, None, replace(OF_A_MAKER, url="http://127.0.0.1:9/net")).to_fetch(tmp_path)
-        for planned in (self.planned(stub, tmp_path, "/none"), unreachable):
-            for ask in (planned.size, planned.fetch):
-                assert refusal(ask) == (PLACE, planned.published.url)
-        assert list(tmp_path.iterdir()) == []
-
-    def test_settings_decide_what_is_fetched(self, cache: Path, tmp_path: Path) -> None:
-        own = tmp_path / "sub" / lpips.TRUNKS["alex"].file
-        planned = weights(str(own), None, lpips.TRUNKS["alex"]).to_fetch(tmp_path / "other")
-        assert (planned.source, planned.published.sha256) == (str(own), "7be5be79")
-        (pickscore,) = build_reward("pickscore").weight_sources().values()  # type: ignore[attr-defined]
-        pickscore = pickscore.to_fetch(tmp_path)
-        assert (pickscore.source, pickscore.on_hub, pickscore.is_here()) == ("yuvalkirstain/PickScore_v1", True, False)
-        assert refused(pickscore.size).value == pickscore.source
-        for mine in (str(tmp_path / "mine.pth"), "no-such-folder/mine.pth"):
-            assert refused(weights(mine, None, lpips.TRUNKS["alex"]).to_fetch, tmp_path).value == mine
-        assert refused(model(None).to_fetch, tmp_path).place == MODEL_PLACE
-        own.parent.mkdir()
-        own.write_bytes(b"another file of this name")
-        mine = weights(str(own), None, lpips.TRUNKS["alex"])
-        assert refusal(mine.to_fetch, tmp_path) == (f"{PLACE}_sha256", "7be5be79")
-
-    def test_the_hub_keeps_its_files(self, hub: Stub, cache: Path, tmp_path: Path) -> None:
-        put_into(cache, "owner/other", {"a.pth": b"here"})
-        assert weights("hf://owner/other/a.pth").to_fetch(tmp_path).is_here()
-        planned = weights("hf://makers/net/net.pth").to_fetch(tmp_path)
-        assert not planned.is_here()
-        assert Path(planned.fetch()).read_bytes() == CONTENT
-        assert planned.is_here()
