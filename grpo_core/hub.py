@@ -137,8 +137,11 @@ def cached_folder(repo: str, revision: str | None = None, patterns: Collection[s
     except HFValidationError:
         return None
     try:
-        local = {"local_files_only": True, "allow_patterns": wanted or None}
-        folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, **local))
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                repo, revision=revision, local_files_only=True, allow_patterns=wanted or None
+            )
+        )
     except LocalEntryNotFoundError:
         return None
     return folder if wanted or any(_is_weights(path.name) for path in folder.rglob("*")) else None

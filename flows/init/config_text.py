@@ -52,8 +52,11 @@ def config_text(start: Start, folder: Path) -> str:
         section = section_of(text, "evaluate")
         text = text.replace(section, "".join(f"# {line}\n" for line in section.splitlines()))
     config = shlex.quote(str(folder / CONFIG))
-    lines = (f"Written by `grpo init` from configs/{start.name}.yaml. To check it, and to start it:",)
-    lines += (f"    grpo doctor {config}", f"    grpo train {config}", "")
+    lines = (
+        f"Written by `grpo init` from configs/{start.name}.yaml. To check it, and to start it:",
+        *(f"    grpo {command} {config}" for command in ("doctor", "train")),
+        "",
+    )
     return "".join(f"# {line}".rstrip() + "\n" for line in lines) + text
 
 
