@@ -13,7 +13,6 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
-from grpo_core.hub import download_command
 from grpo_core.policies.denoising.rows import load_frozen
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, read_saved_pipeline
 from grpo_core.policies.pipeline_files import INDEX_FILE, find_model_file, refuse_missing_folder
@@ -42,7 +41,11 @@ def require_saved_pipeline(model: str) -> SavedPipeline:
     refuse_missing_folder(model)
     saved = read_saved_pipeline(model)
     if saved is None:
-        raise InputError("policy.model", model, f"Its files are not on this machine; run `{download_command(model)}`.")
+        raise InputError(
+            "policy.model",
+            model,
+            "Its files are not on this machine; give a saved pipeline's folder, or a hub name that can be reached.",
+        )
     return saved
 
 
