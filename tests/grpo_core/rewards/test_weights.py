@@ -98,7 +98,6 @@ class TestFiles:
         source = "hf://makers/net/net.pth"
         assert weights(source, DIGEST).problem() is None
         assert hub.requested == []
-        assert (weights(source).size(), weights(source).is_here()) == (len(CONTENT), False)
         assert Path(weights(source, DIGEST).path()).read_bytes() == CONTENT
         assert gets(hub) == ["/makers/net/resolve/main/net.pth"]
         requested = len(hub.requested)
