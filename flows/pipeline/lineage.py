@@ -30,6 +30,7 @@ from tasks.runs.stored import START, choose_policy, chosen_version, paths_beside
 from tasks.storage.artifacts.commit import LINEAGE
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, open_store
+from tasks.storage.files import matching
 
 IDENTITY, ACCEPTED = "identity", "accepted_code"
 _BECOMES = ".becomes~"
@@ -189,7 +190,7 @@ def finish_earlier_run(store: ArtifactStore) -> None:
 
 def end_earlier_run(store: ArtifactStore) -> None:
     """Note that the earlier run is complete, once the run has its own description."""
-    for path in store.filesystem.glob(store.path(f"{_BECOMES}*")):
+    for path in matching(store.filesystem, store.path(), f"{_BECOMES}*"):
         store.filesystem.rm_file(path)
 
 

@@ -37,6 +37,7 @@ from tasks.runs.stored import find_evaluation, heldout_rewards
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, STATES_REMOVED
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.files import matching
 from tasks.storage.links import LinkError
 
 VERSIONS, IMAGES, STEPS = "policy versions", "images of iterations", "denoising steps of iterations"
@@ -241,10 +242,10 @@ def _other_configs(store: ArtifactStore, own: set[str]) -> Iterator[tuple[str, M
 def _is_unfinished(store: ArtifactStore, name: str, config: Mapping[str, Any]) -> bool:
     end = _mapping(config.get("run")).get("iterations")
     try:
-        found = store.filesystem.glob(f"{store.root}/{name}/{POLICIES}/*{MANIFEST_ENDING}")
+        found = matching(store.filesystem, f"{store.root}/{name}/{POLICIES}", f"*{MANIFEST_ENDING}")
     except LinkError:
         return True
-    numbers = [str(path).rsplit("/", 1)[-1].removesuffix(MANIFEST_ENDING) for path in found]
+    numbers = [path.rsplit("/", 1)[-1].removesuffix(MANIFEST_ENDING) for path in found]
     done = max((int(number) for number in numbers if number.isdigit()), default=0)
     # One that does not say where it ends cannot be continued.
     return isinstance(end, int) and done < end

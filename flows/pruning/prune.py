@@ -20,6 +20,7 @@ from tasks.runs.reader import RunReader
 from tasks.runs.stored import heldout_rewards, stored_config
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.files import matching
 from tasks.storage.run_lock import LOCK, RunLock, locked
 
 
@@ -120,8 +121,8 @@ def locked_apart(store: ArtifactStore, patterns: Sequence[str]) -> Iterator[list
     with ExitStack() as stack:
         locks = []
         for pattern in patterns:
-            for path in sorted(store.filesystem.glob(store.path(f"{pattern}/{LOCK}"))):
-                place = str(path).rstrip("/").removesuffix(f"/{LOCK}").removeprefix(f"{store.path()}/")
+            for path in matching(store.filesystem, store.path(), f"{pattern}/{LOCK}"):
+                place = path.removesuffix(f"/{LOCK}").removeprefix(f"{store.path()}/")
                 locks.append(stack.enter_context(locked(store, place, setting="RUN", value=f"{store.run}/{place}")))
         yield locks
 

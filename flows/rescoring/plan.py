@@ -213,5 +213,5 @@ def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> It
 def _stored_prompts(run: RescoredRun) -> pl.DataFrame:
     """Read dataset, columns, target and size of the prompt of every sample of the run."""
     store, rollouts = run.store, [part.rollouts.uri for each in run.iterations for part in each.rounds]
-    tables = (read_columns(store.filesystem, f"{store.root}/{uri}/{PARTS}", _OF_PROMPTS) for uri in rollouts)
+    tables = (read_columns(store.filesystem, f"{store.root}/{uri}", PARTS, _OF_PROMPTS) for uri in rollouts)
     return pl.concat(pl.DataFrame(table) for table in tables)

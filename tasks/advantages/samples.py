@@ -20,6 +20,7 @@ from tasks.runs import samples as runs
 from tasks.runs.layout import IMAGES, REWARD_COLUMN, STATES, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, Read
 from tasks.storage.lists import padded
+from tasks.storage.parquet import scan_tables
 
 _READ = ("sample_id", "iteration", "group_id", "prompt_id", "dataset", "columns")
 _DRAFT = "token_sample"
@@ -110,7 +111,7 @@ def _read_round(
 
 
 def _penalties(files: Sequence[Path], settings: AdvantageSettings) -> list[float]:
-    stored = pl.read_parquet(list(files), columns=["scored_logprobs", "ref_logprobs", "loss_mask"])
+    stored = scan_tables(files).select("scored_logprobs", "ref_logprobs", "loss_mask").collect()
     if stored["ref_logprobs"].null_count():
         raise ValueError(
             "advantages.kl_coef needs the reference's log-probs, and these rollouts have none; collect "

@@ -25,7 +25,7 @@ from tasks.execution.resources import resource
 from tasks.progress import listener
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, described, open_store_elsewhere, use_store
-from tasks.storage.files import dump_checked, load_checked
+from tasks.storage.files import dump_checked, load_checked, remove_folder
 
 Kind = Literal["rollouts", "rewards", "advantages", "update"]
 Arguments = Mapping[str, Any]
@@ -137,9 +137,7 @@ def shard_folder(folder: str, index: int, count: int) -> str:
 
 def clear_shards(store: ArtifactStore, folder: str) -> None:
     """Remove the parts of a folder's stages once their joined artifacts have been recorded."""
-    path = store.path(f"{folder}/{SHARDS}")
-    if store.filesystem.exists(path):
-        store.filesystem.rm(path, recursive=True)
+    remove_folder(store.filesystem, store.path(f"{folder}/{SHARDS}"))
 
 
 def unsharded(arguments: Arguments) -> PlacementSection:
@@ -368,6 +366,4 @@ def remove_call(store: ArtifactStore, name: str) -> None:
 
 def clear_calls(store: ArtifactStore) -> None:
     """Withdraw every call of the run; a worker that is running one of them commits nothing."""
-    folder = store.path(CALLS)
-    if store.filesystem.exists(folder):
-        store.filesystem.rm(folder, recursive=True)
+    remove_folder(store.filesystem, store.path(CALLS))

@@ -23,6 +23,7 @@ from tasks.rewards.rows import batches_for, score_rows
 from tasks.runs.layout import SCORES_FILE, STATES, SamplingRound
 from tasks.runs.samples import read_rollouts
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.parquet import scan_tables
 
 NUMBERS = ("value", "raw", "seconds")
 _OF_SAMPLES = ("sample_id", "group_id", "dataset")
@@ -46,7 +47,8 @@ def read_scores(store: ArtifactStore, rounds: Mapping[int, Sequence[SamplingRoun
             for part in parts:
                 samples = read_rollouts([read(part.rollouts)], _OF_SAMPLES)
                 for label, reference in part.rewards.items():
-                    scores = pl.read_parquet(read(reference) / SCORES_FILE, columns=["sample_id", *NUMBERS, "failure"])
+                    stored = scan_tables([read(reference) / SCORES_FILE])
+                    scores = stored.select("sample_id", *NUMBERS, "failure").collect()
                     frames.append(_joined(samples, scores, label, iteration))
     return pl.concat(frames).with_columns(run=pl.lit(store.run))
 

@@ -31,7 +31,7 @@ from tasks.runs.reader import refuse_lost
 from tasks.storage.artifacts.commit import IMAGES_REMOVED
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, Read, current_store
-from tasks.storage.parquet import read_columns, write_table
+from tasks.storage.parquet import read_columns, scan_tables, write_table
 from tasks.storage.schemas import REWARDS, SCHEMA_VERSION
 
 
@@ -94,7 +94,7 @@ class StoredScores:
 
     def __init__(self, store: ArtifactStore, rollouts: ArtifactRef, candidates: Sequence[ArtifactRef]) -> None:
         def read(reference: ArtifactRef, files: str, *columns: str) -> pl.DataFrame:
-            return pl.DataFrame(read_columns(store.filesystem, f"{store.root}/{reference.uri}/{files}", columns))
+            return pl.DataFrame(read_columns(store.filesystem, f"{store.root}/{reference.uri}", files, columns))
 
         self._samples = read(rollouts, PARTS, "sample_id", "group_id", "dataset", "columns")
         self._tables = [
@@ -169,7 +169,7 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
     with store.reading(without=(IMAGES, STATES)) as read, store.staging() as staged:
         source = read(arguments["rollouts"])
         folders = [read(part) for part in parts]
-        table = pl.concat([pl.read_parquet(folder / SCORES_FILE) for folder in folders])
+        table = scan_tables([folder / SCORES_FILE for folder in folders]).collect()
         failures = table.filter(pl.col("failure").is_not_null()).select("sample_id", "failure").rows()
         _require_enough(section, [f"{name}: {why}" for name, why in failures], len(in_scope(section, _samples(source))))
         # Shards are scored in parallel.
@@ -272,7 +272,7 @@ def _known_scores(read: Read, earlier: Sequence[ArtifactRef], provenance: str) -
     """Return the earlier scores that stay valid, the last of each sample; failed samples are scored again."""
     tables = [pl.DataFrame(schema=_SCORES)]
     for reference in earlier:
-        table = pl.read_parquet(read(reference) / SCORES_FILE)
+        table = scan_tables([read(reference) / SCORES_FILE]).collect()
         standing = table.filter(pl.col("failure").is_null() & (pl.col("provenance") == provenance))
         tables.append(standing.select(_SCORES.names()))
     return pl.concat(tables).unique("sample_id", keep="last")
@@ -280,7 +280,7 @@ def _known_scores(read: Read, earlier: Sequence[ArtifactRef], provenance: str) -
 
 def _samples(source: Path) -> pl.DataFrame:
     columns = ["sample_id", "iteration", "group_id", "dataset", "columns"]
-    return pl.read_parquet(sorted(source.glob(PARTS)), columns=columns)
+    return scan_tables(sorted(source.glob(PARTS))).select(columns).collect()
 
 
 def _shard(samples: pl.DataFrame, part: tuple[int, int] | None) -> pl.DataFrame:

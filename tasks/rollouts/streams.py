@@ -24,6 +24,7 @@ from grpo_core.streams import ImageSize
 from tasks.metrics import COMPLETION_LENGTH, DRAFTS, TOKENS
 from tasks.runs.layout import PARTS, STATES
 from tasks.storage.lists import lists_of, padded, unpadded
+from tasks.storage.parquet import scan_tables
 
 
 def token_columns(group: RolloutGroup) -> dict[str, Sequence[Any]]:
@@ -151,7 +152,7 @@ def token_metrics(files: Sequence[Path]) -> dict[str, float]:
 
     The tokens of a draft count once, however often it is rendered. Empty for rollouts without tokens.
     """
-    samples = pl.scan_parquet(list(files))
+    samples = scan_tables(files)
     names = samples.collect_schema().names()
     if "token_ids" not in names:
         return {}

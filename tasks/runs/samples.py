@@ -10,7 +10,7 @@ from grpo_core.streams import STREAMS
 from tasks.runs.layout import ADVANTAGE_COLUMN, EXTRA_COLUMN, EXTRA_FILE, IMAGES, REWARD_COLUMN, SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import Read
-from tasks.storage.parquet import STREAM, read_advantages
+from tasks.storage.parquet import STREAM, read_advantages, scan_tables
 
 IMAGE = "image"
 _IMAGE_TYPE = pl.Struct({"bytes": pl.Binary, "path": pl.String})
@@ -70,19 +70,19 @@ def scan_table(folder: Path, *, images: bool = False) -> pl.LazyFrame:
 
     An image is null where `grpo prune` deleted it.
     """
-    table = pl.scan_parquet(tables_of(folder))
+    table = scan_tables(tables_of(folder))
     if not images or "defect" not in table.collect_schema().names():
         return table
     files = sorted(folder.glob(IMAGES))
     if not files:
         return table.with_columns(pl.lit(None, _IMAGE_TYPE).alias(IMAGE))
-    return table.join(pl.scan_parquet(files).select("sample_id", IMAGE), **ONE_EACH)
+    return table.join(scan_tables(files).select("sample_id", IMAGE), **ONE_EACH)
 
 
 def with_scores(samples: pl.DataFrame, scores: Mapping[str, Sequence[Path]]) -> pl.DataFrame:
     """Join the values of each reward from its tables, by label, as `rewards/<label>`."""
     for label, files in scores.items():
-        values = pl.read_parquet(list(files), columns=["sample_id", "value"])
+        values = scan_tables(files).select("sample_id", "value").collect()
         samples = samples.join(values.rename({"value": REWARD_COLUMN + label}), **ONE_EACH)
     return samples
 

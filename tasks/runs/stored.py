@@ -211,8 +211,8 @@ def read_samplers(store: ArtifactStore, rollouts: Sequence[ArtifactRef]) -> froz
     """Return version and digest of the policies that sampled the rows of these rollouts."""
     found: set[tuple[int, str]] = set()
     for reference in rollouts:
-        files = f"{store.root}/{reference.uri}/{PARTS}"
-        rows = read_columns(store.filesystem, files, ("policy_version", "policy_digest"))
+        folder = f"{store.root}/{reference.uri}"
+        rows = read_columns(store.filesystem, folder, PARTS, ("policy_version", "policy_digest"))
         found |= set(zip(*(column.to_pylist() for column in rows.columns), strict=True))
     return frozenset(found)
 

@@ -14,6 +14,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +31,35 @@ _LOCK, _CHECKSUM = "lock", "checksum"
 def is_local(filesystem: AbstractFileSystem) -> bool:
     """Return whether paths of this filesystem are paths of this machine."""
     return isinstance(filesystem, LocalFileSystem)
+
+
+def matching(filesystem: AbstractFileSystem, folder: str, pattern: str) -> list[str]:
+    """List what is in a folder by name, sorted; nothing where there is no folder.
+
+    Args:
+        folder: path in the filesystem. Unlike in `filesystem.glob`, its own characters are no pattern.
+        pattern: of a name, or of names below one another, with `*`, `?` and `[...]`.
+    """
+    name, _, below = pattern.partition("/")
+    try:
+        found = sorted(str(path).rstrip("/") for path in filesystem.ls(folder, detail=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    # A file, and a bucket's marker of a folder, is listed as itself.
+    places = [each for each in found if each.startswith(f"{folder}/") and fnmatchcase(each.rsplit("/", 1)[-1], name)]
+    return [path for place in places for path in matching(filesystem, place, below)] if below else places
+
+
+def remove_folder(filesystem: AbstractFileSystem, folder: str) -> None:
+    """Delete a folder with all that is in it, if it is there."""
+    if not filesystem.exists(folder):
+        return
+    if is_local(filesystem):
+        filesystem.rm(folder, recursive=True)
+        return
+    # Elsewhere fsspec takes the path of `rm` for a pattern.
+    for path in filesystem.find(folder):
+        filesystem.rm_file(path)
 
 
 def sha256_of(filesystem: AbstractFileSystem, path: str) -> str:

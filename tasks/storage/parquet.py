@@ -5,7 +5,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,6 +13,10 @@ import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
 from grpo_core.streams import STREAMS
+from tasks.storage.files import matching
+
+if TYPE_CHECKING:
+    import polars as pl
 
 MEASURED = ("seconds",)
 """Columns that differ between runs and that no later stage reads."""
@@ -163,10 +167,22 @@ def read_checked(content: bytes, schema: pa.Schema) -> dict[str, list[Any]]:
     return columns
 
 
-def read_columns(filesystem: AbstractFileSystem, pattern: str, columns: Sequence[str]) -> pa.Table:
-    """Read columns of the tables whose paths match, where they lie and unverified; those a table lacks are left out."""
+def scan_tables(files: Sequence[Path]) -> "pl.LazyFrame":
+    """Scan Parquet files as one table, in this order; no character of their paths is a pattern."""
+    import polars as pl
+
+    return pl.scan_parquet(list(files), glob=False)
+
+
+def read_columns(filesystem: AbstractFileSystem, folder: str, names: str, columns: Sequence[str]) -> pa.Table:
+    """Read columns of tables where they lie and unverified; those that a table lacks are left out.
+
+    Args:
+        folder: path in the filesystem.
+        names: pattern of the files' names in it.
+    """
     parts = []
-    for path in sorted(filesystem.glob(pattern)):
+    for path in matching(filesystem, folder, names):
         with filesystem.open(path) as stream:
             file = pq.ParquetFile(stream)
             parts.append(file.read(columns=[name for name in columns if name in file.schema_arrow.names]))

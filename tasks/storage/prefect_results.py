@@ -14,7 +14,7 @@ from prefect.serializers import JSONSerializer
 
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, current_store
-from tasks.storage.files import dump_checked, is_local, load_checked, write_file_atomically
+from tasks.storage.files import dump_checked, is_local, load_checked, matching, write_file_atomically
 
 FOLDER = ".stages"
 """Folders of records: in the run, so that its folder suffices to continue; next to the runs, which share them."""
@@ -106,7 +106,7 @@ def note_copied(store: ArtifactStore) -> bool:
     Returns:
         Whether there are records and all of them are as they were written.
     """
-    names = store.filesystem.glob(f"{store.path(FOLDER)}/*.json")
+    names = matching(store.filesystem, store.path(FOLDER), "*.json")
     for path in names:
         key = path.rsplit("/", 1)[-1].removesuffix(".json")
         try:

@@ -24,7 +24,7 @@ from tasks.rollouts.streams import sample_files
 from tasks.runs.sources import digests_in, read_sources, sources_of
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.parquet import STREAM, read_advantages
+from tasks.storage.parquet import STREAM, read_advantages, scan_tables
 from tasks.storage.schemas import NFT_STEPS, UPDATE_STEPS
 
 _LEFT_ON_DISK = frozenset({"completion", "support_ids"})
@@ -144,10 +144,8 @@ def _engines_of(table: pl.DataFrame) -> tuple[EngineRecord, ...]:
 
 
 def _read_samples(folders: Sequence[Path]) -> pl.DataFrame:
-    files = sample_files(folders)
-    return pl.read_parquet(
-        files, columns=[name for name in pl.read_parquet_schema(files[0]) if name not in _LEFT_ON_DISK]
-    )
+    stored = scan_tables(sample_files(folders))
+    return stored.select([name for name in stored.collect_schema() if name not in _LEFT_ON_DISK]).collect()
 
 
 def _read_scores(folder: Path, stream: Stream) -> pl.DataFrame:

@@ -12,6 +12,7 @@ from tasks.storage.files import (
     clear_abandoned,
     is_local,
     locked_file,
+    matching,
     staging_folder,
     temporary_folder,
     write_file_atomically,
@@ -190,7 +191,7 @@ class RunFolder:
     def quarantine(self, paths: Sequence[str], *, reason: str) -> None:
         """Move files and folders of this run to `quarantine/`; what is valid there can be restored."""
         with translate_remote_errors(self.filesystem, self.root), self.commit_lock():
-            taken = self.filesystem.glob(self.path(f"{QUARANTINE}/*"))
+            taken = matching(self.filesystem, self.path(QUARANTINE), "*")
             place = f"{QUARANTINE}/{len(taken) + 1:04d}-{uuid.uuid4().hex[:6]}"
             self.reasons.append(f"{place}: {paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}: {reason}")
             said = json.dumps({"reason": reason, "paths": list(paths)}, indent=1).encode()
@@ -201,7 +202,7 @@ class RunFolder:
     def earlier_runs(self, run: str | None = None) -> list[str]:
         """List the runs that earlier configurations of this run, or of another one, have become; the last is first."""
         name = run or self.run
-        found = (str(path).rstrip("/").rsplit("~", 1)[-1] for path in self.filesystem.glob(f"{self.root}/{name}~*"))
+        found = (path.rsplit("~", 1)[-1] for path in matching(self.filesystem, self.root, f"{name}~*"))
         return [f"{name}~{number}" for number in sorted((int(each) for each in found if each.isdigit()), reverse=True)]
 
     def give_to(self, run: str, names: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from tasks.storage.artifacts.commit import LINEAGE, ArtifactWriter, pruned_error
 from tasks.storage.artifacts.files import GIB, ReadCache, default_cache
 from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleReferenceError
 from tasks.storage.artifacts.run_folder import QUARANTINE, RunFolder
-from tasks.storage.files import fsync_folder, is_local, load_checked, move_folder
+from tasks.storage.files import fsync_folder, is_local, load_checked, matching, move_folder
 from tasks.storage.roots import translate_remote_errors
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class ArtifactStore(ArtifactWriter):
         for run in (earlier for name in runs for earlier in self.earlier_runs(name)):
             yield run, f"{self.root}/{run}/{reference.folder}"
         for run in runs:
-            for place in sorted(self.filesystem.glob(f"{self.root}/{run}/{QUARANTINE}/*"), reverse=True):
+            for place in reversed(matching(self.filesystem, f"{self.root}/{run}/{QUARANTINE}", "*")):
                 yield run, f"{place}/{reference.folder}"
 
     def _may_restore(self, run: str, manifest: Manifest, folder: str) -> bool:

@@ -3,13 +3,14 @@
 import os
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.files import fsync_folder, move_folder, temporary_folder
+from tasks.storage.files import fsync_folder, matching, move_folder, remove_folder, temporary_folder
 
 
 @pytest.mark.parametrize(("mask", "rights"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -26,6 +27,27 @@ def test_published_files_have_the_rights_that_the_person_gives(tmp_path: Path, m
         os.umask(previous)
     found = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "published").rglob("*") if path.is_file()}
     assert found == {"weights.safetensors": rights, "state.json": rights}
+
+
+@pytest.mark.parametrize("protocol", ["file", "memory"])
+@pytest.mark.parametrize("name", ["a[bc]", "a*", "a?", "[!x]b", "**", "a{b,c}", "plain"])
+def test_no_character_of_a_folder_is_a_pattern(tmp_path: Path, protocol: str, name: str) -> None:
+    filesystem, top = fsspec.filesystem(protocol, auto_mkdir=True), f"{tmp_path}/{protocol}"
+    files = ("1/lock", "1/other", "2/lock", "21/deep/lock", "lock")
+    for folder in (name, "ab", "ac"):
+        for file in files:
+            filesystem.pipe_file(f"{top}/{folder}/{file}", b"x")
+    own = f"{top}/{name}"
+    try:
+        assert matching(filesystem, own, "*/lock") == [f"{own}/1/lock", f"{own}/2/lock"]
+        assert matching(filesystem, own, "2*") == [f"{own}/2", f"{own}/21"]
+        assert matching(filesystem, own, "[12]/o?her") == [f"{own}/1/other"]
+        assert matching(filesystem, own, "lock/*") == matching(filesystem, f"{own}/none", "*") == []
+        remove_folder(filesystem, f"{own}/none")
+        remove_folder(filesystem, own)
+        assert sorted(filesystem.find(top)) == [f"{top}/{folder}/{file}" for folder in ("ab", "ac") for file in files]
+    finally:
+        filesystem.rm(top, recursive=True)
 
 
 class TestTemporaryFolder:
