@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shlex
+import signal
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -63,6 +64,9 @@ def run() -> None:
     codes: list[int] = []
     # A crash by a signal, such as in a library that a reward function uses, names the line; also in child processes.
     faulthandler.enable()
+    # A script's shell starts what ends in `&` with SIGINT ignored; a run is stopped by it wherever it was started.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     # What is registered first is called last: then threads have ended, and everything else has cleaned up.
     atexit.register(_end, codes)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -252,3 +253,16 @@ def test_nothing_is_tracked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DO_NOT_TRACK", prefect_settings.CLIENT["DO_NOT_TRACK"])
     assert not is_telemetry_enabled()
     assert prefect_settings.SERVER["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
+
+
+def test_sigint_reaches_a_program_that_a_script_starts_in_the_background(tmp_path: Path) -> None:
+    program = "import flows.command_line.main as program; program.main = {}; program.run()"
+    waiting = "lambda: (print('ready', flush=True), __import__('time').sleep(120))"
+    command = f'"{sys.executable}" -c "{program.format(waiting)}" & echo $!; wait $!; echo ended $?'
+    with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as shell:
+        assert shell.stdout is not None
+        pid = int(shell.stdout.readline())
+        assert shell.stdout.readline() == "ready\n"
+        os.kill(pid, signal.SIGINT)
+        # 128 and the number of SIGINT.
+        assert shell.stdout.readline() == "ended 130\n"
