@@ -92,6 +92,13 @@ def test_storing_a_module_replaces_its_table_and_nothing_else(tmp_path: Path, mo
     ]
 
 
+@pytest.mark.parametrize("shown", sorted((DOCS.parent / "README.md", *DOCS.glob("*.md"))), ids=lambda path: path.name)
+def test_every_digest_of_a_run_names_the_processor_that_gave_it(shown: Path) -> None:
+    *outputs, _ = shown.read_text(encoding="utf-8").split("<!-- end -->")
+    found = [each.rpartition("<!-- output: ")[2] for each in outputs if "<!-- output: " in each]
+    assert all(("policy digest " in each) == ("\nThe digest is that of " in each) for each in found)
+
+
 def test_the_readme_has_the_figures_that_are_stored() -> None:
     assert page.speed_table(page.read_figures()) in page.README.read_text(encoding="utf-8")
 

@@ -159,7 +159,7 @@ def make(page: Path, commit: str | None) -> None:
                 lines = [line.rstrip() for line in lines if not found[4] or found[4] not in line]
                 if found[4] == "seconds":
                     lines = [_TIMES.sub("", line) for line in lines]
-                inside = "\n".join(["```text", *lines, "```"])
+                inside = "\n".join(["```text", *lines, "```", *_digest_note(lines)])
                 shown += [text[position : found.start()], f"\n{found['mark']}\n{inside}\n<!-- end -->\n"]
                 position = found.end()
         for name, path, width, height in _PICTURE.findall(text):
@@ -172,6 +172,14 @@ def make(page: Path, commit: str | None) -> None:
     )
     whole, said = "".join([*shown, text[position:]]), textwrap.fill(said, 150, break_on_hyphens=False)
     page.write_text(_MADE.sub(f"<!-- made: begin -->\n{said}\n<!-- made: end -->\n", whole), encoding="utf-8")
+
+
+def _digest_note(lines: Sequence[str]) -> list[str]:
+    """Say which processor gave the digest that these lines show; nothing where they show none."""
+    if not any(line.lstrip().startswith("policy digest") for line in lines):
+        return []
+    said = f"The digest is that of {this_machine().processor}: another processor rounds sums in another order."
+    return ["", textwrap.fill(said, 150, break_on_hyphens=False)]
 
 
 def _cpu_seconds() -> float:

@@ -130,7 +130,11 @@ SPEED = (
 
 @dataclass(frozen=True)
 class Machine:
-    """Where figures were measured, and with which versions of the libraries."""
+    """Where figures were measured, and with which versions of the libraries.
+
+    Attributes:
+        instructions: the set that torch's kernels use, which decides how sums are rounded; None where it was not noted.
+    """
 
     cpu: str
     cores: int
@@ -138,6 +142,12 @@ class Machine:
     gpu: str | None
     python: str
     libraries: dict[str, str]
+    instructions: str | None = None
+
+    @property
+    def processor(self) -> str:
+        """The CPU, and the instructions that are used of it."""
+        return self.cpu + (f" with {self.instructions}" if self.instructions else "")
 
 
 @dataclass(frozen=True)
@@ -172,6 +182,7 @@ def this_machine() -> Machine:
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         python=platform.python_version(),
         libraries=library_versions() | {name: version(name) for name in ("polars", "prefect", "trl")},
+        instructions=torch.backends.cpu.get_cpu_capability(),
     )
 
 
@@ -246,5 +257,5 @@ def _section(measured: Measured) -> Iterator[str]:
 def place_of(machine: Machine) -> str:
     """Describe a machine and its libraries in a line."""
     named = ", ".join(f"{name} {machine.libraries[name]}" for name in ("torch", "transformers", "prefect", "trl"))
-    place = f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB, {machine.gpu or 'no GPU'}"
+    place = f"{machine.processor}, {machine.cores} cores, {machine.memory_gib} GiB, {machine.gpu or 'no GPU'}"
     return f"{place}; Python {machine.python}, {named}."
