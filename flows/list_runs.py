@@ -112,10 +112,11 @@ def _listed(store: ArtifactStore) -> ListedRun:
 
 
 def _read(store: ArtifactStore) -> ListedRun:
-    reader, planned = RunReader(store), _planned(store)
+    reader, config = RunReader(store), _config(store)
+    planned = _planned(config)
     iterations = max(reader.policies(), default=0)
     heldout = [_reward(reader, evaluation_folder(version)) for version in reader.evaluations()]
-    done = planned is not None and iterations >= planned
+    done = planned is not None and iterations >= planned and reader.has_evaluated(iterations, config)
     return ListedRun(
         run=store.run,
         state="running" if is_locked(store) else "finished" if done else "stopped",
@@ -127,8 +128,8 @@ def _read(store: ArtifactStore) -> ListedRun:
     )
 
 
-def _planned(store: ArtifactStore) -> int | None:
-    section = _config(store).get("run")
+def _planned(config: Mapping[str, Any]) -> int | None:
+    section = config.get("run")
     planned = section.get("iterations") if isinstance(section, Mapping) else None
     return planned if isinstance(planned, int) else None
 

@@ -206,12 +206,14 @@ class Sample(BaseModel):
         index: which of the prompt's samples, from 1.
         text: the answer; None for an image.
         file: path of the image; None for a text.
+        truncated: whether the text was cut at rollout.max_completion_length.
     """
 
     prompt: str
     index: int
     text: str | None
     file: str | None
+    truncated: bool
 
 
 def check_output(request: SampleRequest, source: Source) -> Path | None:
@@ -252,4 +254,7 @@ def sample(request: SampleRequest, source: Source) -> Iterator[Sample]:
                 folder.mkdir(parents=True, exist_ok=True)
                 output.save(file)
             text = output if isinstance(output, str) else None
-            yield Sample(prompt=prompt, index=index, text=text, file=None if file is None else str(file))
+            sampled = group.streams.get("tokens") if text is not None else None
+            truncated = sampled is not None and not bool(sampled.finished[index - 1])
+            path = None if file is None else str(file)
+            yield Sample(prompt=prompt, index=index, text=text, file=path, truncated=truncated)

@@ -126,7 +126,8 @@ def sample(request: SampleRequest, as_json: Json = False) -> None:
         typer.echo(note, err=True)
     samples, console = [], Console(stderr=as_json)
     for each in draw_samples(request, source):
-        show_sample(f"{shown_prompt(each.prompt)} [{each.index}]", each.text, each.file, console)
+        about = f"{shown_prompt(each.prompt)} [{each.index}]"
+        show_sample(about, each.text, each.file, console, truncated=each.truncated)
         samples.append(each.model_dump())
     if as_json:
         typer.echo(json.dumps({"source": source.name, "samples": samples}, ensure_ascii=False))

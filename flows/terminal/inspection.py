@@ -20,6 +20,7 @@ from tasks.reports.samples import Group, Groups, Row
 from tasks.reports.text import (
     ASCII_BLOCKS,
     SPARK_WIDTH,
+    TRUNCATED,
     UNICODE_BLOCKS,
     change,
     metric_rows,
@@ -183,8 +184,10 @@ def _compared_prompts(found: "Comparison") -> RichTable:
         cells = []
         for group in groups.values():
             output = group.samples[0]["output"]
-            text = f"\n{one_line(output, COMPARED_LETTERS) or '(empty)'}" if isinstance(output, str) else ""
-            cells.append(plain(number(group.reward) + text))
+            shown = plain(number(group.reward))
+            if isinstance(output, str):
+                shown.append("\n").append(_text(group.samples[0], COMPARED_LETTERS))
+            cells.append(shown)
         table.add_row(_prompt(groups[labels[0]]), *cells)
     if found.total > COMPARED_PROMPTS:
         table.caption = f"{COMPARED_PROMPTS} of {found.total} prompts; --html FILE shows more"
@@ -214,21 +217,26 @@ def _cell(sample: Row | None, console: Console) -> RenderableType:
 def _output(sample: Row) -> Text:
     output = sample["output"]
     if isinstance(output, str):
-        shown = plain(one_line(output, LETTERS) or "(empty)")
-        shown.stylize("bold")
-        return shown
+        return _text(sample, LETTERS, style="bold")
     return thumbnail(output) if output is not None else Text(PRUNED, style="dim")
+
+
+def _text(sample: Row, letters: int, style: str = "") -> Text:
+    shown = plain(one_line(sample["output"], letters) or "(empty)")
+    shown.stylize(style)
+    return shown if sample["finished"] else shown.append(TRUNCATED, style="dim")
 
 
 def _left_out(shown: int, total: int) -> str | None:
     return f"{shown} of {total} prompts" if shown < total else None
 
 
-def show_sample(prompt: str, text: str | None, file: str | None, console: Console) -> None:
+def show_sample(prompt: str, text: str | None, file: str | None, console: Console, *, truncated: bool) -> None:
     """Print a new sample: the prompt with the text, or with the path of the image and the image itself."""
     console.print(plain(prompt), style="dim", soft_wrap=True)
     if text is not None:
-        console.print(plain(text), soft_wrap=True, highlight=False)
+        shown = plain(text)
+        console.print(shown.append(TRUNCATED, style="dim") if truncated else shown, soft_wrap=True, highlight=False)
     if file is not None:
         console.print(plain(relative(file)), soft_wrap=True, highlight=False)
         if has_colours(console):

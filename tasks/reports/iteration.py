@@ -20,6 +20,7 @@ from tasks.reports.samples import Row, Samples, best_first, read_samples
 from tasks.reports.text import (
     REPORTED,
     REPORTED_OF_TEXTS,
+    TRUNCATED,
     change,
     fenced,
     in_cell,
@@ -43,7 +44,10 @@ MAX_IMAGES, MAX_GROUPS = 4, 8
 THUMBNAIL = 112
 PROMPT_LETTERS, TEXT_LETTERS = 160, 400
 
-_COLUMNS = ("sample_id", "group_id", "prompt_id", "dataset", "prompt", "sources", "completion", "width", "height")
+_COLUMNS = (
+    *("sample_id", "group_id", "prompt_id", "dataset", "prompt", "sources"),
+    *("completion", "finished", "width", "height"),
+)
 
 
 @dataclass(frozen=True)
@@ -230,13 +234,21 @@ def _texts(table: Samples, images_of: PromptImages) -> Iterator[str]:
 def _completion(row: Row) -> str:
     parts = [f"{label} {number(value)}" for label, value in row["breakdown"].items()]
     text = in_cell(one_line(row["completion"], TEXT_LETTERS)) or "*empty*"
-    return f"**{number(row['reward'])}** ({', '.join(parts)}): {text}"
+    cut = "" if row["finished"] else TRUNCATED
+    return f"**{number(row['reward'])}** ({', '.join(parts)}){cut}: {text}"
 
 
 GAP, LABEL, HEAD, SMALL_LETTERS = 6, 230, 52, 11
 """Pixels of the sheet between images, left of them and above them, and of the size of its letters."""
 
-_HELDOUT_COLUMNS = ("sample_id", "group_id", "prompt", "sources", "target_uri", "target_sha256", "completion")
+MAX_SHEET_ROWS, MAX_SHEET_COLUMNS = 100, 16
+"""Prompts of the sheet, and images of a prompt and of each side: 54 million pixels at most. Pillow, and with it
+Prefect's page, opens no image of more than 179 million, and warns from 89 million on."""
+
+_HELDOUT_COLUMNS = (
+    *("sample_id", "group_id", "prompt", "sources"),
+    *("target_uri", "target_sha256", "completion", "finished"),
+)
 
 Sides = tuple[Sequence[Row], Sequence[Row]]
 """The samples of one prompt before and after training; `image` is None where it was pruned, `source_images` are those
@@ -246,14 +258,17 @@ in the prompt."""
 def write_contact_sheet(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef, title: str) -> str:
     """Write the images of two evaluations, named by their advantages, next to each other, and return the path."""
     buffer = io.BytesIO()
-    contact_sheet(list(_pairs(store, before, after)), title=title).save(buffer, "PNG")
+    pairs, total = _pairs(store, before, after, limit=MAX_SHEET_ROWS)
+    if total > len(pairs):
+        title = f"{title}, the first {len(pairs)} of {total}"
+    contact_sheet(pairs, title=title).save(buffer, "PNG")
     store.write_file(CONTACT_SHEET, buffer.getvalue())
     return store.path(CONTACT_SHEET)
 
 
 def write_heldout_texts(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef, title: str) -> str:
     """Write the complete texts of two evaluations, named by their advantages, as Markdown, and return the path."""
-    pairs = list(_pairs(store, before, after))
+    pairs, _ = _pairs(store, before, after)
     everything = [[row for pair in pairs for row in pair[side]] for side in (0, 1)]
     lines = [f"# {title}", "", f"Mean reward {change(*map(_mean, everything))}; the same seeds.", ""]
     for index, pair in enumerate(pairs, start=1):
@@ -267,26 +282,38 @@ def write_heldout_texts(store: ArtifactStore, before: ArtifactRef, after: Artifa
             lines += [" ".join(_embedded("source", image) for image in images), ""]
         for name, rows in zip(("Before training", "After training"), pair, strict=True):
             for row in rows:
-                lines += [f"{name}, reward {number(row['reward'])}", "", fenced(row["completion"]), ""]
+                cut = "" if row["finished"] else TRUNCATED
+                lines += [f"{name}, reward {number(row['reward'])}{cut}", "", fenced(row["completion"]), ""]
     store.write_file(HELDOUT_TEXTS, "\n".join(lines).encode())
     return store.path(HELDOUT_TEXTS)
 
 
-def _pairs(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef) -> Iterator[Sides]:
-    """Read two evaluations, and pair the samples of each prompt by their group id."""
-    groups, images_of = [], PromptImages(THUMBNAIL, store)
+def _pairs(
+    store: ArtifactStore, before: ArtifactRef, after: ArtifactRef, *, limit: int | None = None
+) -> tuple[list[Sides], int]:
+    """Read two evaluations, and pair the samples of each prompt by their group id.
+
+    Args:
+        limit: number of prompts to read, the first; None for all.
+
+    Returns:
+        These prompts, and the number of all.
+    """
+    groups, images_of = list[dict[str, Sequence[Row]]](), PromptImages(THUMBNAIL, store)
     with store.reading(without=(STATES,)) as read:
         for side in (before, after):
             rollouts = store.find(f"{stage_folder(side.folder)}/{ROLLOUTS}")
             assert rollouts is not None, "an evaluation keeps its rollouts"
             table = read_samples(read, [rollouts], (), [side], _HELDOUT_COLUMNS)
-            images = {} if table.is_text else table.images([row["sample_id"] for row in table.rows])
-            for row in table.rows:
+            found = {group[0]["group_id"]: group for group in table.groups}
+            shown = list(groups[0] if groups else found)[:limit]
+            rows = [row for group_id in shown for row in found[group_id]]
+            images = {} if table.is_text else table.images([row["sample_id"] for row in rows])
+            for row in rows:
                 row["image"] = images.get(row["sample_id"])
                 row["source_images"] = images_of.sources(row)
-            groups.append({group[0]["group_id"]: group for group in table.groups})
-    for group_id, earlier in groups[0].items():
-        yield earlier, groups[1][group_id]
+            groups.append({group_id: found[group_id] for group_id in shown})
+    return [(earlier, groups[1][group_id]) for group_id, earlier in groups[0].items()], len(found)
 
 
 def _mean(rows: Sequence[Row]) -> float | None:
@@ -295,7 +322,10 @@ def _mean(rows: Sequence[Row]) -> float | None:
 
 
 def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Image.Image:
-    """Lay out a row per held-out prompt: its images, target, images before and images after, `side` pixels each."""
+    """Lay out a row per held-out prompt: its images, target, images before and images after, `side` pixels each.
+
+    Of a prompt's own images and of its samples the first MAX_SHEET_COLUMNS are shown.
+    """
     # Matplotlib, whose fonts these are, takes a while to import.
     from tasks.reports.fonts import FONTS_HINT, fonts_for
 
@@ -303,8 +333,8 @@ def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Imag
     if fonts.missing_scripts:
         log(f"{CONTACT_SHEET} has code points in place of letters of {fonts.missing_scripts}. {FONTS_HINT}")
     targets = any(before[0].get("target_uri") for before, _ in pairs)
-    per_side = max(len(before) for before, _ in pairs)
-    sources = max(len(before[0].get("source_images", ())) for before, _ in pairs)
+    per_side = min(max(len(before) for before, _ in pairs), MAX_SHEET_COLUMNS)
+    sources = min(max(len(before[0].get("source_images", ())) for before, _ in pairs), MAX_SHEET_COLUMNS)
     target_x = LABEL + (sources * (side + GAP) + 2 * GAP if sources else 0)
     before_x = target_x + (side + 3 * GAP if targets else 0)
     after_x = before_x + per_side * (side + GAP) + 3 * GAP
@@ -324,10 +354,10 @@ def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Imag
         if first.get("target_uri"):
             target = load_target(TargetReference(first["target_uri"], first["target_sha256"]))
             sheet.paste(fitted(target, side), (target_x, top))
-        for place, image in enumerate(first.get("source_images", ())):
+        for place, image in enumerate(first.get("source_images", ())[:sources]):
             sheet.paste(fitted(image, side), (LABEL + place * (side + GAP), top))
         for start, rows in zip((before_x, after_x), pair, strict=True):
-            for place, row in enumerate(rows):
+            for place, row in enumerate(rows[:per_side]):
                 left = start + place * (side + GAP)
                 if row["image"] is None:
                     fonts.draw(sheet, (left + GAP, top + side // 2), PRUNED, SMALL_LETTERS, "#888888")

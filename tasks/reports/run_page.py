@@ -242,6 +242,8 @@ def progress(run: RunView) -> str:
     if begun is not None and begun.iteration > run.policy_version:
         sampling = f", sampling round {begun.rounds}," if begun.rounds > 1 else ""
         text += f"; iteration {begun.iteration}{sampling} has {', '.join(begun.stages)}"
+    elif not run.evaluated_last and run.policy_version == run.planned:
+        text += "; the last policy is not evaluated"
     return text
 
 

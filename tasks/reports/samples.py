@@ -329,8 +329,7 @@ def summarize_actions(row: Mapping[str, Any]) -> list[ActionSummary]:
     found = []
     if row.get("rollout_logprobs") is not None:
         trained = [value for value, kept in zip(row["rollout_logprobs"], row["loss_mask"], strict=True) if kept]
-        cut = "" if row["finished"] else ", truncated"
-        value = f"{math.fsum(trained):.1f} over {len(trained)} tokens{cut}"
+        value = f"{math.fsum(trained):.1f} over {len(trained)} tokens"
         found.append(ActionSummary("log-prob", value, "sum over the tokens, in nats, recorded while sampling"))
     # Images that were sampled without noisy steps have an empty list.
     if values := row.get("denoising_logprobs"):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tasks.runs.run_view import Noun
 
 MAX_LINES = 12
+TRUNCATED = " (truncated)"
+"""Beside a completion that was cut at its maximum length."""
 ROUNDING = 1e-6
 """Share of the values by which those of a metric that stays the same may differ."""
 SPARK_WIDTH = 32

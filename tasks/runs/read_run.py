@@ -162,6 +162,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
         iterations=tuple(views),
         shown=next((view for view in views if view.iteration == chosen), None),
         evaluations=heldout,
+        evaluated_last=reader.has_evaluated(version, config),
         baselines=_read_baselines(reader),
         policy_version=version,
         policy_digest=digest,

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_core.errors import InputError
-from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, RESCORED, STATES, is_later_round, parse_iteration
+from tasks.runs.layout import (
+    ADVANTAGES,
+    EVALUATIONS,
+    GUARDRAILS,
+    POLICIES,
+    RESCORED,
+    STATES,
+    evaluation_folder,
+    is_later_round,
+    parse_iteration,
+)
 from tasks.storage.artifacts.commit import removed_by
 from tasks.storage.artifacts.reference import (
     MANIFEST_ENDING,
@@ -132,6 +142,24 @@ class RunReader:
     def evaluations(self, folder: str = EVALUATIONS) -> list[int]:
         """List the policy versions that have an evaluation in this folder, in order."""
         return sorted(int(name) for name in self.names(folder) if name.isdigit())
+
+    def has_evaluated(self, version: int, config: Mapping[str, Any]) -> bool:
+        """Return whether a policy version has the evaluation that the last one gets; nothing is verified.
+
+        Args:
+            config: the run's configuration as plain values; without held-out prompts no version gets one.
+        """
+
+        def given(section: str, name: str) -> Any:
+            found = config.get(section)
+            return found.get(name) if isinstance(found, Mapping) else None
+
+        if not (given("evaluate", "prompts") or given("evaluate", "datasets")):
+            return True
+        folder, guardrails = evaluation_folder(version), given("guardrails", "rewards")
+        scored = len(self.artifact_names(f"{folder}/{GUARDRAILS}"))
+        asked = len(guardrails) if isinstance(guardrails, list) else 0
+        return ADVANTAGES in self.artifact_names(folder) and scored >= asked
 
     def rounds(self, folder: str) -> list[str]:
         """List the folders of an iteration's sampling rounds in order; that of the first is the iteration's folder."""

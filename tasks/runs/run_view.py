@@ -196,6 +196,7 @@ class RunView(RunHistory):
         starts: its starts, in order.
         config_text: content of config.yaml; None without a readable one.
         shown: the iteration to show; None where it has no valid stage.
+        evaluated_last: whether the last policy has the evaluation that the configuration asks for.
         moved: files in `quarantine/`.
         damages: files that differ from what was written.
         unverified: number of artifacts that are not shown and were too large to verify.
@@ -205,9 +206,15 @@ class RunView(RunHistory):
     starts: tuple[RunStart, ...]
     config_text: str | None
     shown: IterationView | None
+    evaluated_last: bool
     moved: tuple[MovedFiles, ...]
     damages: tuple[Damage, ...]
     unverified: int
+
+    @property
+    def finished(self) -> bool:
+        """Whether every configured iteration is done, and the last policy evaluated."""
+        return super().finished and self.evaluated_last
 
     @property
     def noun(self) -> Noun:

@@ -15,6 +15,7 @@ from flows.inspect_run import inspect_run
 from flows.list_runs import list_runs
 from flows.terminal.inspection import show_run, thumbnail
 from flows.terminal.output import show_report
+from tasks.reports.run_page import progress
 from tasks.storage.run_lock import locked
 from tests.flows.conftest import refused
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte, whole_run
@@ -200,7 +201,8 @@ def test_the_terminal_shows_the_best_and_worst_texts(tmp_path: Path) -> None:
         "best and worst completion per prompt",
         "first line ⏎ last line",
         "finis",
-        "log-prob -0.8 over 2 tokens, truncated",
+        "log-prob -0.8 over 2 tokens",
+        "finis (truncated)",
         "4 groups in 2 sampling rounds, 2 without spread left out of the update",
         "left out of the update",
         "poems: reward",
@@ -211,6 +213,8 @@ def test_the_terminal_shows_the_best_and_worst_texts(tmp_path: Path) -> None:
         assert said in text
     assert "image" not in text.replace(str(tmp_path), "")
     assert text.count("x" * 20) < 100  # the page has the whole of it
+    # The worst sample of both prompts; of held-out samples others are shown.
+    assert text.count("(truncated)") == 2
 
 
 def test_texts_and_prompts_cannot_command_the_terminal(tmp_path: Path) -> None:
@@ -271,6 +275,45 @@ def test_runs_with_their_state_and_last_figures(tmp_path: Path) -> None:
     result = CliRunner().invoke(application, ["list", str(tmp_path), "--json"])
     (_, printed) = json.loads(result.stdout)["runs"]
     assert printed | {"run": "begun", "state": "stopped", "iterations": 1, "planned": 4, "heldout": None} == printed
+
+
+EVALUATED = "evaluate:\n  prompts: heldout.jsonl\n"
+GUARDED = f"{EVALUATED}guardrails:\n  rewards: [{{reward: sharpness}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "killed_in", "state"),
+    [
+        ("", "the evaluation", "finished"),
+        ("evaluate:\n  prompts: null\n  datasets: []\nguardrails: {rewards: null}\n", "the evaluation", "finished"),
+        (EVALUATED, "", "finished"),
+        (EVALUATED, "the evaluation", "stopped"),
+        (EVALUATED, "its rewards", "stopped"),
+        ("evaluate:\n  datasets: [{name: a}]\n", "its rewards", "stopped"),
+        (GUARDED, "its guardrails", "stopped"),
+        (GUARDED, "", "finished"),
+        ("evaluate: [1]\nguardrails: 2\n", "the evaluation", "finished"),
+        (f"{EVALUATED}guardrails: {{rewards: 3}}\n", "its guardrails", "finished"),
+    ],
+)
+def test_a_run_killed_in_its_last_evaluation_is_not_finished(
+    tmp_path: Path, settings: str, killed_in: str, state: str
+) -> None:
+    maker = RunMaker(tmp_path, settings=settings)
+    maker.evaluation(0, shift=0.0)
+    maker.iteration(1)
+    maker.iteration(2)
+    if killed_in == "its rewards":
+        maker.rollouts("evaluations/000002", "e000002")
+    elif killed_in != "the evaluation":
+        maker.evaluation(2, shift=0.25)
+    if not killed_in:
+        maker.guardrail(2, "sharpness", 0.5)
+    (listed,) = list_runs(str(tmp_path))
+    assert (listed.state, listed.iterations) == (state, 2)
+    found = inspect_run("made", root=str(tmp_path))
+    assert found.run.finished == (state == "finished")
+    assert ("the last policy is not evaluated" in progress(found.run)) == (state == "stopped")
 
 
 @pytest.mark.parametrize("engine", ["continuous_batching", "one of a later version", "[]"])

@@ -1,5 +1,6 @@
 """Samples of a run, of its exports and of a model, against the policy's own sampler."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import pytest
 from diffusers import GlmImagePipeline
 from PIL import Image, ImageChops
+from rich.console import Console
 
 from configs.loader import read_config
 from flows.export.export import export
 from flows.export.plan import plan_export
 from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.sample import Sample, check_output, open_source, sample
+from flows.terminal.inspection import show_sample
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.family import CausalLMFamily
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
@@ -53,7 +56,14 @@ def test_a_run_and_its_exports_answer_alike(tmp_path: Path) -> None:
 
 def test_a_model_answers_with_changed_settings() -> None:
     (answer,) = samples(TEXT_MODEL, PROMPTS[1:], overrides=("rollout.top_k=1", "rollout.max_completion_length=24"))
-    assert answer.text == "aggo"
+    assert (answer.text, answer.truncated) == ("aggo", False)
+    (cut,) = samples(TEXT_MODEL, PROMPTS[1:], overrides=("rollout.top_k=1", "rollout.max_completion_length=2"))
+    assert (cut.text, cut.truncated) == ("ag", True)
+    console = Console(file=io.StringIO(), width=80)
+    for each in (answer, cut):
+        show_sample(each.prompt, each.text, each.file, console, truncated=each.truncated)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[1::2] == ["aggo", "ag (truncated)"]
 
 
 def test_images_are_written(shipped_pipeline: GlmImagePipeline, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from grpo_core.messages import write_messages
+from tasks.reports import iteration
 from tasks.reports.iteration import (
     HEAD,
+    MAX_SHEET_ROWS,
     IterationRecord,
     contact_sheet,
     iteration_markdown,
@@ -109,7 +111,7 @@ def test_each_prompts_best_and_worst_completion(tmp_path: Path) -> None:
     assert first == [
         "a red square",
         "**0.900** (ssim 0.900): answer 2 of group 0",
-        "**0.100** (ssim 0.100): answer 1 of group 0",
+        "**0.100** (ssim 0.100) (truncated): answer 1 of group 0",
         "",
     ]
     assert second[1] == "**0.500** (ssim 0.500): answer 0 of group 1"
@@ -209,6 +211,8 @@ def test_full_texts_before_and_after_under_their_prompt(tmp_path: Path) -> None:
     assert "After training, reward 0.650\n\n`````text\nbetter\n````\nfence\n`````" in second
     assert second.index("Before training, reward none") < second.index("After training, reward 0.650")
     assert "of group 1" not in second
+    # The second sibling of each prompt, on both sides.
+    assert second.count("(truncated)\n\n```text\nanswer 1 of group 0") == second.count("(truncated)") == 2
     assert third.count("of group 1") == 8
 
 
@@ -265,6 +269,24 @@ def test_images_of_prompts_stand_in_front_of_texts_and_images(tmp_path: Path) ->
     maker, before, after = evaluated(tmp_path, sources=OF_SECOND, modality="text")
     one, two = Path(write_heldout_texts(maker.store, before, after, "t")).read_text().split("\n## ")[1:]
     assert (one.count("![source]"), two.count("![source]")) == (0, 2)
+
+
+def test_a_sheet_of_many_prompts_and_images_has_the_first_and_can_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(iteration, "MAX_SHEET_ROWS", 1)
+    maker, before, after = evaluated(tmp_path, sources=OF_SECOND)
+    sheet = Image.open(write_contact_sheet(maker.store, before, after, "t")).convert("RGB")
+    assert sheet.size == (230 + 114 + 8 * 102 + 18 + 6, 52 + 102 + 6)
+    assert sheet.getpixel((230 + 114 + 40, 52 + 40)) == colour(0, 0)
+    monkeypatch.undo()
+    image = Image.new("RGB", (8, 8), TARGET)
+    row: Row = {"prompt": "a", "reward": 0.1, "image": image, "source_images": [image] * 20, "target_uri": None}
+    widest = contact_sheet([([row] * 99, [row] * 99)], title="t")
+    assert widest.getpixel((widest.width - 50, HEAD + 40)) == TARGET
+    # Pillow warns of larger ones, and refuses those of twice as many pixels.
+    assert Image.MAX_IMAGE_PIXELS is not None
+    assert widest.width * (HEAD + MAX_SHEET_ROWS * (widest.height - HEAD)) < Image.MAX_IMAGE_PIXELS
 
 
 def test_a_sheet_without_targets_has_no_column_for_them_and_marks_deleted_images() -> None:

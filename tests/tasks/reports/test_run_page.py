@@ -321,6 +321,16 @@ def test_rounds_datasets_and_dropped_groups_are_counted(tmp_path: Path) -> None:
     assert "by dataset" not in alone
 
 
+def test_truncated_completions_are_marked_wherever_they_are_shown(tmp_path: Path) -> None:
+    page = page_of(whole_run(tmp_path, modality="text"))
+    shown = re.findall(r"answer (\d) of group \d</div>\s*(<span class=\"soft\">\(truncated\))?", page)
+    assert {sibling: bool(mark) for sibling, mark in shown} == {"0": False, "1": True, "2": False, "3": False}
+    # Of each prompt a worst sample, one of all siblings, held out before and after, over the policies and iterations.
+    assert sum(sibling == "1" for sibling, _ in shown) >= 2 * 5
+    assert all(bool(mark) == (sibling == "1") for sibling, mark in shown)
+    assert len(shown) == page.count("of group ")
+
+
 @pytest.mark.parametrize(("rounds", "stages"), [(1, "2 has rollouts, rewards"), (2, "2, sampling round 2, has")])
 def test_the_progress_of_a_run(tmp_path: Path, rounds: int, stages: str) -> None:
     maker = RunMaker(tmp_path, planned=3)
