@@ -255,7 +255,7 @@ def score_reward_task(
 def _extras(read: Read, tables: Sequence[ArtifactRef]) -> list[pl.DataFrame]:
     """Read what functions reported about the samples of these tables."""
     files = [read(each) / EXTRA_FILE for each in tables]
-    return [pl.read_parquet(file) for file in files if file.is_file()]
+    return [scan_tables([file]).collect() for file in files if file.is_file()]
 
 
 def _write_extra(staged: Path, tables: Sequence[pl.DataFrame]) -> None:

@@ -90,7 +90,7 @@ def with_scores(samples: pl.DataFrame, scores: Mapping[str, Sequence[Path]]) -> 
 def with_extra(samples: pl.DataFrame, scores: Mapping[str, Sequence[Path]]) -> pl.DataFrame:
     """Join what a function reported about a sample beside each of these tables, as `extra/<label>/<column>`."""
     for label, files in scores.items():
-        extras = [pl.read_parquet(each) for file in files if (each := file.parent / EXTRA_FILE).is_file()]
+        extras = [scan_tables([each]).collect() for file in files if (each := file.parent / EXTRA_FILE).is_file()]
         if extras:
             extra = pl.concat(extras, how="diagonal_relaxed")
             names = {name: name.replace(EXTRA_COLUMN, f"{EXTRA_COLUMN}{label}/", 1) for name in extra.columns}
