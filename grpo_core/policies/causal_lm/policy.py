@@ -226,7 +226,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
             written = ids[mask].tolist()
             if written and written[-1] in self.ends:
                 written = written[:-1]
-            texts.append(self.stops.cut(self.stops.decode(written)))
+            texts.append(self.stops.visible(written))
         return texts
 
     def _score(self, model: nn.Module, actions: TokenBatch, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:

@@ -6,7 +6,6 @@ A completion ends at an end token, or at the token that completes a stop text.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import torch
@@ -50,14 +49,16 @@ class StopTexts:
     def __bool__(self) -> bool:
         return bool(self.texts)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decode to text, without special tokens."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        text: str = self.tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text
 
     @cached_property
     def _special(self) -> frozenset[int]:
-        return frozenset(self.tokenizer.all_special_ids)
+        added = {token for token, known in self.tokenizer.added_tokens_decoder.items() if known.special}
+        return frozenset(added.union(self.tokenizer.all_special_ids))
 
     @cached_property
     def _window(self) -> int:
@@ -67,16 +68,26 @@ class StopTexts:
     def completed(self, ids: Sequence[int]) -> bool:
         """Return whether the last of these ids completes a stop text; the ids before it contain none.
 
-        Special tokens have no text: the text on both sides of one is joined.
+        Special tokens are read as their texts, as `generate` of transformers reads them for stop_strings.
         """
-        backwards = islice((token for token in reversed(ids) if token not in self._special), self._window)
-        tail = self.decode(list(backwards)[::-1])
+        tail = self._decode(ids[-self._window :], skip_special_tokens=False)
         return any(text in tail for text in self.texts)
 
-    def cut(self, text: str) -> str:
-        """Return the text before the first stop text in it."""
+    def visible(self, ids: Sequence[int]) -> str:
+        """Return the text before the first stop text in it, without special tokens."""
+        text = self._decode(ids, skip_special_tokens=False)
         places = [place for place in (text.find(stop) for stop in self.texts) if place >= 0]
-        return text[: min(places)] if places else text
+        if not places:
+            return self._decode(ids, skip_special_tokens=True)
+        place = min(places)
+        for count in reversed(range(len(ids))):
+            before = self._decode(ids[:count], skip_special_tokens=False)
+            # Part of a letter is decoded as another one.
+            if len(before) <= place and text.startswith(before):
+                # The stop text may begin inside a token.
+                rest = "" if ids[count] in self._special else text[len(before) : place]
+                return self._decode(ids[:count], skip_special_tokens=True) + rest
+        raise AssertionError("no ids have no text")
 
 
 @dataclass(frozen=True)

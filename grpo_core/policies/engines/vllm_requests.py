@@ -124,7 +124,8 @@ def request_of(model: str, prompt: ServedPrompt, seed: int, rule: SamplingRule) 
         "stop_token_ids": list(rule.ends),
     }
     if rule.stops:
-        sampling["stop"] = list(rule.stops.texts)
+        # Special tokens are part of the text that stop texts are looked for in.
+        sampling |= {"stop": list(rule.stops.texts), "skip_special_tokens": False}
     if never := rule.never_sampled:
         # The lowest that is allowed: e^-100 of what it was stays.
         sampling["logit_bias"] = dict.fromkeys(map(str, never), -100.0)

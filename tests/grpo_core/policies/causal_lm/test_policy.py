@@ -9,6 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.generation import StopStringCriteria
 
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.family import FAMILY
@@ -21,27 +24,80 @@ from tests.grpo_core.policies.causal_lm.model_types import make_model, make_toke
 from tests.tiny_policies import TEXT_MODEL, TEXT_PROMPTS, build_text_policy
 
 TOKENIZER = make_tokenizer()
-STOPS = StopTexts(TOKENIZER, ("ab", "\n\n", "é!", " of the"))
-SPECIAL = TOKENIZER.convert_tokens_to_ids("<|user|>")
+STOPS = StopTexts(TOKENIZER, ("ab", "\n\n", "é!", " of the", "<|user|>", "b<|assistant|>!"))
+CRITERIA = StopStringCriteria(TOKENIZER, list(STOPS.texts))
+FEW = TOKENIZER.convert_tokens_to_ids(["a", "b", "<|user|>", "<|assistant|>"])
+SPECIAL = [TOKENIZER.convert_tokens_to_ids(mark) for mark in ("<|user|>", "<|assistant|>")]
 
 
-@given(st.text(alphabet="ab\né! ofthe", max_size=24), st.sets(st.integers(0, 30)))
-def test_a_row_stops_at_the_first_token_after_which_its_text_holds_a_stop(text: str, marks: set[int]) -> None:
+@given(st.text(alphabet="ab\né! ofthe", max_size=24), st.dictionaries(st.integers(0, 30), st.sampled_from(SPECIAL)))
+def test_a_row_stops_where_generate_stops_it(text: str, marks: dict[int, int]) -> None:
     ids = TOKENIZER(text)["input_ids"]
     for place in sorted(marks):
-        ids.insert(min(place, len(ids)), SPECIAL)
-    holds = [any(stop in STOPS.decode(ids[: end + 1]) for stop in STOPS.texts) for end in range(len(ids))]
-    first = holds.index(True) if True in holds else len(ids)
-    assert not any(STOPS.completed(ids[: end + 1]) for end in range(first))
-    assert first == len(ids) or STOPS.completed(ids[: first + 1])
+        ids.insert(min(place, len(ids)), marks[place])
+    read = [torch.tensor([ids[: end + 1]]) for end in range(len(ids))]
+    ends = [bool(CRITERIA(each, torch.empty(0))) for each in read]
+    first = ends.index(True) if True in ends else len(ids)
+    assert [STOPS.completed(ids[: end + 1]) for end in range(first + 1) if end < len(ids)] == ends[: first + 1]
 
 
 @pytest.mark.parametrize(
     ("text", "kept"),
-    [("xaby", "x"), ("x\n\nab", "x"), ("abab", ""), ("aé b", "aé b"), ("sort of the ab", "sort")],
+    [
+        ("xaby", "x"),
+        ("x\n\nab", "x"),
+        ("abab", ""),
+        ("aé b", "aé b"),
+        ("sort of the ab", "sort"),
+        ("x<|user|>", "x"),
+        ("<|user|>x", ""),
+        ("a<|assistant|>b", "ab"),
+        ("x<|assistant|>yb<|assistant|>!", "xy"),
+    ],
 )
 def test_a_text_is_cut_before_its_first_stop(text: str, kept: str) -> None:
-    assert STOPS.cut(text) == kept
+    assert STOPS.visible(TOKENIZER(text)["input_ids"]) == kept
+
+
+def test_a_stop_text_that_begins_inside_a_token_leaves_its_beginning() -> None:
+    """Byte-level pairs: one token for "one" and one for two letters of three bytes and a part of a third."""
+    tokens = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab={**tokens, "on": 256, "one": 257}, merges=[("o", "n"), ("on", "e")]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+    ids = tokenizer("猫one猫")["input_ids"]
+    assert ids.count(257) == 1
+    assert StopTexts(tokenizer, ("ne猫",)).visible(ids) == "猫o"
+    assert StopTexts(tokenizer, ("ne",)).visible([*ids[:2], tokenizer.eos_token_id, *ids[2:]]).endswith("o")
+
+
+@pytest.mark.parametrize("stop", ["<|user|>", "a<|user|>", "<|user|>b", "a", "ab"])
+def test_generate_stops_at_the_same_tokens(stop: str) -> None:
+    """A model that writes nothing but two letters and two special tokens."""
+    model = make_model("llama")
+    others = [token for token in range(model.config.vocab_size) if token not in FEW]
+    settings = CausalLMSettings(max_completion_length=16, temperature=1e-5, stop=(stop,))
+    policy = build_text_policy(settings, model=model, tokenizer=TOKENIZER)
+    policy.forbidden = torch.tensor([token for token in others if token < policy.vocabulary])
+    lengths = []
+    for prompt in (*TEXT_PROMPTS, "a", "b", "ba", "of"):
+        encoded = policy._encode([prompt])
+        expected = model.generate(
+            input_ids=encoded.input_ids,
+            attention_mask=encoded.attention_mask,
+            do_sample=False,
+            max_new_tokens=16,
+            pad_token_id=0,
+            suppress_tokens=others,
+            stop_strings=[stop],
+            tokenizer=TOKENIZER,
+        )[0, encoded.length :].tolist()
+        sampled = policy.sample_tokens([prompt], group_size=1, seeds=[0]).actions
+        found = sampled.token_ids[0, sampled.loss_mask[0]].tolist()
+        assert found == expected
+        lengths.append(len(found))
+        assert "<|" not in policy.decode(sampled)[0]
+    assert min(lengths) < max(lengths)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +124,7 @@ def test_a_row_ends_with_its_end_token_or_is_cut() -> None:
     sampled = drawn(policy)
     tokens = sampled.actions
     lengths = tokens.loss_mask.sum(-1).tolist()
-    assert len(set(lengths)) > 2
+    assert min(lengths) < max(lengths)
     read = [len(prompt_ids(policy.tokenizer, policy.settings, prompt)) for prompt in tokens.prompts]
     assert sampled.prompt_lengths.tolist() == read
     assert {True, False} == set(sampled.finished.tolist())

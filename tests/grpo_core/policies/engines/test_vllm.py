@@ -294,6 +294,8 @@ def test_stop_texts_end_rows_where_the_policy_ends_them(served: Vllm) -> None:
     assert sampled.finished.all()
     assert policy.decode(sampled.actions) == ["aa"] * len(SEEDS)
     assert sum("stop" not in body for body in served.asked) == len(SEEDS) // 2
+    # The server looks for stop texts in a text with special tokens, as the policy does.
+    assert not any(body["skip_special_tokens"] for body in served.asked if "stop" in body)
 
 
 def test_the_ids_that_top_k_kept_are_stored(served: Vllm) -> None:
