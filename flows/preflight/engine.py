@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +141,7 @@ def _server_problems(
         zeros = Adapter(adapter_name(config.run.name, "0" * 64), folder)
         context, tried = _longest(config, prompts, reader.policy)
         needs = Needs(context, getattr(config.rollout, "top_k", 0), config.run.name, zeros, *tried)
+        needs = replace(needs, at_most=reader.policy.context.at_most)
         yield from run_awaitable(server_problems(server, needs))
 
 

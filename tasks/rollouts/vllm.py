@@ -173,6 +173,7 @@ def fitting_command(words: Sequence[str], section: VllmSection, model: PolicySec
         # Those of policy.adapter have a rank of their own.
         rank=policy.trained.model.peft_config["default"].r,
         images=policy.image_arguments,
+        at_most=policy.context.at_most,
     )
 
 

@@ -65,7 +65,7 @@ class CausalLMFamily:
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
         from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
-        from grpo_core.policies.causal_lm.loading import context_length, load_tokenizer, read_config
+        from grpo_core.policies.causal_lm.loading import read_context, load_tokenizer, read_config
         from grpo_core.policies.causal_lm.prompts import uses_template
 
         self.refuse_missing(model)
@@ -73,11 +73,8 @@ class CausalLMFamily:
             return
         config = read_config(model)
         refuse_incompatible(model, config)
-        context = context_length(config)
         uses_template(load_tokenizer(model), settings)
-        if context is not None and settings.max_completion_length >= context:
-            hint = f"The model reads {context} ids, prompt and completion together; set it lower."
-            raise InputError("rollout.max_completion_length", settings.max_completion_length, hint)
+        read_context(config).refuse_too_long(settings.max_completion_length)
 
     def refuse_quantization(
         self,
@@ -105,10 +102,10 @@ class CausalLMFamily:
         if any(images):
             hint = "A model of texts does not see images; use policy.kind vision_lm, or leave out the image column."
             raise InputError("data.prompts", f"{sum(map(len, images))} images", hint)
-        from grpo_core.policies.causal_lm.loading import context_length, load_tokenizer, read_config
+        from grpo_core.policies.causal_lm.loading import read_context, load_tokenizer, read_config
         from grpo_core.policies.causal_lm.prompts import prompt_ids, require_room
 
-        context, tokenizer = context_length(read_config(model)), load_tokenizer(model)
+        context, tokenizer = read_context(read_config(model)), load_tokenizer(model)
         for prompt, number in first_numbers(prompts).items():
             with numbered_prompt(number):
                 require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)

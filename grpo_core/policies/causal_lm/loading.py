@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_core.errors import InputError
-from grpo_core.policies.causal_lm.settings import refuse_missing_folder
+from grpo_core.policies.causal_lm.settings import Context, refuse_missing_folder
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.quantization import (
@@ -97,10 +97,23 @@ def read_config(model: str, kind: ModelKind = CAUSAL_LM) -> Any:
     return config
 
 
-def context_length(config: Any) -> int | None:
-    """Return the number of ids that the model can read and write together; None if unbounded."""
-    length = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return None if length is None else int(length)
+def read_context(config: Any) -> Context:
+    """Return the number of ids that the model can read and write together.
+
+    LongRoPE has other frequencies in calls that reach past the original length. A cache that was filled below it is
+    then wrong, and one pass over a row scores its first tokens with other frequencies than they were sampled with, so
+    rows end there. Dynamic NTK, the other type of transformers that changes, does so past the configured length.
+    """
+    text = config.get_text_config()
+    length, ropes = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            original = rope.get("original_max_position_embeddings") or text.original_max_position_embeddings
+            if length is None or original < length:
+                reached = "" if length is None else f" (it reads {length} ids with others)"
+                why = f", past which the frequencies of its LongRoPE ({text.model_type}) change{reached}"
+                return Context(int(original), why)
+    return Context(None if length is None else int(length))
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:

@@ -15,7 +15,7 @@ from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.causal_lm.loading import (
     build_on_meta,
-    context_length,
+    read_context,
     load_model,
     load_tokenizer,
     read_config,
@@ -73,7 +73,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         """
         self.trained, self.tokenizer, self.autocast = trained, tokenizer, autocast
         self.vocabulary = vocabulary_size(self._model, tokenizer)
-        self.context = context_length(self._model.config)
+        self.context = read_context(self._model.config)
         self.ends = tuple(token for token in end_tokens(self._model, tokenizer) if token < self.vocabulary)
         # Without weights nothing is scored.
         self.whole_logits = self._has_weights and not head_gives_logits(self._model)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_core.errors import InputError
 from grpo_core.messages import Message, filled_blocks, read_messages, refuse_messages, text_of
-from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
 
 # Some templates print today's date, so the prompt would differ when it is scored on another day. transformers hands a
 # template no functions but its own, so theirs is hidden by a macro; what each code prints is Python's own.
@@ -228,15 +228,15 @@ def render_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
     return printed
 
 
-def require_room(prompt: str, length: int, settings: CausalLMSettings, context: int | None, of_images: int = 0) -> None:
+def require_room(prompt: str, length: int, settings: CausalLMSettings, context: Context, of_images: int = 0) -> None:
     """Raise InputError for a prompt that leaves no room for a completion of full length.
 
     Args:
         length: number of its ids.
-        context: number of ids that the model can read; None if unbounded.
+        context: of the model.
         of_images: how many of its ids are placeholders of images.
     """
-    room = None if context is None else context - settings.max_completion_length
+    room = None if context.length is None else context.length - settings.max_completion_length
     if room is not None and length > room:
         those = f", {of_images} of them of its images" if of_images else ""
         shown = prompt if len(prompt) <= 80 else f"{prompt[:80]}..."
@@ -253,7 +253,7 @@ def encode_prompts(
     settings: CausalLMSettings,
     prompts: Sequence[str],
     *,
-    context: int | None,
+    context: Context,
     device: torch.device,
 ) -> EncodedPrompts:
     """Encode prompts, padded on the left to the longest.
@@ -262,7 +262,7 @@ def encode_prompts(
 
     Args:
         settings: template, system prompt, and the room to leave.
-        context: number of ids that the model can read; None if unbounded.
+        context: of the model.
 
     Raises:
         InputError: names the first prompt that cannot be read or is too long.

@@ -29,6 +29,33 @@ class CausalLMSettings(TokenSamplingSettings):
     chat_template: bool | None = None
 
 
+@dataclass(frozen=True)
+class Context:
+    """How many ids a model reads and writes together.
+
+    Attributes:
+        length: that number; None if unbounded.
+        why: what limits it, for errors; empty where that is the model's configured length.
+    """
+
+    length: int | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.length}{self.why}"
+
+    @property
+    def at_most(self) -> int | None:
+        """The context that an engine may have at most: one with a larger one takes other frequencies for all rows."""
+        return self.length if self.why else None
+
+    def refuse_too_long(self, max_completion_length: int) -> None:
+        """Raise InputError for completions that leave no room for any prompt."""
+        if self.length is not None and max_completion_length >= self.length:
+            hint = f"The model reads {self} ids, prompt and completion together; set it lower."
+            raise InputError("rollout.max_completion_length", max_completion_length, hint)
+
+
 def refuse_missing_folder(model: str) -> None:
     """Raise InputError for a path that is not a model's folder; hub names pass."""
     path = Path(model).expanduser()

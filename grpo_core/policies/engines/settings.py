@@ -111,6 +111,7 @@ def server_command(
     revision: str | None,
     rank: int | None,
     images: Mapping[str, Any] | None,
+    at_most: int | None = None,
 ) -> tuple[str, ...]:
     """Return the command of a server that fits a policy: these words, and the options that they do not give.
 
@@ -121,11 +122,14 @@ def server_command(
         revision: branch, tag or commit of a hub name; None: main.
         rank: of the adapters that it loads; None: it loads none.
         images: arguments of its processor of images; None: prompts have none.
+        at_most: ids that it may read; None: as many as its model can.
     """
     given = {word.partition("=")[0] for word in words}
     options = {"--dtype": dtype, "--logprobs-mode": "processed_logprobs", "--max-logprobs": "-1"}
     if images:
         options["--mm-processor-kwargs"] = json.dumps(images)
+    if at_most is not None:
+        options["--max-model-len"] = str(at_most)
     if revision is not None:
         options["--revision"] = revision
     if rank is not None:

@@ -31,6 +31,7 @@ class Needs:
         run: whose adapters the server may have loaded.
         adapter: that adds nothing, of the rank that is trained; None: none is loaded.
         prompt: that it is tried with, of the policy's prompts one with images where any has them.
+        at_most: ids that it may be able to read; None: any number.
     """
 
     context: int
@@ -38,6 +39,7 @@ class Needs:
     run: str
     adapter: Adapter | None
     prompt: ServedPrompt = _TEXT
+    at_most: int | None = None
 
 
 def write_zero_adapter(trained: TrainedModel, folder: Path) -> None:
@@ -102,6 +104,12 @@ def _described(server: Server, needs: Needs) -> Iterator[InputError]:
     if found < VLLM_MIN_VERSION:
         oldest = ".".join(map(str, VLLM_MIN_VERSION))
         hint = f"It is vLLM {server.version}; this needs {oldest} or later."
+        yield InputError(f"{PLACE}.url", server.address, hint)
+    if needs.at_most is not None and server.context > needs.at_most:
+        hint = (
+            f"It reads {server.context} ids, and vLLM then takes LongRoPE's long factors for all rows, short ones too: "
+            f"start it with --max-model-len {needs.at_most}."
+        )
         yield InputError(f"{PLACE}.url", server.address, hint)
     if server.context < needs.context:
         hint = (

@@ -52,7 +52,7 @@ class VisionLMFamily:
 
     def refuse_unusable(self, model: str, settings: VisionLMSettings) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
-        from grpo_core.policies.causal_lm.loading import context_length, read_config
+        from grpo_core.policies.causal_lm.loading import read_context, read_config
         from grpo_core.policies.vision_lm.compatibility import refuse_incompatible
         from grpo_core.policies.vision_lm.loading import VISION_LM, load_processor
         from grpo_core.policies.vision_lm.prompts import image_sizes, print_prompt
@@ -64,10 +64,7 @@ class VisionLMFamily:
         image_sizes(processor, settings)
         print_prompt(processor, settings, "", 1)
         refuse_incompatible(model, config, processor)
-        context = context_length(config)
-        if context is not None and settings.max_completion_length >= context:
-            hint = f"The model reads {context} ids, prompt and completion together; set it lower."
-            raise InputError("rollout.max_completion_length", settings.max_completion_length, hint)
+        read_context(config).refuse_too_long(settings.max_completion_length)
 
     def refuse_quantization(
         self,
@@ -98,13 +95,13 @@ class VisionLMFamily:
         """
         from PIL import Image
 
-        from grpo_core.policies.causal_lm.loading import context_length, read_config
+        from grpo_core.policies.causal_lm.loading import read_context, read_config
         from grpo_core.policies.causal_lm.prompts import require_room
         from grpo_core.policies.vision_lm.loading import VISION_LM, load_processor
         from grpo_core.policies.vision_lm.prompts import find_placeholders, printed_ids, process_prompt
 
         config, processor = read_config(model, VISION_LM), load_processor(model)
-        context, placeholders = context_length(config), find_placeholders(config, processor)
+        context, placeholders = read_context(config), find_placeholders(config, processor)
         given = first_numbers(zip(prompts, map(tuple, images or ((),) * len(prompts)), strict=True))
         sets = dict.fromkeys(sizes for _, sizes in given if sizes)
         largest = sorted(sets, key=lambda sizes: sum(size.width * size.height for size in sizes))[-_PROCESSED:]

@@ -14,7 +14,7 @@ from grpo_core.messages import read_messages
 from grpo_core.policies.causal_lm.family import FAMILY
 from grpo_core.policies.causal_lm.loading import load_model, vocabulary_size
 from grpo_core.policies.causal_lm.prompts import encode_prompts, prompt_ids
-from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
 from tests.grpo_core.policies.causal_lm.model_types import make_model, make_tokenizer
 from tests.tiny_policies import TEXT_MODEL, TEXT_PROMPTS
 
@@ -117,7 +117,7 @@ def stored(*messages: tuple[str, str]) -> str:
 
 def test_rows_are_what_the_tokenizer_pads_by_itself() -> None:
     tokenizer = make_tokenizer()
-    encoded = encode_prompts(tokenizer, PLAIN, TEXT_PROMPTS, context=None, device=CPU)
+    encoded = encode_prompts(tokenizer, PLAIN, TEXT_PROMPTS, context=Context(), device=CPU)
     padded = tokenizer(list(TEXT_PROMPTS), padding=True, return_tensors="pt")
     assert torch.equal(encoded.attention_mask, padded["attention_mask"])
     assert torch.equal(encoded.input_ids * encoded.attention_mask, padded["input_ids"] * padded["attention_mask"])
@@ -204,7 +204,7 @@ def test_what_a_template_refuses_is_named() -> None:
 
 def test_the_longest_prompt_that_fits_passes_and_one_id_more_does_not() -> None:
     tokenizer, settings = make_tokenizer(), CausalLMSettings(chat_template=False, max_completion_length=10)
-    encode_prompts(tokenizer, settings, ["b" * 54], context=64, device=CPU)
+    encode_prompts(tokenizer, settings, ["b" * 54], context=Context(64), device=CPU)
     with pytest.raises(InputError, match=r"55 .* 54 .* 10 .* 64") as refused:
-        encode_prompts(tokenizer, settings, ["ok", "b" * 55], context=64, device=CPU)
+        encode_prompts(tokenizer, settings, ["ok", "b" * 55], context=Context(64), device=CPU)
     assert (refused.value.place, refused.value.value) == ("prompt", "b" * 55)
