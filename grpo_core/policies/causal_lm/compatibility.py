@@ -16,6 +16,7 @@ from grpo_core.policies.causal_lm.sampling_scoring import (
     head_gives_logits,
     sample_completions,
     score_completions,
+    without_router_losses,
 )
 from grpo_core.policies.causal_lm.small_copy import IDS, small_copy
 from grpo_core.policies.trained.quantization import quantized_layers
@@ -173,6 +174,7 @@ def _unusable_cache(model: Any, trial: Trial) -> str | None:
         use_cache=True,
         logits_to_keep=1,
         **prompts.arguments(),
+        **without_router_losses(model),
     )
     cache: Any = getattr(step, "past_key_values", None)
     layers = getattr(cache, "layers", None)

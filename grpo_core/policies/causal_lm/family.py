@@ -65,7 +65,7 @@ class CausalLMFamily:
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
         from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
-        from grpo_core.policies.causal_lm.loading import read_context, load_tokenizer, read_config
+        from grpo_core.policies.causal_lm.loading import load_tokenizer, read_config, read_context
         from grpo_core.policies.causal_lm.prompts import uses_template
 
         self.refuse_missing(model)
@@ -102,7 +102,7 @@ class CausalLMFamily:
         if any(images):
             hint = "A model of texts does not see images; use policy.kind vision_lm, or leave out the image column."
             raise InputError("data.prompts", f"{sum(map(len, images))} images", hint)
-        from grpo_core.policies.causal_lm.loading import read_context, load_tokenizer, read_config
+        from grpo_core.policies.causal_lm.loading import load_tokenizer, read_config, read_context
         from grpo_core.policies.causal_lm.prompts import prompt_ids, require_room
 
         context, tokenizer = read_context(read_config(model)), load_tokenizer(model)

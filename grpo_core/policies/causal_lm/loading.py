@@ -30,6 +30,7 @@ from grpo_core.policies.trained.quantization import (
     require_usable,
 )
 from grpo_core.policies.trained.settings import TrainingChoice
+from grpo_core.policies.trained.whole import OF_TRANSPOSED_WEIGHTS
 
 _TOKENIZER_FILES = (
     "*processor_config.json",
@@ -256,8 +257,8 @@ def train_causal_lm(
         InputError: adapter targets or frozen names that match nothing, or nothing that would be trained.
     """
     with warnings.catch_warnings():
-        # peft transposes the matrices of GPT-2's layers, with a warning for each.
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
+        # One for each layer.
+        warnings.filterwarnings("ignore", message=OF_TRANSPOSED_WEIGHTS, category=UserWarning)
         return train_model(base, choice, base_name=base_name, default_targets=ALL_LINEAR, initial_state=initial_state)
 
 

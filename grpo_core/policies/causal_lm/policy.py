@@ -15,10 +15,10 @@ from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.causal_lm.loading import (
     build_on_meta,
-    read_context,
     load_model,
     load_tokenizer,
     read_config,
+    read_context,
     require_usable_weights,
     train_causal_lm,
     vocabulary_size,

@@ -121,6 +121,15 @@ class SamplingRule:
         return (*forbidden, *range(self.vocabulary, self.width))
 
 
+def without_router_losses(model: Any) -> dict[str, bool]:
+    """Return the arguments of a call that leave out the losses of routers, which some configurations ask for.
+
+    They are losses of supervised training, and are computed from a mask without the keys in a cache.
+    """
+    asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+    return {"output_router_logits": False} if asked else {}
+
+
 @torch.no_grad()
 def sample_completions(
     model: Any,
@@ -139,6 +148,7 @@ def sample_completions(
         rows: their indices among the encoded ones.
         sources: the source images of each row's prompt; None: no prompt has any.
     """
+    plain = without_router_losses(model)
     step = model(
         input_ids=encoded.input_ids,
         attention_mask=encoded.attention_mask,
@@ -146,6 +156,7 @@ def sample_completions(
         use_cache=True,
         logits_to_keep=1,
         **encoded.arguments(),
+        **plain,
     )
     cache, logits = step.past_key_values, step.logits[rows, -1]
     # The samples of a prompt share its prefill.
@@ -172,6 +183,7 @@ def sample_completions(
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **plain,
         ).logits[:, -1]
     return written.sampled(prompts, sources, index + 1, encoded.lengths[rows])
 
@@ -266,7 +278,7 @@ def score_completions(
     if forbidden is not None:
         # Its log-prob says that it was never sampled; the model would look for the image of a placeholder.
         read = token_ids.masked_fill(torch.isin(token_ids, forbidden), 0)
-    inputs = _inputs(encoded, read[:, :-1], loss_mask[:, :-1])
+    inputs = _inputs(encoded, read[:, :-1], loss_mask[:, :-1]) | without_router_losses(model)
     if whole_logits:
         # One more position than `time` is requested: the slice keeps the last `time` of them.
         states, head = model(**inputs, use_cache=False, logits_to_keep=time).logits, nn.Identity()
@@ -330,6 +342,7 @@ def head_gives_logits(model: Any) -> bool:
     hooks = head.register_forward_pre_hook(before), head.register_forward_hook(after)
     try:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids, "use_cache": False}
+        inputs |= without_router_losses(model)
         returned = model(**inputs).logits
     finally:
         for hook in hooks:

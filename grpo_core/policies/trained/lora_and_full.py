@@ -17,8 +17,8 @@ from grpo_core.errors import InputError
 from grpo_core.policies.trained.component import merged_adapters
 from grpo_core.policies.trained.model import TrainedModel, copied, differing_shapes
 from grpo_core.policies.trained.quantization import is_quantized
-from grpo_core.policies.trained.settings import ADAPTER_FILE, PLACE, LoraSettings, TrainingChoice
-from grpo_core.policies.trained.whole import FULL_WEIGHTS
+from grpo_core.policies.trained.settings import ADAPTER_FILE, MOVING, PLACE, LoraSettings, TrainingChoice
+from grpo_core.policies.trained.whole import FULL_WEIGHTS, OF_TIED_WEIGHTS, tied_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -150,6 +150,12 @@ class LoraModel(TrainedModel):
         else:
             config = _stored_config(choice.adapter, settings)
         adapted = _with_adapters(base, config, choice)
+        if settings.init_lora_weights in MOVING and (tied := tied_layers(adapted)):
+            hint = (
+                f"It moves a part of the weights of {', '.join(tied)} into an adapter, and other modules use them too "
+                "(tied embeddings); name other layers in policy.lora.targets, or set it to true."
+            )
+            raise InputError("policy.lora.init_lora_weights", settings.init_lora_weights, hint)
         saved = adapted.peft_config["default"]
         saved.base_model_name_or_path, saved.revision = choice.hub or (base_name, None)
         # The model card says nothing about this policy, and its template is compiled at every save.
@@ -280,6 +286,7 @@ def _with_adapters(base: nn.Module, config: "LoraConfig", choice: TrainingChoice
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft reads an attribute of transformers by its previous name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=OF_TIED_WEIGHTS, category=UserWarning)
         # peft looks among modules for its own pattern of experts, which are parameters.
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
         torch.manual_seed(choice.seed)

@@ -102,8 +102,8 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 PLACE = "policy.adapter"
 _BASE_UNCHANGED = (True, False, "gaussian", "orthogonal")
-# peft computes them from the model's weights and takes them out of these, with the same result each time.
-_REPEATED = ("pissa", "olora")
+MOVING = ("pissa", "olora")
+"""Initialisations that peft computes from the weights and takes out of them, each time with the same result."""
 
 
 def read_adapter_config(folder: Path, name: str) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def read_adapter_config(folder: Path, name: str) -> dict[str, Any]:
         hint = f"It is {kind} with bias {bias}; training continues from LoRA adapters without biases."
         raise InputError(PLACE, name, hint)
     made = config.get("init_lora_weights", True)
-    if made not in (*_BASE_UNCHANGED, *_REPEATED):
+    if made not in (*_BASE_UNCHANGED, *MOVING):
         hint = f"It was initialised with {made}, which changed the model's weights; merge it into the model first."
         raise InputError(PLACE, name, hint)
     return config
@@ -153,7 +153,7 @@ def adapter_settings(config: dict[str, Any]) -> LoraSettings:
         use_rslora=config.get("use_rslora", False),
         use_dora=config.get("use_dora", False),
         modules_to_save=None if whole is None else tuple(whole),
-        init_lora_weights=made if (made := config.get("init_lora_weights")) in _REPEATED else True,
+        init_lora_weights=made if (made := config.get("init_lora_weights")) in MOVING else True,
     )
 
 

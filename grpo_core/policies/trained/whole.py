@@ -3,16 +3,25 @@
 import json
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from grpo_core.policies.pipeline_files import INDEX_FILE, pipeline_parts
 from grpo_core.policies.trained.settings import ADAPTER_FILE
 
 FULL_WEIGHTS = ("model*.safetensors", "diffusion_pytorch_model*.safetensors")
 """Patterns of the files with every weight of a model, as transformers and diffusers name them."""
+
+OF_TIED_WEIGHTS = ".*(`tie_word_embeddings=True`|no longer tied)"
+"""What peft warns of where adapters are at tied weights, as a regular expression."""
+
+OF_TRANSPOSED_WEIGHTS = "fan_in_fan_out is set to"
+"""What peft warns of where it transposes matrices, as those of GPT-2's layers, or those of other layers back."""
 
 _COPIED = (*(f"{pattern}*" for pattern in FULL_WEIGHTS), "config.json", "generation_config.json")
 
@@ -51,8 +60,33 @@ def save_whole(weights: Path, folder: Path, load_base: Callable[[], Any]) -> Non
     with warnings.catch_warnings():
         # peft reads an attribute of transformers by its previous name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        adapted = PeftModel.from_pretrained(load_base(), str(weights))
-    adapted.merge_and_unload(safe_merge=True).save_pretrained(folder)
+        for message in (OF_TIED_WEIGHTS, OF_TRANSPOSED_WEIGHTS):
+            warnings.filterwarnings("ignore", message=message, category=UserWarning)
+        adapted: Any = PeftModel.from_pretrained(load_base(), str(weights))
+        _untie(adapted)
+        merged = adapted.merge_and_unload(safe_merge=True)
+    merged.save_pretrained(folder)
+
+
+def tied_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers with adapters whose weights other modules use too, by their names; the head, or embeddings."""
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    bases = ((name, each) for name, each in model.named_modules() if name.endswith(".base_layer"))
+    return {
+        name.removeprefix("base_model.model.").removesuffix(".base_layer"): each
+        for name, each in bases
+        if any(uses[id(weight)] > 1 for weight in each.parameters())
+    }
+
+
+def _untie(model: Any) -> None:
+    """Give a layer with an adapter weights of its own, so that what is merged into them reaches no other module."""
+    for layer in tied_layers(model).values():
+        for name, weight in list(layer.named_parameters()):
+            setattr(layer, name, nn.Parameter(weight.detach().clone(), requires_grad=False))
+        base = model.get_base_model()
+        for config in (base.config, base.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def save_pipeline(base: Path, folder: Path, trained: Mapping[str, TrainedPart]) -> None:

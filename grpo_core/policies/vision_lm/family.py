@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.family import FAMILY as TEXTS
 from grpo_core.policies.causal_lm.family import PROMPT_TOKENS, after_head, stored_stop
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE, refuse_missing_folder
@@ -52,7 +51,7 @@ class VisionLMFamily:
 
     def refuse_unusable(self, model: str, settings: VisionLMSettings) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
-        from grpo_core.policies.causal_lm.loading import read_context, read_config
+        from grpo_core.policies.causal_lm.loading import read_config, read_context
         from grpo_core.policies.vision_lm.compatibility import refuse_incompatible
         from grpo_core.policies.vision_lm.loading import VISION_LM, load_processor
         from grpo_core.policies.vision_lm.prompts import image_sizes, print_prompt
@@ -95,7 +94,7 @@ class VisionLMFamily:
         """
         from PIL import Image
 
-        from grpo_core.policies.causal_lm.loading import read_context, read_config
+        from grpo_core.policies.causal_lm.loading import read_config, read_context
         from grpo_core.policies.causal_lm.prompts import require_room
         from grpo_core.policies.vision_lm.loading import VISION_LM, load_processor
         from grpo_core.policies.vision_lm.prompts import find_placeholders, printed_ids, process_prompt

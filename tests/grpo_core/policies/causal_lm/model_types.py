@@ -168,6 +168,11 @@ a few tokens, and its log-probs are compared with those of a plain forward pass 
 the samples of a prompt can share, positions that can be given for padded prompts, and logits of every position.
 `grpo doctor` and the start of a run refuse a model that lacks one of these.
 
+With LongRoPE (Phi-3, Phi-4, PhiMoE) prompt and completion have to fit into the original length, such as 4,096 ids of
+131,072: past it the model has other frequencies, and what was sampled below it cannot be scored in one pass. Longer
+ones are refused before anything is sampled. vLLM takes the long factors for all rows where its context is larger, so
+a server is started with `--max-model-len` of that length.
+
 The lists are those of transformers {transformers.__version__}, each type with its default configuration and fewer
 layers. A model of the same type with other layers can differ: the check asks the model's own configuration, not
 this list.

@@ -72,6 +72,23 @@ def test_a_model_without_a_small_copy_is_asked_itself(monkeypatch: pytest.Monkey
         refuse_incompatible_model("some/model", small_copy(configurations("recurrent_gemma")[0], 0))
 
 
+# All types that run and whose forward pass computes them where the configuration asks for it.
+ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "gpt_oss")
+SLOWLY_ROUTED = (
+    *("ernie4_5_moe", "flex_olmo", "flint", "granitemoe_swa", "granitemoeshared", "jetmoe", "laguna", "mellum"),
+    *("minimax", "minimax_m2", "minimax_m3_vl_text"),
+)
+
+
+@pytest.mark.parametrize(
+    "model_type", [*ROUTED, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOWLY_ROUTED)]
+)
+def test_losses_of_routers_are_left_out(model_type: str) -> None:
+    config = configurations(model_type)[0]
+    config.output_router_logits = config.get_text_config().output_router_logits = True
+    assert why_incompatible(small_copy(config, 0)) is None
+
+
 MISTAKES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "positions of padded prompts": ("gpt2", lambda given: given.pop("position_ids", None)),
     "padding that is read": ("llama", lambda given: given.pop("attention_mask", None)),
