@@ -4,7 +4,7 @@ Its state is stored as named tensors, without pickle: `<parameter>|<moment>`; `<
 stands for a parameter that never had a gradient. The entry `|optimizer` is the kind of optimizer as ASCII codes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -44,11 +44,19 @@ def refuse_unavailable(kind: OptimizerKind, device: torch.device) -> None:
 class PolicyOptimizer:
     """The optimizer of one policy, from step to step and from iteration to iteration."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, *, steps: int = 0) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: OptimizerSettings,
+        *,
+        steps: int = 0,
+        undecayed: Container[str] = (),
+    ) -> None:
         """Build the optimizer.
 
         Args:
             steps: optimizer steps already made; the schedule continues from there.
+            undecayed: names of parameters without weight decay; they are no part of the optimizer's state.
 
         Raises:
             InputError: the optimizer cannot be run on this machine.
@@ -57,28 +65,31 @@ class PolicyOptimizer:
         self.steps = steps
         self._kind = settings.optimizer
         self._schedule = settings.schedule()
-        self._optimizer = self._built(settings)
+        self._optimizer = self._built(settings, undecayed)
 
-    def _built(self, settings: OptimizerSettings) -> Any:
+    def _built(self, settings: OptimizerSettings, undecayed: Container[str]) -> Any:
         trained = list(self.parameters.values())
+        decayed = [each for name, each in self.parameters.items() if name not in undecayed]
+        others = [each for name, each in self.parameters.items() if name in undecayed]
+        parts = ((decayed, settings.weight_decay), (others, 0.0))
+        groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
         values: dict[str, Any] = {
             "lr": self.learning_rate,
             "betas": settings.betas,
             "eps": settings.eps,
-            "weight_decay": settings.weight_decay,
         }
         if self._kind == "adamw":
             # Its import takes seconds, and every command that reads a configuration imports this module.
             from torch.distributed.tensor import DTensor
 
             if settings.offload_optimizer:
-                return _OffloadedAdamW(trained, values)
+                return _OffloadedAdamW(groups, values)
             # Multi-tensor steps do not accept full and sharded parameters together.
             mixed = len({isinstance(parameter, DTensor) for parameter in trained}) > 1
-            return torch.optim.AdamW(trained, foreach=False if mixed else None, **values)
+            return torch.optim.AdamW(groups, foreach=False if mixed else None, **values)
         for device in {parameter.device for parameter in trained}:
             refuse_unavailable(self._kind, device)
-        return getattr(import_module("bitsandbytes.optim"), _IN_BITSANDBYTES[self._kind])(trained, **values)
+        return getattr(import_module("bitsandbytes.optim"), _IN_BITSANDBYTES[self._kind])(groups, **values)
 
     @property
     def learning_rate(self) -> float:
@@ -200,8 +211,12 @@ class _OffloadedAdamW:
         state: moments by parameter, in CPU memory.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], values: Mapping[str, Any]) -> None:
-        self._optimizers = {parameter: torch.optim.AdamW([parameter], **values) for parameter in parameters}
+    def __init__(self, groups: list[dict[str, Any]], values: Mapping[str, Any]) -> None:
+        self._optimizers = {
+            each: torch.optim.AdamW([each], weight_decay=group["weight_decay"], **values)
+            for group in groups
+            for each in group["params"]
+        }
         self.param_groups = [group for each in self._optimizers.values() for group in each.param_groups]
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
 

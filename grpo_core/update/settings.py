@@ -177,7 +177,7 @@ class OptimizerSettings:
         learning_rate: after warm-up.
         betas: decay of the first and second moments.
         eps: added to the root of the second moment.
-        weight_decay: decoupled.
+        weight_decay: decoupled; norms and biases have none, as in transformers' Trainer.
         lr_scheduler: name of a transformers schedule.
         warmup_steps: optimizer steps from zero to the learning rate.
         optimizer: how the moments are kept. `adamw`: in the parameters' dtype. `adamw_8bit`: in 8 bits, block by block

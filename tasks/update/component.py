@@ -96,15 +96,17 @@ class ComponentUpdate:
 
     def _optimizer(self, process_group: ProcessGroup) -> PolicyOptimizer:
         parameters = self.component.trainable_parameters()
+        undecayed = self.component.trained.undecayed_parameters()
         if self.kept is not None:
             assert all(self.kept.parameters[name] is each for name, each in parameters.items()), "weights stay in place"
             return self.kept
         # A run that starts from the weights of another begins with its own schedule and without moments.
         previous = None if self.job.policy.version == 0 else self.previous()
         if previous is None:
-            return PolicyOptimizer(parameters, self.settings)
+            return PolicyOptimizer(parameters, self.settings, undecayed=undecayed)
         state = json.loads((previous / STATE_FILE).read_text())
-        optimizer = PolicyOptimizer(parameters, self.settings, steps=int(state["optimizer_steps"][self.stream]))
+        steps = int(state["optimizer_steps"][self.stream])
+        optimizer = PolicyOptimizer(parameters, self.settings, steps=steps, undecayed=undecayed)
         process_group.load_state(optimizer, load_file(previous / self.stream / OPTIMIZER_FILE))
         return optimizer
 

@@ -1,5 +1,6 @@
 """The interface of a trained model, copies of its parameters such as its reference, and gradient checkpointing."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.settings import CopyName, TrainingChoice
+
+_NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
 
 class WeightCopy:
@@ -99,6 +102,18 @@ class TrainedModel(ABC):
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that an update changes, by name, in a fixed order; tied weights once."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def undecayed_parameters(self) -> frozenset[str]:
+        """Return the names of the trained parameters that weight decay leaves alone: norms and biases.
+
+        The rule is that of transformers' Trainer, by the name of a parameter and the class of its module.
+        """
+
+        def left_alone(name: str) -> bool:
+            owner = self.model.get_submodule(name.rpartition(".")[0])
+            return isinstance(owner, nn.LayerNorm) or _NORM_OR_BIAS.search(name.lower()) is not None
+
+        return frozenset(filter(left_alone, self.trainable_parameters()))
 
     def prepare_for_update(self) -> None:
         """Enter the mode for gradients; dropout stays off, or the ratio would differ from one on unchanged weights."""
