@@ -4,6 +4,7 @@ Where they do not, the importance ratio is not one and the update would follow a
 tokens; no other check would show it.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,21 +19,58 @@ from grpo_core.streams import Stream
 
 @dataclass(frozen=True)
 class ParityTolerance:
-    """Largest allowed |old - rollout|, in nats; the defaults are for fp32.
+    """Largest allowed |old - rollout|, in nats; the defaults are for fp32, `of_rounding` gives those of 16 bits.
 
-    Sampling with a cache and scoring in one pass round differently: on a tiny GLM-Image by at most 7e-6 in fp32, and by
-    1.6e-2 (2.7e-3 on average) in bf16. Deeper models differ more, in single tokens far more.
+    Sampling with a cache and scoring in one pass round differently: on a tiny GLM-Image by at most 7e-6 in fp32.
 
     Attributes:
         max_difference: over single tokens.
         mean_difference: over all tokens.
         share_beyond: share of the tokens that may differ by more than `max_difference`: an engine's kernels and batches
             round differently, and single tokens far from the others' mean are no fault.
+        rounding: the mean difference that 16 bits are expected to make, for the cause of a larger one; 0 in fp32.
     """
 
     max_difference: float = 1e-3
     mean_difference: float = 1e-4
     share_beyond: float = 0.0
+    rounding: float = 0.0
+
+
+BF16, FP16 = 2.0**-9, 2.0**-12
+"""Unit roundoffs: the largest relative error of a value that is rounded to 16 bits."""
+
+
+def of_rounding(
+    logprobs: Float[Tensor, " tokens"], *, blocks: int, vocabulary: int, temperature: float, unit: float = BF16
+) -> ParityTolerance:
+    """Return the tolerance for a model of tokens that computes in 16 bits.
+
+    Each block rounds the hidden state, by about the unit roundoff of its size and in its own direction, so logits are
+    off by unit x sqrt(blocks) x their size. That size is the deviation of Gaussian logits that have this entropy over
+    this vocabulary, sqrt(2 (log vocabulary - entropy)), and a temperature below 1 enlarges it. A token of probability p
+    moves with 1 - p of it. Measured means are about 1.6 times the product, of which three times are allowed; single
+    tokens are up to 25 times their scale, of which 40 times are allowed (docs/is_it_learning.md).
+
+    Args:
+        logprobs: of the sampled tokens, as they were stored; they tell the entropy and the probabilities.
+        blocks: of the model.
+        vocabulary: number of ids that can be sampled.
+        temperature: that the logits were divided by.
+        unit: the unit roundoff of the dtype.
+    """
+    surprise = -logprobs.double()
+    spread = math.sqrt(2 * max(math.log(vocabulary) - float(surprise.mean()), _SMALLEST_SPREAD))
+    scale = unit * math.sqrt(blocks) * spread / min(temperature, 1.0)
+    # Where nearly every token is certain, the few that are not decide the mean.
+    uncertain = max(float((1 - (-surprise).exp()).mean()), _LEAST_UNCERTAIN)
+    expected = _MEASURED * scale * uncertain
+    return ParityTolerance(_SINGLE_TOKENS * scale, _MARGIN * expected, rounding=expected)
+
+
+_SMALLEST_SPREAD = 0.1
+_LEAST_UNCERTAIN = 0.05
+_MEASURED, _MARGIN, _SINGLE_TOKENS = 1.6, 3.0, 40.0
 
 
 @dataclass(frozen=True)
@@ -81,14 +119,15 @@ class ParityError(RuntimeError):
     def __init__(self, report: ParityReport, tolerance: ParityTolerance) -> None:
         self.report, self.tolerance = report, tolerance
         noun, sampler = _NOUNS[report.stream], f" of {report.sampled_by}" if report.sampled_by else ""
-        allowed = f"allowed {tolerance.max_difference:g}"
+        allowed = f"allowed {tolerance.max_difference:.3g}"
         if tolerance.share_beyond:
             allowed += f" but for {tolerance.share_beyond:.2g} of the {noun}, found {report.tokens_beyond} beyond it"
+        usual = f"; 16 bits round about {tolerance.rounding:.2g} here" if tolerance.rounding else ""
         super().__init__(
             f"log-prob parity{sampler}: |old - rollout| is at most {report.max_difference:.3g} nats ({allowed}) and "
-            f"{report.mean_difference:.3g} on average (allowed {tolerance.mean_difference:g}), ratio "
+            f"{report.mean_difference:.3g} on average (allowed {tolerance.mean_difference:.3g}{usual}), ratio "
             f"{report.ratio_min:.3g} to {report.ratio_max:.3g} over {report.tokens} {noun}; worst samples: "
-            f"{', '.join(_worst(report))}. Likely cause: {likely_cause(report)} No weight was changed."
+            f"{', '.join(_worst(report))}. Likely cause: {likely_cause(report, tolerance)} No weight was changed."
         )
 
     def __reduce__(self) -> tuple[type["ParityError"], tuple[ParityReport, ParityTolerance]]:
@@ -101,8 +140,18 @@ def _worst(report: ParityReport) -> list[str]:
     return [name if difference is None else f"{name} ({difference:.3g})" for name, difference in pairs]
 
 
-def likely_cause(report: ParityReport) -> str:
-    """Name the likely cause of differences of this size, from measurements on tiny models."""
+def likely_cause(report: ParityReport, tolerance: ParityTolerance | None = None) -> str:
+    """Name the likely cause of differences of this size, from measurements on tiny models.
+
+    Args:
+        tolerance: with what 16 bits are expected to round, if they are used.
+    """
+    rounding = 0.0 if tolerance is None else tolerance.rounding
+    if rounding and report.mean_difference <= _MARGIN * rounding:
+        return (
+            "rounding in 16 bits, of single tokens: the mean is what this depth and entropy make. Raise "
+            "update.parity.max_difference or share_beyond, or set policy.dtype to float32."
+        )
     if report.rows >= 4 and report.rows_apart * 4 <= report.rows:
         return (
             f"a few rows only: their stored {_NOUNS[report.stream]} or mask may be damaged. Look at the worst samples, "

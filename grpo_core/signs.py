@@ -45,6 +45,10 @@ CLIPPED = 0.55
 NEAR_GATE = 0.8
 """Share of its tolerance that the parity gate measures, from which on it is close to refusing an update."""
 
+_PARITY_MEAN = "sampling/sampling_logp_difference/mean"
+_IN_16_BITS = 5e-4
+"""A mean difference of tokens, in nats, that the gate lets through in 16 bits alone."""
+
 KL_PENALTY = 0.05
 """The loss's KL term, kl_coef x KL, from which on it outweighs what advantages of unit variance can gain."""
 
@@ -280,13 +284,16 @@ def _clipped(measured: _Measured) -> str | None:
 
 
 def _near_gate(measured: _Measured) -> str | None:
-    share = measured.last(PARITY_SHARE)
+    share, mean = measured.last(PARITY_SHARE), measured.last(_PARITY_MEAN)
     if not share or share[0] < NEAR_GATE:
         return None
-    return (
-        f"stored and recomputed log-probs differ by {share[0]:.0%} of what the gate allows: sample and train in the "
-        f"same dtype, or set {measured.place}.parity"
-    )
+    found = f"stored and recomputed log-probs differ by {share[0]:.0%} of what the gate allows"
+    if measured.stream == "tokens" and mean and mean[0] > _IN_16_BITS:
+        return (
+            f"{found}, more than 16 bits usually round: compare the sampler's settings with the update's, set "
+            f"policy.dtype to float32, or set {measured.place}.parity"
+        )
+    return f"{found}: sample and train on the same kind of device, or set {measured.place}.parity"
 
 
 def _reward_fell(measured: _Measured) -> str | None:

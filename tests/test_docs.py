@@ -29,6 +29,9 @@ def test_the_stated_defaults_are_those_of_the_sections() -> None:
     for name, in_fp32 in (("parity.max_difference, mean_difference in fp32", True), ("the same in 16 bits", False)):
         written = dict(zip(STREAMS, stated[name], strict=True))
         for stream, text in written.items():
+            if stream == "tokens" and not in_fp32:
+                assert "is_it_learning.md#parity" in text, "it depends on the model and the text"
+                continue
             tolerance = ParitySection().tolerance(stream, in_fp32=in_fp32)
             assert [float(each) for each in text.split(",")] == [tolerance.max_difference, tolerance.mean_difference]
 

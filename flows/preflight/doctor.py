@@ -110,13 +110,14 @@ def examine(config: RunConfig, report_progress: Callable[[str], None] = lambda l
     # What is wrong with the model, or with the sizes that it is to generate, has been reported.
     if all(finding.healthy for finding in findings if finding.subject == "model"):
         sizes = _prompts_by_size(prompts)
+        longest, refused = _prompt_length(config, prompts) if weights.described else (None, [])
         try:
             policy, version = config.policy, adapter_version(config)
             store = open_store(config.storage, config.run.name) if version else None
             with training_choices(policy, store, version, references=config.references) as choices:
                 notes["model"] = policy_family(policy.kind).check_choices(source_of(config), choices)
-                estimate = estimate_model(config, choices, tuple(sizes))
-                moved = estimate_model(config, choices, tuple(sizes), offload=True).memory
+                estimate = estimate_model(config, choices, tuple(sizes), longest=longest)
+                moved = estimate_model(config, choices, tuple(sizes), offload=True, longest=longest).memory
             memory, checkpoint, states = estimate.memory, estimate.checkpoint, estimate.states
             if _offloads(config, memory):
                 memory = moved
@@ -126,8 +127,7 @@ def examine(config: RunConfig, report_progress: Callable[[str], None] = lambda l
             notes["memory"] = (_largest_phase(memory),)
             if sizes:
                 findings.append(_sizes(sizes, estimate.tokens))
-            if weights.described:
-                refuse_prompt_texts(config, prompts)
+            findings += refused
         except InputError as error:
             # What is not here cannot be read.
             unread = error if weights.described else weights.problem
@@ -138,6 +138,14 @@ def examine(config: RunConfig, report_progress: Callable[[str], None] = lambda l
         findings.append(_disk(config, checkpoint, states, sizes))
     findings += [Finding("work", True, describe_work(config)), _fonts(config, prompts), *_server(config)]
     return Diagnosis(_one_verdict_each(findings, notes), memory)
+
+
+def _prompt_length(config: RunConfig, prompts: PromptFiles) -> tuple[int | None, list[Finding]]:
+    """Return the ids of the longest prompt, as far as they are known, and what is wrong with prompts."""
+    try:
+        return refuse_prompt_texts(config, prompts), []
+    except InputError as error:
+        return None, _problems("model", error.errors)
 
 
 def _one_verdict_each(findings: Sequence[Finding], notes: Mapping[str, tuple[str, ...]]) -> tuple[Finding, ...]:

@@ -89,8 +89,10 @@ def _size_problems(config: RunConfig, prompts: PromptFiles) -> list[InputError]:
     return first_of(problems)
 
 
-def refuse_prompt_texts(config: RunConfig, files: PromptFiles) -> None:
+def refuse_prompt_texts(config: RunConfig, files: PromptFiles) -> int | None:
     """Refuse prompts that the model cannot read; only its tokenizer is loaded.
+
+    Returned are the ids of the longest prompt; None where they decide no memory.
 
     Raises:
         InputError: with the file and the row of a prompt.
@@ -105,7 +107,7 @@ def refuse_prompt_texts(config: RunConfig, files: PromptFiles) -> None:
     images = [[source.size for source in prompt.sources] for prompt, _ in read]
     texts = [prompt.text for prompt, _ in read]
     try:
-        family.refuse_prompts(source_of(config), config.rollout, texts, images if any(images) else ())
+        return family.refuse_prompts(source_of(config), config.rollout, texts, images if any(images) else ())
     except InputError as error:
         named = partial(re.sub, r"\bprompt (\d+)", lambda match: read[int(match[1]) - 1][1])
         found = [InputError(named(each.place), each.value, each.hint) for each in error.errors]
@@ -134,11 +136,13 @@ def estimate_model(
     sizes: tuple[ImageSize, ...] = (),
     *,
     offload: bool | None = None,
+    longest: int | None = None,
 ) -> ModelEstimate:
     """Estimate the memory of one GPU for images of these sizes, or of the rollout's, and the size of a checkpoint.
 
     Args:
         offload: whether components are offloaded; None: as configured, which with `auto` means not.
+        longest: ids of the longest prompt; None: an assumed number.
     """
     images = config.images_of_samples
     compared: Mapping[Stream, int] = {"tokens": len(images), "denoising": max(images)}
@@ -156,7 +160,9 @@ def estimate_model(
         for stream, update in config.updates.items()
     }
     moved = config.policy.offload == "components" if offload is None else offload
-    return estimate_resources(config.policy.kind, source_of(config), config.rollout, choices, workloads, offload=moved)
+    return estimate_resources(
+        config.policy.kind, source_of(config), config.rollout, choices, workloads, offload=moved, longest=longest
+    )
 
 
 def offload_estimates(config: RunConfig) -> Mapping[bool, MemoryEstimate]:

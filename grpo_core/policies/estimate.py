@@ -212,6 +212,7 @@ def estimate_resources(
     workloads: Mapping[Stream, Workload],
     *,
     offload: bool = False,
+    longest: int | None = None,
 ) -> ModelEstimate:
     """Estimate the GPU memory and disk space of a model of this kind; nothing is loaded.
 
@@ -220,6 +221,7 @@ def estimate_resources(
         choices: what of each trained component is trained.
         workloads: of the same components.
         offload: whether networks that a phase does not need are in CPU memory.
+        longest: ids of the longest prompt; None: an assumed number.
 
     Raises:
         InputError: its configuration is not on this machine, or no parameter is trained.
@@ -227,7 +229,7 @@ def estimate_resources(
     workload = next(iter(workloads.values()))
     # Adapters too are counted without memory; initializing them takes seconds elsewhere.
     with torch.device("meta"):
-        sizes = policy_family(kind).sizes(model, settings, choices, workload.sizes)
+        sizes = policy_family(kind).sizes(model, settings, choices, workload.sizes, longest)
     trainings = {
         stream: TrainingEstimate(component, choices[stream], workloads[stream], stream, first=not place)
         for place, (stream, component) in enumerate(sizes.components.items())

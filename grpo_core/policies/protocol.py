@@ -195,8 +195,10 @@ class PolicyFamily(Protocol):
 
     def refuse_prompts(
         self, model: str, settings: Any, prompts: Sequence[str], images: "Sequence[Sequence[ImageSize]]" = ()
-    ) -> None:
+    ) -> int | None:
         """Raise InputError if the model cannot read one of the prompts; only its tokenizer and processor are loaded.
+
+        Returned are the ids of the longest, its images' included; None where a prompt's length decides no memory.
 
         The place of an error of a prompt has `prompt N`, from 1.
 
@@ -233,7 +235,12 @@ class PolicyFamily(Protocol):
         """
 
     def sizes(
-        self, model: str, settings: Any, choices: Mapping[Stream, "TrainingChoice"], images: Sequence["ImageSize"]
+        self,
+        model: str,
+        settings: Any,
+        choices: Mapping[Stream, "TrainingChoice"],
+        images: Sequence["ImageSize"],
+        longest: int | None = None,
     ) -> "ModelSizes":
         """Return what decides the memory of the model, which is built on the meta device with what is trained of it.
 
@@ -241,6 +248,7 @@ class PolicyFamily(Protocol):
             settings: the family's, of its sampler.
             choices: what of each trained component is trained.
             images: sizes of the images; empty: that of the settings.
+            longest: ids of the longest prompt, as `refuse_prompts` returned them; None: an assumed number.
 
         Raises:
             InputError: its configuration is not on this machine, or a choice matches nothing in the model.

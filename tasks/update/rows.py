@@ -10,6 +10,7 @@ import polars as pl
 import pyarrow as pa
 
 from configs.training import ParitySection
+from grpo_core.parity import BF16, FP16, ParityTolerance, of_rounding
 from grpo_core.policies.engines.settings import EngineRecord
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.records import TrainingRows
@@ -205,16 +206,34 @@ def _by_ratios(training: Training) -> UpdateResult:
     summed = training.component.summed_values(training.rows.actions)
     others = [each for each in training.engines if each.engine != "policy"]
     in_fp32 = training.in_fp32 and all(each.engine_dtype == "float32" for each in others)
+    rounding = None if in_fp32 or training.stream != "tokens" else _rounding(training, others)
     return update_policy(
         training.component,
         training.optimizer,
         training.rows,
         training.settings,
         seed=training.seed,
-        parity=parity.tolerance(training.stream, in_fp32=in_fp32, summed_values=summed, by_engine=bool(others)),
+        parity=parity.tolerance(
+            training.stream, in_fp32=in_fp32, summed_values=summed, by_engine=bool(others), rounding=rounding
+        ),
         sampled_by=", ".join(map(str, others)) or None,
         process_group=training.process_group,
         on_progress=training.on_progress,
+    )
+
+
+def _rounding(training: Training, engines: Sequence[EngineRecord]) -> ParityTolerance:
+    """Return the tolerance of tokens that are sampled or scored in 16 bits."""
+    rows, component = training.rows, training.component
+    dtypes = {each.engine_dtype for each in engines}
+    unit = FP16 if training.in_fp32 and "bfloat16" not in dtypes else BF16
+    stored = rows.rollout_logprobs[rows.actions.loss_mask]
+    return of_rounding(
+        stored,
+        blocks=component.blocks,
+        vocabulary=component.vocabulary,
+        temperature=rows.actions.temperature,
+        unit=unit,
     )
 
 

@@ -130,14 +130,16 @@ class TestStreams:
 
     def test_the_tolerance_is_by_stream_and_precision(self) -> None:
         parity = ParitySection()
-        assert parity.tolerance("tokens", in_fp32=False) == ParityTolerance(1.0, 0.05)
+        rounded = ParityTolerance(0.7, 0.03, rounding=0.01)
+        assert parity.tolerance("tokens", in_fp32=False, rounding=rounded) == rounded
         assert parity.tolerance("denoising", in_fp32=True) == ParityTolerance(1e-5, 1e-6)
         assert parity.tolerance("denoising", in_fp32=False) == ParityTolerance(1e-3, 1e-4)
         summed = parity.tolerance("denoising", in_fp32=True, summed_values=1024)
         assert summed == ParityTolerance(1024 * 1e-5, 1024 * 1e-6)
         assert ParitySection(mean_difference=2.0).tolerance("denoising", in_fp32=True) == ParityTolerance(1e-5, 2.0)
-        engine = [parity.tolerance("tokens", in_fp32=each, by_engine=True) for each in (True, False)]
-        assert engine == [ParityTolerance(1e-3, 1e-4, 1e-3), ParityTolerance(0.5, 0.05, 0.02)]
+        engine = [parity.tolerance("tokens", in_fp32=each, by_engine=True, rounding=rounded) for each in (True, False)]
+        # No tighter than what other kernels round.
+        assert engine == [ParityTolerance(1e-3, 1e-4, 1e-3), ParityTolerance(0.7, 0.05, 0.02, 0.01)]
         assert ParitySection(share_beyond=0.0).tolerance("tokens", in_fp32=True, by_engine=True).share_beyond == 0
 
     @pytest.mark.parametrize("change", [{}, DECODER, JOINT, PIPELINE, TEXT])

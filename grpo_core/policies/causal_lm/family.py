@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from grpo_core.streams import ImageSize
 
 PROMPT_TOKENS = 512
-"""Assumed number of ids of the longest prompt of a batch."""
+"""Assumed number of ids of the longest prompt, where the prompts or the tokenizer are not here."""
 
 UNTRIED = "the model has no small copy to be tried on; a run tries it with its weights before it samples"
 """What a person should know about such a model."""
@@ -97,8 +97,8 @@ class CausalLMFamily:
         settings: CausalLMSettings,
         prompts: Sequence[str],
         images: Sequence[Sequence["ImageSize"]] = (),
-    ) -> None:
-        """Raise InputError if the model cannot read one of the prompts."""
+    ) -> int:
+        """Raise InputError if the model cannot read one of the prompts; return the ids of the longest."""
         if any(images):
             hint = "A model of texts does not see images; use policy.kind vision_lm, or leave out the image column."
             raise InputError("data.prompts", f"{sum(map(len, images))} images", hint)
@@ -106,9 +106,13 @@ class CausalLMFamily:
         from grpo_core.policies.causal_lm.prompts import prompt_ids, require_room
 
         context, tokenizer = read_context(read_config(model)), load_tokenizer(model)
+        longest = 0
         for prompt, number in first_numbers(prompts).items():
             with numbered_prompt(number):
-                require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
+                length = len(prompt_ids(tokenizer, settings, prompt))
+                require_room(prompt, length, settings, context)
+            longest = max(longest, length)
+        return longest
 
     def example_ids(
         self, model: str, settings: CausalLMSettings, output: "ImageSize | str", *, edited: bool, seed: int
@@ -155,8 +159,9 @@ class CausalLMFamily:
         settings: CausalLMSettings,
         choices: Mapping[Stream, "TrainingChoice"],
         images: Sequence["ImageSize"],
+        longest: int | None = None,
     ) -> "ModelSizes":
-        """Count the model, with the longest prompt as PROMPT_TOKENS."""
+        """Count the model, with the longest prompt as PROMPT_TOKENS unless it is known."""
         from grpo_core.policies.causal_lm.loading import CAUSAL_LM, build_on_meta, quantized_parameters, read_config
         from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters, shown_count
 
@@ -165,7 +170,8 @@ class CausalLMFamily:
         adapters = trained.trainable_parameters().values() if choice.lora is not None else ()
         parameters = count_parameters(trained.model) - sum(each.numel() for each in adapters)
         # The last sampled token is never fed back.
-        length = PROMPT_TOKENS + settings.max_completion_length - 1
+        prompt = longest or PROMPT_TOKENS
+        length = prompt + settings.max_completion_length - 1
         component = ComponentSizes(
             trained=trained,
             width=text.hidden_size,
@@ -182,7 +188,7 @@ class CausalLMFamily:
             quantized=quantized,
             components={"tokens": component},
             described=f"{shown_count(parameters)} parameters in {text.num_hidden_layers} layers, prompts counted as "
-            f"{PROMPT_TOKENS} ids",
+            f"{prompt} ids",
             cached=length * cached_values(text),
             head=text.vocab_size,
         )

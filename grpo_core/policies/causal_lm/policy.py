@@ -133,6 +133,11 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         return self.settings.max_completion_length
 
     @property
+    def blocks(self) -> int:
+        """Number of transformer blocks."""
+        return int(self._model.config.get_text_config().num_hidden_layers)
+
+    @property
     def _model(self) -> Any:
         return _unwrapped(self.trained.model)
 

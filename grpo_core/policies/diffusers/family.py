@@ -175,6 +175,7 @@ class DiffusersFamily:
         settings: DiffusersSettings,
         choices: Mapping[Stream, "TrainingChoice"],
         images: Sequence["ImageSize"],
+        longest: int | None = None,
     ) -> "ModelSizes":
         """Count every network of the pipeline, and the positions of the image that has most, with a source if usual."""
         from grpo_core.policies.diffusers.loading import (

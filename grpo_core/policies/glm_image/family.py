@@ -148,6 +148,7 @@ class GlmImageFamily:
         settings: GlmImageSettings,
         choices: Mapping[Stream, "TrainingChoice"],
         images: Sequence[ImageSize],
+        longest: int | None = None,
     ) -> "ModelSizes":
         """Count every network, and the ids and patches of the images that have most of them."""
         from grpo_core.policies.glm_image.decoding import train_decoder

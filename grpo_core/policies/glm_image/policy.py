@@ -91,6 +91,11 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         return int(self._base.config.vq_config.num_embeddings)
 
     @property
+    def blocks(self) -> int:
+        """Number of transformer blocks."""
+        return int(self._base.config.get_text_config().num_hidden_layers)
+
+    @property
     def _base(self) -> Any:
         return self.pipeline.vision_language_encoder
 

@@ -87,8 +87,8 @@ class VisionLMFamily:
         settings: VisionLMSettings,
         prompts: Sequence[str],
         images: Sequence[Sequence["ImageSize"]] = (),
-    ) -> None:
-        """Raise InputError if the model cannot read one of the prompts.
+    ) -> int:
+        """Raise InputError if the model cannot read one of the prompts; return the ids of the longest.
 
         Images are processed blank, those of the prompts with the most pixels.
         """
@@ -105,11 +105,13 @@ class VisionLMFamily:
         sets = dict.fromkeys(sizes for _, sizes in given if sizes)
         largest = sorted(sets, key=lambda sizes: sum(size.width * size.height for size in sizes))[-_PROCESSED:]
         added: dict[tuple[ImageSize, ...], int] = {}
+        longest = 0
         for (prompt, sizes), number in given.items():
             with numbered_prompt(number):
                 if not sizes:
                     ids = process_prompt(processor, settings, prompt, [], placeholders).ids
                     require_room(prompt, len(ids), settings, context)
+                    longest = max(longest, len(ids))
                     continue
                 printed = len(printed_ids(processor, settings, prompt, len(sizes)))
                 if sizes in largest and sizes not in added:
@@ -117,6 +119,8 @@ class VisionLMFamily:
                     added[sizes] = len(process_prompt(processor, settings, prompt, blank, placeholders).ids) - printed
                 of_images = added.get(sizes, 0)
                 require_room(prompt, printed + of_images, settings, context, of_images=of_images)
+                longest = max(longest, printed + of_images)
+        return longest
 
     def example_ids(
         self, model: str, settings: VisionLMSettings, output: "ImageSize | str", *, edited: bool, seed: int
@@ -164,8 +168,9 @@ class VisionLMFamily:
         settings: VisionLMSettings,
         choices: Mapping[Stream, "TrainingChoice"],
         images: Sequence["ImageSize"],
+        longest: int | None = None,
     ) -> "ModelSizes":
-        """Count the model, with the longest prompt as PROMPT_TOKENS and one image of IMAGE_SIDE."""
+        """Count the model, with the longest prompt as PROMPT_TOKENS and one image of IMAGE_SIDE unless it is known."""
         import torch
         from PIL import Image
 
@@ -192,7 +197,8 @@ class VisionLMFamily:
             processed = process_prompt(processor, settings, "", [image], find_placeholders(config, processor))
         of_image = processed.ids.count(config.image_token_id)
         # The last sampled token is never fed back.
-        length = PROMPT_TOKENS + of_image + settings.max_completion_length - 1
+        assumed = f"{PROMPT_TOKENS} ids and {of_image} for an image of {IMAGE_SIDE}x{IMAGE_SIDE}"
+        length = (longest or PROMPT_TOKENS + of_image) + settings.max_completion_length - 1
         component = ComponentSizes(
             trained=trained,
             width=text.hidden_size,
@@ -211,8 +217,7 @@ class VisionLMFamily:
             components={"tokens": component},
             described=(
                 f"{shown_count(parameters)} parameters in {text.num_hidden_layers} layers and an image encoder of "
-                f"{shown_count(encoder)}, prompts counted as {PROMPT_TOKENS} ids and {of_image} for "
-                f"an image of {IMAGE_SIDE}x{IMAGE_SIDE}"
+                f"{shown_count(encoder)}, prompts counted as {f'{longest} ids' if longest else assumed}"
             ),
             cached=length * cached_values(text),
             head=text.vocab_size,

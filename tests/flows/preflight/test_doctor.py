@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from transformers import MambaConfig, PhimoeConfig, PreTrainedConfig
+from transformers import AutoTokenizer, LlamaConfig, MambaConfig, PhimoeConfig, PreTrainedConfig
 from typer.testing import CliRunner
 
 from configs.loader import read_config
@@ -435,3 +435,22 @@ class TestTrials:
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ended.returncode == -signal.SIGSEGV
         assert f'File "{file}", line 3 in score' in ended.stderr
+
+
+def test_memory_is_that_of_the_longest_prompt(tmp_path: Path) -> None:
+    """The ids are those of the tokenizer's own template; the cache has them and the completion, but for its end."""
+    words = ["ok", "sort the letters of banana", "sort"]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": each, "answer": "a", "word": "a"}) for each in words))
+    changes = (f"storage.root={tmp_path}/runs", f"data.prompts={path}", "evaluate.prompts=null")
+    diagnosis, _ = examined(TINY_TEXT, *changes, "rollout.max_completion_length=20")
+    tokenizer = AutoTokenizer.from_pretrained(TEXT_MODEL)
+    given = [{"role": "user", "content": words[1]}]
+    longest = len(tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=True)["input_ids"])
+    (weights,) = (each for each in diagnosis.findings if each.subject == "weights")
+    assert f"prompts counted as {longest} ids" in weights.message
+    config, rollout = LlamaConfig.from_pretrained(TEXT_MODEL), read_config(TINY_TEXT, changes).rollout
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    rows = rollout.prompts_per_batch * rollout.group_size
+    assert diagnosis.memory is not None
+    assert diagnosis.memory.part("key-value cache") == rows * (longest + 20 - 1) * values * 4
