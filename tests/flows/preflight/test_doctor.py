@@ -1,6 +1,7 @@
 """`grpo doctor`: what it finds, the memory it estimates for shipped files, and that it changes nothing."""
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -16,7 +17,15 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from transformers import AutoTokenizer, LlamaConfig, MambaConfig, PhimoeConfig, PreTrainedConfig
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    MambaConfig,
+    Phi3Config,
+    PhimoeConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 from typer.testing import CliRunner
 
 from configs.loader import read_config
@@ -454,3 +463,30 @@ def test_memory_is_that_of_the_longest_prompt(tmp_path: Path) -> None:
     rows = rollout.prompts_per_batch * rollout.group_size
     assert diagnosis.memory is not None
     assert diagnosis.memory.part("key-value cache") == rows * (longest + 20 - 1) * values * 4
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+SMALL = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+FEW = {**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 2, "bos_token_id": None, "pad_token_id": None}
+WRONG: Mapping[str, tuple[PreTrainedConfig, str, str]] = {
+    "rows past the change of LongRoPE": (
+        Phi3Config(**FEW, eos_token_id=268, original_max_position_embeddings=28, rope_parameters=dict(LONGROPE)),
+        "rollout.max_completion_length=24",
+        r"28, past which the frequencies of its LongRoPE \(phi3\) change \(it reads 4096 ids with others\)",
+    ),
+    "a tied weight that would be moved": (
+        Qwen2Config(**FEW, eos_token_id=268, tie_word_embeddings=True),
+        "policy.lora={rank: 2, targets: lm_head, init_lora_weights: pissa}",
+        "moves a part of the weights of lm_head into an adapter",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_doctor_and_train_refuse_what_the_model_gets_wrong(what: str, tmp_path: Path) -> None:
+    config, change, hint = WRONG[what]
+    overrides = (*text_model(tmp_path, config), change)
+    (error,) = refused(lambda: check_inputs(read_config(TINY_TEXT, overrides)))
+    assert re.search(hint, error.hint)
+    _, hints = examined(TINY_TEXT, *overrides)
+    assert hints["model"] == error.hint
