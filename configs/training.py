@@ -115,7 +115,7 @@ class AdvantagesSection(Section, AdvantageSettings):
     max_rounds: PositiveInt = Field(4, description="maximum number of sampling rounds per iteration, with redraw")
 
 
-_TOLERANCES: Mapping[Stream, tuple[tuple[float, float], tuple[float, float]]] = MappingProxyType(
+_TOLERANCES: Mapping[Stream, tuple[tuple[float, float], ...]] = MappingProxyType(
     {"tokens": ((1e-3, 1e-4),), "denoising": ((1e-5, 1e-6), (1e-3, 1e-4))}
 )
 """Largest and mean difference by stream, in fp32 and in 16 bits; what these round of tokens depends on the model."""

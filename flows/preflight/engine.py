@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +140,8 @@ def _server_problems(
         write_zero_adapter(trained, Path(folder))
         zeros = Adapter(adapter_name(config.run.name, "0" * 64), folder)
         context, tried = _longest(config, prompts, reader.policy)
-        needs = Needs(context, getattr(config.rollout, "top_k", 0), config.run.name, zeros, *tried)
-        needs = replace(needs, at_most=reader.policy.context.at_most)
+        top_k, at_most = getattr(config.rollout, "top_k", 0), reader.policy.context.at_most
+        needs = Needs(context, top_k, config.run.name, zeros, *tried, at_most=at_most)
         yield from run_awaitable(server_problems(server, needs))
 
 

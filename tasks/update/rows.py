@@ -10,6 +10,7 @@ import polars as pl
 import pyarrow as pa
 
 from configs.training import ParitySection
+from grpo_core.actions import TokenBatch
 from grpo_core.parity import BF16, FP16, ParityTolerance, of_rounding
 from grpo_core.policies.engines.settings import EngineRecord
 from grpo_core.policies.protocol import PolicyFamily
@@ -227,6 +228,7 @@ def _rounding(training: Training, engines: Sequence[EngineRecord]) -> ParityTole
     rows, component = training.rows, training.component
     dtypes = {each.engine_dtype for each in engines}
     unit = FP16 if training.in_fp32 and "bfloat16" not in dtypes else BF16
+    assert isinstance(rows.actions, TokenBatch), "steps of denoising have tolerances of their own"
     stored = rows.rollout_logprobs[rows.actions.loss_mask]
     return of_rounding(
         stored,

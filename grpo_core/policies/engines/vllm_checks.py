@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Needs:
     run: str
     adapter: Adapter | None
     prompt: ServedPrompt = _TEXT
-    at_most: int | None = None
+    at_most: int | None = field(default=None, kw_only=True)
 
 
 def write_zero_adapter(trained: TrainedModel, folder: Path) -> None:
