@@ -217,7 +217,7 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
 
     @property
     def custom_loss(self) -> str | None:
-        """The sha256 of the source file of a user's loss; None for one of grpo_core."""
+        """The sha256 of the code of a user's loss; None for one of grpo_core."""
         return None
 
     def importance_weights(self, default: MismatchSection) -> MismatchSection | None:
@@ -251,7 +251,7 @@ class UpdateSection(BaseUpdateSection, UpdateSettings):
 
     @property
     def custom_loss(self) -> str | None:
-        """The sha256 of the source file of a user's loss; None for one of grpo_core."""
+        """The sha256 of the code of a user's loss; None for one of grpo_core."""
         return custom_loss_digest(self.loss)
 
     def importance_weights(self, default: MismatchSection) -> MismatchSection:

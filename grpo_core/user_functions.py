@@ -2,14 +2,10 @@
 
 import difflib
 import functools
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import json
 import os
 import re
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +15,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from grpo_core.errors import InputError
-from grpo_core.seeds import file_sha256
+from grpo_core.user_code import UserCode, follow_code
+from grpo_core.user_modules import import_code, read_while_imported
 
 REFERENCE = re.compile(r".+:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """``package.module:function`` or ``path/to/file.py:function``."""
@@ -30,19 +27,24 @@ SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function and its source.
+    """A function and its code.
 
     Attributes:
         call: the function itself.
         place: file and line of its definition, as a person opens them.
-        sha256: of the source file, as it was when the code that runs was imported.
+        code: that runs when it is called.
         arguments: a JSON object of keyword arguments that go along with every call.
     """
 
     call: Callable[..., object]
     place: str
-    sha256: str
+    code: UserCode
     arguments: str = "{}"
+
+    @property
+    def unfollowed(self) -> tuple[str, ...]:
+        """What its code runs or has read while it was imported, and the digest of its code does not see."""
+        return (*self.code.unfollowed, *(f"{path} (read by an import)" for path in read_while_imported(self.code)))
 
     def raised_at(self, error: BaseException) -> str:
         """Return file and line of the user's statement that caused the error, or of the definition without any."""
@@ -90,7 +92,7 @@ def working_directory_kept() -> Iterator[None]:
 
 
 def load_function(place: str, reference: str, arguments: str = "{}", *, factory: bool = False) -> UserFunction:
-    """Import the function, once per process for each state of its file.
+    """Import the function, once per process for each state of its code.
 
     Args:
         arguments: a JSON object of keyword arguments.
@@ -101,15 +103,16 @@ def load_function(place: str, reference: str, arguments: str = "{}", *, factory:
         InputError: no such module or function, an error while importing it, no Python function.
     """
     with _LOADING:
-        code = _code_of(place, reference, find_function(place, reference))
-        return _build(place, reference, arguments, factory, _running_digest(reference, code.co_filename))
+        code, _, state = _import(place, reference)
+        # The state also tells sources apart that differ in their lines alone.
+        return _build(place, reference, arguments, factory, code.digest, state)
 
 
 def find_function(place: str, reference: str) -> Callable[..., object]:
     """Import what `reference` names; raises as :func:`load_function`."""
     module, _, name = reference.rpartition(":")
-    with _LOADING, working_directory_kept():
-        found: object = _import(place, reference, module)
+    with _LOADING:
+        found: object = _import(place, reference)[1]
     for part in name.split("."):
         known = [key for key in dir(found) if not key.startswith("_")]
         try:
@@ -132,7 +135,7 @@ def signature_of(function: Callable[..., object]) -> inspect.Signature | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _build(place: str, reference: str, arguments: str, factory: bool, digest: str) -> UserFunction:
+def _build(place: str, reference: str, arguments: str, factory: bool, digest: str, state: str) -> UserFunction:
     function, given = find_function(place, reference), arguments
     if factory:
         named = function
@@ -148,32 +151,19 @@ def _build(place: str, reference: str, arguments: str, factory: bool, digest: st
             raise InputError(place, reference, hint)
         function, given = made, "{}"
     code = _code_of(place, reference, function)
-    file = code.co_filename
-    return UserFunction(function, f"{file}:{code.co_firstlineno}", _running_digest(reference, file), given)
+    return UserFunction(function, f"{code.co_filename}:{code.co_firstlineno}", _import(place, reference)[0], given)
 
 
-def _running_digest(reference: str, file: str) -> str:
-    """Return the sha256 of the source of the code that runs.
-
-    A file given by its path is imported again when it has changed; a module stays what it was at its first import.
-    """
+def _import(place: str, reference: str) -> tuple[UserCode, ModuleType, str]:
+    """Return the code of a reference, its module, and a name for the state in which this is."""
     module = reference.rpartition(":")[0]
-    if module.endswith(".py") and Path(module).expanduser().resolve() == Path(file).resolve():
-        return file_sha256(file)
-    return _first_digest(file)
-
-
-@functools.cache
-def _first_digest(file: str) -> str:
-    return file_sha256(file)
-
-
-def _import(place: str, reference: str, module: str) -> ModuleType:
     file = Path(module).expanduser().resolve() if module.endswith(".py") else None
     if file is not None and not file.is_file():
         raise InputError(place, reference, f"There is no file {file}. Give its path, from where grpo is started.")
     try:
-        return importlib.import_module(module) if file is None else _import_file(str(file), file_sha256(str(file)))
+        code = follow_code(reference)
+        with working_directory_kept():
+            return code, *import_code(code)
     except (Exception, SystemExit) as error:  # whatever a user's code raises is reported with its place
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if file is None and missing is not None and f"{module}.".startswith(f"{missing}."):
@@ -182,27 +172,6 @@ def _import(place: str, reference: str, module: str) -> ModuleType:
         where = _origin(error, str(file) if file is not None else None)
         hint = f"Importing it raised {shown_error(error)} at {where}. Fix that first."
         raise InputError(place, reference, hint) from error
-
-
-@functools.lru_cache(maxsize=64)
-def _import_file(file: str, digest: str) -> ModuleType:
-    folder = str(Path(file).parent)
-    if folder not in sys.path:
-        # As Python does for a script, so that it finds its neighbours; last, so that it hides nothing.
-        sys.path.append(folder)
-    name = f"reward_file_{hashlib.sha256(file.encode()).hexdigest()[:12]}_{digest[:12]}"
-    specification = importlib.util.spec_from_file_location(name, file)
-    assert specification is not None, file
-    assert specification.loader is not None, file
-    module = importlib.util.module_from_spec(specification)
-    # Dataclasses and pickle look a module up by its name.
-    sys.modules[name] = module
-    try:
-        specification.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _code_of(place: str, reference: str, function: Callable[..., object]) -> CodeType:

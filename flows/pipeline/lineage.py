@@ -77,7 +77,7 @@ def stage_code(config: RunConfig, model: ModelSpec) -> dict[str, tuple[str, ...]
             for section in config.rewards:
                 code[f"score {section.label}"] = stage_named(name).roots({"section": section})
         else:
-            code[name] = stage_named(name).roots({"model": model, "rollout": config.rollout})
+            code[name] = stage_named(name).roots({"model": model, "rollout": config.rollout, "updates": config.updates})
     return code
 
 

@@ -16,7 +16,7 @@ from flows.preflight.files import prepare_hub
 from flows.preflight.inputs import CHECKS
 from flows.preflight.model import estimate_model, refuse_offload_without_room, refuse_prompt_texts, source_of
 from flows.preflight.prompts import PromptFiles, read_prompt_files
-from flows.preflight.rewards import try_functions
+from flows.preflight.rewards import code_notes, try_functions
 from flows.preflight.weights import find_weights
 from flows.preflight.work import describe_work
 from flows.server.reachable import require_pools, require_server, require_ui, server_url, workers_online
@@ -194,7 +194,7 @@ def _rewards(config: RunConfig, prompts: PromptFiles, report_progress: Callable[
     message = [f"ready: {', '.join(ready)}"] if ready else []
     message += [f"loads; not called yet: {label}" for label in sorted(waiting)]
     outcomes = tuple(f"{each.label}: {each.outcome}" for each in trials)
-    return [Finding("rewards", True, "; ".join(message), notes=outcomes)]
+    return [Finding("rewards", True, "; ".join(message), notes=(*outcomes, *code_notes(config)))]
 
 
 def _placed(config: RunConfig) -> str:

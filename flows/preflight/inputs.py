@@ -24,7 +24,7 @@ from flows.preflight.model import (
     trained_model,
 )
 from flows.preflight.prompts import PromptFiles, check_prompts
-from flows.preflight.rewards import check_rewards
+from flows.preflight.rewards import check_rewards, code_notes
 from flows.server.reachable import require_pools, require_server, require_ui
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.protocol import policy_family
@@ -131,7 +131,7 @@ def _check_model(config: RunConfig, files: PromptFiles) -> RunInputs:
         spec = spec.model_copy(update={"memory": estimates[False].needed})
     training, heldout = files.usable("data"), files.usable("evaluate")
     refuse_prompt_texts(config, files)
-    return RunInputs(store, spec, training, heldout, files.notes)
+    return RunInputs(store, spec, training, heldout, (*files.notes, *code_notes(config)))
 
 
 def _refuse_stored_settings(config: RunConfig, stored: LoraSettings | None) -> None:

@@ -14,6 +14,7 @@ from configs.training import RewardSection
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage, encode_png, fits_reward, require_aspect, shown_bounds
+from grpo_core.losses.settings import load_custom_loss
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
@@ -58,7 +59,7 @@ def try_functions(config: RunConfig, prompts: PromptFiles, report_progress: Call
     built = [(each, build_reward(each[1].reward, each[1].settings)) for each in _scored(config)]
     waiting = []
     for (place, section, parts), reward in built:
-        if not reward.is_user_function:
+        if reward.user_function is None:
             continue
         rows = next(_siblings(config, prompts, section, reward, parts), None)
         if rows is None:
@@ -145,6 +146,22 @@ def _scored(config: RunConfig) -> list[tuple[str, RewardSection, Sequence[str]]]
         *((f"rewards.{index}", each, ("data", "evaluate")) for index, each in enumerate(config.rewards)),
         *((f"guardrails.rewards.{index}", each, ("evaluate",)) for index, each in enumerate(config.guardrails.rewards)),
     ]
+
+
+def code_notes(config: RunConfig) -> tuple[str, ...]:
+    """Name what the user's functions use and no key sees, such as data that they read when they are imported."""
+    found = []
+    for place, section, _ in _scored(config):
+        reward = build_reward(section.reward, section.settings)
+        if reward.unfollowed:
+            unseen = ", ".join(reward.unfollowed)
+            hint = "set settings.revision to another text when one of them does"
+            found.append(f"{place}.{section.label}, {reward.user_function}: no key sees a change of {unseen}; {hint}")
+    for stream, update in config.updates.items():
+        if update.custom_loss is not None and (unseen := ", ".join(load_custom_loss(update.objective).unfollowed)):
+            place = f"{config.update_path(stream)}.loss, {update.objective}"
+            found.append(f"{place}: no key sees a change of {unseen}; train a new run when one of them changes")
+    return tuple(found)
 
 
 def check_rewards(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:

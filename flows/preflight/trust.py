@@ -18,7 +18,7 @@ from configs.schema import RunConfig
 from configs.training import RewardSection, UpdateSection
 from grpo_core.errors import InputError, raise_all
 from grpo_core.losses.settings import LOSSES
-from grpo_core.seeds import file_sha256
+from grpo_core.user_code import follow_code
 from tasks.runs.lookup import CONFIG_FILE
 from tasks.runs.stored import stored_config
 from tasks.storage.artifacts.store import ArtifactStore
@@ -49,14 +49,14 @@ class Use:
 
     @property
     def digest(self) -> str:
-        """sha256 of what is used, with the path and the content of its file; what that imports lies next to it."""
+        """sha256 of what is used, with the path of its file and the code of all that this imports from its folder."""
         if self.file is None:
             return hashlib.sha256(json.dumps([self.details]).encode()).hexdigest()
         # However the path is written.
         path, name = str(self.file), self.value.rpartition(":")[2]
         named = json.loads(self.details).items()
         details = json.dumps({key: name if value == self.value else value for key, value in named}, sort_keys=True)
-        return hashlib.sha256(json.dumps([details, path, file_sha256(path)]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([details, path, follow_code(self.value).files_digest]).encode()).hexdigest()
 
     @property
     def is_missing(self) -> bool:

@@ -188,8 +188,8 @@ class LossSettings:
 
 
 def custom_loss_digest(name: str) -> str | None:
-    """Return the sha256 of a custom loss's source file; None for a loss of LOSSES."""
-    return None if name in LOSSES else load_custom_loss(name).sha256
+    """Return the sha256 of a custom loss's code; None for a loss of LOSSES."""
+    return None if name in LOSSES else load_custom_loss(name).code.digest
 
 
 def load_custom_loss(name: str) -> UserFunction:

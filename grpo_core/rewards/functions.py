@@ -73,7 +73,8 @@ class FunctionReward(Reward):
     whose values become metrics of the run, and ``log_extra``, whose values become columns of the samples.
 
     Attributes:
-        function: ``package.module:function`` or ``path/to/file.py:function``; only its own file counts for the version.
+        function: ``package.module:function`` or ``path/to/file.py:function``. The version is made of its file, of the
+            files that this imports from its own folder tree, and of the versions of the packages that these import.
         arguments: keyword arguments, for the factory or, where it is none, for every call.
         factory: whether `function` gives the reward function when called with `arguments`
             (``trl.rewards:get_soft_overlong_punishment``). By default it is one when it is a class or takes nothing
@@ -84,7 +85,8 @@ class FunctionReward(Reward):
         by_group: whether the function compares siblings; it then gets one complete group per call.
         with_targets: whether the function compares with target images.
         on_error: ``raise``, or ``null``: a sample whose call raises has a failure instead of a score.
-        revision: any text; change it when a module that the function's file imports has changed.
+        revision: any text; change it when something else has changed that the function uses, such as a file that it
+            reads or a module that it imports by a computed name.
     """
 
     function: Annotated[str, AfterValidator(_check_reference)] = ""
@@ -99,12 +101,24 @@ class FunctionReward(Reward):
     name: ClassVar[str] = "function"
     media: ClassVar[tuple[Modality, ...]] = ("image", "text")
     needs_tokens: ClassVar[bool] = True
-    is_user_function: ClassVar[bool] = True
+
+    @property
+    def user_function(self) -> str:
+        """The function's reference."""
+        return self.function
+
+    @property
+    def unfollowed(self) -> Sequence[str]:
+        """What the function's code uses and `version` does not see; empty while the function cannot load."""
+        try:
+            return self._load().unfollowed
+        except InputError:
+            return ()
 
     @property
     def version(self) -> str:
-        """Includes the function's source file."""
-        return f"1+{self._load().sha256[:16]}"
+        """Includes the function's code."""
+        return f"1+{self._load().code.digest[:16]}"
 
     @property
     def needs_group(self) -> bool:

@@ -165,9 +165,14 @@ class Reward(abc.ABC):
         return ("image",)
 
     @property
-    def is_user_function(self) -> bool:
-        """Whether it calls a function of the user, of whose answer nothing is known before a call."""
-        return False
+    def user_function(self) -> str | None:
+        """Reference of the user's function that it calls, of whose answer nothing is known before a call; or None."""
+        return None
+
+    @property
+    def unfollowed(self) -> Sequence[str]:
+        """What the function's code uses and `version` does not see; empty while the function cannot load."""
+        return ()
 
     @property
     def needs_target(self) -> bool:

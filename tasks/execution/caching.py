@@ -159,6 +159,7 @@ def stage_task(
     kind: Kind | None = None,
     sharding: Sharding | None = None,
     modules: Roots = lambda arguments: (),
+    functions: Roots = lambda arguments: (),
     uses_policy: Callable[[Arguments], bool] = lambda arguments: False,
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Make a Prefect task whose result is a reference, stored under the stage's key and verified when it is reused.
@@ -169,11 +170,13 @@ def stage_task(
         kind: section of the placement, which is one of its arguments; None if it always runs in this process.
         sharding: how it is cut and joined; None if it cannot be cut.
         modules: returns the modules that the stage imports by a name composed at run time, given the inputs.
+        functions: returns the references of the user's functions that the stage calls, given the inputs.
         uses_policy: returns whether the stage computes with the policy that its process keeps, given the inputs.
     """
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:
-        stage, signature = Stage(name, kind, function, modules, sharding, uses_policy), inspect.signature(function)
+        stage = Stage(name, kind, function, modules, sharding, uses_policy, functions)
+        signature = inspect.signature(function)
         register(stage)
 
         @functools.wraps(function)

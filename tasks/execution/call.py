@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from configs.sections import PlacementSection, ShardedStagePlacement, StagePlacement, StorageSection
 from grpo_core.errors import InputError
+from grpo_core.user_code import UserCode, follow_code
 from tasks.execution.child_process import ChildProcess
 from tasks.execution.devices import DeviceProcesses
 from tasks.execution.errors import ErrorRecord, LostStageError, StageCancelledError, StageTimeoutError, record_of
@@ -73,6 +74,7 @@ class Stage:
     Attributes:
         kind: section of the placement; None if it always runs in the run's process.
         modules: returns the modules that the function imports by a name composed at run time, given the arguments.
+        functions: returns the references of the user's functions that it calls, given the arguments.
         uses_policy: returns whether it computes with the policy that its process keeps, given the arguments; such
             stages take turns in one process.
     """
@@ -83,10 +85,21 @@ class Stage:
     modules: Callable[[Arguments], tuple[str, ...]]
     sharding: Sharding | None = None
     uses_policy: Callable[[Arguments], bool] = lambda arguments: False
+    functions: Callable[[Arguments], tuple[str, ...]] = lambda arguments: ()
 
     def roots(self, arguments: Arguments) -> tuple[str, ...]:
         """Return where the stage's code begins: its function, and modules that are not imported by a fixed name."""
-        return f"{self.function.__module__}:{self.function.__qualname__}", *self.modules(arguments)
+        used = dict.fromkeys(each for code in self.user_code(arguments).values() for each in code.project)
+        return f"{self.function.__module__}:{self.function.__qualname__}", *self.modules(arguments), *used
+
+    def user_code(self, arguments: Arguments) -> dict[str, UserCode]:
+        """Return the code of the user's functions that it calls, by their references; what has none is left out."""
+        found = {}
+        for reference in self.functions(arguments):
+            # Loading it says that there is no such file.
+            with contextlib.suppress(OSError):
+                found[reference] = follow_code(reference)
+        return found
 
     def where(self, arguments: Arguments) -> StagePlacement:
         """Return its section of the placement; a reward may name another pool."""
@@ -157,6 +170,7 @@ class StageCall(BaseModel):
         storage: the root as every machine of the run finds it, and the folder for copies of what is read.
         roots: where the stage's code begins.
         code: digest of that code and of the libraries' versions, which the worker must have too.
+        functions: digest of the code of each of the user's functions, by its reference, which it must have too.
         arguments: arguments of the stage's function, as JSON values.
         key: of the stage's record, if another machine runs it and writes the record; the run may then withdraw the
             call by removing its file, and the stage commits nothing. None for a child of the run.
@@ -170,6 +184,7 @@ class StageCall(BaseModel):
     roots: tuple[str, ...]
     code: str
     arguments: dict[str, Any]
+    functions: dict[str, str] = {}
     key: str | None = None
 
     @property
@@ -209,6 +224,7 @@ def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore, key: str |
         run=store.run,
         roots=roots,
         code=code_of(roots),
+        functions={reference: code.digest for reference, code in stage.user_code(arguments).items()},
         key=key,
         arguments={name: TypeAdapter(hints[name]).dump_python(value, mode="json") for name, value in arguments.items()},
     )
@@ -251,6 +267,7 @@ def carry_out(call: StageCall) -> StageOutcome:
             )
             raise InputError("worker", code[:12], hint)
         stage = stage_named(call.stage)
+        _require_same_functions(call)
         store.requested = call_file(call.digest) if call.key else None
         reference = _made(stage, arguments_of(call, stage), store)
         if call.key is not None:
@@ -259,6 +276,18 @@ def carry_out(call: StageCall) -> StageOutcome:
     except Exception as error:
         return StageOutcome(error=record_of(error), reasons=tuple(store.reasons))
     return StageOutcome(made=reference, reasons=tuple(store.reasons))
+
+
+def _require_same_functions(call: StageCall) -> None:
+    """Refuse a user's function whose code is not that of the call's key."""
+    for reference, digest in call.functions.items():
+        with contextlib.suppress(OSError):
+            if (found := follow_code(reference).digest) != digest:
+                hint = (
+                    f"Its code here ({found[:12]}) is not the run's ({digest[:12]}): a file that it imports is another "
+                    "one, or has changed since the run began. Bring them to the same state, and start both again."
+                )
+                raise InputError("worker", reference, hint)
 
 
 def _made(stage: Stage, arguments: dict[str, Any], store: ArtifactStore) -> Reference:

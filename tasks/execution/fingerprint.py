@@ -10,21 +10,15 @@ names their modules as further roots. The versions of libraries are recorded wit
 
 import ast
 import hashlib
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import resolve_name
 from pathlib import Path
 
+from grpo_core.syntax import PARSING, Import, SyntaxWalk, parse
+from grpo_core.user_code import PROJECT_PACKAGES
 from tasks.process import CHECKOUT, collection_paused
-
-PACKAGES = ("grpo_core", "tasks", "configs", "data")
-"""Packages of this project that a stage may import."""
-
-Import = tuple[str, str | None]
-"""A module and a name in it; None for the module itself."""
 
 _LIBRARIES = (
     "accelerate",
@@ -52,8 +46,6 @@ _LIBRARIES = (
 """Libraries that compute."""
 
 _PACKAGE = "__init__.py"
-_PARSING = threading.Lock()
-"""Python 3.11 raises SystemError in one of two threads that build syntax trees at once."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,7 @@ def _digest(roots: tuple[str, ...], checkout: Path) -> str:
 
 @lru_cache(maxsize=64)
 def _reached(roots: tuple[str, ...], checkout: Path) -> Mapping[str, str]:
-    with _PARSING, collection_paused():
+    with PARSING, collection_paused():
         return _follow(roots, checkout)
 
 
@@ -142,7 +134,7 @@ def _resolved(imported: Import, checkout: Path) -> tuple[str, ...]:
 @lru_cache(maxsize=8192)
 def _file(module: str, checkout: Path) -> Path | None:
     """Return the file of a module of this project; None for any other."""
-    if module.split(".")[0] not in PACKAGES:
+    if module.split(".")[0] not in PROJECT_PACKAGES:
         return None
     path = checkout.joinpath(*module.split("."))
     file = path / _PACKAGE if path.is_dir() else path.with_suffix(".py")
@@ -158,7 +150,7 @@ def _source(module: str, checkout: Path, name: str = "") -> ModuleSource | None:
     file = _file(module, checkout)
     if file is None:
         return None
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = parse(file.read_text(encoding="utf-8"))
     if name:
         if name not in {getattr(each, "name", None) for each in tree.body}:
             return None
@@ -166,71 +158,14 @@ def _source(module: str, checkout: Path, name: str = "") -> ModuleSource | None:
             if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
                 each.decorator_list = []
     is_package = file.name == _PACKAGE
-    walk = _Walk(module if is_package else module.rpartition(".")[0], is_package)
+    # A package's own imports only pass names on.
+    walk = SyntaxWalk(module if is_package else module.rpartition(".")[0], passes_on=is_package)
     walk.visit(tree)
     used = dict.fromkeys(imported for name, imported, runs in walk.imports if runs and name in walk.names)
     exported: dict[str, tuple[Import, ...]] = {}
     for name, imported, _ in walk.imports:
         exported[name] = (*exported.get(name, ()), imported)
     return ModuleSource(" ".join(walk.text), tuple(used), exported)
-
-
-class _Walk:
-    """One pass over a syntax tree: its text, the names in it, and what it imports.
-
-    Attributes:
-        imports: the bound name, what it is bound to, and whether the import runs, which one for types does not.
-    """
-
-    def __init__(self, package: str, is_package: bool) -> None:
-        self.package, self.is_package = package, is_package
-        self.text: list[str] = []
-        self.names: set[str] = set()
-        self.imports: list[tuple[str, Import, bool]] = []
-
-    def visit(self, node: ast.AST) -> None:
-        """Add a node and all below it."""
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            self._add_imports(node, runs=True)
-            # A package's own imports only pass names on.
-            if self.is_package:
-                return
-        if isinstance(node, ast.If) and isinstance(test := node.test, ast.Name) and test.id == "TYPE_CHECKING":
-            for statement in node.body:
-                if isinstance(statement, ast.Import | ast.ImportFrom):
-                    self._add_imports(statement, runs=False)
-            return
-        if isinstance(node, ast.Name):
-            self.names.add(node.id)
-        self.text.append(f"({type(node).__name__}")
-        for name in node._fields:
-            value = getattr(node, name, None)
-            # Fields that are empty are left out: later versions of Python add some.
-            if value is None or value == []:
-                continue
-            self.text.append(name)
-            for each in value if isinstance(value, list) else [value]:
-                if not isinstance(each, ast.AST):
-                    self.text.append(repr(each))
-                elif not _is_text(each):
-                    self.visit(each)
-        self.text.append(")")
-
-    def _add_imports(self, node: ast.Import | ast.ImportFrom, *, runs: bool) -> None:
-        for alias in node.names:
-            if isinstance(node, ast.Import):
-                self.imports.append((alias.asname or alias.name.split(".")[0], (alias.name, None), runs))
-            else:
-                target = resolve_name("." * node.level + (node.module or ""), self.package)
-                self.imports.append((alias.asname or alias.name, (target, alias.name), runs))
-
-
-def _is_text(statement: ast.AST) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
 
 
 def library_versions() -> dict[str, str]:

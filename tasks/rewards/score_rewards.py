@@ -20,6 +20,7 @@ from configs.training import RewardSection
 from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.registry import build_reward, reward_reference
 from grpo_core.rewards.reward import Reward, provenance_of
+from grpo_core.user_code import code_kept
 from tasks.execution.caching import stage_task
 from tasks.execution.call import SHARDS, Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.metrics import LOGGED, pool_logged
@@ -149,6 +150,11 @@ def _modules(arguments: Arguments) -> tuple[str, ...]:
     return (reward_reference(arguments["section"].reward),)
 
 
+def _functions(arguments: Arguments) -> tuple[str, ...]:
+    section = arguments["section"]
+    return tuple(filter(None, [build_reward(section.reward, section.settings).user_function]))
+
+
 def _cut(arguments: Arguments, shards: int) -> list[Part]:
     """Split into as many parts as there are shards; some may be empty, since the groups are not counted yet."""
     title = arguments["title"]
@@ -206,7 +212,7 @@ def _require_enough(section: RewardSection, failed: Sequence[str], meant: int) -
         raise FailedSamplesError(section.label, failed, meant, section.max_failures)
 
 
-@stage_task(STAGE, _describe, kind="rewards", sharding=Sharding(_cut, _join), modules=_modules)
+@stage_task(STAGE, _describe, kind="rewards", sharding=Sharding(_cut, _join), modules=_modules, functions=_functions)
 def score_reward_task(
     rollouts: ArtifactRef,
     section: RewardSection,
@@ -242,7 +248,10 @@ def score_reward_task(
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
         meant = in_scope(section, everything).select("sample_id", provenance=pl.lit(provenance))
         batches = batches_for(reward, section, source, wanted, store, rollouts.run)
-        made, logged, extra = _score(reward, section, batches if wanted else iter(()), meant.height, report_progress)
+        with code_kept(f"rewards.{section.label}", filter(None, [reward.user_function])):
+            made, logged, extra = _score(
+                reward, section, batches if wanted else iter(()), meant.height, report_progress
+            )
         # A score that a sibling's score depends on was computed again.
         scored = meant.join(pl.concat([known, made]).unique("sample_id", keep="last"), **_ONE_EACH)
         table = samples.select("sample_id", "iteration", reward=pl.lit(section.label)).join(scored, **_ONE_EACH)

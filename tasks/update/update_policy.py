@@ -10,6 +10,7 @@ from configs.training import AnyUpdateSection
 from grpo_core.policies.protocol import family_module
 from grpo_core.streams import Stream
 from grpo_core.update.process_group import SINGLE_PROCESS
+from grpo_core.user_code import code_kept
 from tasks.execution.caching import stage_task
 from tasks.execution.resources import halve_on_out_of_memory, resource
 from tasks.models.resident import ModelSpec, ResidentPolicy
@@ -56,7 +57,19 @@ def _modules(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     return family_module(inputs["model"].section.kind), "tasks.update.process"
 
 
-@stage_task(STAGE, _describe, kind="update", modules=_modules, uses_policy=lambda arguments: True)
+def _losses(updates: Mapping[Stream, AnyUpdateSection]) -> tuple[str, ...]:
+    """Return the losses that are functions of the user."""
+    return tuple(update.objective for update in updates.values() if update.custom_loss is not None)
+
+
+@stage_task(
+    STAGE,
+    _describe,
+    kind="update",
+    modules=_modules,
+    functions=lambda arguments: _losses(arguments.get("updates", {})),
+    uses_policy=lambda arguments: True,
+)
 def update_policy_task(
     policy: PolicyRef,
     rollouts: tuple[ArtifactRef, ...],
@@ -101,8 +114,9 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
             refuse_lost(store, rollouts, policy_folder(job.version), STATES_REMOVED)
     report_progress = progress_of(f"{title}: {STAGE}", rows)
     with store.staging() as staged:
-        # The update counts passes over microbatches, several for each sample.
-        outcome = _carry_out(job, store, staged, lambda done, passes: report_progress(done * rows // passes))
+        with code_kept("update.loss", _losses(job.updates)):
+            # The update counts passes over microbatches, several for each sample.
+            outcome = _carry_out(job, store, staged, lambda done, passes: report_progress(done * rows // passes))
         checkpoint = store.commit(
             staged,
             policy_folder(job.version),

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from configs.training import AdvantagesSection, RewardSection
+from grpo_core.user_code import PROJECT_PACKAGES
 from tasks.execution import fingerprint
 from tasks.execution.call import STAGES, stage_named
-from tasks.execution.fingerprint import PACKAGES, code_fingerprint, reached_modules
+from tasks.execution.fingerprint import code_fingerprint, reached_modules
 from tasks.process import CHECKOUT
 from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
@@ -144,7 +145,7 @@ def modules_of(codes: set[CodeType]) -> set[str]:
     paths = {Path(code.co_filename) for code in codes if code.co_name != "<module>"}
     below = [path.relative_to(CHECKOUT) for path in paths if path.is_relative_to(CHECKOUT)]
     named = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in below]
-    return {name for name in named if name.split(".")[0] in PACKAGES}
+    return {name for name in named if name.split(".")[0] in PROJECT_PACKAGES}
 
 
 def test_everything_that_a_stage_runs_is_in_its_fingerprint(store: ArtifactStore) -> None:

@@ -1,6 +1,5 @@
 """A user's function as a reward: its version, what it needs, and the numbers of TRL's functions."""
 
-import hashlib
 import math
 import re
 import threading
@@ -37,32 +36,6 @@ def test_version_follows_the_file_and_settings_leave_out_the_folder(
     (other / "mine.py").write_text(Path(path).read_text())
     assert provenance_of(FunctionReward(function=f"{other}/mine.py:score")) == provenance_of(reward)
     assert str(tmp_path) not in str(provenance_of(reward))
-
-
-def test_version_of_a_module_is_that_of_the_code_that_runs(
-    write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    source = "def score(completions, **kwargs):\n    return [1.0] * len(completions)\n"
-    path = write(source, "module_of_rewards.py")
-    importing = write("from module_of_rewards import score\n", "importing_rewards.py")
-    for reward in (
-        FunctionReward(function="module_of_rewards:score"),
-        FunctionReward(function="module_of_rewards:score", arguments={"more": 1}),
-        FunctionReward(function=f"{importing}:score"),
-    ):
-        write(source, "module_of_rewards.py")
-        before = reward.version
-        assert before == f"1+{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-        Path(path).write_text(source.replace("1.0", "2.00"))
-        assert reward.score(texts(1)) == [Score(1.0, 1.0)]
-        assert reward.version == before
-
-
-def test_a_file_imports_its_neighbour(write: Callable[..., str]) -> None:
-    write("FULL = 7.0\n", "neighbour_of_mine.py")
-    path = write("import neighbour_of_mine\ndef score(completions, **kwargs):\n    return [neighbour_of_mine.FULL]\n")
-    assert FunctionReward(function=f"{path}:score").score(texts(1)) == [Score(7.0, 7.0)]
 
 
 @pytest.mark.parametrize(
