@@ -24,7 +24,7 @@ import psutil
 from fsspec import AbstractFileSystem
 from pydantic import BaseModel, ConfigDict
 
-from tasks.storage.roots import is_conflict
+from tasks.storage.roots import is_conflict, require_exclusive_create
 
 RENEWAL_SECONDS, LEASE_SECONDS = 5.0, 60.0
 _FRESH = 3
@@ -244,7 +244,11 @@ def take_lease(
     """Take a lease for this process, or return who has it; waits while it is not known whether the holder is alive.
 
     `on_wait` is called with a message before a wait.
+
+    Raises:
+        InputError: of the filesystem two processes could take one lease.
     """
+    require_exclusive_create(filesystem, folder)
     objects = _Objects(filesystem, folder)
     number = objects.highest
     content = objects.read(number) if number else _RELEASED

@@ -5,6 +5,8 @@ import errno
 import re
 import shutil
 import tempfile
+import uuid
+import weakref
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import fsspec
 from fsspec import AbstractFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors import SafetensorError
 
 from grpo_core.addresses import refuse_secrets
@@ -60,6 +63,60 @@ def probe_filesystem(root: str) -> AbstractFileSystem:
     filesystem: AbstractFileSystem = fsspec.filesystem("s3", skip_instance_cache=True, **_s3_options(config))
     filesystem.retries = 1
     return filesystem
+
+
+def require_exclusive_create(filesystem: AbstractFileSystem, folder: str) -> None:
+    """Refuse a filesystem of which two processes may both create one file, and so both write one run.
+
+    Many only look whether there is such a file before they write it. Here they look and see none, as in a race.
+
+    Args:
+        folder: where a file is created for it, and removed.
+
+    Raises:
+        InputError: a file that exists was created again.
+        OSError: nothing can be written there.
+    """
+    # A filesystem in memory has no other process.
+    if isinstance(filesystem, MemoryFileSystem) or filesystem in _EXCLUSIVE:
+        return
+    path = f"{folder}/probe-{uuid.uuid4().hex[:8]}"
+    filesystem.pipe_file(path, b"first")
+    try:
+        _blind(filesystem).pipe_file(path, b"second", mode="create")
+    except OSError as error:
+        if not is_conflict(error):
+            raise
+        _EXCLUSIVE.add(filesystem)
+        return
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            filesystem.rm_file(path)
+    hint = (
+        "Two starts could write one run there, since a file that exists can be created again. Name a folder, or a "
+        "bucket that refuses this (s3:// with conditional writes)."
+    )
+    raise InputError("storage.root", filesystem.unstrip_protocol(folder), hint)
+
+
+_EXCLUSIVE: "weakref.WeakSet[AbstractFileSystem]" = weakref.WeakSet()
+
+
+def _blind(filesystem: AbstractFileSystem) -> AbstractFileSystem:
+    """Copy a filesystem, with those that it wraps; the copy says of every file that there is none."""
+
+    async def never(*arguments: object, **options: object) -> bool:
+        return False
+
+    def inner(value: object) -> object:
+        return _blind(value) if isinstance(value, AbstractFileSystem) else value
+
+    options = {name: inner(value) for name, value in filesystem.storage_options.items()}
+    copied: AbstractFileSystem = type(filesystem)(
+        *map(inner, filesystem.storage_args), **{**options, "skip_instance_cache": True}
+    )
+    copied.exists, copied._exists = (lambda *arguments, **options: False), never
+    return copied
 
 
 def _s3_options(config: dict[str, Any]) -> dict[str, Any]:

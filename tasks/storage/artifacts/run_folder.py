@@ -24,6 +24,7 @@ from tasks.storage.roots import (
     UnreachableStorageError,
     open_root,
     probe_filesystem,
+    require_exclusive_create,
     translate_remote_errors,
     translate_storage_errors,
 )
@@ -93,7 +94,7 @@ class RunFolder:
             self.filesystem.refuse_links(self.path())
 
     def require_writable(self) -> None:
-        """Raise InputError unless files of the run can be written, listed, read and removed; in seconds."""
+        """Raise InputError unless files of the run can be locked, written, listed, read and removed; in seconds."""
         name = f"{INCOMING}/probe-{uuid.uuid4().hex[:8]}"
         probe = self.path(name)
         try:
@@ -106,8 +107,11 @@ class RunFolder:
                 filesystem.pipe_file(probe, b"probe")
                 readable = filesystem.cat_file(probe) == b"probe" and bool(filesystem.ls(probe.rsplit("/", 1)[0]))
                 filesystem.rm_file(probe)
+                require_exclusive_create(filesystem, probe.rsplit("/", 1)[0])
             if not readable:
                 raise OSError("a file that was written there cannot be read back")
+        except InputError:
+            raise
         except StorageError as error:
             raise InputError(error.place, error.value, f"{error.reason[:1].upper()}{error.reason[1:]}.") from error
         # An impossible path, or a read-only URL.
