@@ -32,17 +32,17 @@ def make_generator(seed: int) -> "torch.Generator":
 
 
 def file_sha256(path: str) -> str:
-    """Return the sha256 of a file in hexadecimal; it is read again only when its size or time has changed.
+    """Return the sha256 of a file in hexadecimal; it is read again only when it is another file, or its size or time has changed.
 
     Raises:
         OSError: the file cannot be read.
     """
     file = Path(path).expanduser().resolve()
     status = file.stat()
-    return _file_sha256(file, status.st_size, status.st_mtime_ns)
+    return _file_sha256(file, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=1024)
-def _file_sha256(file: Path, size: int, mtime_ns: int) -> str:
+@functools.lru_cache(maxsize=4096)
+def _file_sha256(file: Path, inode: int, size: int, mtime_ns: int) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

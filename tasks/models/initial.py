@@ -24,6 +24,7 @@ from grpo_core.policies.trained.settings import (
     refuse_other_settings,
 )
 from grpo_core.policies.trained.whole import FULL_WEIGHTS
+from grpo_core.seeds import file_sha256
 from grpo_core.streams import STREAMS, Stream
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -35,11 +36,11 @@ RECORD_FILE = "grpo.json"
 _DETERMINING = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"}
 
 
-@lru_cache(maxsize=4)
 def model_digest(model: str, revision: str | None = None) -> str:
     """Compute the digest of a model: of the content of a folder's files, or the commit of a hub snapshot.
 
-    A hub name whose files are not on this machine is downloaded, unless the hub is switched off.
+    A hub name whose files are not on this machine is downloaded, unless the hub is switched off; `forget_hub` asks it
+    again.
 
     Args:
         revision: branch, tag or commit of a hub name; None: main.
@@ -47,14 +48,28 @@ def model_digest(model: str, revision: str | None = None) -> str:
     Raises:
         InputError: the hub's files are not on this machine and cannot be downloaded.
     """
-    folder = model_folder(model, revision)
     if not Path(model).expanduser().is_dir():
-        return folder.name
+        return _hub_commit(model, revision)
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix in _DETERMINING:
-            add_file(digest, path.relative_to(folder).as_posix(), path)
+    for name, known in model_files(model).items():
+        add_digest(digest, name, known)
     return digest.hexdigest()
+
+
+def model_files(model: str) -> dict[str, str]:
+    """Return the sha256 of the files that determine a model, by their names in its folder; empty for a hub name."""
+    folder = Path(model).expanduser()
+    paths = sorted(folder.rglob("*")) if folder.is_dir() else []
+    found = [path for path in paths if path.suffix in _DETERMINING and path.is_file()]
+    return {path.relative_to(folder).as_posix(): file_sha256(str(path)) for path in found}
+
+
+@lru_cache(maxsize=4)
+def _hub_commit(model: str, revision: str | None) -> str:
+    return model_folder(model, revision).name
+
+
+forget_hub = _hub_commit.cache_clear
 
 
 def model_folder(model: str, revision: str | None = None) -> Path:
@@ -102,6 +117,11 @@ def add_file(digest: "hashlib._Hash", name: str, path: Path, known: str | None =
     if known is None:
         with path.open("rb") as stream:
             known = hashlib.file_digest(stream, "sha256").hexdigest()
+    add_digest(digest, name, known)
+
+
+def add_digest(digest: "hashlib._Hash", name: str, known: str) -> None:
+    """Add a file's name and sha256 to a digest."""
     digest.update(name.encode() + b"\0" + bytes.fromhex(known))
 
 

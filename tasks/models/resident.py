@@ -17,6 +17,7 @@ from grpo_core.streams import Stream
 from tasks.models.initial import (
     component_folder,
     copy_folder,
+    forget_hub,
     initial_digest,
     local_source,
     training_choices,
@@ -200,6 +201,10 @@ class ResidentPolicy:
 def _require_same_model(spec: ModelSpec) -> None:
     """Refuse a folder or cache of this machine that has another model or adapter under the same name."""
     found = initial_digest(spec.section, _adapter_store(spec), spec.adapter)
+    if found != spec.digest:
+        # The hub's branch may have moved since this process asked.
+        forget_hub()
+        found = initial_digest(spec.section, _adapter_store(spec), spec.adapter)
     if found != spec.digest:
         hint = (
             f"Its files here are {found[:12]} and the run's are {spec.digest[:12]}; put the same files there on every "

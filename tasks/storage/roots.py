@@ -111,11 +111,11 @@ def _blind(filesystem: AbstractFileSystem) -> AbstractFileSystem:
     def inner(value: object) -> object:
         return _blind(value) if isinstance(value, AbstractFileSystem) else value
 
+    kind = type(filesystem)
+    # Of a class of its own, since those that cache take no method from an instance.
+    blind = type(kind.__name__, (kind,), {"exists": lambda *arguments, **options: False, "_exists": never})
     options = {name: inner(value) for name, value in filesystem.storage_options.items()}
-    copied: AbstractFileSystem = type(filesystem)(
-        *map(inner, filesystem.storage_args), **{**options, "skip_instance_cache": True}
-    )
-    copied.exists, copied._exists = (lambda *arguments, **options: False), never
+    copied: AbstractFileSystem = blind(*map(inner, filesystem.storage_args), **{**options, "skip_instance_cache": True})
     return copied
 
 

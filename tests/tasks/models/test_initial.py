@@ -1,6 +1,8 @@
 """A model's digest: changed by every file that the loader may read."""
 
+import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from configs.sections import LoraSection, PlacementSection, PolicySection
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.settings import ADAPTER_FILE, LoraSettings, TrainingChoice
-from tasks.models.initial import initial_digest, model_digest, training_choices
+from tasks.models import resident
+from tasks.models.initial import forget_hub, initial_digest, model_digest, training_choices
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -35,6 +38,64 @@ def test_files_that_may_be_loaded_count_and_others_do_not(tmp_path: Path, name: 
         file.write_text(content)
         digests.append(model_digest(str(tmp_path / content)))
     assert (digests[0] != digests[1]) is counts
+
+
+def _replaced(file: Path, text: str) -> None:
+    """Another file of the same size and time."""
+    status = file.stat()
+    other = file.with_name("other")
+    other.write_text(text)
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.replace(file)
+
+
+def _overwritten(file: Path, text: str) -> None:
+    later = file.stat().st_mtime_ns + 1
+    file.write_text(text)
+    os.utime(file, ns=(later, later))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda file: _overwritten(file, "ten"),
+        lambda file: _overwritten(file, "three"),
+        lambda file: _replaced(file, "two"),
+        lambda file: file.with_name("more.json").write_text("{}"),
+        lambda file: file.unlink(),
+    ],
+    ids=["same size", "another size", "another file", "added", "removed"],
+)
+def test_a_process_sees_that_a_model_folder_has_changed(tmp_path: Path, change: Callable[[Path], Any]) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    weights = model / "model.safetensors"
+    weights.write_text("one")
+    before = model_digest(str(model))
+    change(weights)
+    fresh = shutil.copytree(model, tmp_path / "fresh")
+    assert model_digest(str(model)) == model_digest(str(fresh)) != before
+
+
+def test_a_worker_asks_the_hub_again_if_its_commit_is_not_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = ["old", "new"]
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: f"/snapshots/{answers[0]}")
+    loaded: list[str] = []
+    monkeypatch.setattr(resident, "load_policy", lambda spec, *_: loaded.append(spec.digest) or None)
+    forget_hub()
+    section = TEXTS.spec().section.model_copy(update={"model": "of/nobody"})
+    for digest in ("old", "new"):
+        answers[0] = digest
+        with contextlib.suppress(AttributeError):
+            ResidentPolicy().at(
+                PolicyRef(version=0, digest=digest),
+                TEXTS.spec().model_copy(update={"section": section, "digest": digest}),
+                None,
+                PlacementSection(devices="cpu"),
+            )
+    forget_hub()
+    assert loaded == ["old", "new"]
 
 
 CONFIG_FILE = "adapter_config.json"
