@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from configs.policy_name import PolicyName
-from configs.schema import ReplayConfig, RunConfig, changed_settings, run_identity
+from configs.schema import ReplayConfig, RunConfig, run_identity
+from flows.pipeline.changes import HELDOUT, INPUTS, identity_difference, inputs_of, prompt_inputs
 from flows.preflight.model import trained_model
 from grpo_core.errors import InputError, raise_all
 from tasks.execution.caching import accept_code, accepted_fingerprint
@@ -38,9 +39,13 @@ _BECOMES = ".becomes~"
 
 
 def identify(
-    config: RunConfig, model: ModelSpec, training: Sequence[PromptSet], start: PolicyRef | None
+    config: RunConfig,
+    model: ModelSpec,
+    training: Sequence[PromptSet],
+    start: PolicyRef | None,
+    heldout: Sequence[PromptSet],
 ) -> dict[str, Any]:
-    """Return the identity of a run that trains this model on these prompts, as JSON values.
+    """Return the identity of a run that trains this model on these prompts, as JSON values, with names for its inputs.
 
     Args:
         start: policy of another run that is trained on; None if it is the model.
@@ -54,19 +59,24 @@ def identify(
         del section["settings"]
     prompts = [[prompt.prompt_id, dict(prompt.columns)] for each in training for prompt in each.prompts]
     targets = [target and target.sha256 for each in training for target in each.targets]
+    losses = {stream: update.custom_loss for stream, update in config.updates.items() if update.custom_loss is not None}
     return {
         "settings": settings,
         "scores": [scores_key(section) for section in config.rewards],
         "model": model.digest,
         **({"start": start.digest} if start else {}),
+        **({"losses": losses} if losses else {}),
         "prompts": hashlib.sha256(json.dumps([prompts, targets], sort_keys=True).encode()).hexdigest(),
         "code": {name: accepted_fingerprint(roots) for name, roots in stage_code(config, model).items()},
+        INPUTS: inputs_of(config, training),
+        HELDOUT: prompt_inputs("evaluate", config.evaluate, heldout),
     }
 
 
 def lineage_digest(identity: Mapping[str, Any]) -> str:
     """Return the sha256 of an identity."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    determining = {name: value for name, value in identity.items() if name not in (INPUTS, HELDOUT)}
+    return hashlib.sha256(json.dumps(determining, sort_keys=True).encode()).hexdigest()
 
 
 def stage_code(config: RunConfig, model: ModelSpec) -> dict[str, tuple[str, ...]]:
@@ -147,7 +157,11 @@ def find_change(
     if described is None or described.get(LINEAGE) == lineage_digest(identity) or _earlier_run(store) is not None:
         return None
     trained = len(RunReader(store).policies())
-    return ChangedRunError(config, _difference(described.get(IDENTITY, {}), identity), trained) if trained else None
+    return (
+        ChangedRunError(config, identity_difference(described.get(IDENTITY, {}), identity), trained)
+        if trained
+        else None
+    )
 
 
 def make_earlier_run(
@@ -166,7 +180,7 @@ def make_earlier_run(
         # A worker that picks up a request of the previous configuration finds nothing.
         clear_calls(store)
         missing = f"{RUN_FILE} is missing or damaged, so nothing says how its results were made"
-        reason = missing if described is None else _difference(described.get(IDENTITY, {}), identity)
+        reason = missing if described is None else identity_difference(described.get(IDENTITY, {}), identity)
         earlier = store.earlier_runs()
         number = 1 + int(earlier[0].rpartition("~")[2]) if earlier else 1
         log(f"{store.run}: {reason}; its results are now the run {store.run}~{number}, and what is valid is used again")
@@ -198,19 +212,6 @@ def _earlier_run(store: ArtifactStore) -> str | None:
     """Return the earlier run that the results are being moved to."""
     found = [name for name in RunReader(store).names() if name.startswith(_BECOMES)]
     return f"{store.run}~{found[0].removeprefix(_BECOMES)}" if found else None
-
-
-def _difference(previous: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
-    changes = changed_settings(previous.get("settings", {}), identity["settings"])
-    if changes:
-        return "the configuration changed: " + "; ".join(changes)
-    code: Mapping[str, str] = previous.get("code", {})
-    stages = sorted(name for name, fingerprint in identity["code"].items() if code.get(name) != fingerprint)
-    if stages:
-        return f"the code of {', '.join(stages)} changed (--accept-code keeps the results)"
-    if previous.get("start") != identity.get("start"):
-        return "it starts from another policy (run.continue_from)"
-    return "the model, prompts, or a reward's function or weights changed"
 
 
 _PLACE = "run.continue_from"

@@ -14,6 +14,7 @@ import yaml
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection, RolloutSection
 from configs.training import AnyUpdateSection
+from flows.pipeline.changes import HELDOUT, named_changes
 from flows.pipeline.lineage import (
     ACCEPTED,
     IDENTITY,
@@ -165,7 +166,9 @@ def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunEr
         listen(Silence())
         _, start = resolve_start(config, described)
         resolve_code(stage_code(config, inputs.model), described, accept=accept_code)
-        return find_change(config, inputs.store, described, identify(config, inputs.model, inputs.training, start))
+        return find_change(
+            config, inputs.store, described, identify(config, inputs.model, inputs.training, start, inputs.heldout)
+        )
 
     return copy_context().run(find)
 
@@ -194,14 +197,15 @@ def start_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         for note in inputs.notes:
             log(note)
         accepted = resolve_code(stage_code(config, model), previous or {}, accept=accept_code)
-        identity = identify(config, model, inputs.training, start)
+        identity = identify(config, model, inputs.training, start, inputs.heldout)
         if config.run.on_change == "refuse" and (change := find_change(config, store, previous, identity)) is not None:
             raise change
         recorded = (make_earlier_run(store, previous, identity) or {}).get("evaluation")
         evaluation = heldout_digest(config, inputs.heldout) or recorded
         if recorded not in (None, evaluation) and store.filesystem.exists(store.path(EVALUATIONS)):
             # They cannot be compared with later ones.
-            reason = "the held-out prompts, their targets, number or seed changed"
+            changes = named_changes((previous or {}).get(IDENTITY, {}).get(HELDOUT, {}), identity[HELDOUT])
+            reason = "; ".join(changes) or "evaluate names other prompts, another number of samples or another seed"
             store.quarantine([EVALUATIONS], reason=reason)
         described, settings = describe(run, identity, accepted, evaluation)
         versions = described["versions"]

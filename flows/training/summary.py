@@ -192,7 +192,7 @@ def _unchanged_run(config: RunConfig, store: ArtifactStore, lock: RunLock) -> Ru
     model = trained_model(config)
     run = Run(config, store, lock, model, prompts.usable("data"), prompts.usable("evaluate"), start)
     accepted = resolve_code(stage_code(config, model), previous, accept=False)
-    identity = identify(config, model, run.training, start)
+    identity = identify(config, model, run.training, start, run.heldout)
     evaluation = heldout_digest(config, run.heldout) or previous.get("evaluation")
     described, settings = describe(run, identity, accepted, evaluation)
     stored = {name: value for name, value in previous.items() if name != CONFIG_SHA256}

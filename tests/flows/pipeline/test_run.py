@@ -5,7 +5,8 @@ import functools
 import io
 import itertools
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,17 +16,18 @@ from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.command_line.options import RESTART, ask_about_change
 from flows.pipeline import lineage
-from flows.pipeline.lineage import ChangedRunError
+from flows.pipeline.lineage import ChangedRunError, read_valid_description
 from flows.pipeline.run import changed_run, start_run
 from tasks.execution import caching
 from tasks.execution.fingerprint import code_fingerprint
 from tasks.progress import listen
-from tasks.runs.lookup import find_run, read_config_file, runs_below
+from tasks.runs.lookup import find_run, read_config_file, runs_below, write_description
 from tasks.runs.stored import stored_config
 from tasks.storage.artifacts.run_folder import RunFolder
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import REPOSITORY, TINY, refused, sha256_of
 from tests.processes import ProgressLog
+from tests.tiny_policies import MODEL
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def write(path: Path, **columns: str) -> Path:
-    path.write_text(json.dumps({"prompt": "a red circle", **columns}) + "\n")
+    path.write_text(json.dumps({"prompt": "a red circle"} | columns) + "\n")
     return path
 
 
@@ -154,20 +156,95 @@ def test_a_start_that_is_not_there_is_refused(prompts: Path) -> None:
     assert not (prompts.parent / "runs" / "tiny" / "run.json").exists()
 
 
-def test_another_column_of_the_same_prompts_is_another_run(prompts: Path) -> None:
+MINE = "from helper import VALUE\ndef score(prompts, completions, **columns):\n    return [VALUE for _ in prompts]\n"
+LOSS = "from loss_helper import scale\ndef loss(inputs, settings):\n    return -scale * inputs.ratio\n"
+Edit = Callable[[Path], object]
+CHANGED: Mapping[str, tuple[Edit, str]] = {
+    "a column": (
+        lambda folder: write(folder / "prompts.jsonl", note="square", other="x"),
+        "the prompt file FOLDER/prompts.jsonl (data) changed: the column note",
+    ),
+    "a prompt": (
+        lambda folder: write(folder / "prompts.jsonl", prompt="a blue circle", note="other", other="x"),
+        "the prompt file FOLDER/prompts.jsonl (data) changed: the prompts",
+    ),
+    "a reward": (
+        lambda folder: (folder / "mine.py").write_text(MINE.replace("[VALUE", "[-VALUE")),
+        "rewards.score mine.py changed: mine.py",
+    ),
+    "what a reward imports": (
+        lambda folder: (folder / "helper.py").write_text("VALUE = -0.5\n"),
+        "rewards.score mine.py changed: helper.py",
+    ),
+    "what a reward imports from elsewhere": (
+        lambda folder: (folder / "helper.py").write_text("import numpy\nVALUE = 0.5\n"),
+        "rewards.score mine.py changed: helper.py, package numpy",
+    ),
+    "a file fewer": (
+        lambda folder: (folder / "mine.py").write_text(MINE.replace("from helper import VALUE", "VALUE = 0.5")),
+        "rewards.score mine.py changed: helper.py, mine.py",
+    ),
+    "what a loss imports": (
+        lambda folder: (folder / "loss_helper.py").write_text("scale = 2.0\n"),
+        "the loss own_loss.py (update.loss) changed: loss_helper.py",
+    ),
+    "a file of the model": (
+        lambda folder: (folder / "model" / "notes.txt").write_text("other"),
+        "the model FOLDER/model changed: notes.txt",
+    ),
+    "two inputs": (
+        lambda folder: [CHANGED["a column"][0](folder), CHANGED["what a reward imports"][0](folder)],
+        "rewards.score mine.py changed: helper.py; "
+        "the prompt file FOLDER/prompts.jsonl (data) changed: the column note",
+    ),
+    "comments": (
+        lambda folder: [
+            (folder / name).write_text(f'"""Words."""\n{(folder / name).read_text()}# A comment.\n')
+            for name in ("mine.py", "helper.py", "own_loss.py", "loss_helper.py")
+        ],
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_start_names_what_has_changed(tmp_path: Path, name: str) -> None:
+    prompts = write(tmp_path / "prompts.jsonl", note="round", other="x")
+    for file, text in (
+        ("mine", MINE),
+        ("helper", "VALUE = 0.5\n"),
+        ("own_loss", LOSS),
+        ("loss_helper", "scale = 1.0\n"),
+    ):
+        (tmp_path / f"{file}.py").write_text(text)
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "model" / "notes.txt").write_text("one")
+    mine = (
+        f'rewards=[{{"reward": "function", "settings": {{"function": "{tmp_path}/mine.py:score"}}}}]',
+        f"update.loss={tmp_path}/own_loss.py:loss",
+        f"policy.model={tmp_path}/model",
+    )
+    assert reasons(prompts, *mine) == []
+    assert reasons(prompts, *mine) == []
+    edit, reason = CHANGED[name]
+    edit(tmp_path)
+    assert reasons(prompts, *mine) == ([reason.replace("FOLDER", str(tmp_path))] if reason else [])
+    if reason:
+        assert reasons(prompts, *mine) == []
+
+
+def test_a_change_of_a_run_that_recorded_no_parts_is_still_of_something(prompts: Path) -> None:
     reasons(prompts)
+    store = find_run("tiny", str(prompts.parent / "runs"))
+    described = dict(read_valid_description(store) or {})
+    described["identity"] = {
+        name: each for name, each in described["identity"].items() if name not in ("inputs", "heldout")
+    }
+    write_description(store, described, read_config_file(store))
+    assert reasons(prompts) == []
+    write_description(store, described, read_config_file(store))
     write(prompts, note="square")
-    assert reasons(prompts) == ["the model, prompts, or a reward's function or weights changed"]
-
-
-def test_an_edited_reward_function_is_another_run(prompts: Path) -> None:
-    file = prompts.parent / "mine.py"
-    mine = f'rewards=[{{"reward": "function", "settings": {{"function": "{file}:score"}}}}]'
-    file.write_text("def score(prompts, completions, **columns):\n    return [0.5 for _ in prompts]\n")
-    assert reasons(prompts, mine) == []
-    assert reasons(prompts, mine) == []
-    file.write_text("def score(prompts, completions, **columns):\n    return [-0.5 for _ in prompts]\n")
-    assert reasons(prompts, mine) == ["the model, prompts, or a reward's function or weights changed"]
+    assert reasons(prompts) == ["the prompts or their targets changed"]
 
 
 def test_a_guardrail_asks_nothing_of_the_prompts_that_are_trained_on(prompts: Path) -> None:
