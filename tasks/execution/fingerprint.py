@@ -4,6 +4,8 @@ A fingerprint covers every module of this project that a stage's module imports,
 these import. Each is taken as a syntax tree without comments and docstrings. So an edited comment changes no key, a
 changed line in a loss changes the update's alone, and a new mechanism anywhere is seen without being listed.
 
+What says where and when a stage runs, and carries its files, is left out with all that it imports: ORCHESTRATION.
+
 Names that are composed at run time (a policy or a reward found by its configured name) cannot be followed; a stage
 names their modules as further roots. The versions of libraries are recorded with a run, and are no part of a key.
 """
@@ -19,6 +21,20 @@ from pathlib import Path
 from grpo_core.syntax import PARSING, Import, SyntaxWalk, parse
 from grpo_core.user_code import PROJECT_PACKAGES
 from tasks.process import CHECKOUT, collection_paused
+
+ORCHESTRATION = (
+    "tasks.execution",
+    "tasks.process",
+    "tasks.progress",
+    "tasks.storage.artifacts",
+    "tasks.storage.files",
+    "tasks.storage.lease",
+    "tasks.storage.links",
+    "tasks.storage.prefect_results",
+    "tasks.storage.roots",
+    "tasks.storage.run_lock",
+)
+"""Packages and modules that change no value of a result: a stage's time, place, retries, log and files."""
 
 _LIBRARIES = (
     "accelerate",
@@ -111,10 +127,15 @@ def _follow(roots: tuple[str, ...], checkout: Path) -> dict[str, str]:
         reached = [each for imported in source.used for each in _resolved(imported, checkout)]
         reached += [".".join(module.split(".")[:count]) for count in range(1, module.count(".") + 1)]
         for each in reached:
-            if each not in found and (source := _source(each, checkout)) is not None:
+            if each not in found and not is_orchestration(each) and (source := _source(each, checkout)) is not None:
                 found[each] = source.text
                 waiting.append((each, source))
     return found
+
+
+def is_orchestration(module: str) -> bool:
+    """Return whether a module changes no value of a result."""
+    return any(f"{module}.".startswith(f"{name}.") for name in ORCHESTRATION)
 
 
 @lru_cache(maxsize=8192)

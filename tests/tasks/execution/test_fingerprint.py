@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from configs.training import AdvantagesSection, RewardSection
+from grpo_core.syntax import SyntaxWalk, parse
 from grpo_core.user_code import PROJECT_PACKAGES
 from tasks.execution import fingerprint
 from tasks.execution.call import STAGES, stage_named
-from tasks.execution.fingerprint import code_fingerprint, reached_modules
+from tasks.execution.fingerprint import ORCHESTRATION, code_fingerprint, is_orchestration, reached_modules
 from tasks.process import CHECKOUT
 from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
@@ -116,7 +117,43 @@ REACHED_BY: dict[str, set[str]] = {
     "grpo_core.advantages.compute": {"compute advantages"},
     "tasks.execution.work_pool": set(),
     "tasks.execution.caching": set(),
+    "tasks.execution.stopping": set(),
+    "tasks.storage.lease": set(),
+    "tasks.storage.roots": set(),
+    "tasks.progress": set(),
+    "tasks.storage.parquet": {*STAGE_ROOTS},
 }
+COMPUTING = {"torch", "numpy", "polars", "pyarrow", "PIL", "transformers", "diffusers", "peft"}
+NEEDS_ITS_ERRORS = {"tasks.execution.resources", "tasks.execution.errors"}
+"""They know torch's error of a full memory, and ask it how much there is; memory is in no key."""
+
+NAMED_IN_CALLS = {"grpo_core.parity", "grpo_core.syntax", "grpo_core.user_code"}
+"""An error that travels between processes, and the digests of a call's code."""
+
+
+def test_no_stage_sees_orchestration_and_orchestration_computes_nothing() -> None:
+    """A log line, a retry or a lock may change without any result being made again."""
+    reached = set().union(*(reached_modules(roots) for roots in STAGE_ROOTS.values()))
+    assert {module for module in reached if is_orchestration(module)} == set()
+    for file in sorted((CHECKOUT / "tasks").rglob("*.py")):
+        module = ".".join(file.relative_to(CHECKOUT).with_suffix("").parts).removesuffix(".__init__")
+        if not is_orchestration(module) or module in NEEDS_ITS_ERRORS:
+            continue
+        walk = SyntaxWalk(module.rpartition(".")[0])
+        walk.visit(parse(file.read_bytes()))
+        imported = {name for _, (name, _), runs in walk.imports if runs}
+        assert not {name.partition(".")[0] for name in imported} & COMPUTING, module
+
+
+def test_leaving_out_orchestration_leaves_out_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only a stage's time and place lead to is orchestration too."""
+    kept = {name: reached_modules(roots) for name, roots in STAGE_ROOTS.items()}
+    monkeypatch.setattr(fingerprint, "ORCHESTRATION", ())
+    fingerprint._reached.cache_clear()
+    for name, roots in STAGE_ROOTS.items():
+        lost = {each for each in reached_modules(roots) - kept[name] if not each.startswith(ORCHESTRATION)}
+        assert lost <= NAMED_IN_CALLS, name
+    fingerprint._reached.cache_clear()
 
 
 def test_a_module_is_in_the_keys_of_the_stages_that_reach_it() -> None:
@@ -155,7 +192,7 @@ def test_everything_that_a_stage_runs_is_in_its_fingerprint(store: ArtifactStore
         with executed() as codes:
             result = run[stage](*arguments)
         missing = modules_of(codes) - reached_modules(STAGE_ROOTS[roots])
-        assert missing == set()
+        assert {module for module in missing if not is_orchestration(module)} == set()
         return result
 
     rollouts = once("collect rollouts", "collect rollouts", base(), plan(), SPEC, ROLLOUT, True, PLACEMENT)
