@@ -312,9 +312,15 @@ def read_finished(config: "RunConfig") -> "TrainSummary | None":
 
 
 def start_server() -> None:
-    """Start a temporary server if none is configured, while this process imports and checks what a flow needs."""
+    """Start a temporary server if none is configured, while this process imports and checks what a flow needs.
+
+    Raises:
+        InputError: nothing listens at the configured address.
+    """
+    from flows.server.reachable import refuse_closed_address
     from flows.server.temporary import start_temporary_server
 
+    refuse_closed_address()
     if start_temporary_server():
         log("starting Prefect's server, and loading libraries meanwhile ...")
 

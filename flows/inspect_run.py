@@ -1,6 +1,5 @@
 """Read what `grpo inspect` shows of a run: metrics, the samples of one iteration, warnings; write the page."""
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunSummary, RunView, summary_of
 from tasks.runs.signs import Verdict, hacking_verdict
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
+from tasks.storage.files import scratch_folder
 
 MAX_GROUPS = 60
 """Groups that are shown with all their samples; an iteration may have thousands."""
@@ -143,8 +143,7 @@ def read_inspection(reader: RunReader, iteration: int | None = None, *, with_pag
     """
     run = read_run(reader, iteration)
     images_of = reader.memory.recall("images of prompts", lambda: PromptImages(LARGE, reader.store))
-    with tempfile.TemporaryDirectory() as folder:
-        fetched = Path(folder)
+    with scratch_folder() as fetched:
         groups = read_groups(reader, run.shown.stages if run.shown else {}, fetched, images_of, limit=MAX_GROUPS)
         heldout = read_heldout(reader, run, fetched, images_of, limit=MAX_GROUPS)
         samples = PageSamples(groups, heldout)

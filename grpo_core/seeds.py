@@ -32,7 +32,7 @@ def make_generator(seed: int) -> "torch.Generator":
 
 
 def file_sha256(path: str) -> str:
-    """Return the sha256 of a file in hexadecimal; it is read again only when it is another file, or its size or time has changed.
+    """Return the sha256 of a file in hexadecimal; it is read again only when file, size or time is another.
 
     Raises:
         OSError: the file cannot be read.

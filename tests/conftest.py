@@ -3,12 +3,15 @@
 import atexit
 import gc
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import certifi
+import pytest
 from jaxtyping import install_import_hook
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -64,7 +67,6 @@ install_import_hook(
     "beartype.beartype",
 )
 
-import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 if TYPE_CHECKING:
@@ -128,3 +130,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_unconfigure() -> None:
     _PRIVATE.cleanup()
+
+
+@contextmanager
+def _small_disk(folder: Path, size: str) -> Iterator[Path]:
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting a small disk needs root; run the tests as root ({error})")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of 1 MiB."""
+    with _small_disk(tmp_path / "tiny-disk", "1m") as folder:
+        yield folder
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of 64 MiB."""
+    with _small_disk(tmp_path / "small-disk", "64m") as folder:
+        yield folder

@@ -1,6 +1,5 @@
 """How far a merged model is from the policy whose adapters were trained over a quantized base."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from grpo_core.streams import Stream
 from tasks.models.resident import ModelSpec, ResidentPolicy, configure_torch, load_policy
 from tasks.runs.stored import adapter_version, read_iterations
 from tasks.storage.artifacts.store import use_store
+from tasks.storage.files import scratch_folder
 from tasks.update.rows import read_training_rows
 
 ROLLOUTS = 16
@@ -51,9 +51,9 @@ def measure(plan: ExportPlan, merged: Path) -> MergedDifference | None:
         None where the iteration is not stored any more.
     """
     use_store(plan.store)
-    with tempfile.TemporaryDirectory() as fetched:
+    with scratch_folder() as fetched:
         try:
-            stored = _stored_actions(plan, Path(fetched))
+            stored = _stored_actions(plan, fetched)
         except InputError:
             return None
         config, placement = plan.config, plan.config.placement

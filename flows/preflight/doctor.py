@@ -1,6 +1,7 @@
 """Check a configuration before it costs anything: inputs, weights, memory, disk, server; each problem has a hint."""
 
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,9 @@ from tasks.storage.files import is_local, nearest_existing
 
 SIZES_SHOWN = 8
 """Number of image sizes that are named."""
+
+SERVER_BYTES = 2**26
+"""Room for the database of Prefect's temporary server, and for logs."""
 
 PARTS_SHOWN = 3
 """Number of parts of the memory that are named."""
@@ -274,6 +278,21 @@ def _largest_phase(memory: MemoryEstimate) -> str:
     return f"the most in {PHASES[phase]}: {largest}; --memory shows all parts and phases"
 
 
+def _temporary(config: RunConfig, checkpoint: int, states: int, *, remote: bool) -> tuple[str, str]:
+    """Describe the room for temporary files, and what to do if it is too small for an iteration's.
+
+    Args:
+        checkpoint, states: as for `_disk`.
+        remote: whether the root is a bucket, whose files are copied there.
+    """
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    needed = SERVER_BYTES + config.samples_per_iteration * states + (2 * checkpoint if remote else 0)
+    message = f"{folder} for temporary files: {free / GIB:.3g} GiB free, {needed / GIB:.2g} GiB needed"
+    hint = f"Free some space in {folder}, or let the variable TMPDIR name a folder on a larger disk."
+    return message, hint if free < needed else ""
+
+
 def _disk(config: RunConfig, checkpoint: int, states: int, prompts: Mapping[ImageSize, int]) -> Finding:
     """Compare the free space with what the run stores.
 
@@ -282,8 +301,10 @@ def _disk(config: RunConfig, checkpoint: int, states: int, prompts: Mapping[Imag
         states: bytes of an image's denoising states.
     """
     store = open_store(config.storage, config.run.name)
-    if not is_local(store.filesystem):
-        return Finding("disk", True, f"{config.storage.root} (not tried: a check writes nothing)")
+    scratch, lacks = _temporary(config, checkpoint, states, remote=not is_local(store.filesystem))
+    if lacks or not is_local(store.filesystem):
+        place = "" if lacks else f"{config.storage.root} (not tried: a check writes nothing); "
+        return Finding("disk", not lacks, f"{place}{scratch}", lacks)
     free = shutil.disk_usage(nearest_existing(Path(store.path()))).free / GIB
     samples = config.samples_per_iteration * config.run.iterations
     rollout = config.rollout
@@ -300,7 +321,7 @@ def _disk(config: RunConfig, checkpoint: int, states: int, prompts: Mapping[Imag
     policies = versions * checkpoint / GIB
     message = (
         f"{config.storage.root}: {free:.3g} GiB free; {message}"
-        f"{counted(versions, 'policy version')} with optimizer state {policies:.2g} GiB"
+        f"{counted(versions, 'policy version')} with optimizer state {policies:.2g} GiB; {scratch}"
     )
     enough = free > images + policies
     fewer = "" if keep else ", or set run.keep_policies"

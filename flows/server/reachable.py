@@ -2,8 +2,11 @@
 
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from flows.server.temporary import is_temporary
 from grpo_core.errors import InputError, joined, raise_all
@@ -47,6 +50,29 @@ def without_retries() -> "SettingsContext":
     context = get_settings_context()
     client = context.settings.client.model_copy(update={"max_retries": 0})
     return SettingsContext(profile=context.profile, settings=context.settings.model_copy(update={"client": client}))
+
+
+def refuse_closed_address() -> None:
+    """Refuse an address in the environment at which nothing listens; Prefect, which takes seconds, is not imported.
+
+    What answers is for `require_server` to ask, and also what a proxy or one of Prefect's profiles leads to.
+
+    Raises:
+        InputError: no connection can be made to it.
+    """
+    url = os.environ.get("PREFECT_API_URL", "")
+    try:
+        parts = urlsplit(url)
+        usual = {"http": 80, "https": 443}[parts.scheme]
+        host, port = parts.hostname, parts.port or usual
+    except (ValueError, KeyError):
+        return
+    if not host or is_temporary(url) or (getproxies().get(parts.scheme) and not proxy_bypass(host)):
+        return
+    try:
+        socket.create_connection((host, port), timeout=_TIMEOUT_SECONDS).close()
+    except OSError as error:
+        raise _no_answer(url, error) from error
 
 
 def require_server() -> None:
@@ -190,13 +216,17 @@ def _request(
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
         raise _not_prefect(url) from error
     except httpx.TransportError as error:
-        hint = (
-            f"No server answers there ({error or type(error).__name__}). Start it with `grpo ui` on its machine, "
-            "correct the address, or unset PREFECT_API_URL: a run without pools then uses a temporary server."
-        )
-        raise InputError("PREFECT_API_URL", _shown(url), hint) from error
+        raise _no_answer(url, error) from error
     except PrefectHTTPStatusError as error:
         raise _refusal(url, error.response.status_code) from error
+
+
+def _no_answer(url: str, error: Exception) -> InputError:
+    hint = (
+        f"No server answers there ({error or type(error).__name__}). Start it with `grpo ui` on its machine, "
+        "correct the address, or unset PREFECT_API_URL: a run without pools then uses a temporary server."
+    )
+    return InputError("PREFECT_API_URL", _shown(url), hint)
 
 
 def _refusal(url: str, status: int) -> InputError:

@@ -1,11 +1,12 @@
 """A server for the runs of this process: started beside the imports, ended with the process, even if that is killed.
 
 Prefect would start one at its first request, and import its whole server into this process for that. The server has a
-database of its own, which is deleted with it; if the server dies before the process, it is started again on the same
-address and database, and requests wait meanwhile.
+database of its own, which is deleted with it. If it dies before the process, or its disk is full, the run says so at
+once and ends after its stage; the same command resumes it.
 """
 
 import atexit
+import contextlib
 import contextvars
 import logging
 import os
@@ -14,13 +15,14 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from flows.prefect_settings import SINGLE_RUN
 from flows.server.database import database_settings, keep_template
 from tasks.execution.server_process import ServerProcess
 from tasks.progress import log
+from tasks.storage.files import scratch_folder
 
 _PROGRAM = """
 import gc, os, shutil, socket, sys, threading
@@ -63,21 +65,22 @@ class TemporaryServer(ServerProcess):
         settings: Prefect's, by the names of their variables, beside the environment of this process.
 
     Attributes:
-        port: of the loopback address; it stays the same when the server is started again.
+        port: of the loopback address.
         folder: of the database, deleted by the server when this process has ended.
-        lost: why the server is not started again; None while it runs, or will.
+        lost: why nothing can be reported any more; None while the server runs.
     """
 
     def __init__(self, settings: Mapping[str, str]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="grpo-server-"))
-        # Open as long as this process lives: while no server runs, requests wait in its queue.
+        self._scratch = contextlib.ExitStack()
+        self.folder = self._scratch.enter_context(scratch_folder())
+        # Before the server runs, requests wait in its queue.
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.lost: str | None = None
         self._closed = False
         descriptor = self._listener.fileno()
         super().__init__(
             "Prefect's temporary server",
-            [sys.executable, "-c", _PROGRAM, str(descriptor), str(self.folder)],
+            [sys.executable, "-c", _PROGRAM, str(descriptor), str(self.folder.parent)],
             {**_environment(settings), **database_settings(self.folder)},
             tempfile.TemporaryFile(),  # noqa: SIM115  (open as long as the server runs)
             self._listener.getsockname()[1],
@@ -96,30 +99,38 @@ class TemporaryServer(ServerProcess):
         super().close()
         self._listener.close()
         if not self.is_running:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._scratch.close()
 
-    def keep_running(self, seconds: float) -> None:
-        """Start the server again whenever it dies before this process; returns when it is closed or lost.
+    def watch(self) -> None:
+        """Return once the server is closed, or lost: it has died, or its database cannot grow any more."""
+        while self.lost is None and not self._closed:
+            if not self.is_running:
+                self._lose(f"{self.title} {self.how_it_ended()}")
+            elif (error := self._full()) is not None:
+                free = shutil.disk_usage(tempfile.gettempdir()).free / 2**20
+                place = f"the folder for temporary files, {tempfile.gettempdir()} ({free:.1f} MiB free)"
+                self._lose(f"nothing can be written in {place}: {error}. {self.title} has its database there")
+            else:
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
 
-        A server that dies again at once is lost: then no request waits any more, and the next stage does not begin.
-
-        Args:
-            seconds: within which it must answer.
-        """
-        while True:
-            self.how_it_ended()
-            if self._closed:
-                return
-            try:
-                self.start_again(seconds)
-            except (RuntimeError, OSError) as error:
-                self._lose(str(error))
-                return
+    def _full(self) -> str | None:
+        """Return why the database's disk takes nothing more; None if it does."""
+        try:
+            with tempfile.TemporaryFile(dir=self.folder, buffering=0) as file:
+                file.write(bytes(_LEAST_BYTES))
+        except FileNotFoundError:
+            # The server has deleted its folder at its end.
+            return None
+        except OSError as error:
+            return error.strerror or type(error).__name__
+        return None
 
     def _lose(self, reason: str) -> None:
         from prefect.settings import get_current_settings
 
-        log(f"{reason}; the run ends, and what it has stored is kept")
+        if self._closed:
+            return
+        log(f"{reason}. The run ends after its stage, and what it has stored is kept")
         self.lost = reason
         self.close()
         # For the rest of this process, in all of its threads: nothing is sent, or reported as not sent, any more.
@@ -130,6 +141,10 @@ class TemporaryServer(ServerProcess):
         logging.raiseExceptions = False
 
 
+_SECONDS_BETWEEN_LOOKS = 1.0
+_LEAST_BYTES = 2**16
+"""What a database must be able to grow by."""
+
 _server: TemporaryServer | None = None
 
 
@@ -139,7 +154,7 @@ def is_temporary(url: str) -> bool:
 
 
 class ServerLostError(RuntimeError):
-    """The temporary server died, and died again when it was started again."""
+    """The temporary server died, or its disk is full."""
 
 
 def is_lost() -> bool:
@@ -205,4 +220,4 @@ def wait_for_temporary_server() -> None:
     _ready.add(_server.port)
     keep_template(_server.folder)
     watch = contextvars.copy_context().run
-    threading.Thread(target=watch, args=(_server.keep_running, seconds), name="temporary server", daemon=True).start()
+    threading.Thread(target=watch, args=(_server.watch,), name="temporary server", daemon=True).start()

@@ -1,6 +1,5 @@
 """Runs compared: their held-out samples paired by prompt and sampling seed, and what cannot be compared and why."""
 
-import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from tasks.runs.read_run import read_evaluation, read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.files import scratch_folder
 
 MAX_PROMPTS, MAX_SAMPLES = 60, 4
 """Prompts that are shown next to one another, and samples of each run."""
@@ -111,8 +111,8 @@ def compare_runs(
         InputError: a version was not evaluated, or no run has an evaluation of this name.
     """
     images_of = PromptImages(MEDIUM, *(reader.store for reader in readers.values()))
-    with tempfile.TemporaryDirectory() as fetched:
-        places = {label: Path(fetched, str(number)) for number, label in enumerate(readers)}
+    with scratch_folder() as fetched:
+        places = {label: fetched / str(number) for number, label in enumerate(readers)}
         runs = [describe_run(label, reader, read_run(reader), places[label]) for label, reader in readers.items()]
         if evaluation is not None:
             _require_evaluation(evaluation, readers.values())

@@ -1,7 +1,6 @@
 """The tables of a run as polars frames, for scripts and notebooks: every file verified, nothing changed."""
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from tasks.runs.reader import RunReader
 from tasks.runs.samples import IMAGE, read_samples, scan_table, tables_of
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, Read
+from tasks.storage.files import scratch_folder
 from tasks.storage.parquet import read_advantages
 
 if TYPE_CHECKING:
@@ -204,13 +204,13 @@ class StoredRun:
             require_undamaged()
             return [each.reference for each in artifacts if each is not None]
 
-        with tempfile.TemporaryDirectory() as fetched:
+        with scratch_folder() as fetched:
 
             def read(reference: ArtifactRef) -> Path:
                 if (artifact := reader.find(reference.folder)) is not None:
                     reader.verify(artifact)
                 require_undamaged()
-                return reader.local_folder(reference, Path(fetched))
+                return reader.local_folder(reference, fetched)
 
             yield found, read
 

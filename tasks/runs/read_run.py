@@ -2,9 +2,7 @@
 
 import contextlib
 import hashlib
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -100,8 +98,8 @@ def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, fl
         "metric": names,
         "value": [metrics[name] for name in names],
     }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "metrics.parquet"
+    with store.scratch() as folder:
+        path = folder / "metrics.parquet"
         write_table(path, METRICS, columns)
         store.write_file(metrics_file(iteration), path.read_bytes())
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from tasks.runs.lookup import CONFIG_FILE, find_run, read_config_file, read_desc
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.files import is_local
+from tasks.storage.files import is_local, scratch_folder
 from tasks.storage.parquet import read_columns
 
 _OF_FUNCTIONS = frozenset({"function", "loss"})
@@ -379,8 +378,8 @@ def _find_policy(store: ArtifactStore, version: int) -> PolicyRef | str:
     found = reader.find(policy_folder(version))
     if found is None or not reader.verify(found):
         return "; ".join(f"{each.place}: {each.reason}" for each in reader.damages)
-    with tempfile.TemporaryDirectory() as fetched:
-        folder = reader.local_folder(found.reference, Path(fetched))
+    with scratch_folder() as fetched:
+        folder = reader.local_folder(found.reference, fetched)
         digest = json.loads((folder / STATE_FILE).read_text())["policy_digest"]
         copies = copy_digests(folder)
     return PolicyRef(version=version, digest=digest, checkpoint=found.reference, copies=copies)

@@ -184,6 +184,15 @@ def clear_abandoned(incoming: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Make a folder below TMPDIR for this block; those of killed processes go at the start of the next run."""
+    with staging_folder(temporary_folder()) as parent:
+        folder = parent / "files"
+        folder.mkdir()
+        yield folder
+
+
 def temporary_folder() -> Path:
     """Return a folder below TMPDIR that only the processes of this user share.
 

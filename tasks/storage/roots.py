@@ -185,10 +185,29 @@ def translate_storage_errors(filesystem: AbstractFileSystem, root: str) -> Itera
         number = _errno(error)
         if isinstance(error, StorageError) or number not in _REASONS:
             raise
-        # Files for a bucket are written to a disk of this machine first.
-        place, folder = ("storage.root", root) if is_local(filesystem) else ("TMPDIR", tempfile.gettempdir())
-        free = f" ({shutil.disk_usage(folder).free / 2**20:.1f} MiB free)"
+        place, folder = _failed_folder(error, root if is_local(filesystem) else None)
+        free = f" ({_free(folder) / 2**20:.1f} MiB free)"
         raise StorageError(place, folder, _REASONS[number] + free) from error
+
+
+def _failed_folder(error: OSError | SafetensorError, root: str | None) -> tuple[str, str]:
+    """Return the setting and the folder of the disk that an error is of: the root's, or that of temporary files."""
+    temporary = tempfile.gettempdir()
+    if root is None:
+        # Files for a bucket are written to a disk of this machine first.
+        return "TMPDIR", temporary
+    named = getattr(error, "filename", None)
+    if isinstance(named, str):
+        below = [folder for folder in (root, temporary) if Path(named).is_relative_to(folder)]
+        fuller = max(below, key=len) if below else root
+    else:
+        # A file that is open has no name in the error. Of one disk it is the root.
+        fuller = min((root, temporary), key=_free)
+    return ("storage.root", root) if fuller == root else ("TMPDIR", temporary)
+
+
+def _free(folder: str) -> int:
+    return shutil.disk_usage(nearest_existing(Path(folder))).free
 
 
 def _errno(error: OSError | SafetensorError) -> int | None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
@@ -177,8 +176,8 @@ def carry_out(
             version is made then, whichever component failed.
     """
     reset_peak_memory()
-    with tempfile.TemporaryDirectory() as fetched:
-        stored = {stream: _read_rows(job, stream, Path(fetched)) for stream in job.updates}
+    with current_store().scratch() as fetched:
+        stored = {stream: _read_rows(job, stream, fetched) for stream in job.updates}
         resident = resource(ResidentPolicy)
         settings = next(iter(stored.values())).settings
         learner = resident.at(job.policy, job.model, settings, job.placement)
@@ -187,7 +186,7 @@ def carry_out(
         @cache
         def previous() -> Path | None:
             checkpoint = job.policy.checkpoint
-            return None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
+            return None if checkpoint is None else current_store().local_files(checkpoint, fetched / "policy")
 
         optimizers: dict[Stream, PolicyOptimizer] = {}
         metrics: dict[str, float] = {}

@@ -21,7 +21,7 @@ from fsspec import AbstractFileSystem
 from grpo_core.errors import InputError
 from tasks.process import user_cache
 from tasks.storage.artifacts.reference import Manifest
-from tasks.storage.files import dump_checked, is_local, load_checked, locked_file, sha256_of
+from tasks.storage.files import dump_checked, is_local, load_checked, locked_file, scratch_folder, sha256_of
 
 GIB = 2**30
 _TAGS = ("ETag", "etag", "md5Hash", "crc32c", "generation", "mtime", "updated", "LastModified")
@@ -172,8 +172,8 @@ class ArtifactFiles:
             return sha256_of(self.filesystem, path)
         if (known := self._known(path)) is not None:
             return known
-        with tempfile.TemporaryDirectory(prefix="grpo-") as folder:
-            return self._download(path, Path(folder) / "file")
+        with scratch_folder() as folder:
+            return self._download(path, folder / "file")
 
     def damage(self, folder: str, manifest: Manifest, only: Iterable[str] | None = None) -> str | None:
         """Return what is wrong with the files in `folder`, or with `only` these; None if they match the manifest."""

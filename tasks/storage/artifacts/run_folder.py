@@ -1,10 +1,11 @@
 """A run's folder under a storage root: paths, small files, staging, commit lock, `quarantine/`, earlier runs."""
 
 import contextlib
+import functools
 import json
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from grpo_core.errors import InputError
@@ -145,8 +146,9 @@ class RunFolder:
         self.unread.discard(name)
 
     def clear_abandoned(self) -> None:
-        """Remove the unfinished files of killed processes; those of living ones are left alone."""
-        clear_abandoned(self._incoming())
+        """Remove the unfinished and temporary files of killed processes; those of living ones are left alone."""
+        for folder in {self._incoming(), temporary_folder()}:
+            clear_abandoned(folder)
 
     def _incoming(self) -> Path:
         if not is_local(self.filesystem):
@@ -161,8 +163,25 @@ class RunFolder:
             StorageError: the disk is full or read-only, or it is not known whether the stage has run.
         """
         self.require_read()
-        with translate_storage_errors(self.filesystem, self.root), staging_folder(self._incoming()) as parent:
-            folder = parent / "files"
+        with self._folder_in(self._incoming) as folder:
+            yield folder
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """Make a folder below TMPDIR for copies and intermediate files; a start removes those of killed processes.
+
+        Raises:
+            StorageError: a disk is full or read-only.
+        """
+        with self._folder_in(temporary_folder) as folder:
+            yield folder
+
+    @contextlib.contextmanager
+    def _folder_in(self, parent: Callable[[], Path]) -> Iterator[Path]:
+        translated = functools.partial(translate_storage_errors, self.filesystem, self.root)
+        # Inside too: the free space is that before the folder is removed.
+        with translated(), staging_folder(parent()) as made, translated():
+            folder = made / "files"
             folder.mkdir()
             yield folder
 

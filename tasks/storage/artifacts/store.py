@@ -6,7 +6,6 @@ or in the runs that earlier configurations of a run became: `NAME~1`, `NAME~2`.
 
 import contextlib
 import functools
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -50,7 +49,7 @@ class ArtifactStore(ArtifactWriter):
         with contextlib.ExitStack() as stack:
             scratch = None
             if not is_local(self.filesystem):
-                scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-")))
+                scratch = stack.enter_context(self.scratch())
 
             def read(reference: ArtifactRef) -> Path:
                 folder = None if scratch is None else scratch / reference.uri

@@ -1,10 +1,12 @@
 """What commands ask of a server before any work: each way it can be missing has a message, within seconds."""
 
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -21,6 +23,7 @@ from prefect.settings import (
 from flows.server import reachable
 from flows.server.reachable import require_pools, require_server, server_database, workers_online
 from grpo_core.errors import InputError
+from tasks.process import environment
 
 
 @contextmanager
@@ -62,8 +65,61 @@ def refusal(url: str) -> InputError:
 
 
 def test_nobody_answers() -> None:
-    error = refusal("http://127.0.0.1:1/api")
-    assert (error.place, error.value) == ("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    error = refusal(CLOSED)
+    assert (error.place, error.value) == ("PREFECT_API_URL", CLOSED)
+
+
+CLOSED = "http://127.0.0.1:1/api"
+ASKS = """
+import sys
+from flows.commands import start_server
+from grpo_core.errors import InputError
+from tasks.process import environment
+try:
+    start_server()
+except InputError as error:
+    assert not {"prefect", "torch", "transformers"} & {*sys.modules}
+    print(error.place, error.value)
+"""
+
+
+def test_a_closed_address_is_refused_before_anything_heavy_is_imported() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ASKS], env=environment(PREFECT_API_URL=CLOSED), capture_output=True, text=True
+    )
+    assert (ended.stdout, ended.stderr) == (f"PREFECT_API_URL {CLOSED}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "refused"),
+    [
+        (CLOSED, {}, True),
+        ("http://user:secret@127.0.0.1:1/api", {}, True),
+        ("https://127.0.0.1:1/api", {"no_proxy": "127.0.0.1", "https_proxy": "http://127.0.0.1:9"}, True),
+        # Only the proxy can tell.
+        (CLOSED, {"http_proxy": "http://127.0.0.1:9"}, False),
+        ("OPEN", {}, False),
+        ("", {}, False),
+        ("no address", {}, False),
+        ("http://127.0.0.1:none/api", {}, False),
+        ("ftp://127.0.0.1:1/api", {}, False),
+    ],
+)
+def test_which_addresses_are_closed(
+    monkeypatch: pytest.MonkeyPatch, url: str, variables: Mapping[str, str], refused: bool
+) -> None:
+    for name in ("http_proxy", "https_proxy", "no_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setenv("PREFECT_API_URL", url.replace("OPEN", f"http://127.0.0.1:{listening.getsockname()[1]}/api"))
+        with pytest.raises(InputError) if refused else nullcontext() as caught:
+            reachable.refuse_closed_address()
+    if caught is not None:
+        assert caught.value.place == "PREFECT_API_URL"
+        assert "secret" not in str(caught.value)
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

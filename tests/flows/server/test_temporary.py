@@ -1,14 +1,17 @@
 """The server of a single run does not outlive it, however the run ends."""
 
+import contextlib
 import contextvars
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -113,22 +116,22 @@ def own_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         logger.setLevel(level)
 
 
-@pytest.mark.usefixtures("own_settings")
-def test_a_server_that_dies_is_started_again_and_requests_wait(running: TemporaryServer) -> None:
-    heard = ProgressLog()
-    first, watched = process_at(running), contextvars.copy_context()
+def heard_while_watched(server: TemporaryServer, happen: Callable[[], object]) -> list[str]:
+    """What is logged until nobody watches the server any more, after something has happened to it."""
+    heard, watched = ProgressLog(), contextvars.copy_context()
     watched.run(listen, heard)
-    watch = threading.Thread(target=watched.run, args=(running.keep_running, 60.0), daemon=True)
+    watch = threading.Thread(target=watched.run, args=(server.watch,), daemon=True)
     watch.start()
-    os.kill(first, signal.SIGKILL)
-    # Asked while no server runs.
-    second = process_at(running)
-    assert second != first
-    assert ["SIGKILL" in line for line in heard.lines] == [True]
-    assert (running.lost, PREFECT_CLIENT_MAX_RETRIES.value()) == (None, 7)
-    # Once more at once: it would die again and again.
-    os.kill(second, signal.SIGKILL)
+    happen()
     watch.join(60)
+    assert not watch.is_alive()
+    return heard.lines
+
+
+@pytest.mark.usefixtures("own_settings")
+def test_a_server_that_dies_is_reported_at_once_and_no_request_waits(running: TemporaryServer) -> None:
+    (line,) = heard_while_watched(running, lambda: os.kill(process_at(running), signal.SIGKILL))
+    assert "SIGKILL" in line
     assert running.lost is not None
     assert PREFECT_CLIENT_MAX_RETRIES.value() == 1
     with pytest.raises(httpx.ConnectError):
@@ -136,13 +139,29 @@ def test_a_server_that_dies_is_started_again_and_requests_wait(running: Temporar
 
 
 @pytest.mark.usefixtures("own_settings")
-def test_a_server_that_cannot_be_started_again_is_lost(running: TemporaryServer) -> None:
-    running._command = ["/nowhere/python"]
-    watch = threading.Thread(target=running.keep_running, args=(60.0,), daemon=True)
-    watch.start()
-    os.kill(process_at(running), signal.SIGKILL)
-    watch.join(60)
-    assert running.lost is not None
+def test_a_full_disk_is_reported_at_once_with_its_free_space(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(temporary, "_PROGRAM", ANSWERS)
+    monkeypatch.setattr(tempfile, "tempdir", str(tiny_disk))
+    server = TemporaryServer({})
+    server.wait_until_ready(60.0)
+
+    def fill() -> None:
+        with contextlib.suppress(OSError), (tiny_disk / "full").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+
+    (line,) = heard_while_watched(server, fill)
+    assert re.search(rf"{tiny_disk} \(0\.\d MiB free\): No space left on device", line)
+    assert server.lost is not None
+    server.process.kill()
+    server.process.wait()
+    server.close()
+
+
+@pytest.mark.usefixtures("own_settings")
+def test_a_server_that_is_closed_is_not_lost(running: TemporaryServer) -> None:
+    assert heard_while_watched(running, running.close) == []
+    assert running.lost is None
 
 
 def test_a_run_does_not_go_on_without_its_server(monkeypatch: pytest.MonkeyPatch, running: TemporaryServer) -> None:
@@ -163,24 +182,36 @@ def test_checks_do_not_take_it_for_a_configured_server(
 
 
 @pytest.mark.slow
-def test_a_run_whose_server_is_killed_ends_the_same_and_leaves_no_records(
-    undisturbed: tuple[Runs, Start], tmp_path: Path
+@pytest.mark.parametrize("way", ["killed", "full"])
+def test_a_run_whose_server_is_lost_ends_and_is_resumed(
+    undisturbed: tuple[Runs, Start], tmp_path: Path, small_disk: Path, way: str
 ) -> None:
-    runs, folder = Runs(tmp_path / "runs"), tmp_path / "run"
-    temporary_folder = tmp_path / "temporary"
-    temporary_folder.mkdir()
-    environment = {"PREFECT_API_URL": "", "TMPDIR": str(temporary_folder)}
+    """By one sentence with the cause, and the command that resumes it; the disk is that of temporary files."""
+    runs, folder, filling = Runs(tmp_path / "runs"), tmp_path / "run", small_disk / "full"
+    environment = {"PREFECT_API_URL": "", "TMPDIR": str(small_disk)}
     with training_process(runs, folder, environment=environment) as run:
         while not runs.path("iteration_000001", "rollouts.manifest.json").exists():
             assert run.poll() is None, (folder / "err").read_text()
             time.sleep(0.05)
-        (server,) = servers_of(run.pid)
-        server.kill()
-        assert run.wait(400) == 0, (folder / "err").read_text()
-    assert printed_summary(folder)["policy_digest"] == undisturbed[1].summary.policy_digest
+        if way == "killed":
+            (server,) = servers_of(run.pid)
+            server.kill()
+        else:
+            with contextlib.suppress(OSError), filling.open("wb", buffering=0) as file:
+                while file.write(bytes(1 << 16)):
+                    pass
+        assert run.wait(120) == 1, (folder / "err").read_text()
+    said = (folder / "err").read_text()
+    cause = "SIGKILL" if way == "killed" else f"{small_disk} (0.0 MiB free)"
+    assert cause in said
+    assert "the same command resumes it" in said
+    assert "Traceback" not in said
+    filling.unlink(missing_ok=True)
+    with training_process(runs, tmp_path / "again", environment=environment) as run:
+        assert run.wait(400) == 0, (tmp_path / "again" / "err").read_text()
+    assert printed_summary(tmp_path / "again")["policy_digest"] == undisturbed[1].summary.policy_digest
     assert runs.tables() == undisturbed[0].tables()
-    assert [*(folder / "home").rglob("*.db*")] == []
-    while [*temporary_folder.glob("grpo-server-*")]:
+    while [*small_disk.glob("grpo-*/*/*")]:
         time.sleep(0.1)
 
 

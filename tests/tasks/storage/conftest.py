@@ -1,6 +1,5 @@
 """Roots of runs: a local disk, a bucket of an S3 server, and a disk that is soon full."""
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,20 +7,6 @@ import pytest
 
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.servers import S3Server, forget_clients, s3_server
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system of 1 MiB."""
-    folder = tmp_path / "tiny-disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"mounting a small disk needs root; run the tests as root ({error})")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")
