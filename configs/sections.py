@@ -496,7 +496,11 @@ class PlacementSection(Section):
 class StorageSection(Section):
     """Where runs are kept."""
 
-    root: str = Field("runs", min_length=1, description="a folder or any fsspec URL")
+    root: str = Field(
+        "runs",
+        min_length=1,
+        description="a folder, or an fsspec URL that refuses to create a file twice, such as s3://",
+    )
     cache_dir: str | None = Field(
         None,
         min_length=1,

@@ -15,5 +15,6 @@ settings     the ranges and choices of settings, checked from their annotations;
 streams      what a policy generates, and the streams of actions that train it
 errors       wrong input, and numbers that are not finite
 
-user_functions loads a user's reward or loss by import path.
+user_functions loads a user's reward or loss by import path; user_code says which files are its code, user_modules
+imports exactly these, syntax reads them.
 """

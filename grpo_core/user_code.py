@@ -298,7 +298,7 @@ def _all_of(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(getattr(target, "id", None) == "__all__" for target in targets):
-            yield from (each.value for each in ast.walk(node) if isinstance(each, ast.Constant))
+            yield from (str(each.value) for each in ast.walk(node) if isinstance(each, ast.Constant))
 
 
 def _find(name: str, folders: Sequence[Path]) -> tuple[Path | None, list[Path]] | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import RunConfig, changed_settings
-from configs.sections import DataSection
+from configs.sections import PromptsSection
 from grpo_core.rewards.registry import build_reward
 from grpo_core.user_code import changed_parts, follow_code
 from tasks.models.initial import model_digest, model_files
@@ -53,7 +53,7 @@ def inputs_of(config: RunConfig, training: Sequence[PromptSet]) -> Inputs:
     return {name: {part: value[:16] for part, value in parts.items()} for name, parts in found.items()}
 
 
-def prompt_inputs(place: str, section: DataSection, sets: Sequence[PromptSet]) -> Inputs:
+def prompt_inputs(place: str, section: PromptsSection, sets: Sequence[PromptSet]) -> Inputs:
     """Return the parts of each prompt file of a section, given its place in the configuration."""
     found = {}
     for (own, dataset), known in zip(section.placed(place), sets, strict=False):

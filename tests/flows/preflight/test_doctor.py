@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -107,6 +108,44 @@ def test_memory_is_estimated_without_the_weights(tmp_path: Path) -> None:
     assert hints == {}
     assert diagnosis.memory is not None
     assert 40 < diagnosis.memory.needed / 2**30 < 80
+
+
+@pytest.mark.parametrize("root", ["folder", "bucket"])
+def test_room_for_temporary_files_is_in_the_line_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str
+) -> None:
+    place = str(tmp_path / "runs") if root == "folder" else "memory://somewhere/runs"
+    for free, healthy in ((1000, True), (0, False)):
+        monkeypatch.setattr(
+            "shutil.disk_usage",
+            lambda path, free=free: SimpleNamespace(
+                free=(free if str(path) == tempfile.gettempdir() else 1000) * 2**30
+            ),
+        )
+        diagnosis, hints = examined(TINY, f"storage.root={place}")
+        (disk,) = (each for each in diagnosis.findings if each.subject == "disk")
+        assert (disk.healthy, tempfile.gettempdir() in disk.message) == (healthy, True)
+        assert ("TMPDIR" in hints.get("disk", "")) is not healthy
+
+
+def test_what_a_function_uses_and_no_key_sees_is_named_as_at_a_start(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from pathlib import Path\nimport importlib\nNAME = 'json'\nimportlib.import_module(NAME)\n"
+        "VALUE = float(Path(__file__).with_name('value.txt').read_text())\n"
+        "def score(images, **columns):\n    return [VALUE for _ in images]\n"
+        "def loss(inputs, settings):\n    return -inputs.ratio\n"
+    )
+    (tmp_path / "value.txt").write_text("0.5")
+    rewards = f'rewards=[{{"reward": "function", "settings": {{"function": "{file}:score"}}}}]'
+    config = read_config(TINY, [f"storage.root={tmp_path}/runs", rewards, f"update.loss={file}:loss"])
+    noted = [note for note in check_inputs(config).notes if "no key sees" in note]
+    assert [note.partition(",")[0] for note in noted] == ["rewards.0.score", "update.loss"]
+    for note in noted:
+        assert "mine.py:4 (import_module)" in note
+        assert f"{tmp_path}/value.txt (read by an import)" in note
+    (finding,) = (each for each in examine(config).findings if each.subject == "rewards")
+    assert {*noted} <= {*finding.notes}
 
 
 def test_an_unknown_tracker_is_a_problem_of_its_own(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A call says all that a stage needs, and names it: the same stage on the same inputs has the same digest."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from pydantic import ValidationError
 from configs.sections import PlacementSection
 from configs.training import AdvantagesSection, RewardSection
 from grpo_core.errors import InputError
+from grpo_core.user_code import follow_code
 from tasks.execution.call import (
     StageCall,
     arguments_of,
@@ -115,6 +117,25 @@ def test_other_code_is_refused(store: ArtifactStore) -> None:
     call = call_of(stage_named(name), arguments, store).model_copy(update={"code": "another"})
     with pytest.raises(InputError, match=r"worker: .* runs other code or other versions"):
         carry_out(call).reference()
+
+
+@pytest.mark.parametrize("index", [2, 4], ids=["a reward", "a loss"])
+def test_other_code_of_a_function_is_refused(store: ArtifactStore, tmp_path: Path, index: int) -> None:
+    """What the function imports has changed between the call and the stage, or is another file on another machine."""
+    (tmp_path / "mine.py").write_text("from helper import f\ndef score(**_):\n    return f\n")
+    (tmp_path / "helper.py").write_text("f = 1\n")
+    name, arguments = CALLS[index]
+    function = f"{tmp_path}/mine.py:score"
+    if index == 2:
+        arguments = {**arguments, "section": RewardSection(reward="function", settings={"function": function})}
+    else:
+        arguments = {**arguments, "updates": {"tokens": UPDATE.model_copy(update={"loss": function})}}
+    call = call_of(stage_named(name), arguments, store)
+    assert call.functions == {function: follow_code(function).digest}
+    (tmp_path / "helper.py").write_text("f = 2\n")
+    with pytest.raises(InputError, match=r"mine\.py:score.* Its code here .* is not the run's") as caught:
+        carry_out(call).reference()
+    assert caught.value.value == function
 
 
 def test_another_model_under_the_same_name_is_refused(store: ArtifactStore) -> None:

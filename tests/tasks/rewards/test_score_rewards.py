@@ -14,7 +14,7 @@ import pytest
 
 from configs.sections import PlacementSection
 from configs.training import AdvantagesSection, RewardSection
-from grpo_core.errors import FailedSamplesError
+from grpo_core.errors import FailedSamplesError, InputError
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource
@@ -186,6 +186,17 @@ def test_what_is_known_is_not_asked_again_and_what_failed_is(maker: RunMaker, tm
     requested.unlink()
     assert score(maker, section(once), (second,)).digest == second.digest
     assert not requested.exists()
+
+
+def test_code_that_changes_while_it_scores_has_no_scores(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
+    """Nobody knows which of both made them."""
+    (tmp_path / "helper.py").write_text("VALUE = 0.5\n")
+    edit = "__import__('pathlib').Path(folder, 'helper.py').write_text('VALUE = 1.0')"
+    body = f"from helper import VALUE; {edit}; return VALUE"
+    mine = section(function(tmp_path, requested, body))
+    with pytest.raises(InputError, match=r"It changed while it was used: helper\.py\. Nothing was kept"):
+        score(maker, mine)
+    assert maker.store.find(f"{PLACE}/rewards/{mine.label}") is None
 
 
 def test_other_settings_or_another_function_are_other_scores(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
