@@ -16,5 +16,5 @@ streams      what a policy generates, and the streams of actions that train it
 errors       wrong input, and numbers that are not finite
 
 user_functions loads a user's reward or loss by import path; user_code says which files are its code, user_modules
-imports exactly these, syntax reads them.
+imports exactly these; syntax and python_path read and find them.
 """

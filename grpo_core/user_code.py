@@ -13,12 +13,18 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
-from importlib.util import find_spec
 from pathlib import Path
 
 from grpo_core.errors import InputError
+from grpo_core.python_path import (
+    PACKAGE_FILE,
+    distributions_of,
+    find_module,
+    find_specification,
+    folders_of,
+    is_installed,
+    origin_of,
+)
 from grpo_core.syntax import Import, SyntaxWalk, parse
 
 PROJECT_PACKAGES = ("grpo_core", "tasks", "configs", "data")
@@ -27,9 +33,6 @@ PROJECT_PACKAGES = ("grpo_core", "tasks", "configs", "data")
 _CHECKOUT = Path(__file__).resolve().parent.parent
 _UNFOLLOWED = ("import_module", "__import__", "exec", "exec_module", "run_path", "run_module", "load_module")
 """Calls that run code by a name or path that is known only when they run."""
-
-_INSTALLED = ("site-packages", "dist-packages")
-_PACKAGE = "__init__.py"
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,7 @@ class _Following:
             if not folders:
                 return is_known
         for count, name in enumerate(names, 1):
-            found = _find(name, folders)
+            found = find_module(name, folders)
             if found is None:
                 return False
             path, folders = found
@@ -210,20 +213,20 @@ class _Following:
         """Return what `from module import *` imports of a package."""
         file = self._files.get((True, module)) if own else None
         file = file or self._files.get((False, module))
-        return _parsed(file.content, module, True).listed if file and file.path.name == _PACKAGE else ()
+        return _parsed(file.content, module, True).listed if file and file.path.name == PACKAGE_FILE else ()
 
     def _own_folders(self, name: str) -> list[Path] | None:
         """Return where a top-level name of the user's own tree is looked for; None if it is no such name."""
         if self._folder is None:
-            spec = _specification(name) if name == self._package else None
-            origin = _origin(spec)
-            is_own = origin is not None and not _is_installed(origin) and name not in sys.stdlib_module_names
-            return _parents(spec) if spec and is_own and not _is_of_project(name, origin) else None
-        found = None if name in sys.builtin_module_names else _find(name, [self._folder])
+            spec = find_specification(name) if name == self._package else None
+            origin = origin_of(spec)
+            is_own = origin is not None and not is_installed(origin) and name not in sys.stdlib_module_names
+            return folders_of(spec) if spec and is_own and not _is_of_project(name, origin) else None
+        found = None if name in sys.builtin_module_names else find_module(name, [self._folder])
         if found is None or _is_of_project(name, found[0]):
             return None
         # A folder without __init__.py is a package only if there is no other of its name.
-        return [self._folder] if found[0] is not None or _origin(_specification(name)) is None else None
+        return [self._folder] if found[0] is not None or origin_of(find_specification(name)) is None else None
 
     def _elsewhere(self, module: str) -> tuple[list[Path], bool]:
         """Note what a name that is not the user's own stands for.
@@ -236,18 +239,18 @@ class _Following:
             if name == self._package:
                 self._distributions["python"] = ".".join(map(str, sys.version_info[:3]))
             return [], True
-        spec = _specification(name)
+        spec = find_specification(name)
         if spec is None:
             return [], False
-        origin = _origin(spec)
+        origin = origin_of(spec)
         if _is_of_project(name, origin):
             self._project.add(_nearest_module(module))
-        elif found := _distributions_of(name, searched=origin is None or _is_installed(origin)):
+        elif found := distributions_of(name, searched=origin is None or is_installed(origin)):
             self._distributions.update(found)
-            if origin is not None and not _is_installed(origin):
+            if origin is not None and not is_installed(origin):
                 self._unfollowed[f"{name} (installed from its sources, and only its version counts)"] = None
         else:
-            return _parents(spec), True
+            return folders_of(spec), True
         return [], True
 
 
@@ -301,53 +304,13 @@ def _all_of(tree: ast.Module) -> Iterator[str]:
             yield from (str(each.value) for each in ast.walk(node) if isinstance(each, ast.Constant))
 
 
-def _find(name: str, folders: Sequence[Path]) -> tuple[Path | None, list[Path]] | None:
-    """Find a module in folders, as Python does.
-
-    Returns:
-        Its file, None for a package without one, and the folders of its submodules; None if there is no module.
-    """
-    for folder in folders:
-        if (package := folder / name / _PACKAGE).is_file():
-            return package, [folder / name]
-        for suffix in (*EXTENSION_SUFFIXES, ".py"):
-            if (file := folder / f"{name}{suffix}").is_file():
-                return file, []
-    plain = [folder / name for folder in folders if (folder / name).is_dir()]
-    return (None, plain) if plain else None
-
-
 @functools.cache
 def _first_content(path: Path) -> bytes:
     return path.read_bytes()
 
 
 def _package_of(module: str, path: Path) -> str:
-    return module if path.name == _PACKAGE else module.rpartition(".")[0]
-
-
-def _specification(name: str) -> ModuleSpec | None:
-    try:
-        return find_spec(name)
-    except (ImportError, ValueError, AttributeError):
-        return None
-
-
-def _origin(spec: ModuleSpec | None) -> Path | None:
-    """Return the file of a module; None for one without, and for a package that is a plain folder."""
-    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
-
-
-def _parents(spec: ModuleSpec) -> list[Path]:
-    """Return the folders on Python's path that have a top-level module."""
-    if spec.submodule_search_locations is not None:
-        return [Path(each).parent for each in spec.submodule_search_locations]
-    origin = _origin(spec)
-    return [] if origin is None else [origin.parent]
-
-
-def _is_installed(path: Path) -> bool:
-    return any(folder in path.parts for folder in _INSTALLED)
+    return module if path.name == PACKAGE_FILE else module.rpartition(".")[0]
 
 
 def _is_of_project(name: str, path: Path | None) -> bool:
@@ -358,24 +321,6 @@ def _nearest_module(module: str) -> str:
     """Return the innermost module of this project in a dotted name, which may go on with an attribute."""
     names = module.split(".")
     for count in range(len(names), 1, -1):
-        if _find(names[count - 1], [_CHECKOUT.joinpath(*names[: count - 1])]) is not None:
+        if find_module(names[count - 1], [_CHECKOUT.joinpath(*names[: count - 1])]) is not None:
             return ".".join(names[:count])
     return names[0]
-
-
-def _distributions_of(name: str, *, searched: bool) -> dict[str, str]:
-    """Return the installed distributions of a top-level name, with their versions.
-
-    Args:
-        searched: whether one of another name may have it, which takes a look at all of them.
-    """
-    try:
-        return {name: version(name)}
-    except PackageNotFoundError:
-        found = _all_distributions().get(name, ()) if searched else ()
-        return {each: version(each) for each in found}
-
-
-@functools.cache
-def _all_distributions() -> Mapping[str, Sequence[str]]:
-    return packages_distributions()

@@ -185,7 +185,7 @@ def test_distributions_count_by_their_version(tmp_path: Path, monkeypatch: pytes
     assert follow_code(reference).distributions == {"numpy": version("numpy"), "pillow": version("pillow")}
     assert follow_code("trl.rewards:think_format_reward").distributions == {"trl": version("trl")}
     before = FunctionReward(function=reference).version
-    monkeypatch.setattr("grpo_core.user_code.version", lambda name: "0.1")
+    monkeypatch.setattr("grpo_core.python_path.version", lambda name: "0.1")
     assert FunctionReward(function=reference).version != before
 
 
