@@ -21,6 +21,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tests.flows import conftest
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT
+from tests.grpo_core.policies.diffusers.tiny_pipelines import save
 
 MODELS = REPOSITORY / "data" / "models"
 JPEG = ('rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}]', "evaluate.prompts=null")
@@ -367,7 +368,10 @@ class TestPipelines:
         only(refused(tmp_path, override, config=pipeline_run(tmp_path)), place, value)
 
     def test_guidance_that_only_held_out_images_have(self, tmp_path: Path) -> None:
-        schnell = pipeline_run(tmp_path, "transformer/config.json", guidance_embeds=False)
+        schnell = pipeline_run(tmp_path)
+        # Training needs no guidance there, so all of the pipeline is looked at.
+        settings = save("flux", tmp_path / "model") / "transformer" / "config.json"
+        settings.write_text(json.dumps({**json.loads(settings.read_text()), "guidance_embeds": False}))
         guided = ("rollout.guidance_scale=1.0", "evaluate.guidance_scale=3.5")
         only(refused(tmp_path, *guided, config=schnell), "evaluate.guidance_scale", 3.5)
 
