@@ -44,6 +44,7 @@ from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.settings import Reference
 from grpo_core.streams import STREAMS, Stream
 from grpo_core.update.settings import WITH_LENGTH
+from grpo_core.uses import Uses
 
 ROLLOUTS: Mapping[Kind, type[RolloutSection]] = {
     "glm_image": GlmImageRolloutSection,
@@ -188,6 +189,11 @@ class RunConfig(ByPolicy):
         return [each for place, section in self.prompt_sections.items() for each in section.placed(place)]
 
     @property
+    def target_folders(self) -> tuple[str, ...]:
+        """The folders of target images of every prompt file."""
+        return tuple({each.target_folder: None for _, each in self.datasets})
+
+    @property
     def streams(self) -> tuple[Stream, ...]:
         """The streams that are trained, in the order of STREAMS."""
         return self.policy.streams
@@ -282,7 +288,9 @@ CORRECTION = MismatchSection.model_validate({"mode": "truncate", "level": "token
 class ReplaySection(Section):
     """The source of a replay: another run's rollouts and policy."""
 
-    source: str = Field(min_length=1, description="run whose rollouts are used, under the same storage.root")
+    source: Annotated[str, Uses.PLACE] = Field(
+        min_length=1, description="run whose rollouts are used, under the same storage.root"
+    )
     policy: NonNegativeInt = Field(0, description="version of the source that is trained on; 0: the original model")
     iterations: tuple[PositiveInt, ...] = Field(min_length=1, description="its iterations, in order; one update each")
     advantages: Name = Field("stored", description="stored, recomputed, or the name of a rescoring of the source")

@@ -34,6 +34,7 @@ from grpo_core.policies.trained.settings import LoraSettings
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from grpo_core.settings import ImageSettings
 from grpo_core.streams import MAX_PIXELS, STREAMS, Stream
+from grpo_core.uses import Uses
 
 
 class KeepPoliciesSection(Section):
@@ -58,11 +59,13 @@ class RunSection(Section):
     staleness: NonNegativeInt = Field(
         0, description="rollouts are sampled by a policy this many versions older, during updates; 0: in turn"
     )
-    trackers: tuple[str, ...] = Field(
+    trackers: Annotated[tuple[str, ...], Uses.ADDRESS] = Field(
         (), description="where metrics and held-out images are logged: tensorboard, wandb, mlflow, trackio, swanlab"
     )
-    project: str = Field("grpo", min_length=1, description="project of the trackers; mlflow calls it an experiment")
-    continue_from: str | None = Field(
+    project: Annotated[str, Uses.NOTHING] = Field(
+        "grpo", min_length=1, description="project of the trackers; mlflow calls it an experiment"
+    )
+    continue_from: Annotated[str | None, Uses.PLACE] = Field(
         None,
         min_length=1,
         description="start from the weights of a policy of another run of storage.root, as RUN, RUN@N or RUN@best, "
@@ -108,7 +111,7 @@ class PolicySection(Section):
     keyless = frozenset({"gradient_checkpointing", "offload"})
 
     kind: Kind = Field(cast(Any, None), description="the policy family; null: read from the model's files")
-    model: str = Field(min_length=1, description="folder of a saved model, or a hub name")
+    model: Annotated[str, Uses.PLACE] = Field(min_length=1, description="folder of a saved model, or a hub name")
     train: tuple[Stream, ...] = Field(
         ("tokens",),
         min_length=1,
@@ -117,7 +120,9 @@ class PolicySection(Section):
         description="of glm_image: tokens, denoising (its decoder), or both; of diffusers: denoising; of causal_lm "
         "and vision_lm: tokens",
     )
-    revision: str | None = Field(None, min_length=1, description="branch, tag or commit of a hub name; null: main")
+    revision: Annotated[str | None, Uses.NOTHING] = Field(
+        None, min_length=1, description="branch, tag or commit of a hub name; null: main"
+    )
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = Field(
         None, description="of the trained model, as in transformers; null: transformers' default"
     )
@@ -131,13 +136,15 @@ class PolicySection(Section):
     denoising_lora: LoraSection | None = Field(
         None, description="of the model that denoises, where tokens are trained too; null: as lora"
     )
-    adapter: str | None = Field(
+    adapter: Annotated[str | None, Uses.PLACE] = Field(
         None, min_length=1, description="LoRA to start from: a folder, RUN@VERSION of the storage root, or a hub name"
     )
     quantization: QuantizationSection | None = Field(
         None, description="the frozen weights in 4 or 8 bits under adapters, while sampling and while training"
     )
-    frozen: str | None = Field(None, description="regular expression: parameters frozen when lora is null")
+    frozen: Annotated[str | None, Uses.NOTHING] = Field(
+        None, description="regular expression: parameters frozen when lora is null"
+    )
     freeze_vision: bool = Field(
         True, description="of vision_lm: train the language model alone, not what encodes its images"
     )
@@ -209,21 +216,31 @@ _PROMPTS = (
 class _OnePromptFile(Section):
     keyless = frozenset({"streaming"})
 
-    prompts: str | None = Field(None, min_length=1, description=_PROMPTS)
-    split: str | None = Field(None, min_length=1, description="of a dataset, such as train[:1000]; null: train")
-    subset: str | None = Field(None, min_length=1, description="of a dataset with several; datasets calls it name")
-    revision: str | None = Field(None, min_length=1, description="branch, tag or commit of the Hub; null: main")
+    prompts: Annotated[str | None, Uses.PLACE] = Field(None, min_length=1, description=_PROMPTS)
+    split: Annotated[str | None, Uses.NOTHING] = Field(
+        None, min_length=1, description="of a dataset, such as train[:1000]; null: train"
+    )
+    subset: Annotated[str | None, Uses.NOTHING] = Field(
+        None, min_length=1, description="of a dataset with several; datasets calls it name"
+    )
+    revision: Annotated[str | None, Uses.NOTHING] = Field(
+        None, min_length=1, description="branch, tag or commit of the Hub; null: main"
+    )
     streaming: bool = Field(False, description="read a dataset's first rows, as many as limit, without downloading all")
-    prompt_column: str | dict[str, str] | None = Field(
+    prompt_column: Annotated[str | dict[str, str] | None, Uses.NOTHING] = Field(
         None, description="null: found by its usual names; a column per role, {system: a, user: b}: messages"
     )
-    columns: tuple[str, ...] | None = Field(
+    columns: Annotated[tuple[str, ...] | None, Uses.NOTHING] = Field(
         None, description="the other columns that go along to the rewards; null: all but binary ones"
     )
     limit: PositiveInt | None = Field(None, description="use only the first prompts, this many")
-    targets: str | None = Field(None, description="folder of target images, paired by index or by target_column")
-    target_column: str | None = Field(None, description="file name of each prompt's target image, relative to targets")
-    image_column: str | None = Field(
+    targets: Annotated[str | None, Uses.PLACE] = Field(
+        None, description="folder of target images, paired by index or by target_column"
+    )
+    target_column: Annotated[str | None, Uses.NOTHING] = Field(
+        None, description="file name of each prompt's target image, relative to targets"
+    )
+    image_column: Annotated[str | None, Uses.NOTHING] = Field(
         None,
         min_length=1,
         description="images in the prompts, to edit or to look at; null: none, or of a vision model image and images",
@@ -239,8 +256,13 @@ class DatasetSection(_OnePromptFile):
     """One prompt file among several."""
 
     name: Name = Field(description="stored with every rollout; rewards can be limited to datasets by name")
-    prompts: str = Field(min_length=1, description=_PROMPTS)
+    prompts: Annotated[str, Uses.PLACE] = Field(min_length=1, description=_PROMPTS)
     weight: PositiveFloat = Field(1.0, description="share of the prompts on average, relative to the other datasets")
+
+    @property
+    def target_folder(self) -> str:
+        """The folder of target images: that of the prompt file where none is named; empty is the working directory."""
+        return self.prompts.rpartition("/")[0] if self.targets is None else self.targets
 
 
 class PromptsSection(_OnePromptFile):
@@ -496,12 +518,12 @@ class PlacementSection(Section):
 class StorageSection(Section):
     """Where runs are kept."""
 
-    root: str = Field(
+    root: Annotated[str, Uses.ROOT] = Field(
         "runs",
         min_length=1,
         description="a folder, or an fsspec URL that refuses to create a file twice, such as s3://",
     )
-    cache_dir: str | None = Field(
+    cache_dir: Annotated[str | None, Uses.WRITTEN] = Field(
         None,
         min_length=1,
         description="local copies of files read from a bucket, on every machine of the run; null, or not writable: the "

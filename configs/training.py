@@ -25,6 +25,7 @@ from grpo_core.rewards.hacking import HackingRule
 from grpo_core.rewards.registry import RewardTerm
 from grpo_core.streams import Stream
 from grpo_core.update.settings import NftSettings, OptimizerSettings, ScheduleValue, StepSettings, UpdateSettings
+from grpo_core.uses import Uses
 
 if TYPE_CHECKING:
     from grpo_core.parity import ParityTolerance
@@ -51,12 +52,14 @@ class RewardSection(Section, RewardTerm):
 
     keyless = frozenset({"max_failures", "batch_size", "processes", "pool"})
 
-    reward: str = Field(min_length=1, description="registered name")
+    reward: Annotated[str, Uses.NOTHING] = Field(min_length=1, description="registered name")
     name: Name | None = Field(
         None, description="name in tables and plots; null: the reward's name, of `function` the function's"
     )
-    datasets: tuple[str, ...] | None = Field(None, description="score these datasets only; null: all")
-    where: dict[str, tuple[Scalar, ...]] | None = Field(
+    datasets: Annotated[tuple[str, ...] | None, Uses.NOTHING] = Field(
+        None, description="score these datasets only; null: all"
+    )
+    where: Annotated[dict[str, tuple[Scalar, ...]] | None, Uses.NOTHING] = Field(
         None, description="score only prompts whose column has one of these values; null: all"
     )
     streams: tuple[Stream, ...] | None = Field(
@@ -70,7 +73,7 @@ class RewardSection(Section, RewardTerm):
         0, ge=0, le=256, description="processes that score in parallel, one thread each; 0: score in the run's process"
     )
     pool: Name | None = Field(None, description="a work pool for this reward; null: the pool of placement.rewards")
-    settings: dict[str, object] = Field(
+    settings: Annotated[dict[str, object], Uses.OF_REWARD] = Field(
         default_factory=dict, description="the reward's own; `grpo rewards list` has them"
     )
 
@@ -207,7 +210,7 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
     keyless = frozenset({"micro_batch_size", "offload_optimizer"})
 
     learning_rate: float = Field(1e-5, gt=0, le=1e3, description="after warm-up")
-    lr_scheduler_kwargs: dict[str, ScheduleValue] = Field(default_factory=dict)
+    lr_scheduler_kwargs: Annotated[dict[str, ScheduleValue], Uses.NOTHING] = Field(default_factory=dict)
     reference: ReferenceSection = ReferenceSection()
 
     @property

@@ -17,6 +17,7 @@ from configs.yaml_files import list_hint, nearest_key, section_hint, translate
 from grpo_core.addresses import refuse_secrets
 from grpo_core.errors import InputError, joined, raise_all
 from grpo_core.settings import STRICT, type_hint
+from grpo_core.uses import Uses
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -25,10 +26,10 @@ M = TypeVar("M", bound=BaseModel)
 
 NAME_HINT = "Letters, digits, dots, dashes and underscores, the first a letter or digit; at most 100 characters."
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Name = Annotated[str, Field(pattern=NAME_PATTERN), Uses.NOTHING]
 RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._~-]{0,99}$"
 """Names of runs: NAME~1 is what an earlier configuration of NAME made."""
-RunName = Annotated[str, Field(pattern=RUN_NAME_PATTERN)]
+RunName = Annotated[str, Field(pattern=RUN_NAME_PATTERN), Uses.NOTHING]
 
 # The reward or the schedule defines these keys and values.
 _FREE_MAPPINGS = ("settings", "lr_scheduler_kwargs")

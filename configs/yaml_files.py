@@ -296,6 +296,9 @@ _StrictLoader.add_implicit_resolver(
 MAX_VALUES = 100_000
 """Maximum number of values of a file; aliases of aliases make billions of a few lines."""
 
+MAX_CHARACTERS = 256 * 1024
+"""Maximum length of a file, of which each 100,000 characters take a second to read."""
+
 # Escaped as in JSON, a letter beyond U+FFFF would be two halves in YAML; these would end the line, or are no text.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff]")
 
@@ -324,6 +327,11 @@ def parse_yaml(text: str, place: str) -> Any:
     Raises:
         InputError: the text is not YAML; names the line. Or it has too many values, or nests them too deeply.
     """
+    if len(text) > MAX_CHARACTERS:
+        hint = (
+            f"At most {MAX_CHARACTERS:,} characters are read. Move what is long, such as prompts, to files of its own."
+        )
+        raise InputError(place, f"{len(text):,} characters", hint)
     return copy.deepcopy(_parsed(text, place))
 
 

@@ -65,7 +65,7 @@ def train(
     """
     from configs.loader import as_config
     from flows.preflight.files import refuse_missing_files
-    from flows.preflight.trust import remember, uses_of
+    from tasks.runs.trust import remember, uses_of
 
     given = as_config(config, _texts(overrides))
     refuse_missing_files(given)
@@ -164,7 +164,7 @@ def replay(
         request = _request(ReplayRequest, source, "source", options)
         (store,) = require_runs([request.named.run], request.root)
         refuse_overrides(request.overrides, request.hint_against)
-        chosen = trusted_config(store, request.overrides, trust=request.trust_code, trains=True)
+        chosen = trusted_config(store, request.overrides, trust=request.trust_code)
         check_files(chosen, storage=False)
         start_server()
         from flows.replaying import plan_replay
@@ -191,12 +191,13 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
 
     def body() -> "Coroutine[Any, Any, EvaluateSummary]":
         from flows.preflight.files import check_heldout_files
-        from flows.preflight.trust import trusted_config
+        from flows.preflight.trust import EVALUATED, trusted_config
 
         request = _request(EvaluateRequest, run, "run", options)
         (store,) = require_runs([request.named.run], request.root)
         refuse_overrides(request.overrides, request.hint_against)
-        check_heldout_files(trusted_config(store, request.changes, trust=request.trust_code))
+        config = trusted_config(store, request.changes, trust=request.trust_code, sections=EVALUATED)
+        check_heldout_files(config)
         start_server()
         from flows.evaluation import plan_evaluate
 

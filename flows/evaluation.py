@@ -25,7 +25,7 @@ from flows.pipeline.stages import (
 )
 from flows.preflight.files import checked_once, require_heldout
 from flows.preflight.inputs import check_evaluation
-from flows.preflight.trust import trusted_config
+from flows.preflight.trust import EVALUATED, trusted_config
 from grpo_core.errors import InputError
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
@@ -86,7 +86,8 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     refuse_overrides(request.overrides, request.hint_against)
     store = find_run(request.named.run, request.root)
     described = read_description(store)
-    own, config = stored_config(store), trusted_config(store, request.changes, trust=request.trust_code)
+    own = stored_config(store)
+    config = trusted_config(store, request.changes, trust=request.trust_code, sections=EVALUATED)
     require_heldout(config)
     inputs = check_evaluation(config)
     heldout, digest = inputs.heldout, inputs.model.digest

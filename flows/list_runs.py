@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
 from pydantic import BaseModel
 
+from configs.yaml_files import parse_yaml
 from grpo_core.errors import InputError
 from tasks.reports.report import Report, Table, require_page_path, write_page
 from tasks.reports.text import number
@@ -16,7 +16,6 @@ from tasks.runs.lookup import CONFIG_FILE, read_description, runs_below
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import MANIFEST_ENDING
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
-from tasks.storage.links import LinkError
 from tasks.storage.run_lock import is_locked
 
 if TYPE_CHECKING:
@@ -27,13 +26,13 @@ class ListedRun(BaseModel):
     """A line of the list.
 
     Attributes:
-        state: `running` while a process has the run's lock; `refused` where a link leads out of the run.
+        state: `running` while a process has the run's lock; `refused` where it cannot be read, or a link leads out.
         iterations: number of policy updates.
         planned: number in the configuration; None without a readable one.
         reward: mean training reward of the last iteration; None without one.
         heldout: mean held-out reward of the last evaluated policy; None without one.
         progress: when the last policy was stored, or else when the run was last started, UTC.
-        problem: why it is refused; None for other runs.
+        problem: why it is refused, or what of its configuration is wrong; None for other runs.
     """
 
     run: str
@@ -106,13 +105,20 @@ def runs_report(root: str, runs: Sequence[ListedRun]) -> Report:
 def _listed(store: ArtifactStore) -> ListedRun:
     try:
         return _read(store)
-    except LinkError as error:
+    except (InputError, OSError) as error:
+        # One strange folder hides no other run.
         unknown = dict.fromkeys(("planned", "reward", "heldout", "progress"))
         return ListedRun(run=store.run, state="refused", iterations=0, problem=str(error), **unknown)
 
 
 def _read(store: ArtifactStore) -> ListedRun:
-    reader, config = RunReader(store), _config(store)
+    reader = RunReader(store)
+    config: Mapping[str, Any] = {}
+    problem = None
+    try:
+        config = _config(store)
+    except InputError as error:
+        problem = str(error)
     planned = _planned(config)
     iterations = max(reader.policies(), default=0)
     heldout = [_reward(reader, evaluation_folder(version)) for version in reader.evaluations()]
@@ -125,6 +131,7 @@ def _read(store: ArtifactStore) -> ListedRun:
         reward=_reward(reader, iteration_folder(iterations)),
         heldout=next((reward for reward in reversed(heldout) if reward is not None), None),
         progress=_modified(store, f"{policy_folder(iterations)}{MANIFEST_ENDING}") or _modified(store, RUN_FILE),
+        problem=problem,
     )
 
 
@@ -143,11 +150,13 @@ def _described(store: ArtifactStore) -> Mapping[str, Any]:
 
 
 def _config(store: ArtifactStore) -> Mapping[str, Any]:
-    """Read config.yaml; empty where it cannot be read."""
-    try:
-        values = yaml.safe_load(store.read_file(CONFIG_FILE) or b"")
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return {}
+    """Read config.yaml; empty where it is missing or has no sections.
+
+    Raises:
+        InputError: it is no YAML, or far too much.
+    """
+    content = store.read_file(CONFIG_FILE) or b""
+    values = parse_yaml(content.decode(errors="replace"), f"{store.run}/{CONFIG_FILE}")
     return values if isinstance(values, Mapping) else {}
 
 

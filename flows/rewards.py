@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from configs.schema import RewardsFile
 from configs.training import RewardSection
-from flows.preflight.trust import require_trust, uses_of_rewards
+from flows.preflight.trust import require_trust, trusted_folders
 from flows.rescoring.plan import needed_scores
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
@@ -33,6 +33,7 @@ from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.signs import hacking_verdict
 from tasks.runs.stored import locate_paths, read_iterations, read_range, stored_config
+from tasks.runs.trust import uses_of
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -97,7 +98,7 @@ def analyse_rewards(
         rescored: name of a rescoring whose scores are analysed; None for the run's own.
         repeats: number of samples to score again; 0 for none.
         html: another file for the page; None for no other.
-        trust_code: score again also with functions and tokens that this person has not trained with, and remember them.
+        trust_code: use also what of the run's rewards this person has not trained with, and remember it.
 
     Raises:
         InputError: with the option, the value and the hint.
@@ -112,9 +113,11 @@ def analyse_rewards(
     if repeats or rescored is not None:
         # Which stored scores are those of a rescoring depends on the versions of its rewards.
         place = CONFIG_FILE if rescored is None else f"{rescoring_folder(rescored)}/{REWARDS_FILE}"
-        require_trust(uses_of_rewards("rewards", sections), f"{store.run}/{place}", trust=trust_code)
+        uses = [use for index, each in enumerate(sections) for use in uses_of(each, f"rewards.{index}")]
+        require_trust(uses, f"{store.run}/{place}", trust=trust_code)
     rounds = _scored_rounds(store, sections, iterations, rescored)
-    again, not_repeated = _score_again(store, sections, rounds, repeats)
+    folders = trusted_folders(config, trust=trust_code)
+    again, not_repeated = _score_again(store, sections, rounds, repeats, folders)
     scores = read_scores(store, rounds)
     analysis = analyse(scores, again)
     run = read_run(RunReader(store))
@@ -172,7 +175,11 @@ def _scored_rounds(
 
 
 def _score_again(
-    store: ArtifactStore, sections: Sequence[RewardSection], rounds: Mapping[int, Sequence[SamplingRound]], samples: int
+    store: ArtifactStore,
+    sections: Sequence[RewardSection],
+    rounds: Mapping[int, Sequence[SamplingRound]],
+    samples: int,
+    folders: Sequence[str],
 ) -> tuple[pl.DataFrame | None, dict[str, str]]:
     """Score the last iteration's first samples again by every reward that can run here."""
     if not samples:
@@ -195,4 +202,4 @@ def _score_again(
     if last is None:
         gone = "the images were removed by `grpo prune`"
         return None, {**unable, **{section.label: gone for section in able}}
-    return score_again(store, last, rounds[last][0], able, samples), unable
+    return score_again(store, last, rounds[last][0], able, samples, folders), unable

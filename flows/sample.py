@@ -17,6 +17,7 @@ from configs.sections import PlacementSection, PolicySection, kind_of
 from configs.validation import validated
 from flows.pipeline.requests import SampleRequest, refuse_overrides
 from flows.preflight.model import source_of
+from flows.preflight.trust import OF_MODEL, require_trust, trusted_config
 from grpo_core.errors import InputError, NonFiniteError, raise_all
 from grpo_core.images import SourceImage
 from grpo_core.messages import caption_of, read_messages, refuse_messages
@@ -32,7 +33,8 @@ from tasks.models.resident import ModelSpec, ResidentPolicy, configure_torch, lo
 from tasks.prompts.marks import mark_images, require_match
 from tasks.prompts.sources import load_source
 from tasks.runs.lookup import find_run, read_description
-from tasks.runs.stored import adapter_version, choose_policy, chosen_version, stored_config
+from tasks.runs.stored import adapter_version, choose_policy, chosen_version
+from tasks.runs.trust import uses_of
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, use_store
 from tasks.storage.files import require_writable
@@ -123,7 +125,7 @@ def _is_adapter(folder: Path) -> bool:
 def _open_run(request: SampleRequest) -> Source:
     named = PolicyName.parse(request.source)
     store = find_run(named.run, request.root)
-    stored = stored_config(store)
+    stored = trusted_config(store, trust=request.trust_code, sections=OF_MODEL)
     digest = str(read_description(store).get("model_digest", ""))
     chosen, notes = choose_policy(store, chosen_version(store, named.version), digest)
     # Samples need no reference.
@@ -150,7 +152,6 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
     sections: dict[str, Any] = {name: values[name] for name in ("policy", "rollout") if name in values}
     if adapter is not None:
         sections["policy"] |= {"adapter": str(adapter), "lora": None}
-        _require_same_base(values.get("base_digest"), sections["policy"])
     else:
         own = ("revision", "adapter", "lora", "denoising_lora", "frozen", "quantization")
         sections["policy"] |= {"model": str(folder), **dict.fromkeys(own)}
@@ -160,6 +161,11 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
         hint = "This model states no size; give --set rollout.height=1024 --set rollout.width=1024."
         raise InputError("rollout.height and width", None, hint)
     config = validated(_Sampling, {"rollout": {}, **sections})
+    # The folder itself is what the person named.
+    uses = [use for use in uses_of(config, within=OF_MODEL) if use.value != str(folder)]
+    require_trust(uses, str(record), trust=request.trust_code)
+    if adapter is not None:
+        _require_same_base(values.get("base_digest"), sections["policy"])
     return Source(folder.resolve().name, config, _spec(config.policy, ""))
 
 

@@ -7,8 +7,6 @@ when the time limit passes or the client leaves.
 import asyncio
 import hmac
 import logging
-import signal
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +17,11 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from configs.training import RewardSection
+from flows.http_server import SECONDS_TO_ARRIVE, address_of, listening, local_hosts_only, run_server
 from grpo_core.errors import InputError, raise_all
 from grpo_core.rewards.remote import wire
 from grpo_core.services import LOOPBACK, read_token
@@ -36,10 +33,8 @@ from tasks.rewards.answers import Answer, RequestLimits, answer_payload, build_r
 SECONDS_TO_SCORE = 60.0
 """Time limit of a request; `timeout_s` of the reward `remote` has the same default."""
 
-SECONDS_TO_ARRIVE = 10.0
-"""After which a connection is closed on which no request has arrived; a body has a second more for each of its:"""
-
 BYTES_PER_SECOND = 100_000
+"""Of the body of a request, which has a second more to arrive for each of them."""
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -222,6 +217,9 @@ def create_app(
 
     handlers: Any = {HTTPException: _refuse}
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=handlers, lifespan=lifespan)
+    if token is None:
+        # A page of another site whose name leads here may neither ask nor read.
+        app.user_middleware.append(local_hosts_only())
     app.add_route(wire.DESCRIBE_PATH, service.describe, methods=["GET"])
     app.add_route(wire.SCORE_PATH, service.score, methods=["POST"])
     return app
@@ -231,44 +229,6 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
     """Answer a request that is refused, in the protocol's form."""
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-
-
-def server_config(app: Any, seconds_to_arrive: float = SECONDS_TO_ARRIVE) -> uvicorn.Config:
-    """Configure uvicorn so that it also closes connections on which no request arrives."""
-
-    class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-        """uvicorn's own time limit holds between two requests, and ends with the first byte of the second."""
-
-        _waiting: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            self._watch()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._watch()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._watch()
-
-        def connection_lost(self, error: Exception | None) -> None:
-            super().connection_lost(error)
-            self._stop()
-
-        def _watch(self) -> None:
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._stop()
-            elif self._waiting is None:
-                self._waiting = self.loop.call_later(seconds_to_arrive, self.transport.close)
-
-        def _stop(self) -> None:
-            if self._waiting is not None:
-                self._waiting.cancel()
-                self._waiting = None
-
-    return uvicorn.Config(app, http=Connection, ws="none", log_level="warning", timeout_graceful_shutdown=10)
 
 
 def serve(
@@ -302,30 +262,11 @@ def serve(
         raise InputError("host", host, hint)
     limits = limits or ServerLimits()
     app = create_app(rewards, read_token("--token-env", token_env), limits)
-    with _listening(host, port) as listener:
-        report_progress(f"serving {', '.join(built)} on {_address(listener)}, at most {limits.timeout:g} s per request")
-        _run(uvicorn.Server(server_config(app, limits.seconds_to_arrive)), listener)
-
-
-def _listening(host: str, port: int) -> socket.socket:
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
+        listener = listening(host, port)
     except (OSError, OverflowError) as error:
         raise InputError("host and port", f"{host}:{port}", f"Choose others: {error}.") from error
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _run(server: uvicorn.Server, listener: socket.socket) -> None:
-    # When uvicorn has ended it raises the signal that ended it once more, for the previous handlers.
-    signals = (signal.SIGTERM, signal.SIGINT)
-    previous = {number: signal.signal(number, lambda *_: None) for number in signals}
-    try:
-        server.run(sockets=[listener])
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with listener:
+        address = address_of(listener)
+        report_progress(f"serving {', '.join(built)} on {address}, at most {limits.timeout:g} s per request")
+        run_server(app, listener, limits.seconds_to_arrive)

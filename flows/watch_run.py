@@ -2,17 +2,19 @@
 
 import json
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from types import MappingProxyType
 
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from flows.http_server import address_of, listening, local_hosts_only, run_server
 from flows.inspect_run import read_inspection, require_iteration
 from grpo_core.errors import InputError
 from tasks.reports.run_page import render_run_page
@@ -27,7 +29,25 @@ HOST = "127.0.0.1"
 SECONDS_BETWEEN, SHARE = 2.0, 0.1
 """Least time between two readings of a run, and the largest share of a processor that reading takes."""
 
+SECONDS_AHEAD = 20.0
+"""For so long the share may be used at once, when a person looks at one iteration after another."""
+
 _NUMBER = re.compile(r"[0-9]{0,9}")
+_HEADERS = MappingProxyType(
+    {
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+        "Cross-Origin-Resource-Policy": "same-origin",
+    }
+)
+
+
+class BusyError(Exception):
+    """Reading took its share of the processor; `seconds` are left until there is more of it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        super().__init__(f"Too many pages were asked for; ask again in {seconds:.0f} s.")
 
 
 def watch_run(name: str, *, root: str, port: int, iteration: int | None, started: Callable[[str], None]) -> None:
@@ -46,15 +66,12 @@ def watch_run(name: str, *, root: str, port: int, iteration: int | None, started
     store = find_run(name, root)
     require_iteration(RunReader(store), iteration)
     try:
-        server = _Server(RunWatch(store), port)
+        listener = listening(HOST, port)
     except (OSError, OverflowError) as error:
         raise InputError("--port", port, f"It cannot be served there ({error}). 0 chooses a free port.") from error
-    with server:
-        started(f"http://{HOST}:{server.server_port}/{f'?iteration={iteration}' if iteration is not None else ''}")
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return
+    with listener:
+        started(f"{address_of(listener)}/{f'?iteration={iteration}' if iteration is not None else ''}")
+        run_server(create_app(RunWatch(store)), listener)
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,8 @@ class RunWatch:
         self._pages: dict[int | None, _Page] = {}
         # One reading at a time leaves most of the machine to the run.
         self._lock = threading.Lock()
+        # When the share of the processor that was used is made up for.
+        self._even_at = 0.0
 
     def page(self, iteration: int | None = None) -> str:
         """Return the page, written now if it is due.
@@ -98,6 +117,7 @@ class RunWatch:
 
         Raises:
             InputError: the run has no such iteration.
+            BusyError: reading has taken its share of the processor.
         """
         with self._lock:
             page, tag = self._pages.get(iteration), self._tag()
@@ -123,72 +143,43 @@ class RunWatch:
         return json.dumps([last, reader.names(EVALUATIONS), reader.names(POLICIES)[-4:], is_locked(self._store)])
 
     def _written(self, iteration: int | None, tag: str) -> _Page:
-        begun = time.thread_time()
+        now, begun = time.monotonic(), time.thread_time()
+        if (ahead := self._even_at - now) > SECONDS_AHEAD:
+            raise BusyError(ahead - SECONDS_AHEAD)
         reader = RunReader(self._store, self._memory if iteration is None else None)
         require_iteration(reader, iteration)
         found = read_inspection(reader, iteration, with_page=True)
         reader.memory.forget_unused()
         html = render_run_page(found.run, found.samples, found.verdict, found.warnings, watched=tag)
         seconds = time.thread_time() - begun
+        self._even_at = max(self._even_at, now) + seconds / SHARE
         return _Page(html, tag, seconds, time.monotonic(), f"{datetime.now():%H:%M:%S}")
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+def create_app(watch: RunWatch) -> Starlette:
+    """Make the application that answers with the page, or with its state as JSON."""
 
-    def __init__(self, watch: RunWatch, port: int) -> None:
-        self.watch = watch
-        super().__init__((HOST, port), _Handler)
+    def page(request: Request) -> Response:
+        return _answer(request, lambda iteration: ("text/html", watch.page(iteration)))
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print the error, unless the browser has gone, as it does when a tab is closed."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
+    def state(request: Request) -> Response:
+        return _answer(request, lambda iteration: ("application/json", json.dumps(watch.state(iteration))))
+
+    return Starlette(routes=[Route("/", page), Route("/state", state)], middleware=[local_hosts_only()])
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-
-    def do_GET(self) -> None:
-        """Answer with the page, or with its state as JSON."""
-        hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
-        address = urlsplit(self.path)
-        number = parse_qs(address.query).get("iteration", [""])[0]
-        if self.headers.get("Host") not in hosts:
-            # A page of another site whose name leads here may not read the run.
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"This is not one of {', '.join(sorted(hosts))}.")
-        elif address.path not in ("/", "/state") or not _NUMBER.fullmatch(number):
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "There is nothing here.")
-        else:
-            self._answer_for(address.path, int(number) if number else None)
-
-    def _answer_for(self, path: str, iteration: int | None) -> None:
-        try:
-            if path == "/":
-                answer = ("text/html", self.server.watch.page(iteration))
-            else:
-                answer = ("application/json", json.dumps(self.server.watch.state(iteration)))
-        except InputError as error:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", str(error))
-        except Exception as error:
-            # Files can vanish while they are read; the page shows the error, first in few words, and asks again.
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{type(error).__name__}: {error}")
-        else:
-            self._answer(HTTPStatus.OK, *answer)
-
-    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
-        content = text.encode(errors="replace")
-        self.send_response(status)
-        for name, value in (
-            ("Content-Type", f"{kind}; charset=utf-8"),
-            ("Content-Length", str(len(content))),
-            ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-        ):
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Write no line for each request."""
+def _answer(request: Request, read: Callable[[int | None], tuple[str, str]]) -> Response:
+    number, status, headers = request.query_params.get("iteration", ""), 200, dict(_HEADERS)
+    kind = "text/plain"
+    try:
+        if not _NUMBER.fullmatch(number):
+            raise InputError("iteration", number, "Give its number.")
+        kind, text = read(int(number) if number else None)
+    except InputError as error:
+        status, text = 404, str(error)
+    except BusyError as error:
+        status, text, headers["Retry-After"] = 503, str(error), f"{error.seconds:.0f}"
+    except Exception as error:
+        # Files can vanish while they are read; the page shows the error, first in few words, and asks again.
+        status, text = 503, f"{type(error).__name__}: {error}"
+    return Response(text.encode(errors="replace"), status, headers, f"{kind}; charset=utf-8")

@@ -6,12 +6,13 @@ from pathlib import Path
 from configs.policy_name import BEST, PolicyName
 from configs.schema import RunConfig
 from flows.pipeline.requests import ExportRequest
+from flows.preflight.trust import OF_MODEL, trusted_config
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.quantization import read_stored
 from tasks.models.initial import initial_digest, model_folder
 from tasks.runs.lookup import find_run, read_description
 from tasks.runs.origin import Origin, origin_of
-from tasks.runs.stored import adapter_version, choose_policy, chosen_version, stored_config, stored_versions
+from tasks.runs.stored import adapter_version, choose_policy, chosen_version, stored_versions
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import require_writable
@@ -52,7 +53,7 @@ def plan_export(request: ExportRequest) -> ExportPlan:
     folder = Path(request.folder).expanduser().absolute()
     _require_new_folder(folder)
     store = find_run(request.named.run, request.root)
-    config = stored_config(store)
+    config = trusted_config(store, trust=request.trust_code, sections=OF_MODEL)
     recorded = str(read_description(store).get("model_digest", ""))
     chosen, notes = choose_policy(store, chosen_version(store, request.named.version), recorded)
     policy = chosen.averaged

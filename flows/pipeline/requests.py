@@ -35,7 +35,7 @@ MAX_STALENESS = 4
 
 
 Trust = Annotated[bool, Option("--trust-code")]
-TRUST = "run the functions and send the tokens that the run itself names, and remember them"
+TRUST = "run, connect to, send and read what the run itself names, and remember it"
 
 # The stored rollouts or an option of the command decide these.
 _FIXED_IN_REPLAYS = {
@@ -122,6 +122,7 @@ class RescoreRequest(Section):
         None, description="iterations to score; by default all"
     )
     html: Annotated[str | None, Option(metavar="FILE")] = Field(None, description="also write the report to this file")
+    trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
 
 
@@ -179,6 +180,7 @@ class ExportRequest(Section):
     push_to_hub: Annotated[str | None, Option(metavar="REPO")] = Field(
         None, min_length=1, description="also upload the folder to this repository of the Hugging Face hub"
     )
+    trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
 
     @property
@@ -206,6 +208,7 @@ class SampleRequest(Section):
         (), description="an image in each of the prompts; may be repeated"
     )
     overrides: Overrides = Field((), description="change rollout or placement, such as rollout.temperature=0.7")
+    trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
 
     def hint_against(self, path: str) -> str | None:

@@ -31,7 +31,6 @@ from flows.pipeline.lineage import (
     stage_code,
 )
 from flows.preflight.inputs import check_inputs
-from flows.preflight.trust import remember, uses_of
 from grpo_core.streams import Stream
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
@@ -42,6 +41,7 @@ from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS
 from tasks.runs.lookup import record_start, require_schema, write_description
 from tasks.runs.stored import START
+from tasks.runs.trust import remember, uses_of
 from tasks.storage.artifacts.commit import LINEAGE
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore

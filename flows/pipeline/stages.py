@@ -88,7 +88,8 @@ def score_rewards(
     run: Run, rollouts: ArtifactRef, plan: RolloutPlan, rewards: Sequence[RewardSection], place: str
 ) -> Mapping[str, ArtifactRef]:
     """Score rollouts with every reward: stage 2. Returns one table per reward, by its label, in a place of the plan."""
-    return score_concurrently(rollouts, rewards, f"{plan.folder}/{place}", plan.title, run.config.placement)
+    folder, config = f"{plan.folder}/{place}", run.config
+    return score_concurrently(rollouts, rewards, folder, plan.title, config.placement, folders=config.target_folders)
 
 
 def compute_advantages(
@@ -128,10 +129,11 @@ def score_concurrently(
     title: str,
     placement: PlacementSection,
     earlier: Mapping[str, tuple[ArtifactRef, ...]] | None = None,
+    folders: tuple[str, ...] = (),
 ) -> Mapping[str, ArtifactRef]:
     """Run one task per reward, all at once; when one fails, the others still finish, and their scores are kept.
 
-    Tables of `earlier` already have some of a reward's scores, by its label.
+    Tables of `earlier` already have some of a reward's scores, by its label. Target images are read from `folders`.
 
     Raises:
         LockLostError: another process writes the run.
@@ -146,7 +148,7 @@ def score_concurrently(
             stage = with_retries(score_reward_task, f"{title}: score {section.label}", placement)
             # Scores that failed are tried again.
             stage.refresh_cache = any(failed_scores(each) for each in known)
-            arguments = with_quoted_arguments([rollouts, section, folder, title, placement, known])
+            arguments = with_quoted_arguments([rollouts, section, folder, title, placement, known, None, folders])
             futures[section.label] = stage.submit(*arguments)
         wait(list(futures.values()))
     _forget_submitted(futures.values())

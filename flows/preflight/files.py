@@ -10,7 +10,6 @@ from configs.schema import RewardsFile, RunConfig
 from configs.sections import DataSection, DatasetSection
 from flows.preflight.prompts import PromptFiles, check_prompts, read_prompt_files
 from flows.preflight.rewards import check_rewards, reward_problems
-from flows.preflight.trust import uses_of
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.registry import build_reward
@@ -19,6 +18,7 @@ from tasks.models.initial import local_source
 from tasks.prompts.files import find_files
 from tasks.prompts.formats import ENDINGS
 from tasks.prompts.hub import DatasetChoice, names_dataset
+from tasks.runs.trust import uses_of
 from tasks.storage.artifacts.store import open_store
 from tasks.storage.files import is_local, require_writable
 

@@ -8,11 +8,11 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-import yaml
-
 from configs.schema import RunConfig
 from configs.sections import TextRolloutSection
+from configs.yaml_files import parse_yaml
 from flows.pruning.request import Age, Retention
+from grpo_core.errors import InputError
 from tasks.pruning import (
     FILES_REMOVED,
     Prunable,
@@ -210,11 +210,16 @@ def add_dependents(needs: Needs, store: ArtifactStore) -> None:
         if isinstance(start, int) and _is_unfinished(store, name, config):
             if start:
                 needs.policies[start].append(f"the replay {name} starts from it and is not finished")
-            for number in replay.get("iterations", ()):
-                needs.trained[int(number)].append(f"the replay {name} trains on it and is not finished")
+            numbers = replay.get("iterations")
+            for number in filter(_is_number, numbers if isinstance(numbers, list) else ()):
+                needs.trained[number].append(f"the replay {name} trains on it and is not finished")
         run, _, version = str(_mapping(config.get("run")).get("continue_from")).rpartition("@")
         if run in own and version.isdigit() and _is_unfinished(store, name, config):
             needs.policies[int(version)].append(f"the run {name} continues from it and is not finished")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
@@ -230,13 +235,13 @@ def _other_configs(store: ArtifactStore, own: set[str]) -> Iterator[tuple[str, M
             continue
         try:
             content = store.read_shared(f"{name}/config.yaml") or b""
-        except LinkError:
-            # Nothing can start there before a person has removed the link.
+        except InputError:
+            # Nothing can start there before a person has removed the link, the pipe or what else is in its place.
             continue
         # A training looks at all runs after each iteration, and parsing YAML is slow.
         if b"\nreplay:" in content or any(f"{run}@".encode() in content for run in own):
-            with suppress(yaml.YAMLError, UnicodeDecodeError):
-                yield name, _mapping(yaml.safe_load(content))
+            with suppress(InputError):
+                yield name, _mapping(parse_yaml(content.decode(errors="replace"), name))
 
 
 def _is_unfinished(store: ArtifactStore, name: str, config: Mapping[str, Any]) -> bool:

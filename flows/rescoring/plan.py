@@ -14,13 +14,16 @@ from configs.training import AdvantagesSection, RewardSection
 from flows.pipeline.requests import RescoreRequest
 from flows.preflight.files import checked_once
 from flows.preflight.rewards import token_problems
+from flows.preflight.trust import trusted_folders
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, raise_all
 from grpo_core.images import fits_reward, shown_bounds
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
 from grpo_core.streams import ImageSize
+from tasks.prompts.targets import find_target
 from tasks.reports.report import require_page_path
+from tasks.rewards.rows import TARGET_HINT
 from tasks.rewards.score_rewards import NeededScores, StoredScores
 from tasks.runs.layout import (
     PARTS,
@@ -47,6 +50,7 @@ class RescoredRun:
 
     Attributes:
         iterations: the iterations in order, every file verified.
+        folders: of target images, which the person knows.
         needed: scores that each reward needs, by iteration and for each of its sampling rounds.
     """
 
@@ -55,6 +59,7 @@ class RescoredRun:
     rewards: tuple[RewardSection, ...]
     advantages: AdvantagesSection
     iterations: tuple[StoredIteration, ...]
+    folders: tuple[str, ...]
     needed: Mapping[int, tuple[tuple[NeededScores, ...], ...]]
 
     @property
@@ -90,7 +95,7 @@ def plan_rescore(request: RescoreRequest) -> RescorePlan:
     names = [store.run for store in stores]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError("RUN", twice, "A report identifies runs by name; score these separately.")
-    runs = [_plan_run(store, requested, chosen) for store in stores]
+    runs = [_plan_run(store, requested, chosen, trust=request.trust_code) for store in stores]
     problems = [problem for run in runs for problem in _scoring_problems(run)]
     # Runs may have the same one.
     raise_all({str(problem): problem for problem in problems}.values())
@@ -133,7 +138,9 @@ def _option_problems(request: RescoreRequest) -> Iterator[InputError]:
         yield InputError("RUN", list(request.sources), "A run is named twice; name each once.")
 
 
-def _plan_run(store: ArtifactStore, requested: RewardsFile, chosen: tuple[int, int] | None) -> RescoredRun:
+def _plan_run(
+    store: ArtifactStore, requested: RewardsFile, chosen: tuple[int, int] | None, *, trust: bool
+) -> RescoredRun:
     config = stored_config(store)
     advantages = requested.advantages or config.advantages
     # Only the rewards are checked: the rest has run, and its files may be gone.
@@ -145,7 +152,8 @@ def _plan_run(store: ArtifactStore, requested: RewardsFile, chosen: tuple[int, i
         hint = f"The running moments of {', '.join(running)} need every earlier iteration; start with the first."
         raise InputError("--iterations", f"{chosen[0]}-{chosen[1]}", hint)
     needed = {each.number: needed_scores(store, each, requested.rewards) for each in iterations}
-    return RescoredRun(store, config, requested.rewards, advantages, iterations, needed)
+    folders = trusted_folders(config, trust=trust)
+    return RescoredRun(store, config, requested.rewards, advantages, iterations, folders, needed)
 
 
 def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
@@ -167,6 +175,8 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
             if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
                 hint = f"The rollouts of {run.store.run} were collected without target images."
                 yield InputError(place, section.reward, hint)
+            if reward.needs_target:
+                yield from _target_problems(run, prompts, place)
             if reward.requires_sources and not prompts["sources"].list.len().sum():
                 hint = f"The prompts of {run.store.run} have no images."
                 yield InputError(place, section.reward, hint)
@@ -175,6 +185,14 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
         for column in sorted(needed - set(found)):
             hint = f"No prompt of {run.store.run} has this column; it has {', '.join(found) or 'none'}."
             yield InputError(place, column, hint)
+
+
+def _target_problems(run: RescoredRun, prompts: pl.DataFrame, place: str) -> Iterator[InputError]:
+    """Report the first target image that is nowhere that may be read."""
+    for uri in prompts["target_uri"].drop_nulls().unique(maintain_order=True):
+        if find_target(uri, [run.store], run.folders) is None:
+            yield InputError(f"{place}, {run.store.run}/data.targets", uri, TARGET_HINT)
+            return
 
 
 def _size_problems(

@@ -172,6 +172,7 @@ def score_missing(name: str, run: RescoredRun, stored: StoredIteration, index: i
         f"iteration {stored.number}" if index == 0 else f"iteration {stored.number}, round {index + 1}",
         run.config.placement,
         earlier={each.section.label: each.earlier for each in missing},
+        folders=run.folders,
     )
     scores = {each.section.label: each.stored or computed[each.section.label] for each in needed}
     return SamplingRound(rollouts, scores)

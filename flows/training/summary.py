@@ -11,12 +11,12 @@ from collections import Counter
 from typing import Any
 from uuid import UUID
 
-import yaml
 from PIL import Image
 from prefect import get_run_logger
 
 from configs.schema import RunConfig
 from configs.sections import TextRolloutSection
+from configs.yaml_files import parse_yaml
 from flows.pipeline.lineage import identify, read_valid_description, resolve_code, resolve_start, stage_code
 from flows.pipeline.prefect_ui import artifact_link, publish_report
 from flows.pipeline.run import Run, describe, heldout_digest
@@ -201,7 +201,8 @@ def _unchanged_run(config: RunConfig, store: ArtifactStore, lock: RunLock) -> Ru
 
 
 def _read(settings: bytes) -> dict[str, Any]:
-    return {name: section for name, section in yaml.safe_load(settings).items() if name not in _ELSEWHERE}
+    values = parse_yaml(settings.decode(), "config.yaml")
+    return {name: section for name, section in values.items() if name not in _ELSEWHERE}
 
 
 def read_history(run: Run) -> TrainingHistory | None:

@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from grpo_core.errors import InputError
 from grpo_core.settings import check_fields
 from grpo_core.user_functions import REFERENCE, UserFunction, load_function
+from grpo_core.uses import Uses
 
 ImportanceLevel = Literal["token", "sequence"]
 MismatchMode = Literal["none", "truncate", "mask"]
@@ -114,7 +115,7 @@ class LossSettings:
         InputError: a number is out of its range, or fields contradict each other; `place` is its configuration key.
     """
 
-    loss: str = "grpo"
+    loss: Annotated[str, Uses.CODE] = "grpo"
     importance_level: ImportanceLevel | None = None
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_range_high: PositiveFloat | None = None

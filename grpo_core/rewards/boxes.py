@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, Text
 from grpo_core.streams import Modality
+from grpo_core.uses import Uses
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
@@ -70,15 +71,15 @@ class BoxIouReward(Reward):
         height_column: the same for its height.
     """
 
-    column: Text = "box"
+    column: Annotated[Text, Uses.NOTHING] = "box"
     threshold: Annotated[float, Field(gt=0, le=1)] | None = None
     coordinates: Coordinates = "pixels"
     factor: PositiveInt = 28
     min_pixels: PositiveInt = 56 * 56
     max_pixels: PositiveInt = 12845056
     image: Annotated[int, Field(ge=0)] = 0
-    width_column: Text = "width"
-    height_column: Text = "height"
+    width_column: Annotated[Text, Uses.NOTHING] = "width"
+    height_column: Annotated[Text, Uses.NOTHING] = "height"
 
     name: ClassVar[str] = "box_iou"
     media: ClassVar[tuple[Modality, ...]] = ("text",)

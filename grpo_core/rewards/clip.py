@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic.dataclasses import dataclass as settings_dataclass
 
@@ -22,6 +22,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.model_reward import ModelReward, Sha256
 from grpo_core.rewards.reward import STRICT, ScoringBatch, Text, problems_of
 from grpo_core.rewards.weights import Published, Weights
+from grpo_core.uses import Uses
 
 DEFAULT_MODEL = "ViT-L-14-quickgelu"
 DEFAULT_RELEASE = "openai"
@@ -87,9 +88,9 @@ class ClipReward(ModelReward):
         weights_sha256: digest that the file must have, complete or its first 8 digits or more.
     """
 
-    model: Text = DEFAULT_MODEL
-    pretrained: Text | None = None
-    weights: str | None = None
+    model: Annotated[Text, Uses.PLACE] = DEFAULT_MODEL
+    pretrained: Annotated[Text | None, Uses.NOTHING] = None
+    weights: Annotated[str | None, Uses.PLACE] = None
     weights_sha256: Sha256 | None = None
 
     @property

@@ -13,7 +13,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float32
@@ -35,6 +35,7 @@ from grpo_core.rewards.model_reward import (
 from grpo_core.rewards.references import ComparingReward
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.weights import Published, Weights
+from grpo_core.uses import Uses
 
 CACHED_EMBEDDINGS = 4096
 """How many embeddings a model keeps, for images that several rewards look at and for the prompts of a group."""
@@ -215,7 +216,7 @@ class AestheticReward(ClipReward):
         head_sha256: digest that this file must have.
     """
 
-    head: str | None = None
+    head: Annotated[str | None, Uses.PLACE] = None
     head_sha256: Sha256 | None = None
 
     name: ClassVar[str] = "aesthetic"

@@ -36,6 +36,7 @@ from grpo_core.user_functions import (
     signature_of,
     working_directory_kept,
 )
+from grpo_core.uses import Uses
 
 _PLACE = "rewards.function.function"
 _SAMPLES = ("prompts", "completions", "completion_ids")
@@ -89,14 +90,14 @@ class FunctionReward(Reward):
             reads or a module that it imports by a computed name.
     """
 
-    function: Annotated[str, AfterValidator(_check_reference)] = ""
-    arguments: Annotated[Mapping[str, JsonValue], AfterValidator(_check_finite)] | None = None
-    factory: bool | None = None
+    function: Annotated[str, AfterValidator(_check_reference), Uses.CODE] = ""
+    arguments: Annotated[Mapping[str, JsonValue], AfterValidator(_check_finite), Uses.ARGUMENTS] | None = None
+    factory: Annotated[bool | None, Uses.ARGUMENTS] = None
     conversational: bool | None = None
     by_group: bool = False
     with_targets: bool = False
     on_error: Literal["raise", "null"] | None = "raise"
-    revision: str | None = None
+    revision: Annotated[str | None, Uses.NOTHING] = None
 
     name: ClassVar[str] = "function"
     media: ClassVar[tuple[Modality, ...]] = ("image", "text")

@@ -35,6 +35,7 @@ from grpo_core.rewards.reward import (
     clamp_unit,
 )
 from grpo_core.streams import Modality
+from grpo_core.uses import Uses
 
 _VERDICT_FORM = (
     'Answer with one JSON object and nothing else: {{"reason": "one short sentence", "score": n}}, where n is a number '
@@ -103,8 +104,8 @@ class JudgeReward(ServiceReward):
 
     timeout_s: Positive = 120.0
     concurrency: Annotated[int, Field(ge=1, le=256)] = 8
-    model: Text = ""
-    rubric: Annotated[str, AfterValidator(_check_rubric)] = (
+    model: Annotated[Text, Uses.NOTHING] = ""
+    rubric: Annotated[str, AfterValidator(_check_rubric), Uses.NOTHING] = (
         "How well does this do what was asked? It was asked for: {prompt}"
     )
     low: Annotated[float, Field(gt=-1e9, lt=1e9)] = 0.0

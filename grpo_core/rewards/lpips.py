@@ -8,7 +8,7 @@ import importlib.util
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float32
@@ -21,6 +21,7 @@ from grpo_core.rewards.similarity import PairReward
 from grpo_core.rewards.tensors import Images, check_pair
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.seeds import file_sha256
+from grpo_core.uses import Uses
 
 Trunk = Literal["alex", "vgg", "squeeze"]
 
@@ -54,7 +55,7 @@ class LpipsReward(ModelReward, PairReward):
         net: the trunk: ``alex``, ``vgg`` or ``squeeze``.
     """
 
-    weights: str | None = None
+    weights: Annotated[str | None, Uses.PLACE] = None
     weights_sha256: Sha256 | None = None
     net: Trunk = "alex"
 

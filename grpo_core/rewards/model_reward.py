@@ -26,6 +26,7 @@ from grpo_core.hub import SAFETENSORS
 from grpo_core.rewards.hub import weights_pattern
 from grpo_core.rewards.reward import STRICT, Reward
 from grpo_core.rewards.weights import Weights
+from grpo_core.uses import Uses
 
 _UNREADABLE = (
     *(SafetensorError, pickle.UnpicklingError, struct.error, OSError, EOFError),
@@ -140,9 +141,9 @@ def load_tokenizer(weights: Weights) -> Any:
         raise weights.error(f"Its tokenizer cannot be loaded ({first_line(error)}). Set a complete model.") from error
 
 
-Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$"), Uses.NOTHING]
 
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{8,64}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{8,64}$"), Uses.NOTHING]
 """A sha256 in hexadecimal, complete or at least its first 8 digits."""
 
 _Model = TypeVar("_Model")

@@ -14,7 +14,7 @@ Images are prepared, and scores computed, as the imscore package does (0.0.11).
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from jaxtyping import Float32
 from pydantic.dataclasses import dataclass
@@ -36,6 +36,7 @@ from grpo_core.rewards.model_reward import (
 from grpo_core.rewards.reward import STRICT, Positive, Score, ScoringBatch, clamp_unit, problems_of
 from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.weights import Published, Weights
+from grpo_core.uses import Uses
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of OpenAI's CLIP, which both models were prepared with."""
@@ -116,7 +117,7 @@ class PickScoreReward(PreferenceReward):
         full_scale: score at which the value saturates; 26 is what Flow-GRPO (arXiv:2505.05470) divides by.
     """
 
-    model: str | None = None
+    model: Annotated[str | None, Uses.PLACE] = None
     model_sha256: Sha256 | None = None
     full_scale: Positive = 26.0
 
@@ -176,9 +177,9 @@ class HpsV2Reward(PreferenceReward):
         model: the CLIP that it was fine-tuned from: ``ViT-H-14``, or the path of an open_clip_config.json.
     """
 
-    weights: str | None = None
+    weights: Annotated[str | None, Uses.PLACE] = None
     weights_sha256: Sha256 | None = None
-    model: str = HPSV2_NETWORK
+    model: Annotated[str, Uses.PLACE] = HPSV2_NETWORK
     full_scale: Positive = 0.5
 
     name: ClassVar[str] = "hpsv2"

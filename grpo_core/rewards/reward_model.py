@@ -22,6 +22,7 @@ from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference,
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.streams import Modality
+from grpo_core.uses import Uses
 
 _PLACE = "rewards.reward_model.model"
 _PUBLISHED = Published("its authors", note="for example Skywork/Skywork-Reward-V2-Qwen3-0.6B")
@@ -48,7 +49,7 @@ class RewardModelReward(ModelReward):
             the beginning is left out, since the model answers at the last token.
     """
 
-    model: str | None = None
+    model: Annotated[str | None, Uses.PLACE] = None
     model_sha256: Sha256 | None = None
     scale: Literal["none", "sigmoid"] = "none"
     max_length: Annotated[int, Field(ge=1, le=10_000_000)] | None = None

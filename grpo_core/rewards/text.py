@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import regex
 from pydantic.dataclasses import dataclass
@@ -19,6 +19,7 @@ from grpo_core.errors import InputError
 from grpo_core.messages import answer_begun
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, Text
 from grpo_core.streams import Modality, has_visible_text
+from grpo_core.uses import Uses
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -32,7 +33,7 @@ class AnswerReward(Reward):
         mode: ``similarity`` or ``exact``.
     """
 
-    column: Text = "answer"
+    column: Annotated[Text, Uses.NOTHING] = "answer"
     mode: Literal["similarity", "exact"] = "similarity"
 
     name: ClassVar[str] = "answer"
@@ -117,7 +118,7 @@ class FormatReward(Reward):
     """
 
     format: Literal["think_answer", "think_answer_box"] | None = None
-    pattern: Text | None = None
+    pattern: Annotated[Text | None, Uses.NOTHING] = None
     mode: Literal["strict", "partial"] = "strict"
 
     name: ClassVar[str] = "format"

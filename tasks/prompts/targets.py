@@ -1,20 +1,25 @@
 """Target images that belong to prompts, and the image size of each prompt."""
 
 import hashlib
+import os
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.images import open_image, require_aspect, to_rgb
 from grpo_core.streams import ImageSize
-from tasks.prompts.files import join_uri, list_input_folder, nearest_names, read_input_file
+from tasks.prompts.files import find_input, join_uri, list_input_folder, nearest_names, read_input_file
 from tasks.prompts.images import IMAGE_ENDINGS, complete_image, name_inside, upright_size
 from tasks.prompts.read import Prompt
+
+if TYPE_CHECKING:
+    from tasks.storage.artifacts.store import ArtifactStore
 
 SIZE_COLUMNS = ("width", "height", "size")
 """Columns that give the size of a prompt's images: two of pixels, or one such as 512x768, width first."""
@@ -130,6 +135,36 @@ def pair_targets(
             known[name, size] = _refer(join_uri(parent, name), _place(prompt, row), size)
         paired.append(None if name is None else known[name, size])
     return tuple(paired)
+
+
+def find_target(uri: str, stores: Sequence["ArtifactStore"], folders: Sequence[str] = ()) -> str | None:
+    """Return where the target image of a stored row is; None if it is nowhere that may be read for a table.
+
+    A table may be a stranger's: what it names is not fetched and not looked for anywhere on the machine.
+
+    Args:
+        uri: as the row has it. A relative path is looked for in the working directory and beside the storage roots.
+        stores: of the runs whose rows these are.
+        folders: folders and URLs below which anything may be read, because a configuration of the person's names them.
+    """
+    if "://" in uri or "::" in uri:
+        below = any("://" in folder and uri.startswith(f"{folder.rstrip('/')}/") for folder in folders)
+        return uri if below and "::" not in uri and ".." not in uri.split("/") else None
+    found = find_input(uri, stores)
+    if found is None:
+        return None
+    place = os.path.realpath(os.path.expanduser(found))
+    if any("://" not in each and place.startswith(f"{os.path.realpath(each).rstrip('/')}/") for each in folders):
+        return found
+    name = posixpath.normpath(uri)
+    if os.path.isabs(name) or name.startswith(("..", "~")):
+        return None
+    try:
+        for store in stores:
+            store.refuse_link(os.path.abspath(found))
+    except InputError:
+        return None
+    return found
 
 
 def load_target(reference: TargetReference) -> Image.Image:

@@ -1,8 +1,10 @@
 """Images of reports: stored ones by sample id, targets and images of prompts, and images as data links."""
 
 import base64
+import contextlib
 import io
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,7 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.images import decode_stored
-from tasks.prompts.files import find_input
-from tasks.prompts.targets import TargetReference, load_target
+from tasks.prompts.targets import TargetReference, find_target, load_target
 from tasks.reports.text import counted
 from tasks.runs.layout import IMAGES, source_file
 from tasks.runs.sources import read_sources
@@ -24,7 +25,10 @@ PRUNED = "image removed"
 LOSSLESS_SIDE = 128
 """Images up to this many pixels per side are embedded without loss, because each of their pixels matters."""
 
-_NOWHERE = "It is neither in the working directory nor beside the storage root. Start `grpo` where the run was started."
+_NOWHERE = (
+    "It is neither in the working directory nor beside the storage root, nor in a folder of targets with which you "
+    "have trained this run; nothing else is read or fetched for a table. Start `grpo` where the run was started."
+)
 
 
 def read_images(
@@ -79,12 +83,32 @@ class PromptImages:
         if uri is None or sha256 is None or uri in self.missing:
             return None
         if uri not in self._targets:
-            path = find_input(uri, self._stores)
+            path = self.find(uri)
             try:
-                self._targets[uri] = shrunk(load_target(TargetReference(path or uri, sha256)), self._side)
+                if path is not None:
+                    self._targets[uri] = shrunk(load_target(TargetReference(path, sha256)), self._side)
+                else:
+                    self.missing[uri] = _NOWHERE
             except InputError as error:
-                self.missing[uri] = error.hint if path else _NOWHERE
+                self.missing[uri] = error.hint
         return self._targets.get(uri)
+
+    def find(self, uri: str) -> str | None:
+        """Return where a target image is that may be read; None if it is nowhere, or somewhere else."""
+        return find_target(uri, self._stores) or find_target(uri, self._stores, self._folders)
+
+    @cached_property
+    def _folders(self) -> tuple[str, ...]:
+        """The folders of targets with which this person has trained the runs, or to which they have agreed."""
+        # Few rows need them, and the configuration takes longer to import than a table to read.
+        from tasks.runs.stored import stored_config
+        from tasks.runs.trust import known_target_folders
+
+        found: list[str] = []
+        for store in self._stores:
+            with contextlib.suppress(InputError):
+                found += known_target_folders(stored_config(store))
+        return tuple(found)
 
     def sources(self, row: Mapping[str, Any]) -> list[Image.Image]:
         """Read the images in the prompt of a stored sample, reduced where they are large."""

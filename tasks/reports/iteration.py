@@ -312,6 +312,7 @@ def _pairs(
             for row in rows:
                 row["image"] = images.get(row["sample_id"])
                 row["source_images"] = images_of.sources(row)
+                row["target_uri"] = images_of.find(row["target_uri"]) if row.get("target_uri") else None
             groups.append({group_id: found[group_id] for group_id in shown})
     return [(earlier, groups[1][group_id]) for group_id, earlier in groups[0].items()], len(found)
 

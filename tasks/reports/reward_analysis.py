@@ -54,11 +54,17 @@ def read_scores(store: ArtifactStore, rounds: Mapping[int, Sequence[SamplingRoun
 
 
 def score_again(
-    store: ArtifactStore, iteration: int, part: SamplingRound, sections: Sequence[RewardSection], samples: int
+    store: ArtifactStore,
+    iteration: int,
+    part: SamplingRound,
+    sections: Sequence[RewardSection],
+    samples: int,
+    folders: Sequence[str] = (),
 ) -> pl.DataFrame:
     """Score the first samples of a sampling round again by each reward, in the form of :func:`read_scores`.
 
-    Complete groups are scored until there are at least as many samples as requested.
+    Complete groups are scored until there are at least as many samples as requested. Target images are read from
+    `folders`.
     """
     frames = []
     with store.reading(without=(STATES,)) as read:
@@ -70,7 +76,7 @@ def score_again(
         for section in sections:
             reward = build_reward(section.reward, section.settings)
             names = frozenset(wanted["sample_id"])
-            batches = batches_for(reward, section, source, names, store, part.rollouts.run)
+            batches = batches_for(reward, section, source, names, store, part.rollouts.run, folders)
             rows = [row for batch in batches for row in score_rows(reward, section, batch)]
             kinds = {"sample_id": pl.String, **dict.fromkeys(NUMBERS, pl.Float64), "failure": pl.String}
             frames.append(_joined(wanted, pl.DataFrame(rows, kinds), section.label, iteration))

@@ -28,8 +28,7 @@ from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import LostStageError
 from tasks.execution.resources import resource
 from tasks.progress import listener
-from tasks.prompts.files import find_input
-from tasks.prompts.targets import TargetReference, load_target
+from tasks.prompts.targets import TargetReference, find_target, load_target
 from tasks.runs.layout import IMAGES, PARTS
 from tasks.runs.sources import read_sources
 
@@ -59,18 +58,46 @@ _PRUNED = (
 )
 
 
+TARGET_HINT = (
+    "This target image of a stored row is neither in the working directory nor beside the storage root, nor in a "
+    "folder of targets that the run's configuration names and that you know. Start `grpo` where the run was started, "
+    "or agree to its data.targets with --trust-code."
+)
+
 ReadSources = Callable[[Mapping[str, str]], Mapping[str, SourceImage]]
 """Reads images in prompts by their digests, each with the sample that has it."""
 
 
 def batches_for(
-    reward: Reward, section: RewardSection, source: Path, names: frozenset[str], store: "ArtifactStore", run: str
+    reward: Reward,
+    section: RewardSection,
+    source: Path,
+    names: frozenset[str],
+    store: "ArtifactStore",
+    run: str,
+    folders: Sequence[str] = (),
 ) -> Iterator[list[Row]]:
     """Yield batches of the wanted samples of a run with everything that the reward reads, as `batches_of`."""
-    sources = functools.partial(read_sources, store, runs=[run]) if reward.reads_sources else None
     return batches_of(
-        source, section.batch_size, names, with_tokens=reward.needs_tokens, read_sources=sources, stores=[store]
+        source,
+        section.batch_size,
+        names,
+        with_tokens=reward.needs_tokens,
+        read_sources=functools.partial(read_sources, store, runs=[run]) if reward.reads_sources else None,
+        find_target=functools.partial(located_target, stores=[store], folders=folders) if reward.needs_target else None,
     )
+
+
+def located_target(uri: str, stores: Sequence["ArtifactStore"], folders: Sequence[str]) -> str:
+    """Return where the target image of a stored row is.
+
+    Raises:
+        InputError: as find_target says, nowhere that may be read.
+    """
+    found = find_target(uri, stores, folders)
+    if found is None:
+        raise InputError("data.targets", uri, TARGET_HINT)
+    return found
 
 
 def batches_of(
@@ -80,16 +107,16 @@ def batches_of(
     *,
     with_tokens: bool,
     read_sources: ReadSources | None = None,
-    stores: Sequence["ArtifactStore"] = (),
+    find_target: Callable[[str], str] | None = None,
 ) -> Iterator[list[Row]]:
     """Yield batches of the wanted samples in order, siblings together; all but the last have at least `size`.
 
     Args:
         with_tokens: whether rows have the tokens that they were decoded from.
         read_sources: reads the images in their prompts, for `sources` of each row; None if they are not needed.
-        stores: beside their roots target images are looked for, whose paths are relative.
+        find_target: returns where a row's target image is; None if they are not needed.
     """
-    find = functools.cache(lambda uri: find_input(uri, stores) or uri)
+    find = None if find_target is None else functools.cache(find_target)
     more = (
         *_READ_WHERE_KNOWN,
         *(_READ_OF_TOKENS if with_tokens else ()),
@@ -103,7 +130,7 @@ def batches_of(
             yield _with_sources(waiting, read_sources)
             waiting = []
         uri = row.get("target_uri")
-        waiting.append(row if uri is None else {**row, "target_uri": find(uri)})
+        waiting.append(row if uri is None else {**row, "target_uri": find and find(uri)})
     if waiting:
         yield _with_sources(waiting, read_sources)
 

@@ -221,6 +221,7 @@ def score_reward_task(
     placement: PlacementSection,
     earlier: tuple[ArtifactRef, ...] = (),
     part: tuple[int, int] | None = None,
+    folders: tuple[str, ...] = (),
 ) -> ArtifactRef:
     """Score every stored sample in the reward's scope; the others get a row without score and provenance.
 
@@ -228,6 +229,7 @@ def score_reward_task(
         folder: the reward's table is kept in a folder of the reward's label below this one.
         earlier: tables with scores of the same provenance; a sample that one of them has scored is not scored again.
         part: which shard of the groups, from 0, and of how many; None: all groups.
+        folders: of target images, which a configuration of the person's names.
 
     Raises:
         InputError: the samples' images were removed, or an image of their prompts is missing or damaged.
@@ -247,7 +249,7 @@ def score_reward_task(
             refuse_lost(store, rollouts, joined_folder(f"{folder}/{section.label}"), IMAGES_REMOVED)
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
         meant = in_scope(section, everything).select("sample_id", provenance=pl.lit(provenance))
-        batches = batches_for(reward, section, source, wanted, store, rollouts.run)
+        batches = batches_for(reward, section, source, wanted, store, rollouts.run, folders)
         with code_kept(f"rewards.{section.label}", filter(None, [reward.user_function])):
             made, logged, extra = _score(
                 reward, section, batches if wanted else iter(()), meant.height, report_progress

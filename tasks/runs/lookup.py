@@ -210,6 +210,6 @@ def read_starts(reader: RunReader) -> tuple[RunStart, ...]:
     for line in (reader.read_bytes(STARTS_FILE) or b"").splitlines():
         try:
             starts.append(RunStart.model_validate(json.loads(line)))
-        except (ValueError, ValidationError):
+        except (ValueError, ValidationError, RecursionError):
             reader.report_damage(STARTS_FILE, "a line of it is damaged")
     return tuple(starts)

@@ -5,8 +5,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
+from configs.yaml_files import parse_yaml
+from grpo_core.errors import InputError
 from tasks.metrics import GUARDRAIL_PREFIX, HELDOUT, SECONDS, WALL_TIME, is_measured, stage_metrics
 from tasks.runs.layout import (
     ADVANTAGES,
@@ -301,9 +301,9 @@ def _read_config(reader: RunReader, sha256: str | None) -> tuple[str | None, Map
         return None, {}
     try:
         text = content.decode()
-        values = yaml.safe_load(text)
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        reader.report_damage(CONFIG_FILE, f"it is not YAML ({type(error).__name__})")
+        values = parse_yaml(text, CONFIG_FILE)
+    except (UnicodeDecodeError, InputError) as error:
+        reader.report_damage(CONFIG_FILE, f"it is not YAML ({error})")
         return None, {}
     if not isinstance(values, Mapping):
         reader.report_damage(CONFIG_FILE, "it has no sections")

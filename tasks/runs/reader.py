@@ -29,7 +29,7 @@ from tasks.storage.artifacts.reference import (
 )
 from tasks.storage.artifacts.run_folder import QUARANTINE, REASON_FILE
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.files import is_local
+from tasks.storage.files import is_local, read_bounded
 from tasks.storage.schemas import SCHEMA_VERSION
 
 T = TypeVar("T")
@@ -174,13 +174,12 @@ class RunReader:
     def read_bytes(self, name: str) -> bytes | None:
         """Read a small file of the run; None where there is none."""
         try:
-            content: bytes = self.store.filesystem.cat_file(self.store.path(name))
+            return read_bounded(self.store.filesystem, self.store.path(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             self.report_damage(name, f"it cannot be read ({error})")
             return None
-        return content
 
     def read_json(self, name: str) -> Mapping[str, Any]:
         """Read an object of JSON; empty, and reported, where it is missing or damaged."""
@@ -190,7 +189,7 @@ class RunReader:
             return {}
         try:
             values = json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.report_damage(name, "it is not JSON")
             return {}
         return values if isinstance(values, Mapping) else {}

@@ -4,6 +4,7 @@ Every stage reads them by the digests in the rows of the rollouts.
 """
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,16 @@ from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
 from tasks.runs.layout import source_file
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.files import MAX_SOURCE_BYTES
 
 # Reports read them without torch, and refused commands without polars.
 if TYPE_CHECKING:
     import polars as pl
 
     from grpo_core.actions import Sources
+
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def read_sources(store: ArtifactStore, wanted: Mapping[str, str], runs: Iterable[str] = ()) -> dict[str, SourceImage]:
@@ -35,9 +40,11 @@ def read_sources(store: ArtifactStore, wanted: Mapping[str, str], runs: Iterable
 
 def _read(store: ArtifactStore, digest: str, where: str, runs: Sequence[str]) -> bytes:
     found = "missing"
+    if not _DIGEST.fullmatch(digest):
+        raise missing_source(store, digest, where, "no sha256")
     earlier = (each for run in runs for each in store.earlier_runs(run))
     for run in (each for some in (runs, earlier) for each in some):
-        content = store.read_shared(f"{run}/{source_file(digest)}")
+        content = store.read_shared(f"{run}/{source_file(digest)}", limit=MAX_SOURCE_BYTES)
         if content is not None:
             if sha256_of(content) == digest:
                 return content

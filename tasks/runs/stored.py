@@ -59,14 +59,17 @@ def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunCon
     if not isinstance(values, dict):
         raise InputError(place, values, "It has to be a mapping with the sections run, policy, ...")
     values.pop("replay", None)
+    if isinstance(policy := values.get("policy"), dict) and policy.get("kind") is None:
+        # Otherwise it would be read from the model's files, before anybody has agreed to read what a stranger names.
+        raise InputError(f"{place}, policy.kind", None, "A run stores it; add the kind of the model that was trained.")
     # An earlier run has another name than when it was made.
     if "~" in store.run and isinstance(values.get("run"), dict):
         values["run"]["name"] = store.run
     locate_paths(values, store)
-    if is_local(store.filesystem) and isinstance(values.get("storage"), dict):
-        own = Path(str(values["storage"].get("root")))
-        if own.absolute() != Path(store.root):
-            values["storage"]["root"] = os.path.relpath(store.root)
+    if isinstance(storage := values.setdefault("storage", {}), dict):
+        own, local = str(storage.get("root")), is_local(store.filesystem)
+        if Path(own).absolute() != Path(store.root) if local else own.rstrip("/") != store.url:
+            storage["root"] = os.path.relpath(store.root) if local else store.url
     return as_config(values, overrides)
 
 

@@ -4,6 +4,7 @@ Small JSON documents carry their own checksum.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -60,6 +61,33 @@ def remove_folder(filesystem: AbstractFileSystem, folder: str) -> None:
     # Elsewhere fsspec takes the path of `rm` for a pattern.
     for path in filesystem.find(folder):
         filesystem.rm_file(path)
+
+
+MAX_SMALL_BYTES = 16 * 2**20
+"""Largest file of a run that is read whole: its configuration, manifests, records and the table of metrics."""
+MAX_SOURCE_BYTES = 512 * 2**20
+"""The same of an image in prompts."""
+
+
+class TooLargeError(OSError):
+    """A file that should be small is not, or says so of what it unpacks to."""
+
+
+def read_bounded(filesystem: AbstractFileSystem, path: str, limit: int = MAX_SMALL_BYTES) -> bytes:
+    """Read a file of at most `limit` bytes; a bucket, which is asked once for each file, is not measured first.
+
+    Raises:
+        TooLargeError: it has more.
+        FileNotFoundError: there is none.
+    """
+    if not is_local(filesystem):
+        content: bytes = filesystem.cat_file(path)
+    else:
+        with filesystem.open(path, "rb") as stream:
+            content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise TooLargeError(errno.EFBIG, f"it has more than {limit:,} bytes", path)
+    return content
 
 
 def sha256_of(filesystem: AbstractFileSystem, path: str) -> str:
@@ -236,7 +264,10 @@ def load_checked(content: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is no such record, or was changed.
     """
-    described = json.loads(content)
+    try:
+        described = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
     if not isinstance(described, dict) or described.pop(_CHECKSUM, None) != _digest(described):
         raise ValueError("it does not match its checksum")
     return described

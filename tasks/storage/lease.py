@@ -100,7 +100,7 @@ def read_holder(content: bytes) -> Holder | None:
     try:
         described = json.loads(content)
         return Holder.model_validate(described.get("holder", described))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return None
 
 

@@ -5,6 +5,8 @@ or lie below one. A link in a run may lead to another place in that run, and a l
 What a person changes while a command works is not defended against: who can do that can do the command's work too.
 """
 
+import contextlib
+import errno
 import functools
 import os
 import stat
@@ -18,6 +20,10 @@ from grpo_core.errors import InputError, raise_all
 
 _REPORTED = 10
 """Links of a folder that one error names."""
+
+
+class SpecialFileError(OSError):
+    """A pipe, a socket or a device is in the place of a file of a run; reading it could wait for ever."""
 
 
 class LinkError(InputError):
@@ -50,7 +56,15 @@ class RootFileSystem(LocalFileSystem):
         self.root = root.rstrip("/")
 
     info, ls, isdir, isfile = map(_guarded, ("info", "ls", "isdir", "isfile"))
-    _open, mkdir, makedirs, cp_file, get_file = map(_guarded, ("_open", "mkdir", "makedirs", "cp_file", "get_file"))
+    mkdir, makedirs, cp_file, get_file = map(_guarded, ("mkdir", "makedirs", "cp_file", "get_file"))
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        path = self.inside(path)
+        with contextlib.suppress(FileNotFoundError):
+            kind = os.stat(path).st_mode
+            if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+                raise SpecialFileError(errno.EINVAL, "it is a pipe, a socket or a device, and no file", path)
+        return super()._open(path, mode, **options)
 
     def exists(self, path: str, **options: Any) -> bool:
         """Return whether there is something at a path."""

@@ -5,15 +5,16 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
+from grpo_core.errors import InputError
 from grpo_core.streams import STREAMS
-from tasks.storage.files import matching
+from tasks.storage.files import is_local, matching
 
 if TYPE_CHECKING:
     import polars as pl
@@ -142,6 +143,70 @@ def part_digests(path: Path) -> list[str]:
     return [str(digest) for digest in json.loads(metadata[DIGESTS.encode()])]
 
 
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
+_UNPACKED_BYTES, _UNPACKED_SHARE = 2**29, 64
+
+
+def oversized(source: Path | pa.NativeFile | IO[bytes], size: int) -> str | None:
+    """Return why a Parquet file is not read: what it unpacks to; None for one that may be.
+
+    A few bytes can stand for a billion equal values. Those of this project are mostly log-probs and images, which are
+    hardly smaller than in memory.
+
+    Args:
+        size: bytes of the file.
+
+    Raises:
+        pa.ArrowException, OSError: it is no Parquet file.
+    """
+    with pq.ParquetFile(source) as file:
+        limit = max(_UNPACKED_BYTES, _UNPACKED_SHARE * size)
+        groups, rows = range(file.num_row_groups), file.metadata.num_rows
+        packed = sum(file.metadata.row_group(index).total_byte_size for index in groups)
+        flat = not any(pa.types.is_nested(field.type) for field in file.schema_arrow)
+        # Of texts each could be as long as all bytes together, which are few in a table of short ones.
+        if flat and rows * (8 * len(file.schema_arrow) + packed) <= limit:
+            return None
+        for index in groups:
+            # pyarrow aborts the process where the footer's columns are damaged, unless it has read from them.
+            next(file.iter_batches(1, row_groups=[index]), None)
+        chunks = [file.metadata.row_group(index).column(each) for index in groups for each in _columns(file, index)]
+        unpacked = sum(each.num_values * _WIDTHS.get(each.physical_type, 8) for each in chunks)
+        if unpacked <= limit:
+            texts = [each for each in chunks if each.physical_type == "BYTE_ARRAY"]
+            if sum(each.num_values * each.total_uncompressed_size for each in texts) > limit:
+                unpacked += _bytes_of_texts(file, texts, limit)
+    return None if unpacked <= limit else f"unpacks to {unpacked / 2**30:,.1f} GiB, far more than the file has"
+
+
+def _columns(file: pq.ParquetFile, group: int) -> range:
+    return range(file.metadata.row_group(group).num_columns)
+
+
+def oversized_file(filesystem: AbstractFileSystem, path: str) -> str | None:
+    """Return why a Parquet file of a disk is not read; one of a bucket is measured once it has been fetched."""
+    if not is_local(filesystem):
+        return None
+    try:
+        return oversized(Path(path), Path(path).stat().st_size)
+    except (pa.ArrowException, OSError):
+        return None  # who reads it says why it cannot
+
+
+def _bytes_of_texts(file: pq.ParquetFile, chunks: Sequence[pq.ColumnChunkMetaData], limit: int) -> int:
+    """Return the size in memory of the columns of these chunks, or the first size beyond the limit."""
+    if any(pa.types.is_dictionary(field.type) for field in file.schema_arrow):
+        return limit + 1  # no table here has one, and its size in memory says nothing
+    names = list(dict.fromkeys(each.path_in_schema.partition(".")[0] for each in chunks))
+    rows = limit // (4 * max(each.total_uncompressed_size for each in chunks))
+    unpacked = 0
+    for batch in file.iter_batches(max(1, min(rows, 2**16)), columns=names):
+        unpacked += batch.nbytes
+        if unpacked > limit:
+            break
+    return unpacked
+
+
 def read_checked(content: bytes, schema: pa.Schema) -> dict[str, list[Any]]:
     """Read the columns of a table that was written at once and has no manifest.
 
@@ -150,6 +215,8 @@ def read_checked(content: bytes, schema: pa.Schema) -> dict[str, list[Any]]:
             such as those of the footer, which readers trust to different degrees.
     """
     try:
+        if (reason := oversized(pa.BufferReader(content), len(content))) is not None:
+            raise ValueError(f"it {reason}")
         file = pq.ParquetFile(pa.BufferReader(content))
         table = file.read().cast(schema).combine_chunks()
         stated = json.loads(file.metadata.metadata[DIGESTS.encode()])
@@ -183,6 +250,8 @@ def read_columns(filesystem: AbstractFileSystem, folder: str, names: str, column
     """
     parts = []
     for path in matching(filesystem, folder, names):
+        if (reason := oversized_file(filesystem, path)) is not None:
+            raise InputError(path, reason, "No run has written it so. Remove it, or choose other iterations.")
         with filesystem.open(path) as stream:
             file = pq.ParquetFile(stream)
             parts.append(file.read(columns=[name for name in columns if name in file.schema_arrow.names]))

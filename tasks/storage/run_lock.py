@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from grpo_core.errors import InputError
 from tasks.progress import log
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.files import is_local
+from tasks.storage.files import MAX_SMALL_BYTES, is_local, read_bounded
 from tasks.storage.lease import Lease, holder_name, read_holder, take_lease, this_process
 from tasks.storage.roots import translate_remote_errors, translate_storage_errors
 
@@ -125,7 +126,7 @@ def is_locked(store: ArtifactStore) -> bool:
     with contextlib.suppress(FileNotFoundError):
         if not is_local(store.filesystem):
             place = max(store.filesystem.ls(place, detail=False))
-        holder = read_holder(store.filesystem.cat_file(place))
+        holder = read_holder(read_bounded(store.filesystem, place))
         return holder is not None and not holder.is_gone
     return False
 
@@ -135,7 +136,10 @@ def _take_file(path: Path) -> FileLock | str:
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         # Python closes its descriptors in programs that it starts.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise InputError("RUN", str(path), "It is a pipe or a device in the place of a lock. Remove it.")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Between opening and locking, the folder may have been moved away.
@@ -155,7 +159,7 @@ def _take_file(path: Path) -> FileLock | str:
 
 
 def _content(descriptor: int) -> bytes:
-    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    return os.pread(descriptor, min(os.fstat(descriptor).st_size, MAX_SMALL_BYTES), 0)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

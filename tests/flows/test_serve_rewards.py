@@ -19,7 +19,8 @@ import pytest
 import uvicorn
 
 from configs.training import RewardSection
-from flows.serve_rewards import SECONDS_TO_ARRIVE, ServerLimits, create_app, serve, server_config
+from flows.http_server import SECONDS_TO_ARRIVE, server_config
+from flows.serve_rewards import ServerLimits, create_app, serve
 from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.reward import RemoteReward
@@ -163,7 +164,7 @@ def connect(url: str) -> socket.socket:
 
 
 def posted(content: bytes) -> bytes:
-    head = f"POST {wire.SCORE_PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {wire.SCORE_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 

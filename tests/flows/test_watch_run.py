@@ -1,33 +1,28 @@
+import itertools
 import json
 import socket
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 
+from flows import http_server
 from flows import watch_run as watching
-from flows.watch_run import HOST, RunWatch, watch_run
+from flows.watch_run import HOST, RunWatch, create_app, watch_run
 from tests.chromium import needs_chromium, opened_tab
 from tests.flows.conftest import refused
+from tests.flows.test_serve_rewards import serving_app
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte, whole_run
 
 
 @contextmanager
 def served(maker: RunMaker) -> Iterator[str]:
-    server = watching._Server(RunWatch(maker.store), 0)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    with server:
-        thread.start()
-        try:
-            yield f"http://{HOST}:{server.server_port}/"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving_app(create_app(RunWatch(maker.store))) as address:
+        yield f"{address}/"
 
 
 def read(address: str) -> str:
@@ -83,7 +78,7 @@ def test_what_is_not_there_and_other_hosts_are_refused(tmp_path: Path) -> None:
         host = address.removeprefix("http://").rstrip("/")
         connection = HTTPConnection(host, timeout=30)
         connection.request("GET", "/", headers={"Host": "example.org"})
-        assert connection.getresponse().status == 403
+        assert connection.getresponse().status == 400
         connection.close()
 
 
@@ -100,13 +95,41 @@ def test_a_run_that_cannot_be_read_is_reported_and_read_again(tmp_path: Path, mo
         assert "Images of iteration 2" in read(address)
 
 
-def test_a_browser_that_has_gone_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ours, browser = socket.socketpair()
-    with watching._Server(RunWatch(whole_run(tmp_path).store), 0) as server, ours:
-        browser.sendall(f"GET /state HTTP/1.1\r\nHost: {HOST}:{server.server_port}\r\n\r\n".encode())
-        browser.close()
-        server.process_request_thread(ours, (HOST, 0))
-    assert capsys.readouterr().err == ""
+def test_a_browser_that_has_gone_is_no_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with served(whole_run(tmp_path)) as address:
+        port = int(address.rstrip("/").rpartition(":")[2])
+        for asked in (b"GET / HTTP/1.1\r\n", f"GET /state HTTP/1.1\r\nHost: {HOST}:{port}\r\n\r\n".encode()):
+            with socket.create_connection((HOST, port)) as browser:
+                browser.sendall(asked)
+        assert json.loads(read(f"{address}state"))["status"] == "not running"
+    assert capfd.readouterr().err == ""
+
+
+def test_connections_on_which_nothing_arrives_leave_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_WAITING", 4)
+    with served(whole_run(tmp_path)) as address, ExitStack() as stack:
+        place = (HOST, int(address.rstrip("/").rpartition(":")[2]))
+        silent = [stack.enter_context(socket.create_connection(place, timeout=30)) for _ in range(12)]
+        for each in silent[1::2]:
+            each.sendall(b"GET / HTTP/1.1\r\nHo")
+        assert json.loads(read(f"{address}state"))["status"] == "not running"
+        # The first were closed for the later ones.
+        assert [each.recv(1) for each in silent[:7]] == [b""] * 7
+
+
+def test_pages_of_other_iterations_cost_their_share_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was read for 3 of the processor's seconds has taken the share of 30."""
+    clock, worked = [1000.0], itertools.count(0.0, 3.0)
+    monkeypatch.setattr(watching.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(watching.time, "thread_time", lambda: next(worked))
+    watch = RunWatch(whole_run(tmp_path).store)
+    assert "Images of iteration 1" in watch.page(1)
+    with pytest.raises(watching.BusyError) as busy:
+        watch.page(2)
+    assert busy.value.seconds == 10.0
+    assert "Images of iteration 1" in watch.page(1)
+    clock[0] += 10.0
+    assert "Images of iteration 2" in watch.page(2)
 
 
 def test_wrong_input(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveInt
 
 from grpo_core.errors import InputError
 from grpo_core.settings import TokenSamplingSettings
+from grpo_core.uses import Uses
 
 CONFIG_FILE = "config.json"
 
@@ -24,8 +25,8 @@ class CausalLMSettings(TokenSamplingSettings):
     """
 
     max_completion_length: PositiveInt = 256
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    system_prompt: str | None = None
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Uses.NOTHING] = ()
+    system_prompt: Annotated[str | None, Uses.NOTHING] = None
     chat_template: bool | None = None
 
 

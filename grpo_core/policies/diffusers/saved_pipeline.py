@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import PositiveInt
 
@@ -20,6 +20,7 @@ from grpo_core.policies.pipeline_files import (
 )
 from grpo_core.settings import ImageSettings
 from grpo_core.streams import ImageSize, nearest_multiple
+from grpo_core.uses import Uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class DiffusersSettings(ImageSettings, DenoisingSettings):
     """
 
     max_sequence_length: PositiveInt | None = None
-    negative_prompt: str | None = None
+    negative_prompt: Annotated[str | None, Uses.NOTHING] = None
 
 
 _PLACE = "policy.model"

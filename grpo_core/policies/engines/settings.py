@@ -13,9 +13,11 @@ from grpo_core.errors import InputError
 from grpo_core.policies.trained.settings import LoraSettings
 from grpo_core.services import check_token_env, check_url
 from grpo_core.settings import Truncation
+from grpo_core.uses import Uses
 
 EngineName = Literal["policy", "vllm"]
 EngineDtype = Literal["float32", "bfloat16", "float16"]
+_Words = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False)] | str
 
 Progress = Callable[[int], None]
 """Called with the number of rows that are sampled."""
@@ -70,13 +72,13 @@ class VllmSettings:
         InputError: neither an address nor a command, or both, or an address that is none.
     """
 
-    url: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False)] | str | None = None
-    command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False)] | str | None = None
+    url: Annotated[_Words | None, Uses.ADDRESS] = None
+    command: Annotated[_Words | None, Uses.COMMAND] = None
     dtype: EngineDtype | None = None
-    token_env: str | None = None
+    token_env: Annotated[str | None, Uses.VARIABLE] = None
     timeout_s: PositiveFloat = 600.0
     concurrency: PositiveInt = 256
-    adapter_folder: str | None = None
+    adapter_folder: Annotated[str | None, Uses.WRITTEN] = None
 
     def __post_init__(self) -> None:
         if not self.urls and not self.command:

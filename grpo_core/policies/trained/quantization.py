@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import NonNegativeFloat, Strict
 
 from grpo_core.errors import InputError
+from grpo_core.uses import Uses
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +50,8 @@ class QuantizationSettings:
     double_quant: bool = False
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     int8_threshold: NonNegativeFloat = 0.0
-    skip_modules: Annotated[tuple[str, ...], Strict(False)] = ()
-    components: Annotated[tuple[str, ...], Strict(False)] | None = None
+    skip_modules: Annotated[tuple[str, ...], Strict(False), Uses.NOTHING] = ()
+    components: Annotated[tuple[str, ...], Strict(False), Uses.NOTHING] | None = None
 
     @property
     def in_4_bits(self) -> bool:

@@ -10,6 +10,7 @@ from pydantic import PositiveFloat, PositiveInt, Strict
 
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.quantization import QuantizationSettings, refuse_adapters
+from grpo_core.uses import Uses
 
 Reference = Literal["none", "device", "cpu"]
 CopyName = Literal["reference", "ema", "old"]
@@ -38,10 +39,10 @@ class LoraSettings:
 
     rank: PositiveInt = 32
     alpha: PositiveFloat = 64.0
-    targets: str | None = None
+    targets: Annotated[str | None, Uses.NOTHING] = None
     use_rslora: bool = False
     use_dora: bool = False
-    modules_to_save: Annotated[tuple[str, ...], Strict(False)] | None = None
+    modules_to_save: Annotated[tuple[str, ...], Strict(False), Uses.NOTHING] | None = None
     init_lora_weights: Initialisation = True
 
 

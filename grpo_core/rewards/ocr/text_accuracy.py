@@ -11,6 +11,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.engines import RapidEngine, TesseractEngine
 from grpo_core.rewards.ocr.text_match import MATCHES, quoted_texts
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, ScoringError, Text
+from grpo_core.uses import Uses
 
 MAX_ASPECT = 8.0
 """Both engines enlarge the short side; an image of 4x2000 pixels keeps RapidOCR busy for minutes."""
@@ -52,12 +53,12 @@ class TextAccuracyReward(Reward):
     """
 
     mode: Literal["ned", "flow_grpo", "cvtg"] = "ned"
-    column: Text | None = None
+    column: Annotated[Text | None, Uses.NOTHING] = None
     engine: Literal["rapidocr", "tesseract"] = "rapidocr"
     cls: bool | None = None
     limit_side_len: Annotated[int, Field(ge=32, le=4096)] | None = None
     max_side_len: Annotated[int, Field(ge=64, le=8192)] | None = None
-    languages: Annotated[str, Field(pattern=r"^\w[\w/]*(\+\w[\w/]*)*$")] | None = None
+    languages: Annotated[str, Field(pattern=r"^\w[\w/]*(\+\w[\w/]*)*$"), Uses.NOTHING] | None = None
     attempts: Annotated[int, Field(ge=1, le=100)] = 3
 
     name: ClassVar[str] = "text_accuracy"

@@ -21,6 +21,7 @@ from grpo_core.services import (
     pause_s,
     read_token,
 )
+from grpo_core.uses import Uses
 
 if TYPE_CHECKING:
     import tenacity
@@ -44,12 +45,12 @@ class ServiceReward(Reward):
         token_env: environment variable with a bearer token; None to send none.
     """
 
-    url: Annotated[str, AfterValidator(check_url)] = ""
+    url: Annotated[str, AfterValidator(check_url), Uses.ADDRESS] = ""
     timeout_s: Positive = 60.0
     attempts: Annotated[int, Field(ge=1, le=100)] = 5
     backoff_s: Positive = 0.5
     concurrency: Annotated[int, Field(ge=1, le=256)] = 2
-    token_env: Annotated[str, AfterValidator(check_token_env)] | None = None
+    token_env: Annotated[str, AfterValidator(check_token_env), Uses.VARIABLE] | None = None
 
     free_settings: ClassVar[frozenset[str]] = frozenset(
         {"url", "timeout_s", "attempts", "backoff_s", "concurrency", "token_env"}

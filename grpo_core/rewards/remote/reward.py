@@ -14,6 +14,7 @@ from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.http import ServiceReward, ask_side_by_side
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, ScoringError, Text
 from grpo_core.streams import Modality
+from grpo_core.uses import Uses
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -31,8 +32,8 @@ class RemoteReward(ServiceReward):
         with_sources: whether the images in prompts are sent along; for rewards that look at them.
     """
 
-    reward: Text = ""
-    reward_version: Text | None = None
+    reward: Annotated[Text, Uses.NOTHING] = ""
+    reward_version: Annotated[Text | None, Uses.NOTHING] = None
     batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
     by_group: bool = False
     with_targets: bool = False

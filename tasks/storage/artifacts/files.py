@@ -184,7 +184,8 @@ class ArtifactFiles:
     def damage_of(self, folder: str, manifest: Manifest, name: str) -> str | None:
         """Return what is wrong with one of the manifest's files; None if it matches."""
         try:
-            return _difference(manifest, name, self.sha256(f"{folder}/{name}"))
+            reason = _difference(manifest, name, self.sha256(f"{folder}/{name}"))
+            return reason or _oversized(self.filesystem, f"{folder}/{name}")
         except FileNotFoundError:
             return "is missing"
 
@@ -198,6 +199,7 @@ class ArtifactFiles:
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
                 reason = _difference(manifest, name, self._fetch(f"{folder}/{name}", place, manifest.files[name]))
+                reason = reason or _oversized(_LOCAL, str(place))
             except FileNotFoundError:
                 reason = "is missing"
             if reason is not None:
@@ -255,6 +257,15 @@ class ArtifactFiles:
             self.cache.note(version, found)
             self.cache.keep(target, found)
         return found
+
+
+def _oversized(filesystem: AbstractFileSystem, path: str) -> str | None:
+    if not path.endswith(".parquet"):
+        return None
+    # Most of the files are no tables, and pyarrow takes longer to import than they take to read.
+    from tasks.storage.parquet import oversized_file
+
+    return oversized_file(filesystem, path)
 
 
 def _difference(manifest: Manifest, name: str, found: str) -> str | None:

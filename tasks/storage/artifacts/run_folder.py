@@ -10,16 +10,19 @@ from pathlib import Path
 
 from grpo_core.errors import InputError
 from tasks.storage.files import (
+    MAX_SMALL_BYTES,
+    TooLargeError,
     clear_abandoned,
     is_local,
     locked_file,
     matching,
+    read_bounded,
     staging_folder,
     temporary_folder,
     write_file_atomically,
 )
 from tasks.storage.lease import Lease, this_process, wait_for_lease
-from tasks.storage.links import RootFileSystem
+from tasks.storage.links import RootFileSystem, SpecialFileError
 from tasks.storage.roots import (
     StorageError,
     UnreachableStorageError,
@@ -65,6 +68,12 @@ class RunFolder:
         self._threads, self._depth = threading.RLock(), 0
         self._lease: Lease | None = None
 
+    @property
+    def url(self) -> str:
+        """The root with its protocol."""
+        url: str = self.filesystem.unstrip_protocol(self.root)
+        return url
+
     def path(self, relative: str = "") -> str:
         """Return the path in the filesystem of a file or folder of this run.
 
@@ -93,6 +102,15 @@ class RunFolder:
         """
         if self._is_guarded:
             self.filesystem.refuse_links(self.path())
+
+    def refuse_link(self, path: str) -> None:
+        """Refuse a path that leads below the root through a link out of its run; others pass.
+
+        Raises:
+            LinkError: with the link.
+        """
+        if self._is_guarded:
+            self.filesystem.inside(path)
 
     def require_writable(self) -> None:
         """Raise InputError unless files of the run can be locked, written, listed, read and removed; in seconds."""
@@ -127,7 +145,7 @@ class RunFolder:
         """
         if self.unread:
             reason = f"{min(self.unread)} could not be read, so it is not known whether this stage has run"
-            raise UnreachableStorageError("storage.root", self.filesystem.unstrip_protocol(self.root), reason)
+            raise UnreachableStorageError("storage.root", self.url, reason)
 
     @contextlib.contextmanager
     def noting_unread(self, name: str) -> Iterator[None]:
@@ -245,21 +263,27 @@ class RunFolder:
                 self.filesystem.cp_file(path, target + path[len(source) :])
                 self.filesystem.rm_file(path)
 
-    def read_file(self, name: str) -> bytes | None:
-        """Read a small file of the run; None if there is none."""
-        return self._read(self.path(name))
+    def read_file(self, name: str, limit: int = MAX_SMALL_BYTES) -> bytes | None:
+        """Read a file of the run of at most `limit` bytes; None if there is none.
 
-    def read_shared(self, name: str) -> bytes | None:
-        """Read a small file that all runs of the root share; None if there is none."""
-        return self._read(self.path_of(name))
+        Raises:
+            InputError: it is larger, or no file.
+        """
+        return self._read(self.path(name), limit)
 
-    def _read(self, path: str) -> bytes | None:
+    def read_shared(self, name: str, limit: int = MAX_SMALL_BYTES) -> bytes | None:
+        """Read a file that all runs of the root share; as read_file."""
+        return self._read(self.path_of(name), limit)
+
+    def _read(self, path: str, limit: int = MAX_SMALL_BYTES) -> bytes | None:
         try:
             with translate_remote_errors(self.filesystem, self.root):
-                content: bytes = self.filesystem.cat_file(path)
+                return read_bounded(self.filesystem, path, limit)
         except FileNotFoundError:
             return None
-        return content
+        except (SpecialFileError, TooLargeError) as error:
+            hint = "No run has written it so. Remove it, or the folder that it is in."
+            raise InputError(path, error.strerror, hint) from error
 
     def write_file(self, name: str, content: bytes, *, shared: bool = False) -> None:
         """Write a small file of the run, or `shared` by all runs of the root, complete or not at all."""

@@ -229,7 +229,7 @@ def described(store: ArtifactStore) -> "StorageSection":
     # It takes seconds to import, and a command that finds a run has no need of it.
     from configs.sections import StorageSection
 
-    root, cache = store.filesystem.unstrip_protocol(store.root), store.files.cache
+    root, cache = store.url, store.files.cache
     if cache is None:
         return StorageSection(root=root)
     users = default_cache()

@@ -15,6 +15,7 @@ from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tasks.models.initial import model_digest, weights_digest
 from tasks.runs.lookup import write_description
+from tasks.runs.trust import remember, uses_of
 from tasks.storage.schemas import SCHEMA_VERSION
 from tests.flows.conftest import TINY, TINY_TEXT
 from tests.grpo_core.policies.trained.tiny_models import disturb
@@ -77,6 +78,8 @@ def store_run(
     described = {"name": name, "model_digest": model_digest(str(model)), "schema_version": SCHEMA_VERSION}
     content = yaml.safe_dump(config.model_dump(mode="json")).encode()
     write_description(maker.store, described, content)
+    # As the training that made it would have done.
+    remember(uses_of(config))
     digests = {0: described["model_digest"]}
     for version in (1, 2):
         with maker.store.staging() as staged:

@@ -22,7 +22,7 @@ from flows.inspect_run import inspect_run
 from flows.list_runs import list_runs
 from flows.pipeline.requests import EvaluateRequest, ExportRequest, ReplayRequest, RescoreRequest, SampleRequest
 from flows.preflight.files import refuse_missing_files
-from flows.preflight.trust import Use, remember, require_trust, uses_of, uses_of_rewards
+from flows.preflight.trust import require_trust
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from flows.replaying import plan_replay
@@ -30,7 +30,11 @@ from flows.rescoring.plan import plan_rescore
 from flows.rewards import analyse_rewards
 from flows.sample import open_source
 from grpo_core.errors import InputError
+from grpo_core.uses import Uses
 from tasks.runs.frames import open_run
+from tasks.runs.lookup import find_run
+from tasks.runs.stored import stored_config
+from tasks.runs.trust import Use, remember, uses_of
 from tasks.storage.files import dump_checked, load_checked
 from tests.flows.conftest import EVALUATED, TINY, Runs, refused
 
@@ -74,8 +78,12 @@ def hostile(runs: Runs, trace: Path, place: str) -> str:
     function = f"{file}:{'loss' if place == 'update.loss' else 'evil'}"
     reward = {"reward": "function", "settings": {"function": function}}
 
+    evaluated = {key.removeprefix("evaluate__"): each for key, each in EVALUATED.items()}
+    change_config(runs.path(), lambda values: values["evaluate"].update(evaluated))
+    # The person knows the shipped prompts.
+    remember(uses_of(stored_config(find_run("run", str(runs.root))), within=("evaluate",)))
+
     def change(values: dict[str, Any]) -> None:
-        values["evaluate"] |= {key.removeprefix("evaluate__"): each for key, each in EVALUATED.items()}
         if place == "update.loss":
             values["update"]["loss"] = function
         elif place.startswith("rewards"):
@@ -111,10 +119,11 @@ def test_a_file_is_known_however_its_path_is_written(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def loss(): ...")
     for key in ("function", "loss"):
         uses = [
-            Use(key, f"{path}:loss", json.dumps({key: f"{path}:loss"}))
+            Use(key, Uses.CODE, f"{path}:loss", json.dumps({key: f"{path}:loss"}))
             for path in (tmp_path / "own.py", os.path.relpath(tmp_path / "own.py"))
         ]
-        assert uses[0].digest == uses[1].digest != Use(key, uses[0].value, json.dumps({key: "own.py:other"})).digest
+        other = Use(key, Uses.CODE, uses[0].value, json.dumps({key: "own.py:other"}))
+        assert uses[0].digest == uses[1].digest != other.digest
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -196,7 +205,7 @@ def test_deployed_evaluations_of_ones_own_configuration_do_not_ask() -> None:
 
 def uses(**settings: object) -> list[Use]:
     section = RewardSection(reward="judge" if "url" in settings else "function", settings=settings)
-    return uses_of_rewards("rewards", [section])
+    return uses_of(section, "rewards.0")
 
 
 def is_refused(found: list[Use]) -> bool:
@@ -228,16 +237,17 @@ def test_a_token_goes_where_this_person_has_sent_it() -> None:
     remember(uses(url="http://127.0.0.1:8000/v1", token_env="JUDGE_TOKEN"))
     assert not is_refused(uses(url="http://127.0.0.1:8000/v1", token_env="JUDGE_TOKEN"))
     assert is_refused(uses(url="http://127.0.0.1:8000/v1", token_env="AWS_SECRET_ACCESS_KEY"))
-    (found,) = uses(url="http://elsewhere.example/v1", token_env="JUDGE_TOKEN")
-    with pytest.raises(InputError, match=r"elsewhere\.example") as caught:
-        require_trust([found], "x/config.yaml", trust=False)
-    assert (caught.value.place, caught.value.value) == ("x/config.yaml, rewards.0.settings.token_env", "JUDGE_TOKEN")
-    assert uses(url="http://elsewhere.example/v1") == []
+    elsewhere = uses(url="http://elsewhere.example/v1", token_env="JUDGE_TOKEN")
+    address, token = refused(lambda: require_trust(elsewhere, "x/config.yaml", trust=False))
+    assert (address.place, address.value) == ("x/config.yaml, rewards.0.settings.url", "http://elsewhere.example/v1")
+    assert (token.place, token.value) == ("x/config.yaml, rewards.0.settings.token_env", "JUDGE_TOKEN")
+    assert "would be sent to http://elsewhere.example/v1," in token.hint
+    assert not is_refused(uses(url="http://127.0.0.1:8000/v1"))
 
 
 def test_nothing_that_is_remembered_makes_something_else_known() -> None:
     (secret,) = uses(function="os:abort")
-    remember([Use("rewards.0.settings.function", f"a:b\n{secret.digest} c", "{}")])
+    remember([Use("rewards.0.settings.function", Uses.CODE, f"a:b\n{secret.digest} c", "{}")])
     assert is_refused([secret])
 
 
@@ -256,7 +266,7 @@ def test_without_a_place_to_remember_it_asks_again(monkeypatch: pytest.MonkeyPat
 def test_a_function_without_its_file_is_refused_at_once() -> None:
     overrides = ["update.loss=absent.py:f", 'guardrails.rewards=[{reward: function, settings: {function: "no.py:f"}}]']
     config = read_config(TINY, overrides)
-    assert [use.is_missing for use in uses_of(config)] == [True, True]
+    assert [use.is_missing for use in uses_of(config) if use.use is Uses.CODE] == [True, True]
     found = refused(lambda: refuse_missing_files(config))
     assert {error.place: error.value for error in found} == {
         "guardrails.rewards.0.settings.function": "no.py:f",

@@ -163,7 +163,8 @@ class RunMaker:
             "prompt": self.prompts[group],
             "columns": "{}",
             "sources": [hashlib.sha256(content).hexdigest() for content in self.sources.get(group, [])],
-            "target_uri": str(target) if target else None,
+            # As the configuration names it where the run was started.
+            "target_uri": str(target.relative_to(Path(self.store.root).parent)) if target else None,
             "target_sha256": hashlib.sha256(target.read_bytes()).hexdigest() if target else None,
             "token_ids": [1, 2, 3],
             "rollout_logprobs": LOGPROBS,

@@ -126,8 +126,9 @@ def test_small_images_are_lossless_and_photographs_are_not(side: int, lossless_s
         assert (embedded.convert("RGB").tobytes() == image.tobytes()) == exact
 
 
-def test_targets_are_verified(tmp_path: Path) -> None:
-    kept, gone, changed, broken = (tmp_path / name for name in ("kept.png", "gone.png", "changed.png", "broken.png"))
+def test_targets_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept, gone, changed, broken = (Path(name) for name in ("kept.png", "gone.png", "changed.png", "broken.png"))
     for path in (kept, gone, changed):
         path.write_bytes(png((1, 2, 3)))
     broken.write_bytes(b"no image")
@@ -157,8 +158,11 @@ def test_relative_targets_are_looked_for_beside_the_storage_root(tmp_path: Path)
     assert list(targets.missing) == ["targets/1.png"]
 
 
-def test_a_large_transparent_target_lies_over_white_and_is_made_smaller(tmp_path: Path) -> None:
-    place = tmp_path / "large.png"
+def test_a_large_transparent_target_lies_over_white_and_is_made_smaller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = Path("large.png")
     Image.new("RGBA", (64, 64), (0, 0, 0, 0)).save(place)
     read = PromptImages(16).target(str(place), hashlib.sha256(place.read_bytes()).hexdigest())
     assert read is not None
