@@ -234,7 +234,7 @@ class _OnePromptFile(Section):
         None, description="the other columns that go along to the rewards; null: all but binary ones"
     )
     limit: PositiveInt | None = Field(None, description="use only the first prompts, this many")
-    targets: Annotated[str | None, Uses.PLACE] = Field(
+    targets: Annotated[str | None, Uses.FOLDER] = Field(
         None, description="folder of target images, paired by index or by target_column"
     )
     target_column: Annotated[str | None, Uses.NOTHING] = Field(

@@ -16,6 +16,7 @@ from tasks.runs.lookup import CONFIG_FILE, read_description, runs_below
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import MANIFEST_ENDING
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
+from tasks.storage.links import LinkError
 from tasks.storage.run_lock import is_locked
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ def _read(store: ArtifactStore) -> ListedRun:
     problem = None
     try:
         config = _config(store)
+    except LinkError:
+        raise
     except InputError as error:
         problem = str(error)
     planned = _planned(config)

@@ -218,7 +218,7 @@ def _failure_hint(error: Exception, repo: str, command: str) -> str:
         errors.RepositoryNotFoundError: f"There is no such repository ({page}). If it is private or gated, {_LOGIN}.",
         errors.RevisionNotFoundError: "The repository has no such revision. Set a branch, a tag or a complete commit.",
         errors.RemoteEntryNotFoundError: f"The repository has no such file. {page}/tree/main lists them.",
-        errors.HFValidationError: "It is neither a folder of this machine nor a name on the Hub, owner/name.",
+        errors.HFValidationError: f"There is no folder {Path(repo).absolute()}, and this is no name on the Hub.",
     }
     for kind, hint in hints.items():
         if isinstance(error, kind):

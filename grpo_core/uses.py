@@ -24,6 +24,7 @@ class Uses(Enum):
     ADDRESS = "This would connect to"
     VARIABLE = "The content of this variable would be sent to"
     PLACE = "This would read, or download,"
+    FOLDER = "This would read images below"
     WRITTEN = "This would write to"
 
 

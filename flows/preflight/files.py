@@ -69,7 +69,7 @@ def refuse_missing_files(config: RunConfig) -> None:
         except InputError as error:
             problems.append(error)
     for use in uses_of(config):
-        if use.is_missing:
+        if use.file is not None and use.is_missing:
             hint = f"There is no file {use.file}. Give its path, from where grpo is started."
             problems.append(InputError(use.place, use.value, hint))
     try:

@@ -33,6 +33,7 @@ _WITH: Mapping[Uses, frozenset[Uses]] = MappingProxyType(
         Uses.ADDRESS: frozenset(),
         Uses.VARIABLE: frozenset({Uses.ADDRESS, Uses.COMMAND}),
         Uses.PLACE: frozenset(),
+        Uses.FOLDER: frozenset(),
         Uses.WRITTEN: frozenset(),
     }
 )
@@ -73,14 +74,18 @@ class Use:
             path, name = str(self.file), self.value.rpartition(":")[2]
             named = {key: name if value == self.value else value for key, value in named.items()}
             return _sha256_of([json.dumps(named, sort_keys=True), path, follow_code(self.value).files_digest])
-        if self.use in (Uses.PLACE, Uses.WRITTEN) and os.path.exists(place := os.path.expanduser(self.value)):
+        on_disk = self.use in (Uses.PLACE, Uses.FOLDER, Uses.WRITTEN)
+        if on_disk and os.path.exists(place := os.path.expanduser(self.value)):
             named = {key: os.path.realpath(place) for key in named}
         files = _files_of(self.value) if self.use is Uses.COMMAND else []
         return _sha256_of([self.use.name, json.dumps(named, sort_keys=True), *files])
 
     @property
     def is_missing(self) -> bool:
-        """Whether there is no such file of a function, which is reported where it is loaded."""
+        """Whether its file or folder is not there, which is reported where it is loaded; a hub's name may be there."""
+        if self.use in (Uses.PLACE, Uses.FOLDER):
+            is_path = self.use is Uses.FOLDER or self.value.startswith(("/", ".", "~")) or self.value.count("/") > 1
+            return is_path and "://" not in self.value and not os.path.exists(os.path.expanduser(self.value))
         return self.file is not None and not self.file.is_file()
 
     @property

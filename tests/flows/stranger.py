@@ -59,6 +59,7 @@ class Bait:
             Uses.ADDRESS: self.url,
             Uses.VARIABLE: SECRET,
             Uses.PLACE: f"{self.url}/place.json",
+            Uses.FOLDER: f"{self.url}/images",
             Uses.WRITTEN: f"{self.trace}-written",
             Uses.ROOT: f"{self.url}/root",
         }

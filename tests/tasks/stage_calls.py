@@ -97,10 +97,15 @@ def collect(
 
 
 def score(
-    rollouts: ArtifactRef, folder: str = "iteration_000001", mix: tuple[RewardSection, ...] = MIX
+    rollouts: ArtifactRef,
+    folder: str = "iteration_000001",
+    mix: tuple[RewardSection, ...] = MIX,
+    *,
+    targets: tuple[str, ...] = (),
 ) -> SamplingRound:
+    place = f"{folder}/rewards"
     scored = {
-        section.label: score_reward_task.fn(rollouts, section, f"{folder}/rewards", "iteration 1", PLACEMENT)
+        section.label: score_reward_task.fn(rollouts, section, place, "iteration 1", PLACEMENT, folders=targets)
         for section in mix
     }
     return SamplingRound(rollouts, scored)

@@ -139,7 +139,7 @@ def test_an_image_with_broken_pixels_gets_the_lowest_score(
     assert whole["defect"].to_list() == [None] * 4
     assert rows["image"].to_list()[::2] == whole["image"].to_list()[::2]
     mix = (*MIX, RewardSection(reward="ssim"))
-    judged = score(rollouts, mix=mix)
+    judged = score(rollouts, mix=mix, targets=(str(tmp_path),))
     jpeg, ssim = (scores_of(store, judged, label) for label in ("jpeg", "ssim"))
     for scores, applies in ((jpeg, (0, 1, 2, 3)), (ssim, (0, 1))):
         for row, scored in enumerate(scores.iter_rows(named=True)):

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from grpo_core.policies.pipeline_files import INDEX_FILE, pipeline_parts
 from grpo_core.policies.trained.settings import ADAPTER_FILE
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FULL_WEIGHTS = ("model*.safetensors", "diffusion_pytorch_model*.safetensors")
 """Patterns of the files with every weight of a model, as transformers and diffusers name them."""
@@ -68,7 +69,7 @@ def save_whole(weights: Path, folder: Path, load_base: Callable[[], Any]) -> Non
     merged.save_pretrained(folder)
 
 
-def tied_layers(model: nn.Module) -> dict[str, nn.Module]:
+def tied_layers(model: "nn.Module") -> "dict[str, nn.Module]":
     """Return the layers with adapters whose weights other modules use too, by their names; the head, or embeddings."""
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     bases = ((name, each) for name, each in model.named_modules() if name.endswith(".base_layer"))
@@ -81,6 +82,8 @@ def tied_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def _untie(model: Any) -> None:
     """Give a layer with an adapter weights of its own, so that what is merged into them reaches no other module."""
+    from torch import nn
+
     for layer in tied_layers(model).values():
         for name, weight in list(layer.named_parameters()):
             setattr(layer, name, nn.Parameter(weight.detach().clone(), requires_grad=False))

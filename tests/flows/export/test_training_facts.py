@@ -13,6 +13,7 @@ from flows.export.model_card import hub_task, model_card
 from flows.export.plan import plan_export
 from flows.pipeline.requests import ExportRequest
 from tasks.runs.lookup import write_description
+from tasks.runs.trust import remember, uses_of
 from tasks.storage.schemas import SCHEMA_VERSION
 from tests.flows.conftest import REPOSITORY, TINY_TEXT
 from tests.tasks.reports.made_runs import RunMaker
@@ -34,6 +35,7 @@ def stored(
     if start is not None:
         described["start"] = {"from": start, "policy": {"version": 0, "digest": "c" * 64}}
     write_description(maker.store, described, yaml.safe_dump(values).encode())
+    remember(uses_of(config))
     first = (replay or {}).get("policy", 0)
     for version in range(first + 1, to + 1):
         maker.update(version)

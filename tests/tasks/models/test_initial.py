@@ -80,7 +80,7 @@ def test_a_process_sees_that_a_model_folder_has_changed(tmp_path: Path, change: 
 
 def test_a_worker_asks_the_hub_again_if_its_commit_is_not_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = ["old", "new"]
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: f"/snapshots/{answers[0]}")
+    monkeypatch.setattr("tasks.models.initial.fetch", lambda *_, **__: Path("snapshots", answers[0]))
     loaded: list[str] = []
     monkeypatch.setattr(resident, "load_policy", lambda spec, *_: loaded.append(spec.digest) or None)
     forget_hub()

@@ -23,7 +23,7 @@ from grpo_core.images import SourceImage
 from grpo_core.messages import shown_prompt, shown_question
 from grpo_core.policies.causal_lm.policy import CPU
 from grpo_core.policies.causal_lm.prompts import encode_prompts, prompt_ids
-from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
 from grpo_core.rewards.functions import FunctionReward
 from grpo_core.rewards.reward import ScoringBatch
 from tasks.prompts.sources import SourceColumns
@@ -192,7 +192,7 @@ def test_messages_are_read_as_in_trl(tmp_path: Path, case: str, name: str) -> No
         ids = as_trl(row["prompt"], tokenizer)
         assert prompt_ids(tokenizer, CausalLMSettings(), prompt.text) == ids
         # What engines are asked for.
-        encoded = encode_prompts(tokenizer, CausalLMSettings(), [prompt.text], context=None, device=CPU)
+        encoded = encode_prompts(tokenizer, CausalLMSettings(), [prompt.text], context=Context(), device=CPU)
         assert encoded.input_ids.tolist() == [ids]
     assert given_to_rewards(tmp_path, prompt.text) == (row["prompt"], turns(("assistant", "4")))
     assert shown_prompt(prompt.text) == "\n".join(f"{each['role']}: {each['content']}" for each in row["prompt"])

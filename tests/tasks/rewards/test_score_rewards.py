@@ -381,7 +381,7 @@ def test_relative_targets_are_found_from_another_folder(tmp_path: Path, monkeypa
     maker = RunMaker(tmp_path / "runs")
     use_store(maker.store)
     monkeypatch.chdir(tmp_path)
-    maker.targets = {0: Path("0.png")}
+    maker.targets = {0: tmp_path / "0.png"}
     rollouts = maker.rollouts(PLACE, "i000001")
     monkeypatch.chdir(tmp_path / "elsewhere")
     similar = RewardSection(reward="mse")
