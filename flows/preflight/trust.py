@@ -83,9 +83,10 @@ def _refused(use: Use, named_by: str) -> InputError:
             )
         case _:
             done = use.value
+    imported = " It, or a file that it imports, may have changed since." if use.file is not None else ""
     hint = (
-        f"{use.use.value} {printable(done)}, and you have not trained with exactly that on this machine. If the run is "
-        "somebody else's, read what it does first; --trust-code (in Python trust_code=True) agrees to it and "
-        "remembers it."
+        f"{use.use.value} {printable(done)}, and you have not trained with exactly that on this machine.{imported} If "
+        "the run is somebody else's, read what it does first; --trust-code (in Python trust_code=True) agrees to it "
+        "and remembers it."
     )
     return InputError(f"{named_by}, {use.place}", use.value, hint)

@@ -155,14 +155,20 @@ def _evaluation(run: ComparedRun, wanted: int | None, name: str | None, fetched:
     """
     reader = run.reader
     own, evaluated = _evaluated(reader, name)
-    views = (read_evaluation(reader, version, own) for version in ([wanted] if wanted is not None else evaluated[::-1]))
-    view = next((view for view in views if view is not None), None)
-    if view is not None:
-        return _read_evaluation(run, own, view, fetched)
+    if wanted is None:
+        tried = [(own, version) for version in evaluated[::-1]]
+    else:
+        # A version without the evaluation of this name has that of the run's own prompts.
+        tried = [(each, wanted) for each in dict.fromkeys([own, None])]
+    for place, version in tried:
+        if (view := read_evaluation(reader, version, place)) is not None:
+            return _read_evaluation(run, place, view, fetched)
     if wanted is None:
         return None
-    name_of, known = reader.store.run, spans(evaluated)
-    hint = f"Evaluated are policies {known} of {name_of}; name one of these, or run `grpo evaluate {name_of}@{wanted}`."
+    others = [each for each in reader.names(OTHER_EVALUATIONS) if wanted in _evaluated(reader, each)[1]]
+    run_it = f"run `grpo evaluate {reader.store.run}@{wanted}`, and add --evaluation with the name that it prints"
+    usual = spans(_evaluated(reader, None)[1]) or "none"
+    hint = f"Its training evaluated versions {usual}; {f'add --evaluation {others[0]}' if others else run_it}."
     raise InputError("RUN", run.label, hint)
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
+from grpo_core.errors import InputError
 from tasks.reports.compare_page import render_compare_page
 from tasks.reports.compared_runs import PairedDifference, Scores, interval, paired_difference
 from tasks.reports.comparison import Comparison, compare_runs
@@ -166,6 +167,23 @@ def test_an_evaluation_of_other_prompts_is_compared_where_it_is_named(tmp_path: 
     assert found.versions == {"a": 1, "b": 2}
     # Its mix may have been another one, so its single rewards are compared.
     assert [(each.score, each.difference) for each in found.differences] == [("ssim", pytest.approx(0.25))]
+
+
+def test_versions_of_a_run_are_compared_where_only_one_was_evaluated_by_its_training(tmp_path: Path) -> None:
+    maker = made(tmp_path, "a", 0.0)
+    name = "own-0123abcd"
+    place = f"evaluations_of/{name}/000002"
+    maker.rollouts(place, "heldout")
+    maker.rewards(place, "heldout", 0.25)
+    maker.advantages(place, "heldout", shift=0.25)
+    reader = RunReader(maker.store)
+    readers, versions = {"a@1": reader, "a@2": reader}, {"a@1": 1, "a@2": 2}
+    with pytest.raises(InputError) as caught:
+        compare_runs(readers, versions)
+    assert f"--evaluation {name}" in caught.value.hint
+    found = compare_runs(readers, versions, name)
+    assert found.versions == versions
+    assert {each.score: each.difference for each in found.differences}["ssim"] == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("modality", ["image", "text"])
