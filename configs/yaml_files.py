@@ -270,8 +270,24 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     return [model for argument in getattr(annotation, "__args__", ()) for model in _models(argument)]
 
 
+_NUMBER_BITS = 1024
+"""Longest whole number; what is longer is beyond every float, and cannot be printed."""
+
+
 class _StrictLoader(yaml.SafeLoader):
     """YAML in which a repeated key is an error and 1e-5 is a number."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Make the value of a node; a scalar that is none of its kind, such as the date 2001-99-99, is a YAML error."""
+        problem = f"it is no value of the kind {node.tag.rpartition(':')[2]}"
+        try:
+            value = super().construct_object(node, deep)
+        # PyYAML lets the errors of Python's own conversions through.
+        except (ValueError, LookupError, AttributeError, OverflowError) as error:
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+        if isinstance(value, int) and value.bit_length() > _NUMBER_BITS:
+            raise yaml.constructor.ConstructorError(None, None, "the number is too long", node.start_mark)
+        return value
 
 
 def _unique_keys(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -349,6 +365,10 @@ def _parsed(text: str, place: str) -> Any:
         return loader.construct_document(node)
     except RecursionError:
         raise InputError(place, f"{text[:40]}...", "Its values are nested too deeply. Flatten them.") from None
+    except InputError:
+        raise
+    except (ValueError, OverflowError) as error:
+        raise InputError(place, text[:40], f"It has an escape for no letter ({error}). Correct the YAML.") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{place}, line {mark.line + 1}" if mark else place

@@ -36,7 +36,8 @@ def read_messages(prompt: str) -> list[Message] | None:
         return None
     try:
         found: list[Message] = json.loads(prompt)
-    except (json.JSONDecodeError, RecursionError):
+    # A number of thousands of digits is JSON, and none of Python's.
+    except (ValueError, RecursionError):
         return None
     return found if is_conversation(found) else None
 
@@ -116,9 +117,15 @@ def caption_of(prompt: str, place: str) -> str:
     return text_of(messages[-1]["content"], image="")
 
 
+def _shown(prompt: str) -> list[Message] | None:
+    """Return the messages of a prompt that can be shown as such; a stored one may be a stranger's."""
+    messages = read_messages(prompt)
+    return messages if messages and all(isinstance(each, dict) for each in messages) else None
+
+
 def shown_prompt(prompt: str) -> str:
     """Return a prompt for people: a conversation as lines of `role: text`."""
-    messages = read_messages(prompt)
+    messages = _shown(prompt)
     if messages is None:
         return prompt
     return "\n".join(f"{each.get('role')}: {text_of(each.get('content'))}" for each in messages)
@@ -126,7 +133,7 @@ def shown_prompt(prompt: str) -> str:
 
 def shown_question(prompt: str) -> str:
     """Return a prompt for people where there is little room: of a conversation the last message of the user."""
-    messages = read_messages(prompt)
+    messages = _shown(prompt)
     if messages is None:
         return prompt
     asked = [each for each in messages if each.get("role") == "user"] or messages
@@ -135,7 +142,7 @@ def shown_question(prompt: str) -> str:
 
 def answer_begun(prompt: str) -> str:
     """Return how a prompt begins the answer: the assistant's last message, which is continued; empty without one."""
-    messages = read_messages(prompt)
+    messages = _shown(prompt)
     if messages is None or messages[-1].get("role") != "assistant":
         return ""
     return text_of(messages[-1].get("content"))

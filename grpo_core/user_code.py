@@ -299,7 +299,8 @@ def _computed(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 def _all_of(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
+        single = isinstance(node, ast.AnnAssign | ast.AugAssign)
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if single else []
         if any(getattr(target, "id", None) == "__all__" for target in targets):
             yield from (str(each.value) for each in ast.walk(node) if isinstance(each, ast.Constant))
 

@@ -56,7 +56,7 @@ def handle_errors(as_json: bool = False) -> Iterator[None]:
         yield
     except InputError as error:
         for problem in error.errors:
-            typer.secho(openable(f"error: {problem}"), fg="red", err=True)
+            _say(openable(f"error: {problem}"))
         if as_json:
             errors = [{"place": each.place, "value": each.value, "hint": each.hint} for each in error.errors]
             typer.echo(json.dumps({"errors": errors}, default=str))
@@ -70,12 +70,20 @@ def handle_errors(as_json: bool = False) -> Iterator[None]:
             raise typer.Exit(1) from None
         if not isinstance(error, Exception) or isinstance(error, typer.Exit):
             raise
-        typer.secho(f"failed: {type(error).__name__}: {error}", fg="red", err=True)
+        _say(f"failed: {type(error).__name__}: {error}")
         if server_is_lost():
             typer.secho(f"the same command resumes it: {own_command()}", err=True)
         if os.environ.get("GRPO_TRACEBACK"):
             raise
         raise typer.Exit(1) from error
+
+
+def _say(problem: str) -> None:
+    """Print a problem; what it quotes may be a stranger's, and a terminal obeys control characters."""
+    # No command needs it before it fails.
+    from tasks.reports.text import printable
+
+    typer.secho(printable(problem, keep="\n\t"), fg="red", err=True)
 
 
 def own_command() -> str:

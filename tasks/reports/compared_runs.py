@@ -172,11 +172,11 @@ def reward_mix(described: Mapping[str, Any]) -> str | None:
         described: content of run.json.
     """
     identity = described.get("identity") or {}
-    if not identity:
+    settings = identity.get("settings") or {}
+    if not {"advantages", "rewards"} <= settings.keys():
         return None
-    settings = identity["settings"]
     combined = {name: settings["advantages"].get(name) for name in _REWARD_OF_ADVANTAGES}
-    return json.dumps([settings["rewards"], sorted(identity["scores"]), combined], sort_keys=True)
+    return json.dumps([settings["rewards"], sorted(identity.get("scores") or ()), combined], sort_keys=True)
 
 
 def rescoring_in_words(config: Mapping[str, Any]) -> str | None:

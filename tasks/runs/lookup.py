@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Json, ValidationError
 
 from grpo_core.errors import InputError
 from tasks.process import code_version
@@ -33,15 +33,41 @@ def write_description(store: ArtifactStore, described: Mapping[str, Any], config
     store.write_file(RUN_FILE, dump_checked({**described, CONFIG_SHA256: hashlib.sha256(config).hexdigest()}))
 
 
+class _Identity(BaseModel):
+    """What readers take apart of a run's identity."""
+
+    code: dict[str, str] = {}
+    inputs: dict[str, dict[str, str]] = {}
+    heldout: dict[str, dict[str, str]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    scores: list[tuple[Json[dict[str, Any]], str]] = []
+
+
+class _Described(BaseModel):
+    """What readers take apart of run.json; a checksum says that nobody changed it, and not that a run wrote it."""
+
+    identity: _Identity | None = None
+    start: dict[str, Any] | None = None
+    versions: dict[str, str] = {}
+    accepted_code: dict[str, Any] = {}
+
+
 def read_description(store: ArtifactStore) -> Mapping[str, Any]:
     """Return the content of run.json; empty where there is none.
 
     Raises:
-        InputError: it is damaged.
+        InputError: it is damaged, or its entries are of other kinds than those that a run writes.
     """
     content = store.read_file(RUN_FILE)
     try:
-        return {} if content is None else load_checked(content)
+        described = {} if content is None else load_checked(content)
+        _Described.model_validate(described)
+        return described
+    except ValidationError as error:
+        entry = ".".join(map(str, error.errors()[0]["loc"]))
+        raise InputError(
+            f"{store.run}/{RUN_FILE}, {entry}", error.errors()[0]["input"], f"No run wrote it. {_HINT}"
+        ) from error
     except ValueError as error:
         raise InputError(f"{store.run}/{RUN_FILE}", str(error), f"It is damaged. {_HINT}") from error
 

@@ -189,6 +189,22 @@ class TestMistakes:
         assert error.place == f"{tmp_path}/mine.yaml"
         assert len(str(error)) < 200
 
+    @pytest.mark.parametrize(
+        "value",
+        [
+            *("2001-99-99", "2001-01-01 00:00:00 +99:99", "!!timestamp a", "!!bool a", "!!float a", "!!float ''"),
+            *("!!int a", "!!int _", "!!int 09", "1" * 5000, "0x" + "f" * 5000),
+        ],
+    )
+    def test_values_that_are_none_of_their_kind(self, value: str) -> None:
+        with pytest.raises(InputError) as caught:
+            parse_yaml(f"run:\n  name: {value}\n", "here")
+        assert caught.value.place == "here, line 2"
+
+    def test_an_escape_beyond_all_letters(self) -> None:
+        with pytest.raises(InputError, match="no letter"):
+            parse_yaml('a: "\\UFFFFFFFF"', "here")
+
     def _written(self, folder: Path, text: str) -> Path:
         (folder / "mine.yaml").write_text(text)
         return folder / "mine.yaml"

@@ -188,6 +188,13 @@ def test_an_error_is_one_line_and_an_exit_code(
     assert line.startswith(said)
 
 
+@pytest.mark.parametrize("error", [InputError("RUN", "x", "By \x1b]0;x\x07."), RuntimeError("\x1b]0;x\x07")])
+def test_a_terminal_obeys_nothing_that_an_error_quotes(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), handle_errors():
+        raise error
+    assert "⟨U+001B⟩]0;x⟨U+0007⟩" in capsys.readouterr().err
+
+
 GROUPS: Mapping[str, Mapping[str, str]] = {
     name: getattr(prefect_settings, name)
     for name in ("CLIENT", "SERVER", "TEMPORARY_SERVER", "LASTING_SERVER", "WORKER")

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.inspect_run import inspect_run
-from flows.list_runs import list_runs
+from flows.list_runs import list_runs, write_list_page
 from flows.pruning.plan import _other_configs
 from grpo_core.errors import InputError
 from tasks.runs.lookup import find_run
@@ -44,6 +44,10 @@ def text(content: str) -> Callable[[Path], object]:
     return lambda path: path.write_text(content)
 
 
+def entries(**described: object) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(dump_checked(described))
+
+
 MERGES = "# before@1\na0: &a0 {k: 1}\n" + "".join(
     f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12)
 )
@@ -59,6 +63,12 @@ STRANGE: Mapping[str, tuple[str, Callable[[Path], object]]] = {
     "aliases of aliases": ("config.yaml", text(MERGES.replace("{<<: ", "[").replace("]}", "]]"))),
     "deep lists": ("config.yaml", text("[" * 100_000)),
     "deep JSON": ("run.json", text('{"a":' * 100_000)),
+    "an identity that is a text": ("run.json", entries(identity="x")),
+    "settings that are a number": ("run.json", entries(identity={"settings": 5, "code": [1]})),
+    "settings of nothing": ("run.json", entries(identity={"settings": {}})),
+    "scores of no JSON": ("run.json", entries(identity={"scores": [["[", ""]]})),
+    "a date that is none": ("config.yaml", text("run: {name: 2001-99-99}")),
+    "a number that is too long": ("config.yaml", text("run: {iterations: 0x" + "f" * 5000 + "}")),
     "a deep lock": (".lock", text("[" * 100_000)),
     "40 GiB of configuration": ("config.yaml", sparse),
     "40 GiB of description": ("run.json", sparse),
@@ -82,6 +92,7 @@ def test_the_other_runs_are_listed(tmp_path: Path, name: str) -> None:
         assert (listed[run].state, listed[run].iterations, listed[run].problem) == ("finished", 2, None)
     problem = listed["strange"].problem
     assert problem is not None or name not in NAMED
+    write_list_page(str(tmp_path), list(listed.values()), tmp_path / "list.html")
     # A run beside it can be pruned, and goes on.
     assert list(_other_configs(find_run("before", str(tmp_path)), {"before"})) == []
     # Whoever opens it is answered, too: with the run and its damage, or with a refusal.

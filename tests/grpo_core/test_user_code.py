@@ -72,6 +72,12 @@ LAYOUTS = {
     "a module under a name": of_package(mine("import pkg.sub as s", "s.VALUE")),
     "a module from a package": of_package(mine("from pkg import sub", "sub.VALUE")),
     "all that a package lists": of_package(mine("from pkg import *", "sub.VALUE"), "__all__ = ['sub']"),
+    "all that a package lists, with its type": of_package(
+        mine("from pkg import *", "sub.VALUE"), "__all__: list[str] = ['sub']"
+    ),
+    "all that a package adds to its list": of_package(
+        mine("from pkg import *", "sub.VALUE"), "__all__ = []\n__all__ += ['sub']"
+    ),
     "a package itself": of_package(mine("import pkg.sub", "pkg.VALUE"), "VALUE = 1", "__init__"),
     "what a package passes on": of_package(mine("from pkg import VALUE"), "from .sub import VALUE"),
     "relative, of the package": of_package(mine("from pkg.user import sub", "sub.VALUE"), user="from . import sub"),

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
 
 from grpo_core.images import SourceImage
-from grpo_core.messages import shown_prompt, shown_question
+from grpo_core.messages import answer_begun, shown_prompt, shown_question
 from grpo_core.policies.causal_lm.policy import CPU
 from grpo_core.policies.causal_lm.prompts import encode_prompts, prompt_ids
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
@@ -398,3 +398,10 @@ def test_rewards_get_images_where_trl_puts_them(tmp_path: Path, case: str) -> No
 
 def _shade(part: Mapping[str, Any]) -> object:
     return part["image"].getpixel((0, 0)) if part["type"] == "image" else part
+
+
+@pytest.mark.parametrize("after", ["5", "null", '"x"', '{"role": "user", "content": ' + "1" * 5000 + "}"])
+def test_a_stored_prompt_that_nobody_can_have_written_is_shown_as_it_is(after: str) -> None:
+    prompt = f'[{{"role": "user", "content": "x"}}, {after}]'
+    assert shown_prompt(prompt) == shown_question(prompt) == prompt
+    assert answer_begun(prompt) == ""
