@@ -299,8 +299,9 @@ def _computed(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 def _all_of(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
-        single = isinstance(node, ast.AnnAssign | ast.AugAssign)
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if single else []
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign | ast.AugAssign):
+            targets = [node.target]
         if any(getattr(target, "id", None) == "__all__" for target in targets):
             yield from (str(each.value) for each in ast.walk(node) if isinstance(each, ast.Constant))
 

@@ -208,6 +208,10 @@ def doctor(config: Config, overrides: Overrides = None, memory: Memory = False, 
         from flows.preflight.doctor import examine
 
         diagnosis = examine(checked, partial(typer.echo, err=True))
+        if diagnosis.healthy:
+            from flows.pipeline.run import start_problems
+
+            diagnosis = diagnosis.with_problems("run", start_problems(checked))
         findings = [asdict(finding) for finding in diagnosis.findings]
         needed = diagnosis.memory.needed if diagnosis.memory else None
         result = {"healthy": diagnosis.healthy, "findings": findings, "memory_bytes": needed}

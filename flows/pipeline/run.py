@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -31,6 +32,8 @@ from flows.pipeline.lineage import (
     stage_code,
 )
 from flows.preflight.inputs import check_inputs
+from grpo_core.errors import InputError
+from grpo_core.hub import cached_folder
 from grpo_core.streams import Stream
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
@@ -154,23 +157,37 @@ def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunEr
     Raises:
         InputError: as for start_run.
     """
-    if config.run.on_change != "refuse":
-        return None
     inputs = check_inputs(config)
     require_schema(inputs.store)
-    if (described := read_valid_description(inputs.store)) is None:
-        return None
+    described = read_valid_description(inputs.store)
 
     def find() -> ChangedRunError | None:
         # start_run logs the same again.
         listen(Silence())
-        _, start = resolve_start(config, described)
+        _, start = resolve_start(config, described or {})
+        if described is None or config.run.on_change != "refuse":
+            return None
         resolve_code(stage_code(config, inputs.model), described, accept=accept_code)
         return find_change(
             config, inputs.store, described, identify(config, inputs.model, inputs.training, start, inputs.heldout)
         )
 
     return copy_context().run(find)
+
+
+def start_problems(config: RunConfig) -> tuple[InputError, ...]:
+    """Return what a start would refuse of stored runs: this one, or the one that it continues from.
+
+    Nothing is found where the model is still to be downloaded, since a run is identified by its files.
+    """
+    model = config.policy.model
+    if not Path(model).expanduser().is_dir() and cached_folder(model, config.policy.revision) is None:
+        return ()
+    try:
+        change = changed_run(config)
+    except InputError as error:
+        return error.errors
+    return () if change is None else (change,)
 
 
 @contextmanager

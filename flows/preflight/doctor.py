@@ -72,6 +72,10 @@ class Diagnosis:
         """Whether a run could start."""
         return all(finding.healthy for finding in self.findings)
 
+    def with_problems(self, subject: str, errors: Iterable[InputError]) -> "Diagnosis":
+        """Add what else is wrong."""
+        return replace(self, findings=(*self.findings, *_problems(subject, errors)))
+
     def report(self, *, tables: bool = False) -> Report:
         """Return each finding with its hint, and the verdict.
 

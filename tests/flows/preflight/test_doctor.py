@@ -39,7 +39,7 @@ from grpo_core.hub import loaded_files
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, refused
+from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, Runs, refused
 from tests.grpo_core.rewards.stub import as_a_gated_repository, reach, serve
 from tests.tiny_policies import TEXT_MODEL
 
@@ -529,3 +529,28 @@ def test_doctor_and_train_refuse_what_the_model_gets_wrong(what: str, tmp_path: 
     assert re.search(hint, error.hint)
     _, hints = examined(TINY_TEXT, *overrides)
     assert hints["model"] == error.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({}, None),
+        ({"update__learning_rate": 0.5}, "run.name"),
+        ({"run__name": "new", "run__continue_from": "nothere"}, "run.continue_from"),
+        ({"run__name": "new", "run__continue_from": "run@99"}, "run.continue_from"),
+        ({"run__name": "new", "run__continue_from": "run"}, None),
+    ],
+)
+def test_doctor_and_train_refuse_what_stored_runs_do_not_fit(
+    finished: Runs, changes: dict[str, object], place: str | None
+) -> None:
+    name = str(changes.get("run__name", "run"))
+    changed = {key: value for key, value in changes.items() if key != "run__name"}
+    sets = finished.sets(name, **{"run__on_change": "refuse", **changed})
+    diagnosed = CliRunner().invoke(application, ["doctor", str(TINY), *sets, "--json"])
+    findings = json.loads(diagnosed.stdout.splitlines()[-1])["findings"]
+    problems = [each["message"].partition(":")[0] for each in findings if not each["healthy"]]
+    assert problems == ([] if place is None else [place])
+    if place is not None:
+        started = CliRunner().invoke(application, ["train", str(TINY), *sets])
+        assert (started.exit_code, place in started.output) == (2, True)
