@@ -13,6 +13,7 @@ from typing import Any
 
 from configs.policy_name import PolicyName
 from configs.schema import ReplayConfig, RunConfig, run_identity
+from flows.pipeline.changed_images import changed_images
 from flows.pipeline.changes import HELDOUT, INPUTS, identity_difference, inputs_of, prompt_inputs
 from flows.preflight.model import trained_model
 from grpo_core.errors import InputError, raise_all
@@ -150,22 +151,33 @@ class ChangedRunError(InputError):
 
 
 def find_change(
-    config: RunConfig, store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]
+    config: RunConfig,
+    store: ArtifactStore,
+    described: Mapping[str, Any] | None,
+    identity: Mapping[str, Any],
+    training: Sequence[PromptSet],
 ) -> ChangedRunError | None:
     """Return how a start differs from what made the stored policies; None if it does not, or if there are none."""
     # A restart that was killed while it moved the results is finished by the next start.
     if described is None or described.get(LINEAGE) == lineage_digest(identity) or _earlier_run(store) is not None:
         return None
     trained = len(RunReader(store).policies())
-    return (
-        ChangedRunError(config, identity_difference(described.get(IDENTITY, {}), identity), trained)
-        if trained
-        else None
-    )
+    return ChangedRunError(config, _difference(store, described, identity, training), trained) if trained else None
+
+
+def _difference(
+    store: ArtifactStore, described: Mapping[str, Any], identity: Mapping[str, Any], training: Sequence[PromptSet]
+) -> str:
+    previous = described.get(IDENTITY, {})
+    images = changed_images(store, training) if previous.get("prompts") != identity["prompts"] else ()
+    return "; ".join([identity_difference(previous, identity), *images])
 
 
 def make_earlier_run(
-    store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]
+    store: ArtifactStore,
+    described: Mapping[str, Any] | None,
+    identity: Mapping[str, Any],
+    training: Sequence[PromptSet],
 ) -> Mapping[str, Any] | None:
     """Make what another identity made an earlier run, if there are results; `end_earlier_run` has to follow.
 
@@ -180,7 +192,7 @@ def make_earlier_run(
         # A worker that picks up a request of the previous configuration finds nothing.
         clear_calls(store)
         missing = f"{RUN_FILE} is missing or damaged, so nothing says how its results were made"
-        reason = missing if described is None else identity_difference(described.get(IDENTITY, {}), identity)
+        reason = missing if described is None else _difference(store, described, identity, training)
         earlier = store.earlier_runs()
         number = 1 + int(earlier[0].rpartition("~")[2]) if earlier else 1
         log(f"{store.run}: {reason}; its results are now the run {store.run}~{number}, and what is valid is used again")

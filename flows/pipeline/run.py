@@ -168,9 +168,8 @@ def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunEr
         if described is None or config.run.on_change != "refuse":
             return None
         resolve_code(stage_code(config, inputs.model), described, accept=accept_code)
-        return find_change(
-            config, inputs.store, described, identify(config, inputs.model, inputs.training, start, inputs.heldout)
-        )
+        identity = identify(config, inputs.model, inputs.training, start, inputs.heldout)
+        return find_change(config, inputs.store, described, identity, inputs.training)
 
     return copy_context().run(find)
 
@@ -215,9 +214,11 @@ def start_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
             log(note)
         accepted = resolve_code(stage_code(config, model), previous or {}, accept=accept_code)
         identity = identify(config, model, inputs.training, start, inputs.heldout)
-        if config.run.on_change == "refuse" and (change := find_change(config, store, previous, identity)) is not None:
-            raise change
-        recorded = (make_earlier_run(store, previous, identity) or {}).get("evaluation")
+        if config.run.on_change == "refuse":
+            change = find_change(config, store, previous, identity, inputs.training)
+            if change is not None:
+                raise change
+        recorded = (make_earlier_run(store, previous, identity, inputs.training) or {}).get("evaluation")
         evaluation = heldout_digest(config, inputs.heldout) or recorded
         if recorded not in (None, evaluation) and store.filesystem.exists(store.path(EVALUATIONS)):
             # They cannot be compared with later ones.

@@ -60,12 +60,14 @@ class SourceReference:
         digest: sha256 of the file's bytes, 64 hexadecimal digits.
         size: upright, in pixels.
         place: row and column that name it, for errors.
+        name: the file, or what the row has in its place.
         read: returns the bytes, from their place or from memory.
     """
 
     digest: str
     size: ImageSize
     place: str = field(compare=False)
+    name: str = field(compare=False)
     read: Callable[[], bytes] = field(compare=False, repr=False)
 
     def load(self) -> bytes:
@@ -236,7 +238,7 @@ class _SourceReader:
         digest = hashlib.sha256(content).hexdigest()
         if digest not in self._checked:
             self._checked[digest] = self.check(content, shown, place, decode=decode)
-        return SourceReference(digest, self._checked[digest], place, read)
+        return SourceReference(digest, self._checked[digest], place, shown, read)
 
     def check(self, content: bytes, shown: str, place: str, *, decode: bool) -> ImageSize:
         """Return the upright size of an image that can be used."""

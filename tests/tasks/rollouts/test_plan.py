@@ -207,7 +207,7 @@ def test_groups_of_one_size_are_sampled_together_also_by_a_shard(
 
 def test_prompts_with_equally_many_images_are_sampled_together() -> None:
     def with_images(drawn: DrawnPrompt, count: int) -> DrawnPrompt:
-        read = tuple(SourceReference(f"{place:064d}", SIZES[0], "row 1", bytes) for place in range(count))
+        read = tuple(SourceReference(f"{place:064d}", SIZES[0], "row 1", "1.png", bytes) for place in range(count))
         return replace(drawn, size=SIZES[0], prompt=replace(drawn.prompt, sources=read))
 
     drawn = [with_images(prompt, count) for prompt, count in zip(PROMPTS, (0, 2, 1, 0, 1), strict=True)]

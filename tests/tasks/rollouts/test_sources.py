@@ -41,7 +41,9 @@ OF_PROMPTS: tuple[tuple[SourceImage, ...], ...] = ((A,), (), (B, A))
 
 
 def reference(image: SourceImage) -> SourceReference:
-    return SourceReference(image.digest, ImageSize(6, 4), "data.prompts: set.jsonl, line 1", lambda: image.content)
+    return SourceReference(
+        image.digest, ImageSize(6, 4), "data.prompts: set.jsonl, line 1", "1.png", lambda: image.content
+    )
 
 
 REFERENCES = {digest: reference(image) for digest, image in IMAGES.items()}
