@@ -35,7 +35,7 @@ class WeightCopy:
         self._trained, self.values = trained, values
 
     def mix(self, share: float) -> None:
-        """Make the values share * policy + (1 - share) * values, parameter by parameter, in fp32, rounded once.
+        """Make the values share * policy + (1 - share) * values, parameter by parameter, in fp32.
 
         With adapters the matrices are mixed, not their products that are added to the weights; the initial reference of
         adapters has their initial matrices, which add nothing.
@@ -45,9 +45,12 @@ class WeightCopy:
 
         Raises:
             ValueError: the share is outside its range.
+            InputError: the values have 16 bits, and the share is below 1.
         """
         if not 0 < share <= 1:
             raise ValueError(f"the share is {share}; it has to be above 0 and at most 1")
+        if share < 1:
+            _refuse_average_in_16_bits(self.values)
         with torch.no_grad():
             for name, parameter in self._trained.trainable_parameters().items():
                 value = self.values[name]
@@ -184,8 +187,10 @@ class TrainedModel(ABC):
             folder: has the values, as WeightCopy.save wrote them; None: the current ones.
 
         Raises:
-            InputError: the weights are another model's.
+            InputError: the weights are another model's, or a moving average would have 16 bits.
         """
+        if name == "ema":
+            _refuse_average_in_16_bits(self.trainable_parameters())
         self.copies[name] = self._current(None) if folder is None else self._stored(folder, None)
 
     def _current(self, device: torch.device | None) -> WeightCopy:
@@ -200,6 +205,17 @@ class TrainedModel(ABC):
     def _require_reference(self) -> None:
         if not self.has_reference:
             raise ValueError("no reference is kept; train_model keeps one with reference='device' or 'cpu'")
+
+
+def _refuse_average_in_16_bits(values: Mapping[str, Tensor]) -> None:
+    """Refuse an average that would stand still: what a step adds is less than half of what 16 bits tell apart."""
+    for name, value in values.items():
+        if value.is_floating_point() and value.dtype.itemsize < 4:
+            hint = (
+                f"Averages of full weights in 16 bits are not kept, because small steps vanish in them ({name}); load "
+                "the weights in float32, with autocast for arithmetic in bfloat16, or train adapters."
+            )
+            raise InputError("policy.dtype", str(value.dtype).removeprefix("torch."), hint)
 
 
 def copied(parameters: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:

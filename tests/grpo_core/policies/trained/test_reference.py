@@ -2,8 +2,6 @@
 
 import gc
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from safetensors.torch import load_file
 
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.lora_and_full import train_model
-from grpo_core.policies.trained.model import TrainedModel, WeightCopy, exchanged
+from grpo_core.policies.trained.model import TrainedModel, exchanged
 from grpo_core.policies.trained.settings import LoraSettings, Reference, TrainingChoice
 from tests.grpo_core.policies.glm_image.test_memory import PeakBytes
 from tests.grpo_core.policies.trained.tiny_models import disturb, logprobs, same, tiny_llama, values_of
@@ -109,14 +107,36 @@ def test_without_a_reference_it_cannot_be_asked() -> None:
 # --- the moving average
 
 
-def test_mixing_is_in_fp32_and_rounds_once() -> None:
-    """In bfloat16, 0.6 is 0.6015625, 0.4 is 0.40039, and each product would be rounded too."""
-    own, previous = torch.tensor([1.0078125, 257.0 / 256]), torch.tensor([3.0, 0.0078125])
-    values = {"w": previous.bfloat16()}
-    policy: Any = SimpleNamespace(trainable_parameters=lambda: {"w": torch.nn.Parameter(own.bfloat16())})
-    WeightCopy(policy, values).mix(0.6)
-    exact = (0.6 * own.bfloat16().double() + 0.4 * previous.bfloat16().double()).float()
-    assert torch.equal(values["w"], exact.bfloat16())
+@pytest.mark.parametrize("choice", KINDS[1:])
+def test_an_average_of_full_weights_in_16_bits_is_refused_and_a_copy_is_not(choice: TrainingChoice) -> None:
+    model = train_model(tiny_llama().bfloat16(), choice, base_name="tiny")
+    for average in (lambda: model.keep("ema"), lambda: model.reference_copy().mix(0.9)):
+        with pytest.raises(InputError) as refused:
+            average()
+        assert (refused.value.place, refused.value.value) == ("policy.dtype", "bfloat16")
+    assert "ema" not in model.copies
+    model.keep("old")
+    kept = values_of(model.copies["old"].values)
+    disturb(model.trainable_parameters())
+    with model.copies["old"].use():
+        assert same(values_of(model.trainable_parameters()), kept)
+    model.reference_copy().mix(1.0)
+    assert same(model.reference_copy().values, values_of(model.trainable_parameters()))
+
+
+def test_an_average_of_adapters_in_a_model_of_16_bits_moves_by_small_steps() -> None:
+    model = train_model(tiny_llama().bfloat16(), LORA, base_name="tiny")
+    with torch.no_grad():
+        for parameter in model.trainable_parameters().values():
+            parameter.fill_(1.0)
+        model.keep("ema")
+        for parameter in model.trainable_parameters().values():
+            parameter.fill_(2.0)
+    for _ in range(10):
+        model.copies["ema"].mix(0.001)
+    # In bfloat16 1.001 is 1.
+    for value in model.copies["ema"].values.values():
+        torch.testing.assert_close(value, torch.full_like(value, 2 - 0.999**10), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("choice", KINDS[:2])
