@@ -328,10 +328,12 @@ def start_server() -> None:
 
 def _run_to_the_end(work: Coroutine[Any, Any, R]) -> R:
     from flows.server.temporary import require_not_lost, wait_for_temporary_server
+    from flows.server.watched import watching_server
 
     wait_for_temporary_server()
     try:
-        return _run_in_loop(work)
+        with watching_server():
+            return _run_in_loop(work)
     except Exception:
         # Whatever request was the first to fail; the server is why.
         require_not_lost()

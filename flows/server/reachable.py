@@ -98,7 +98,16 @@ def require_server() -> None:
         raise _not_prefect(url) from error
     if theirs.major != ours.major or theirs.release[:2] < ours.release[:2]:
         hint = f"The server is Prefect {theirs} and this is {ours}: give both the same release, the server's first."
-        raise InputError("PREFECT_API_URL", _shown(url), hint)
+        raise InputError("PREFECT_API_URL", shown_url(url), hint)
+
+
+def answers(url: str) -> bool:
+    """Return whether the server at this address, which was usable before, answers in time."""
+    try:
+        _request(url, "GET", "/health")
+    except InputError:
+        return False
+    return True
 
 
 def require_configured(place: str, value: str) -> None:
@@ -201,7 +210,7 @@ def server_database() -> str | None:
 def _request(
     url: str,
     method: Literal["GET", "POST"],
-    path: Literal["/admin/settings", "/admin/version", "/work_pools/filter"],
+    path: Literal["/admin/settings", "/admin/version", "/health", "/work_pools/filter"],
     content: Mapping[str, object] | None = None,
 ) -> object:
     """Send one request, with the configured key or password; by default Prefect's client would retry for minutes."""
@@ -226,7 +235,7 @@ def _no_answer(url: str, error: Exception) -> InputError:
         f"No server answers there ({error or type(error).__name__}). Start it with `grpo ui` on its machine, "
         "correct the address, or unset PREFECT_API_URL: a run without pools then uses a temporary server."
     )
-    return InputError("PREFECT_API_URL", _shown(url), hint)
+    return InputError("PREFECT_API_URL", shown_url(url), hint)
 
 
 def _refusal(url: str, status: int) -> InputError:
@@ -235,24 +244,25 @@ def _refusal(url: str, status: int) -> InputError:
     if is_cloud() and status in (401, 403, 404):
         given = "(not shown)" if get_current_settings().api.key else "not set"
         hint = (
-            f"Prefect Cloud answered {status} at {_shown(url)}: set an API key of this workspace; `prefect cloud login`"
-            " sets both."
+            f"Prefect Cloud answered {status} at {shown_url(url)}: set an API key of this workspace; "
+            "`prefect cloud login` sets both."
         )
         return InputError("PREFECT_API_KEY", given, hint)
     if status in (401, 403):
         given = "(not shown)" if os.environ.get("PREFECT_API_AUTH_STRING") else "not set"
-        hint = f"The server at {_shown(url)} wants another USER:PASSWORD; set the one that it was started with."
+        hint = f"The server at {shown_url(url)} wants another USER:PASSWORD; set the one that it was started with."
         return InputError("PREFECT_API_AUTH_STRING", given, hint)
     if status >= 500:
         hint = f"It answered {status}: the server, its database or a proxy in front of it is busy or down."
-        return InputError("PREFECT_API_URL", _shown(url), hint)
+        return InputError("PREFECT_API_URL", shown_url(url), hint)
     return _not_prefect(url)
 
 
 def _not_prefect(url: str) -> InputError:
     hint = "This is not the address of a Prefect API; it must be as `grpo ui` prints it: http://HOST:PORT/api."
-    return InputError("PREFECT_API_URL", _shown(url), hint)
+    return InputError("PREFECT_API_URL", shown_url(url), hint)
 
 
-def _shown(url: str) -> str:
+def shown_url(url: str) -> str:
+    """Return an address without the password in it."""
     return _CREDENTIALS.sub("***@", url)
