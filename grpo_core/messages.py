@@ -91,9 +91,21 @@ def _refuse_content(content: object, place: str, *, images: bool) -> None:
 def text_of(content: object, image: str = IMAGE_MARK) -> str:
     """Return a message's content as one text, its blocks joined, with `image` in place of each image."""
     if not isinstance(content, list):
-        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        return _one_text(content)
     texts = [each.get("text") if each.get("type") == "text" else image for each in content if isinstance(each, dict)]
     return "".join(each for each in texts if isinstance(each, str))
+
+
+def _one_text(value: object) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return "..."
+
+
+def _printable(text: str) -> str:
+    """Replace surrogates, which JSON can name and no file can have."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def caption_of(prompt: str, place: str) -> str:
@@ -128,7 +140,7 @@ def shown_prompt(prompt: str) -> str:
     messages = _shown(prompt)
     if messages is None:
         return prompt
-    return "\n".join(f"{each.get('role')}: {text_of(each.get('content'))}" for each in messages)
+    return _printable("\n".join(f"{_one_text(each.get('role'))}: {text_of(each.get('content'))}" for each in messages))
 
 
 def shown_question(prompt: str) -> str:
@@ -137,7 +149,7 @@ def shown_question(prompt: str) -> str:
     if messages is None:
         return prompt
     asked = [each for each in messages if each.get("role") == "user"] or messages
-    return text_of(asked[-1].get("content"))
+    return _printable(text_of(asked[-1].get("content")))
 
 
 def answer_begun(prompt: str) -> str:

@@ -1,0 +1,58 @@
+"""What people see of prompts that nobody has checked, as in a table from elsewhere."""
+
+import json
+from collections.abc import Mapping
+
+import pytest
+
+from grpo_core.messages import answer_begun, read_messages, shown_prompt, shown_question
+
+ROLE = '"role": "user"'
+AS_TEXT = (
+    f'[{{{ROLE}, "content": "a"}}, 5]',
+    f'[{{{ROLE}, "content": "a"}}, null, "b"]',
+    f'[{{{ROLE}, "content": "a"}}, ["b"]]',
+    f"[{{{ROLE}}}, {'1' * 5000}]",
+    f'[{{{ROLE}, "content": {"[" * 100_000}{"]" * 100_000}}}]',
+    "[" * 100_000,
+    "[",
+    "[]",
+)
+"""Shown as they are."""
+AS_MESSAGES: Mapping[str, tuple[str, str, str]] = {
+    "a number": (f'[{{{ROLE}, "content": 1}}]', "user: 1", "1"),
+    "nothing": (f"[{{{ROLE}}}]", "user: null", "null"),
+    "an object": (f'[{{{ROLE}, "content": {{"a": [1]}}}}]', 'user: {"a": [1]}', '{"a": [1]}'),
+    "blocks": (
+        f'[{{{ROLE}, "content": [{{"type": "text", "text": 1}}, 5, {{"type": "text", "text": "a"}}, {{"type": 7}}]}}]',
+        "user: a<image>",
+        "a<image>",
+    ),
+    "a role": ('[{"role": ["user"], "content": "a"}]', '["user"]: a', "a"),
+    "no role": (f'[{{{ROLE}, "content": "a"}}, {{"content": 2}}]', "user: a\nnull: 2", "a"),
+    "half a letter": (f'[{{{ROLE}, "content": "\\ud83d"}}]', "user: \\ud83d", "\\ud83d"),
+}
+
+
+@pytest.mark.parametrize("index", range(len(AS_TEXT)))
+def test_what_is_no_conversation_is_shown_as_it_is(index: int) -> None:
+    prompt = AS_TEXT[index]
+    assert shown_prompt(prompt) == shown_question(prompt) == prompt
+    assert answer_begun(prompt) == ""
+
+
+@pytest.mark.parametrize("case", AS_MESSAGES)
+def test_a_conversation_with_strange_messages_is_shown(case: str) -> None:
+    prompt, shown, question = AS_MESSAGES[case]
+    assert (shown_prompt(prompt), shown_question(prompt)) == (shown, question)
+    assert answer_begun(prompt) == ""
+    begun = json.dumps([*(read_messages(prompt) or ()), {"role": "assistant", "content": {"a": 1}}])
+    assert answer_begun(begun) == '{"a": 1}'
+
+
+def test_every_depth_is_shown() -> None:
+    """Reading and writing JSON end at other depths."""
+    for depth in range(800, 1100):
+        prompt = f'[{{{ROLE}, "content": {{"a": {"[" * depth}{"]" * depth}}}}}]'
+        assert shown_prompt(prompt).startswith(("user: ", "[{"))
+        assert isinstance(shown_question(prompt), str)
