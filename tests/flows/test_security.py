@@ -307,6 +307,7 @@ class TestTablesOfStrangers:
     def test_a_target_in_a_folder_that_the_person_has_trained_with(self, tmp_path: Path, place: str) -> None:
         (folder := tmp_path / "pictures").mkdir()
         (folder / "a.png").write_bytes(content := png((1, 2, 3)))
+        (folder / "p.jsonl").touch()
         values = {"data.targets": f"{folder}"} if place == "data.targets" else {"data.prompts": f"{folder}/p.jsonl"}
         config = read_config(
             REPOSITORY / "configs" / "tiny.yaml", ["data.targets=null", *(f"{k}={v}" for k, v in values.items())]
