@@ -47,7 +47,7 @@ from tasks.runs.stored import START
 from tasks.runs.trust import remember, uses_of
 from tasks.storage.artifacts.commit import LINEAGE
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, open_store
 from tasks.storage.run_lock import RunLock, locked
 from tasks.storage.schemas import SCHEMA_VERSION
 
@@ -183,6 +183,9 @@ def start_problems(config: RunConfig) -> tuple[InputError, ...]:
     if not Path(model).expanduser().is_dir() and cached_folder(model, config.policy.revision) is None:
         return ()
     try:
+        store = open_store(config.storage, config.run.name)
+        if config.run.continue_from is None and store.read_file(RUN_FILE) is None:
+            return ()
         change = changed_run(config)
     except InputError as error:
         return error.errors
