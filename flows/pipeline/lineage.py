@@ -143,11 +143,12 @@ class ChangedRunError(InputError):
                 f"{name} --run NAME trains a new run from its weights; --restart (run.on_change: restart) begins at "
                 "iteration 1"
             )
+        trained = counted(iterations, "iteration")
         hint = (
-            f"{difference}. It has trained {counted(iterations, 'iteration')} with what was there before. Choose: "
-            f"{choices}, and its results become the run {name}~1 (~2, if there is one)."
+            f"It has trained {trained}, and {difference}. Choose: {choices}, and its results become the run {name}~1 "
+            "(~2, if there is one)."
         )
-        super().__init__("run.name", name, f"{hint[:1].upper()}{hint[1:]}")
+        super().__init__("run.name", name, hint)
 
 
 def find_change(

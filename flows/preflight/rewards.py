@@ -228,7 +228,8 @@ def _column_problems(
                 continue
             found = sorted({name for prompt in known.prompts for name in prompt.columns})
             if column not in found:
-                hint = f"No prompt of {part} ({dataset.prompts}) has this column; it has {', '.join(found) or 'none'}."
+                has = ", ".join(found) or "none"
+                hint = f"No prompt of {part} ({dataset.prompts}) has the column {column}; it has {has}."
                 if dataset.columns is not None and column not in dataset.columns:
                     hint += f" Only those listed as {part}.columns go along: add it there."
                 yield InputError(place, column, hint)
