@@ -155,6 +155,8 @@ class _Following:
     def __init__(self, folder: Path | None, package: str = "") -> None:
         self._folder, self._package = folder, package
         self._files: dict[tuple[bool, str], SourceFile] = {}
+        self._found: dict[tuple[str, bool], bool] = {}
+        self._own: dict[str, list[Path] | None] = {}
         self._distributions: dict[str, str] = {}
         self._project: set[str] = set()
         self._unfollowed: dict[str, None] = {}
@@ -191,10 +193,15 @@ class _Following:
         Args:
             own: whether the user's own tree is looked at first.
         """
-        if not module:
-            return True
+        if module and (module, own) not in self._found:
+            self._found[module, own] = self._add_module(module, own)
+        return not module or self._found[module, own]
+
+    def _add_module(self, module: str, own: bool) -> bool:
         first, *_ = names = module.split(".")
-        folders = self._own_folders(first) if own else None
+        if own and first not in self._own:
+            self._own[first] = self._own_folders(first)
+        folders = self._own[first] if own else None
         is_own = folders is not None
         if folders is None:
             folders, is_known = self._elsewhere(module)

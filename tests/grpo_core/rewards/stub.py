@@ -118,6 +118,8 @@ def as_the_hub(requested: Asked, files: Mapping[str, bytes] | None = None) -> Re
             return Reply(b"", status, {"X-Error-Code": code})
     sizes = {name: len(content) for name, content in (files or {}).items()}
     if "/tree/" in path:
+        if "additional_chat_templates" in path:
+            return Reply(b"", 404, {"X-Error-Code": "EntryNotFound"})
         return Reply([{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()])
     if path.startswith("/api/"):
         siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
@@ -136,6 +138,8 @@ def as_a_gated_repository(files: Mapping[str, bytes], requested: Asked, *, conse
         return Reply(b"", 403, {"X-Error-Code": "GatedRepo"})
     sizes = {name: len(content) for name, content in files.items()}
     if "/tree/" in path:
+        if "additional_chat_templates" in path:
+            return Reply(b"", 404, {"X-Error-Code": "EntryNotFound"})
         return Reply([{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()])
     if "/resolve/" not in path:
         siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
