@@ -55,7 +55,7 @@ class Bait:
         values = {
             Uses.CODE: f"{self.module}:evil",
             Uses.ARGUMENTS: {"x": 1},
-            Uses.COMMAND: f"/usr/bin/touch {self.trace}",
+            Uses.COMMAND: f"touch {self.trace}",
             Uses.ADDRESS: self.url,
             Uses.VARIABLE: SECRET,
             Uses.PLACE: f"{self.url}/place.json",
