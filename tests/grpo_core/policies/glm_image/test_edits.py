@@ -341,7 +341,8 @@ def test_the_token_models_gradient_is_that_of_a_plain_script(full: tuple[GlmImag
     model.model.rope_deltas = model.model._cached_decode_position_ids = model.model._prefill_len = None
     for name, parameter in policy.tokens.trainable_parameters().items():
         assert parameter.grad is not None
-        torch.testing.assert_close(found[f"{name}|exp_avg"], parameter.grad, rtol=1e-3, atol=1e-7)
+        # An element is a sum whose terms cancel: it rounds with the size of the matrix, and not with its own.
+        assert (found[f"{name}|exp_avg"] - parameter.grad).norm() <= 1e-3 * parameter.grad.norm(), name
 
 
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
