@@ -36,6 +36,7 @@ def watching_server() -> Iterator[None]:
         yield
     finally:
         ended.set()
+        logger.removeFilter(is_not_about_an_unreachable_server)
 
 
 def _watch(url: str, ended: threading.Event) -> None:
