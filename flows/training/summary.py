@@ -33,7 +33,6 @@ from tasks.runs.layout import (
     ADVANTAGES,
     BASELINES,
     CONTACT_SHEET,
-    GUARDRAILS_PLOT,
     STORED,
     Baseline,
     StoredEvaluation,
@@ -43,7 +42,6 @@ from tasks.runs.layout import (
 )
 from tasks.runs.lookup import CONFIG_SHA256, read_config_file
 from tasks.runs.run_view import RunSummary, summary_of
-from tasks.runs.signs import guardrail_curves
 from tasks.runs.stored import find_evaluation, read_iterations, read_policy
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, open_store
@@ -60,7 +58,6 @@ class TrainSummary(RunSummary):
     Attributes:
         contact_sheet: image of the held-out samples before and after; None for text and without held-out prompts.
         heldout_texts: page of the held-out completions before and after; None for images.
-        guardrails_plot: plot of the held-out reward and the guardrails; None without guardrails.
         stopped_early: whether a guardrail, or a hook, ended the run before its last iteration.
         quarantined: damaged and replaced files that this start moved to `quarantine/`, and why.
         reused: number of iterations with results of another run, by its name; their seconds are not counted.
@@ -70,7 +67,6 @@ class TrainSummary(RunSummary):
 
     contact_sheet: str | None
     heldout_texts: str | None
-    guardrails_plot: str | None
     stopped_early: bool
     quarantined: list[str]
     reused: dict[str, int]
@@ -81,7 +77,6 @@ class TrainSummary(RunSummary):
         files = {
             "images before and after": self.contact_sheet,
             "completions before and after": self.heldout_texts,
-            "reward and its guardrails": self.guardrails_plot,
         }
         facts = [
             *reward_facts(self),
@@ -110,21 +105,11 @@ def summarize(run: Run, history: TrainingHistory, elapsed: float) -> TrainSummar
         **known | {"iterations": len(history.iterations), "seconds": {"total": elapsed, **history.seconds}},
         contact_sheet=write_contact_sheet(store, *ends, title) if ends and not texts else None,
         heldout_texts=write_heldout_texts(store, *ends, title) if ends and texts else None,
-        guardrails_plot=_write_guardrails_plot(run, history) if history.guardrail_series else None,
         stopped_early=version < run.config.run.iterations,
         quarantined=list(store.reasons),
         pages={},
         reused=Counter(name for record in history.iterations for name in dict.fromkeys(record.reused.values())),
     )
-
-
-def _write_guardrails_plot(run: Run, history: TrainingHistory) -> str:
-    """Plot the held-out reward above the guardrails and return the path of the image."""
-    # The plotting library takes a second to import, which a run without guardrails does not need.
-    from tasks.reports.plots import plot_guardrails
-
-    run.store.write_file(GUARDRAILS_PLOT, plot_guardrails(*guardrail_curves(history)))
-    return run.store.path(GUARDRAILS_PLOT)
 
 
 async def publish_summary(run: Run, summary: TrainSummary, last_report: UUID | None) -> TrainSummary:

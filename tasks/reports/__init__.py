@@ -11,6 +11,6 @@ compared_runs     settings, curves and rewards that runs have in common; paired 
 rescoring         what changed when rollouts were scored again, and its page
 reward_analysis   the analysis of each reward; reward_page has its report and page
 statistics        columns checked and rounded, spread, rank correlation, quantiles
+curves            plots of pages as SVG: lines over iterations, bars, squares
 fonts             text of any script in images: fonts of this machine, lines, pixels
-plots             the look of all plots, as SVG on pages and as PNG of guardrails
 """

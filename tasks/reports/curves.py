@@ -1,17 +1,21 @@
-"""Curves of pages as SVG: lines and bands over iterations, with the points from which page.js shows values.
+"""Plots of pages as SVG: lines and bands over iterations, bars of a distribution, and squares of two.
 
 They are written without Matplotlib, whose import and layout take seconds for a page of twenty curves: `grpo inspect
---watch` writes one every few seconds while a run works.
+--watch` writes one every few seconds while a run works. From the points of curves page.js shows values.
 """
 
+import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from tasks.reports.text import is_flat, visible
+from tasks.reports.text import counted, is_flat, visible
+
+if TYPE_CHECKING:
+    from tasks.reports.statistics import Histogram
 
 Points = Sequence[tuple[float, float]]
 
@@ -49,6 +53,9 @@ MAX_POINTS = 2000
 LETTER, TOP, RIGHT, BOTTOM = 6.0, 8, 9, 22
 """Width of a digit on an axis, and margins, in pixels."""
 
+FAINTEST = 0.18
+"""Opacity of a square with the fewest samples."""
+
 
 class _Scale(NamedTuple):
     """Two values and their places in pixels."""
@@ -78,15 +85,12 @@ def line_plot(curve: Curve, *, width: int = 360, height: int = 170) -> dict[str,
     values = [y for _, points in series.values() for _, y in points]
     values += [end for each in bands.values() for band in each for _, *ends in band for end in ends]
     ticks = value_ticks(min(values), max(values))
-    labels = [f"{tick:.4g}" for tick in ticks]
-    left = LETTER * max(map(len, labels)) + 8
     first = min(points[0][0] for _, points in series.values())
     last = max(points[-1][0] for _, points in series.values())
     # A single iteration stands in the middle.
     low, high = (first, last) if first < last else (first - 1, last + 1)
-    across = _Scale(low, left + 6, high, width - RIGHT)
-    up = _Scale(ticks[0], height - BOTTOM, ticks[-1], TOP)
-    parts = [*_grid(across, up, ticks, labels, width)]
+    across, up = _scales(low, high, ticks, width, height)
+    parts = [*_grid(across, up, iteration_ticks(low, high, 6 if width < 600 else 12), ticks, width)]
     drawn = []
     for name, (index, points) in series.items():
         parts += [_area(band, across, up, index) for band in bands[name]]
@@ -94,18 +98,82 @@ def line_plot(curve: Curve, *, width: int = 360, height: int = 170) -> dict[str,
         ranges = [[[*map(_short, ends)] for ends in zip(*band, strict=True)][1:] for band in bands[name]]
         drawn.append([visible(name), index % COLOURS, *map(_numbers, zip(*points, strict=True)), ranges])
     data = json.dumps([[round(each, 6) for each in across], list(up), drawn], ensure_ascii=False, separators=(",", ":"))
-    label = f"{visible(curve.title)} over iterations"
-    svg = (
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}" data-curve="{escape(data)}">'
-        f"{''.join(parts)}</svg>"
-    )
+    svg = _svg(f"{curve.title} over iterations", parts, width, height, f' data-curve="{escape(data)}"')
     return {
         "title": curve.title,
         "meaning": curve.meaning,
         "lines": [(name, f"{points[-1][1]:.4g}", index % COLOURS) for name, (index, points) in series.items()],
-        "svg": Markup(svg),
+        "svg": svg,
         "legend": curve.legend,
     }
+
+
+def bar_plot(histogram: "Histogram", name: str, *, series: int = 0, width: int = 560, height: int = 195) -> Markup:
+    """Plot how many samples have which reward, in the colour of this series; the histogram is counts and edges."""
+    counts, edges = histogram
+    ticks = value_ticks(0.0, float(max(counts)), count=min(3, int(max(counts))))
+    across, up = _scales(edges[0], edges[-1], ticks, width, height)
+    parts = [*_grid(across, up, _ticks_within(edges[0], edges[-1]), ticks, width)]
+    for x, count in zip(itertools.pairwise(edges), counts, strict=True):
+        said = f"{counted(int(count), 'sample')}: {name} {x[0]:.3f} to {x[1]:.3f}"
+        parts += [_square(x, (0.0, float(count)), across, up, series, said)] if count else []
+    return _svg(name.capitalize(), parts, width, height)
+
+
+def joint_plot(
+    counts: Sequence[Sequence[float]],
+    rows: Sequence[float],
+    columns: Sequence[float],
+    *,
+    width: int = 560,
+    height: int = 475,
+) -> Markup:
+    """Plot previous against later rewards of the same samples, one square per bin, darker where more samples lie.
+
+    Args:
+        counts: samples by bin of the previous reward, and by bin of the later one.
+        rows: edges of the bins of the previous reward.
+        columns: edges of the bins of the later one.
+    """
+    most = max(map(max, counts))
+    ticks = _ticks_within(columns[0], columns[-1])
+    across, up = _scales(rows[0], rows[-1], ticks, width, height, (columns[0], columns[-1]))
+    parts = [*_grid(across, up, _ticks_within(rows[0], rows[-1]), ticks, width)]
+    for x, line in zip(itertools.pairwise(rows), counts, strict=True):
+        for y, count in zip(itertools.pairwise(columns), line, strict=True):
+            said = f"{counted(int(count), 'sample')}: previous {x[0]:.3f} to {x[1]:.3f}, later {y[0]:.3f} to {y[1]:.3f}"
+            opacity = FAINTEST + (1 - FAINTEST) * math.log1p(count) / math.log1p(most)
+            parts += [_square(x, y, across, up, 0, said, opacity)] if count else []
+    return _svg("Previous and later reward", parts, width, height)
+
+
+def _svg(label: str, parts: Iterable[str], width: int, height: int, data: str = "") -> Markup:
+    named = f'role="img" aria-label="{escape(visible(label))}"'
+    return Markup(f'<svg viewBox="0 0 {width} {height}" {named}{data}>{"".join(parts)}</svg>')
+
+
+def _square(
+    x: tuple[float, float],
+    y: tuple[float, float],
+    across: _Scale,
+    up: _Scale,
+    series: int,
+    said: str,
+    opacity: float = 1.0,
+) -> str:
+    left, right, bottom, top = *map(across.place, x), *map(up.place, y)
+    place = f'x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" height="{bottom - top:.2f}"'
+    title = escape(visible(said))
+    return f'<rect class="s{series}" fill-opacity="{opacity:.2f}" {place}><title>{title}</title></rect>'
+
+
+def _scales(
+    low: float, high: float, ticks: Sequence[float], width: int, height: int, ends: tuple[float, float] | None = None
+) -> tuple[_Scale, _Scale]:
+    """Place the values from `low` to `high` across, right of the labels of these ticks, which `ends` lie around."""
+    bottom, top = ends or (ticks[0], ticks[-1])
+    left = LETTER * max(len(f"{tick:.4g}") for tick in ticks) + 8
+    return _Scale(low, left + 6, high, width - RIGHT), _Scale(bottom, height - BOTTOM, top, TOP)
 
 
 def value_ticks(low: float, high: float, count: int = 3) -> list[float]:
@@ -123,6 +191,11 @@ def iteration_ticks(first: float, last: float, count: int) -> list[float]:
     return [_tick(step, each) for each in range(math.ceil(first / step), math.floor(last / step) + 1)]
 
 
+def _ticks_within(low: float, high: float) -> list[float]:
+    """Choose about five round values from `low` to `high`."""
+    return [tick for tick in value_ticks(low, high, 5) if low <= tick <= high]
+
+
 def _round_step(least: float) -> float:
     """Return the smallest of 1, 2 and 5 times a power of ten that is not less."""
     power = 10.0 ** math.floor(math.log10(least))
@@ -133,12 +206,12 @@ def _tick(step: float, number: int) -> float:
     return float(f"{step * number:.10g}")
 
 
-def _grid(across: _Scale, up: _Scale, ticks: Sequence[float], labels: Sequence[str], width: int) -> Iterator[str]:
-    for tick, label in zip(ticks, labels, strict=True):
+def _grid(across: _Scale, up: _Scale, x_ticks: Iterable[float], y_ticks: Iterable[float], width: int) -> Iterator[str]:
+    for tick in y_ticks:
         y = up.place(tick)
         yield f'<path class="grid" d="M{across.start - 6:.1f} {y:.1f}H{width - 1}"/>'
-        yield f'<text x="{across.start - 11:.1f}" y="{y + 3.6:.1f}" text-anchor="end">{label}</text>'
-    for tick in iteration_ticks(across.low, across.high, 6 if width < 600 else 12):
+        yield f'<text x="{across.start - 11:.1f}" y="{y + 3.6:.1f}" text-anchor="end">{tick:.4g}</text>'
+    for tick in x_ticks:
         yield f'<text x="{across.place(tick):.1f}" y="{up.start + 15:.1f}" text-anchor="middle">{tick:g}</text>'
 
 

@@ -15,11 +15,10 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import regex
-from matplotlib.font_manager import findSystemFonts, fontManager, get_font
+from matplotlib.font_manager import findSystemFonts, get_font
 from matplotlib.ft2font import FT2Font
 from PIL import Image
 
-FAMILY = "DejaVu Sans"
 DEJAVU = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
 
 FONTS_HINT = (
@@ -128,16 +127,6 @@ def fonts_for(texts: Iterable[str], system: Sequence[str] | None = None) -> Font
         if not wanted:
             break
     return Fonts(tuple(paths), frozenset(missing | wanted))
-
-
-def families_of(paths: Iterable[str]) -> list[str]:
-    """Return the names of font files, in their order, under which matplotlib's figures find them."""
-    names = []
-    for path in paths:
-        if not any(known.fname == path for known in fontManager.ttflist):
-            fontManager.addfont(path)
-        names.append(next(known.name for known in fontManager.ttflist if known.fname == path))
-    return names
 
 
 def _letters_of(path: str) -> set[str]:

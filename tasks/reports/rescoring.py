@@ -10,6 +10,7 @@ from PIL import Image
 from grpo_core.messages import shown_question
 from grpo_core.streams import STREAMS
 from tasks.reports import samples as outputs_of
+from tasks.reports.curves import bar_plot, joint_plot
 from tasks.reports.report import Cells, Fact, Report, Table, render
 from tasks.reports.statistics import (
     BINS,
@@ -323,9 +324,6 @@ def render_rescoring_page(
     comparison: Statistics, samples: pl.DataFrame, moved: pl.DataFrame, outputs: Outputs, title: str
 ) -> str:
     """Write the page of a rescoring; it says which of the outputs of the samples that moved most are missing."""
-    # Matplotlib takes a second to import.
-    from tasks.reports.plots import plot_distribution, plot_joint
-
     runs = comparison["runs"]
     before, after = (column.to_numpy() for column in finite(samples, REWARDS).select(REWARDS).drop_nulls())
     return render(
@@ -334,9 +332,9 @@ def render_rescoring_page(
         subtitle=", ".join(runs) if len(runs) <= 3 else f"{len(runs)} runs",
         summary=Report(title, tables=comparison_tables(comparison)),
         pairs=comparison["combined"]["with_previous"]["pairs"],
-        joint=plot_joint(before, after),
-        previous=plot_distribution(np.histogram(before, BINS), "previous reward", series=0),
-        later=plot_distribution(np.histogram(after, BINS), "later reward", series=1),
+        joint=joint_plot(*np.histogram2d(before, after, BINS)),
+        previous=bar_plot(np.histogram(before, BINS), "previous reward"),
+        later=bar_plot(np.histogram(after, BINS), "later reward", series=1),
         moved=[(row, outputs.get((row["run"], row["sample_id"]))) for row in moved.iter_rows(named=True)],
         labels=list(dict.fromkeys([*_labels(moved, AFTER), *_labels(moved, BEFORE)])),
         several_runs=len(runs) > 1,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import polars as pl
 
-from tasks.reports.curves import Curve, line_plot
+from tasks.reports.curves import Curve, bar_plot, line_plot
 from tasks.reports.report import Cells, Notice, Report, Table, render
 from tasks.reports.statistics import Statistics, histogram_of, rounded
 from tasks.reports.text import correlation, counted, number, percent, significant
@@ -138,9 +138,6 @@ def analysis_report(analysis: Statistics, title: str, signs: Sequence[str]) -> R
 
 def render_reward_page(report: Report, analysis: Statistics, scores: pl.DataFrame, run: RunView) -> str:
     """Write the page of an analysis of these scores, with the guardrails of their run."""
-    # Matplotlib takes a second to import.
-    from tasks.reports.plots import plot_distribution
-
     means = {reward["label"]: _means(reward) for reward in analysis["rewards"]}
     curves = [
         Curve(f"{label}: mean", "of this reward alone", {label: points}, legend=False)
@@ -163,9 +160,7 @@ def render_reward_page(report: Report, analysis: Statistics, scores: pl.DataFram
         subtitle=", ".join(analysis["runs"]),
         summary=report,
         distributions={
-            label: plot_distribution(histogram, "value", series=0)
-            for label, histogram in histograms.items()
-            if histogram is not None
+            label: bar_plot(histogram, "value") for label, histogram in histograms.items() if histogram is not None
         },
         plots=[plot for plot in plots if plot],
     )

@@ -63,7 +63,7 @@ REWARDS_FILE = "rewards.yaml"
 
 REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
 CONTACT_SHEET, HELDOUT_TEXTS = "contact_sheet.png", "heldout.md"
-SIGNS_FILE, GUARDRAILS_PLOT = "guardrails.json", "guardrails.png"
+SIGNS_FILE = "guardrails.json"
 
 TRACKERS_FILE, TENSORBOARD = "trackers.json", "tensorboard"
 """What each tracker calls the run, and the iteration that it was last given; the folder of TensorBoard's logs."""

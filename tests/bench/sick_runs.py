@@ -156,28 +156,36 @@ def main(names: Sequence[str] = ()) -> None:
 
 
 def _draw(run: SickRun, healthy: Any, sick: Any) -> bytes:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
     from PIL import Image
 
-    from tasks.reports.plots import COLOURS, INK, SOFT, headline, integer_ticks, new_figure, png_of, quiet
     from tasks.reports.text import metric_title
 
-    figure = new_figure(10.5, 2.9)
+    soft, line = "#5b6470", "#dfe3e8"
+    figure = Figure(figsize=(10.5, 2.9), dpi=110, layout="constrained", facecolor="white")
     for axes, metric in zip(figure.subplots(1, len(run.plotted)), run.plotted, strict=True):
-        quiet(axes, grid="y")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(line)
+        axes.tick_params(colors=soft, labelsize=9, length=3)
+        axes.grid(True, axis="y", color=line, linewidth=0.8)
         axes.margins(x=0.02, y=0.1)
-        axes.xaxis.set_major_locator(integer_ticks(6))
-        axes.set_title(metric_title(metric, "completion")[0], fontsize=10, color=INK, loc="left")
-        for label, history, colour in (("healthy", healthy, COLOURS[0]), ("sick", sick, COLOURS[1])):
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+        axes.set_title(metric_title(metric, "completion")[0], fontsize=10, loc="left")
+        for label, history, colour in (("healthy", healthy, "#2563eb"), ("sick", sick, "#c2410c")):
             points = history.heldout_series() if metric == "heldout_reward" else history.series(metric)
             axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.8, label=label)
         for sign in sick.signs:
-            axes.axvline(sign.iteration, color=SOFT, linewidth=1, linestyle="--")
+            axes.axvline(sign.iteration, color=soft, linewidth=1, linestyle="--")
     figure.axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9, labelcolor="linecolor")
     named = ", ".join(f"{sign.name} (iteration {sign.iteration})" for sign in sick.signs)
-    headline(figure, run.title[0].upper() + run.title[1:], f"over iterations; dashed: {named}")
-    buffer = io.BytesIO()
-    Image.open(io.BytesIO(png_of(figure))).convert("RGB").quantize(64).save(buffer, "PNG", optimize=True)
-    return buffer.getvalue()
+    title = run.title[0].upper() + run.title[1:]
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
+    figure.supxlabel(f"over iterations; dashed: {named}", x=0.012, ha="left", fontsize=9, color=soft)
+    drawn, written = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png")
+    Image.open(drawn).convert("RGB").quantize(64).save(written, "PNG", optimize=True)
+    return written.getvalue()
 
 
 if __name__ == "__main__":

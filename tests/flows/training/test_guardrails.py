@@ -89,8 +89,6 @@ def test_a_hacked_run_stops_where_the_guardrail_fell_and_continues_without_stop(
     assert (stopped.summary.iterations, stopped.summary.stopped_early) == (2, True)
     ((since, sign),) = hacking(stopped)
     assert (since, "second fell from 0.8 to 0.4" in sign) == (2, True)
-    assert stopped.summary.guardrails_plot is not None
-    assert Path(stopped.summary.guardrails_plot).read_bytes().startswith(b"\x89PNG")
     note = json.loads(empty.path("guardrails.json", run="text").read_text())
     assert (note["version"], note["stopped"]) == (2, True)
     assert [sign.startswith(text) for text in note["signs"]] == [True]

@@ -29,7 +29,6 @@ def summary(**changes: Any) -> TrainSummary:
         "folder": "/elsewhere/r",
         "contact_sheet": None,
         "heldout_texts": None,
-        "guardrails_plot": None,
         "signs": [],
         "stopped_early": False,
         "quarantined": [],
@@ -65,7 +64,7 @@ def test_pages_of_the_ui_are_lines_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *((field, "/elsewhere/r/file") for field in ("contact_sheet", "heldout_texts", "guardrails_plot")),
+        *((field, "/elsewhere/r/file") for field in ("contact_sheet", "heldout_texts")),
         *((field, ["a reason"]) for field in ("quarantined",)),
     ],
 )

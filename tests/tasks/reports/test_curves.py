@@ -1,9 +1,10 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
-from tasks.reports.curves import MAX_POINTS, Curve, iteration_ticks, line_plot
+from tasks.reports.curves import FAINTEST, MAX_POINTS, Curve, bar_plot, iteration_ticks, joint_plot, line_plot
 from tests.tasks.reports.test_run_page import Page
 
 
@@ -74,3 +75,30 @@ def test_bands_enclose_their_line_and_widen_the_axis() -> None:
     _, up, ((*_, ranges),) = json.loads(page.named("svg")[0]["data-curve"] or "")
     assert (up[0], up[2]) == (-5, 10)
     assert ranges == [[[-4, 0.25], [0.5, 9]]]
+
+
+def test_bars_and_squares_count_as_numpy_does_and_stand_where_they_say() -> None:
+    before, after = np.random.default_rng(1).normal(size=(2, 300))
+    joint, rows, columns = np.histogram2d(before, after, bins=40)
+    alone = [np.histogram(side, 40) for side in (before, after)]
+    plots = [joint_plot(joint, rows, columns), bar_plot(alone[0], "a"), bar_plot(alone[1], "b", series=1)]
+    pages = [Page(str(plot)) for plot in plots]
+    said = [text for page in pages for text in page.text if "sample" in text and " to " in text]
+    counts = [joint, alone[0][0], alone[1][0]]
+    assert [int(text.split()[0]) for text in said] == [int(count) for side in counts for count in side.ravel() if count]
+    i, j = np.argwhere(joint)[0]
+    assert said[0].endswith(
+        f"previous {rows[i]:.3f} to {rows[i + 1]:.3f}, later {columns[j]:.3f} to {columns[j + 1]:.3f}"
+    )
+    assert [{each["class"] for each in page.named("rect")} for page in pages] == [{"s0"}, {"s0"}, {"s1"}]
+    squares, bars, _ = ([{key: each[key] for key in each} for each in page.named("rect")] for page in pages)
+    # The highest bar has the largest count, and every one stands on the axis.
+    heights = [float(each["height"] or "") for each in bars]
+    known = [count for count in alone[0][0] if count]
+    assert np.allclose(np.array(heights) / max(heights), np.array(known) / max(known), atol=0.01)
+    assert {round(float(each["y"] or "") + float(each["height"] or ""), 1) for each in bars} == {173.0}
+    opacities = [float(each["fill-opacity"] or "") for each in squares]
+    assert max(opacities) == 1
+    assert min(opacities) > FAINTEST
+    places = [float(each["x"] or "") for each in squares]
+    assert places == sorted(places)

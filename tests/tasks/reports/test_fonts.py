@@ -1,5 +1,7 @@
 """Lines of any script: which font has a letter, what is written where none has, and what pixels that makes."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -102,3 +104,10 @@ def test_fonts_are_chosen_in_one_order_whatever_the_system_lists_first(tmp_path:
     for order in (names, names[::-1]):
         chosen = fonts_for(CHINESE_TEXTS, system=[str(tmp_path / name) for name in order])
         assert [Path(path).name for path in chosen.paths[1:]] == ["NotoSans-Regular.ttf"]
+
+
+@pytest.mark.slow
+def test_matplotlib_is_imported_only_where_letters_are_drawn() -> None:
+    modules = "flows.command_line.main, flows.training.train, flows.inspect_run, flows.rescoring.rescore"
+    command = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0

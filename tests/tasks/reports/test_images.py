@@ -1,83 +1,14 @@
 import base64
 import hashlib
 import io
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from tasks.reports.fonts import fonts_for
 from tasks.reports.images import PromptImages, fitted, image_uri, read_images, shrunk
-from tasks.reports.plots import normalised, plot_distribution, plot_guardrails, plot_joint, plot_label
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.reports.made_runs import RunMaker, colour, png
-from tests.tasks.reports.test_run_page import Page
-
-
-def test_a_rescoring_counts_as_numpy_does() -> None:
-    before, after = np.random.default_rng(1).normal(size=(2, 300))
-    plots = [
-        plot_joint(before, after),
-        plot_distribution(np.histogram(before, 40), "a", series=0),
-        plot_distribution(np.histogram(after, 40), "b", series=1),
-    ]
-    said = [text for plot in plots for text in Page(str(plot)).text if "sample" in text and " to " in text]
-    joint, rows, columns = np.histogram2d(before, after, bins=40)
-    counts = [joint, *(np.histogram(side, 40)[0] for side in (before, after))]
-    assert [int(text.split()[0]) for text in said] == [int(count) for side in counts for count in side.ravel() if count]
-    i, j = np.argwhere(joint)[0]
-    assert said[0].endswith(
-        f"previous {rows[i]:.3f} to {rows[i + 1]:.3f}, later {columns[j]:.3f} to {columns[j + 1]:.3f}"
-    )
-
-
-@pytest.mark.slow
-def test_matplotlib_is_imported_only_where_something_is_plotted() -> None:
-    modules = "flows.command_line.main, flows.training.train, flows.inspect_run, flows.rescoring.rescore"
-    command = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
-
-
-def test_labels_are_text_and_nothing_else() -> None:
-    fonts = fonts_for(["报"], system=[])
-    assert plot_label("a$b$", fonts) == r"a\$b\$"
-    assert plot_label("a 报\n", fonts) == "a [U+62A5]"
-    assert plot_label("a" * 40 + "z", fonts, 10) == "aaaaaa…aaz"
-
-
-def test_two_labels_that_are_shortened_to_one_have_a_line_each() -> None:
-    twice, once = (
-        plot_guardrails([0, 1], [0.1, 0.2], {f"{'a' * 40}{letter}{'b' * 40}": [1.0, 2.0] for letter in letters})
-        for letters in ("xy", "x")
-    )
-    assert twice != once
-
-
-def test_guardrails_are_multiples_of_their_first_value() -> None:
-    assert normalised([None, 4.0, None, 2.0, 8.0]) == [None, 1.0, None, 0.5, 2.0]
-    assert normalised([-2.0, -1.0]) == [1.0, 0.5]
-    assert normalised([0.0, 1.0]) is None
-    assert normalised([None, None]) is None
-
-
-def test_the_image_depends_on_what_was_measured() -> None:
-    contents = []
-    for last in (0.5, 0.5, 2.0):
-        guardrails = {"sharpness": [1.0, None, last], "$zero": [0.0, 0.0, 1.0], "_none": [None] * 3}
-        contents.append(plot_guardrails([0, 1, 2], [0.1, 0.2, None], guardrails))
-    assert contents[0] == contents[1] != contents[2]
-    with Image.open(io.BytesIO(contents[0])) as image:
-        # Nor on what made it.
-        assert not image.text  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("rewards", [[0.5], [None]])
-def test_a_single_version_without_guardrails(rewards: list[float | None]) -> None:
-    with Image.open(io.BytesIO(plot_guardrails([3], rewards, {}))) as image:
-        assert image.width > 600
 
 
 def plain(rgb: tuple[int, int, int], width: int = 8, height: int = 8) -> Image.Image:
