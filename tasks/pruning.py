@@ -18,7 +18,6 @@ from tasks.runs.layout import IMAGES, STATES
 from tasks.storage.artifacts.commit import (
     AND,
     IMAGES_REMOVED,
-    LINEAGE,
     STATES_REMOVED,
     delete_files,
     left_over,
@@ -26,7 +25,7 @@ from tasks.storage.artifacts.commit import (
 )
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest
 from tasks.storage.artifacts.run_folder import INCOMING
-from tasks.storage.artifacts.store import ArtifactStore, lineage_of
+from tasks.storage.artifacts.store import LINEAGE, ArtifactStore, lineage_of
 from tasks.storage.files import is_local, locked_file
 
 CALLS_ARE_KEPT = timedelta(days=1)

@@ -29,9 +29,8 @@ from tasks.runs.layout import is_result
 from tasks.runs.lookup import CONFIG_FILE, find_run, read_description
 from tasks.runs.reader import RunReader
 from tasks.runs.stored import START, choose_policy, chosen_version, paths_beside_root, stored_config, stored_start
-from tasks.storage.artifacts.commit import LINEAGE
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, open_store
+from tasks.storage.artifacts.store import LINEAGE, RUN_FILE, ArtifactStore, open_store
 from tasks.storage.files import matching
 
 IDENTITY, ACCEPTED = "identity", "accepted_code"

@@ -45,9 +45,8 @@ from tasks.runs.layout import EVALUATIONS
 from tasks.runs.lookup import record_start, require_schema, write_description
 from tasks.runs.stored import START
 from tasks.runs.trust import remember, uses_of
-from tasks.storage.artifacts.commit import LINEAGE
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, open_store
+from tasks.storage.artifacts.store import LINEAGE, RUN_FILE, ArtifactStore, open_store
 from tasks.storage.run_lock import RunLock, locked
 from tasks.storage.schemas import SCHEMA_VERSION
 

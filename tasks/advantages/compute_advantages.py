@@ -20,6 +20,7 @@ from tasks.metrics import RUNNING, stream_prefix
 from tasks.progress import progress_of
 from tasks.runs import layout
 from tasks.runs.layout import SamplingRound
+from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.parquet import write_table
@@ -190,7 +191,8 @@ def compute_advantages_task(
         columns = {name: table[name].combine_chunks() for name in table.column_names}
         digest = write_table(staged / layout.ADVANTAGES_FILE, ADVANTAGES, columns)
         report_progress(rows)
-        return store.commit(
+        return commit_artifact(
+            store,
             staged,
             f"{folder}/{layout.ADVANTAGES}",
             digest=digest,
@@ -214,7 +216,8 @@ def copy_advantages_task(advantages: ArtifactRef, folder: str) -> ArtifactRef:
         source = read(advantages)
         for path in sorted(source.glob("*.parquet")):
             shutil.copyfile(path, staged / path.name)
-        return store.commit(
+        return commit_artifact(
+            store,
             staged,
             f"{folder}/{layout.ADVANTAGES}",
             digest=advantages.digest,

@@ -29,7 +29,7 @@ from tasks.progress import progress_of
 from tasks.rewards.rows import EXTRA, LOGGED_BY, SCORES, Row, batches_for, score_in_processes, score_rows
 from tasks.runs.layout import EXTRA_COLUMN, EXTRA_FILE, IMAGES, PARTS, SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
-from tasks.storage.artifacts.commit import IMAGES_REMOVED
+from tasks.storage.artifacts.commit import IMAGES_REMOVED, commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, Read, current_store
 from tasks.storage.parquet import read_columns, scan_tables, write_table
@@ -195,7 +195,8 @@ def _commit(
     logged: Mapping[str, float],
 ) -> ArtifactRef:
     digest = write_table(staged / SCORES_FILE, REWARDS, table.to_dict(as_series=False))
-    return store.commit(
+    return commit_artifact(
+        store,
         staged,
         f"{folder}/{label}",
         digest=digest,

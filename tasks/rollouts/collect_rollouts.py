@@ -42,6 +42,7 @@ from tasks.runs.layout import (
 )
 from tasks.runs.sources import read_sources
 from tasks.storage import schemas
+from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.parquet import TableWriter, joint_digest, part_digests, write_table
@@ -101,7 +102,8 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
             for name in (PART_FILE, IMAGES_FILE, STATES_FILE):
                 if (path := folder / name.format(0)).exists():
                     _link_or_copy(path, staged / name.format(number))
-        return store.commit(
+        return commit_artifact(
+            store,
             staged,
             f"{plan.folder}/{ROLLOUTS}",
             digest=_digest(staged),
@@ -193,7 +195,8 @@ def collect_rollouts_task(
                 if each is not None:
                     each.close()
             moved = sampler.policy.offload.take_moved()
-            return store.commit(
+            return commit_artifact(
+                store,
                 staged,
                 f"{plan.folder}/{ROLLOUTS}",
                 digest=_digest(staged),
@@ -237,7 +240,8 @@ def draw_baseline_task(baseline: Baseline, plan: RolloutPlan, placement: Placeme
     with store.staging() as staged:
         tables = ((PART_FILE, schemas.BASELINES), (IMAGES_FILE, schemas.IMAGES))
         digests = [write_table(staged / name.format(0), schema, columns) for name, schema in tables]
-        return store.commit(
+        return commit_artifact(
+            store,
             staged,
             f"{baseline_folder(baseline)}/{ROLLOUTS}",
             digest=joint_digest(digests),

@@ -285,7 +285,7 @@ class RunReader:
         place, target = self.store.path(reference.folder), fetched / reference.folder
         if is_local(self.store.filesystem):
             return Path(place)
-        manifest = self.store.matching_manifest(place, reference)
+        manifest = self.store.inspect(place, reference, only=())
         reason = (
             manifest
             if isinstance(manifest, str)

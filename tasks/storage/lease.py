@@ -231,13 +231,6 @@ class Lease:
         return holder is not None and holder.token == self._holder.token
 
 
-def wait_for_lease(filesystem: AbstractFileSystem, folder: str, holder: Holder) -> Lease:
-    """Take a lease as soon as the process that has it releases it, or dies."""
-    while isinstance(lease := take_lease(filesystem, folder, holder), str):
-        pass
-    return lease
-
-
 def take_lease(
     filesystem: AbstractFileSystem, folder: str, holder: Holder, on_wait: Callable[[str], None] = lambda line: None
 ) -> Lease | str:

@@ -13,6 +13,7 @@ from prefect.results import ResultRecord, ResultRecordMetadata  # type: ignore[a
 from prefect.serializers import JSONSerializer
 
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
+from tasks.storage.artifacts.restore import restore_artifact
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.files import dump_checked, is_local, load_checked, matching, write_file_atomically
 
@@ -158,7 +159,7 @@ def decode_reference(value: dict[str, Any]) -> Any:
     if artifact is None:
         return reference
     with store.noting_unread(artifact.uri):
-        restored = store.restore_artifact(artifact)
+        restored = restore_artifact(store, artifact)
     return reference.model_copy(update={"checkpoint": restored}) if isinstance(reference, PolicyRef) else restored
 
 

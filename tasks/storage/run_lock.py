@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpo_core.errors import InputError
 from tasks.progress import log
-from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.run_folder import RunFolder
 from tasks.storage.files import MAX_SMALL_BYTES, is_local, read_bounded
 from tasks.storage.lease import Lease, holder_name, read_holder, take_lease, this_process
 from tasks.storage.roots import translate_remote_errors, translate_storage_errors
@@ -71,7 +71,7 @@ class FileLock:
 class RunLock:
     """A lock of a run, or of a folder of it, that this process has."""
 
-    def __init__(self, hold: FileLock | Lease, place: str, store: ArtifactStore) -> None:
+    def __init__(self, hold: FileLock | Lease, place: str, store: RunFolder) -> None:
         self._place, self._hold, self._store = place, hold, store
 
     def require_held(self) -> None:
@@ -91,7 +91,7 @@ class RunLock:
 
 
 @contextmanager
-def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -> Iterator[RunLock]:
+def locked(store: RunFolder, place: str = "", *, setting: str, value: str) -> Iterator[RunLock]:
     """Lock a place of a run; the lock of a dead holder is taken over, and that is logged.
 
     Args:
@@ -120,7 +120,7 @@ def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -
         hold.release()
 
 
-def is_locked(store: ArtifactStore) -> bool:
+def is_locked(store: RunFolder) -> bool:
     """Whether a process that may be alive has the lock of a run; a process of another machine counts as alive."""
     place = store.path(LOCK)
     with contextlib.suppress(FileNotFoundError):

@@ -23,6 +23,7 @@ from tasks.metrics import offload_metrics
 from tasks.models.initial import COPIES, component_folder, copy_digests, copy_folder, weights_digest
 from tasks.models.resident import ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
+from tasks.storage.artifacts.commit import hash_staged
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.parquet import write_table
@@ -198,7 +199,7 @@ def carry_out(
             metrics |= {f"{prefix}{name}": value for name, value in (result.metrics() | rows.metrics()).items()}
     if process_group.rank:
         return None
-    synced = current_store().fsync(staged)
+    synced = hash_staged(current_store(), staged)
     known = {staged / name: sha256 for name, sha256 in synced.items()}
     policy = PolicyRef(version=job.version, digest=weights_digest(staged, known), copies=copy_digests(staged, known))
     _save_state(staged, {stream: optimizer.steps for stream, optimizer in optimizers.items()}, policy)

@@ -17,7 +17,7 @@ from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
 from tasks.runs.layout import policy_folder
 from tasks.runs.reader import refuse_lost
-from tasks.storage.artifacts.commit import STATES_REMOVED
+from tasks.storage.artifacts.commit import STATES_REMOVED, commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.schemas import SCHEMA_VERSION
@@ -117,7 +117,8 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
         with code_kept("update.loss", _losses(job.updates)):
             # The update counts passes over microbatches, several for each sample.
             outcome = _carry_out(job, store, staged, lambda done, passes: report_progress(done * rows // passes))
-        checkpoint = store.commit(
+        checkpoint = commit_artifact(
+            store,
             staged,
             policy_folder(job.version),
             digest=outcome.checkpoint_digest,

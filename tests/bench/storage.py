@@ -27,6 +27,7 @@ from tasks.process import CHECKOUT
 from tasks.rewards.score_rewards import score_reward_task
 from tasks.runs.layout import IMAGES_FILE, ROLLOUTS, SamplingRound, iteration_folder
 from tasks.runs.lookup import write_description
+from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.storage.files import fsync_folder, hashes_of
 from tasks.storage.parquet import TableWriter
@@ -192,7 +193,8 @@ def write_run(root: Path, iterations: int, rows: int) -> None:
             digest, count = write_table(
                 staged, TEXT_ROLLOUTS, draw_groups(TEXT_ROLLOUTS, rows // SIBLINGS, 16, iteration=number)
             )
-            rollouts = store.commit(
+            rollouts = commit_artifact(
+                store,
                 staged,
                 f"{folder}/{ROLLOUTS}",
                 digest=digest,

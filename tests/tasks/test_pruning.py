@@ -16,7 +16,8 @@ from grpo_core.rewards.registry import build_reward
 from tasks.pruning import Prunable, abandoned_writes, delete_part, find_prunable, part_bytes
 from tasks.rewards.rows import batches_of, score_rows
 from tasks.runs.layout import IMAGES_FILE, PART_FILE
-from tasks.storage.artifacts.commit import IMAGES_REMOVED, STATES_REMOVED
+from tasks.storage.artifacts.commit import IMAGES_REMOVED, STATES_REMOVED, commit_artifact
+from tasks.storage.artifacts.restore import restore_artifact
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.parquet import TableWriter, write_table
 from tasks.storage.schemas import IMAGE_ROLLOUTS, IMAGES, SCHEMA_VERSION, STATES
@@ -72,7 +73,7 @@ class TestParts:
         pruned = find(store)
         assert (pruned.is_complete, pruned.half_pruned, part_bytes(store, pruned, part)) == (False, False, 0)
         assert pruned.removed == (part,)
-        assert pruned.reference == valid.reference == store.restore_artifact(valid.reference)
+        assert pruned.reference == valid.reference == restore_artifact(store, valid.reference)
         assert not (store.local_files(valid.reference, tmp_path / "fetched") / name).exists()
 
     @pytest.mark.parametrize("order", [("images", "states"), ("states", "images")])
@@ -133,7 +134,9 @@ def commit(store: ArtifactStore, *, with_states: bool = False) -> Prunable:
                 "shape": [[25_000]],
             }
             write_table(staged / "states" / "part-00000.parquet", STATES, states)
-        store.commit(staged, FOLDER, digest=digest, schema_version=SCHEMA_VERSION, rows=6, seconds=1.0, metrics={})
+        commit_artifact(
+            store, staged, FOLDER, digest=digest, schema_version=SCHEMA_VERSION, rows=6, seconds=1.0, metrics={}
+        )
     assert find(store).is_complete
     return find(store)
 

@@ -3,6 +3,7 @@
 run_folder  one run's paths, small files, staging, commit lock, `quarantine/`, earlier runs
 reference   ArtifactRef and PolicyRef, which tasks pass to each other, and the manifest that makes a folder an artifact
 files       files of artifacts, verified; bounded copies of what was read from a bucket
+store       reads the artifacts of a run; opens them as a configuration says
 commit      writes artifacts, and deletes files of one under a tombstone
-store       reads and restores the artifacts of a run; opens them as a configuration says
+restore     copies an artifact to its place from where else it is valid
 """

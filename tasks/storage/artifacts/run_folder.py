@@ -21,7 +21,6 @@ from tasks.storage.files import (
     temporary_folder,
     write_file_atomically,
 )
-from tasks.storage.lease import Lease, this_process, wait_for_lease
 from tasks.storage.links import RootFileSystem, SpecialFileError
 from tasks.storage.roots import (
     StorageError,
@@ -66,7 +65,6 @@ class RunFolder:
         self._given_root = root
         self._is_guarded = isinstance(self.filesystem, RootFileSystem)
         self._threads, self._depth = threading.RLock(), 0
-        self._lease: Lease | None = None
 
     @property
     def url(self) -> str:
@@ -205,29 +203,20 @@ class RunFolder:
 
     @contextlib.contextmanager
     def commit_lock(self) -> Iterator[None]:
-        """Let one process at a time move artifacts of this run; a killed holder's lock is taken over."""
+        """Let one process of this machine at a time move artifacts of this run.
+
+        In a bucket only the threads of this process take turns: what two processes write at once, content decides.
+        """
         with self._threads, contextlib.ExitStack() as stack:
             if not self._depth and is_local(self.filesystem):
                 lock = Path(self.path(f"{INCOMING}/{_COMMIT_LOCK}"))
                 lock.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked_file(lock))
-            elif not self._depth:
-                self._lease = wait_for_lease(self.filesystem, self.path(f".{_COMMIT_LOCK}"), this_process())
-                stack.callback(self._lease.release)
             self._depth += 1
             try:
                 yield
             finally:
                 self._depth -= 1
-
-    def require_commit_lock(self) -> None:
-        """Refuse to finish a commit in a bucket whose lock another process has taken over meanwhile.
-
-        Raises:
-            UnreachableStorageError: this process did not renew its lock in time.
-        """
-        if self._lease is not None and (loss := self._lease.find_loss()) is not None:
-            raise UnreachableStorageError("storage.root", self.path(), loss)
 
     def quarantine(self, paths: Sequence[str], *, reason: str) -> None:
         """Move files and folders of this run to `quarantine/`; what is valid there can be restored."""

@@ -1,13 +1,10 @@
-"""A run's artifacts, verified whenever they are read, and restored from other places where they are valid.
-
-Damaged files and artifacts that others replace move to `quarantine/`. Restored is what is valid there, in another run,
-or in the runs that earlier configurations of a run became: `NAME~1`, `NAME~2`.
-"""
+"""A run's artifacts, verified whenever they are read; what is damaged, or replaced, moves to `quarantine/`."""
 
 import contextlib
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,17 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
 from tasks.progress import log
-from tasks.storage.artifacts.commit import LINEAGE, ArtifactWriter, pruned_error
-from tasks.storage.artifacts.files import GIB, ReadCache, default_cache
-from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleReferenceError
-from tasks.storage.artifacts.run_folder import QUARANTINE, RunFolder
-from tasks.storage.files import fsync_folder, is_local, load_checked, matching, move_folder
-from tasks.storage.roots import translate_remote_errors
+from tasks.storage.artifacts.files import GIB, ArtifactFiles, ReadCache, default_cache
+from tasks.storage.artifacts.reference import (
+    MANIFEST_ENDING,
+    ArtifactRef,
+    Manifest,
+    PrunedArtifactError,
+    StaleReferenceError,
+    read_manifest,
+)
+from tasks.storage.artifacts.run_folder import RunFolder
+from tasks.storage.files import is_local, load_checked, write_file_atomically
+from tasks.storage.roots import is_conflict, translate_remote_errors
+from tasks.storage.run_lock import RunLock
 
 if TYPE_CHECKING:
+    from prefect.filesystems import WritableFileSystem
+
     from configs.sections import StorageSection
-    from tasks.storage.prefect_results import StageRecords
-    from tasks.storage.run_lock import RunLock
 
 RUN_FILE = "run.json"
 _READING = threading.Lock()
@@ -36,8 +40,102 @@ Read = Callable[[ArtifactRef], Path]
 """Returns an artifact's verified folder on this machine, as `ArtifactStore.local_files` does."""
 
 
-class ArtifactStore(ArtifactWriter):
-    """Artifacts of one run under a storage root that may be any fsspec URL."""
+LINEAGE = "lineage"
+"""Entry of run.json and of tombstones: a digest of what made the run's policies and rollouts."""
+_REPLACED = "another result of the same stage took its place"
+_CUT_SHORT = "a file is missing or changed, or its writing was cut short"
+# Filesystems that read as fast as a copy of them would.
+_WITHOUT_CACHE = {"file", "memory"}
+
+
+class ArtifactStore(RunFolder):
+    """The artifacts of one run, each a folder with a manifest next to it; a folder without a manifest is no artifact.
+
+    Attributes:
+        files: reads and verifies the files below the root.
+    """
+
+    def __init__(self, root: str, run: str, cache: ReadCache | None = None) -> None:
+        """Point at a run as :class:`RunFolder` does.
+
+        Args:
+            root: a folder or any fsspec URL.
+            cache: copies of files that are read from a remote root; None for the one in the user's cache folder.
+        """
+        super().__init__(root, run)
+        protocol = self.filesystem.protocol
+        near = _WITHOUT_CACHE & ({protocol} if isinstance(protocol, str) else set(protocol))
+        self.files = ArtifactFiles(self.filesystem, cache or (None if near else default_cache()))
+
+    def manifest_path(self, place: str) -> str:
+        """Return where the manifest of the artifact in this folder of the filesystem is."""
+        return f"{place}{MANIFEST_ENDING}"
+
+    def inspect(
+        self, place: str, reference: ArtifactRef | None = None, *, only: Iterable[str] | None = None
+    ) -> Manifest | str:
+        """Read the manifest of the artifact in a folder of the filesystem, and verify its files.
+
+        Args:
+            reference: what the manifest must stand for; None for whatever is there.
+            only: names of the files that are verified; None for all.
+
+        Returns:
+            The manifest, or what is wrong with it or with the first file that does not match it.
+        """
+        path = self.manifest_path(place)
+        name, content = path.rsplit("/", 1)[-1], self._read(path)
+        if content is None:
+            return f"{name} is missing"
+        try:
+            manifest = read_manifest(content)
+        except (ValueError, TypeError) as error:
+            return f"{name} is damaged ({error})"
+        if reference is not None and not manifest.matches(reference):
+            return f"{name} has sha256 {manifest.sha256[:12]}, not {reference.sha256[:12]}"
+        return self.files.damage(place, manifest, only) or manifest
+
+    def manifest_at(self, place: str) -> Manifest | None:
+        """Read the manifest of the artifact in this folder of the filesystem; None if it is missing or damaged."""
+        found = self.inspect(place, only=())
+        return None if isinstance(found, str) else found
+
+    def find(self, folder: str) -> ArtifactRef | None:
+        """Return the valid artifact in this folder of the run if there is one; it may be pruned (`pruned_reason`)."""
+        with translate_remote_errors(self.filesystem, self.root):
+            manifest = self.inspect(self.path(folder))
+        try:
+            return None if isinstance(manifest, str) else manifest.reference(f"{self.run}/{folder}")
+        except (ValueError, TypeError):
+            return None
+
+    def write_manifest(self, folder: str, manifest: Manifest, scratch: Path, *, create: bool = False) -> bool:
+        """Write or replace the manifest of an artifact of the run in one step; the caller has the commit lock.
+
+        Args:
+            create: write none in a bucket where another process has written one meanwhile, and return False then.
+        """
+        path = self.manifest_path(self.path(folder))
+        if not create or is_local(self.filesystem):
+            write_file_atomically(self.filesystem, path, manifest.content, scratch=scratch)
+            return True
+        try:
+            self.filesystem.pipe_file(path, manifest.content, mode="create")
+        except OSError as error:
+            if not is_conflict(error):
+                raise
+            return False
+        return True
+
+    def clear_place(self, folder: str, *, reason: str | None = None) -> None:
+        """Move what is in the place of an artifact of the run to `quarantine/`, with the reason if it is known."""
+        # The manifest moves first: without it the folder is no artifact.
+        present = [path for path in (self.manifest_path(folder), folder) if self.filesystem.exists(self.path(path))]
+        if not present:
+            return
+        if reason is None:
+            reason = _CUT_SHORT if isinstance(self.inspect(self.path(folder)), str) else _REPLACED
+        self.quarantine(present, reason=reason)
 
     @contextlib.contextmanager
     def reading(self, *, without: Sequence[str] = ()) -> Iterator[Read]:
@@ -80,93 +178,32 @@ class ArtifactStore(ArtifactWriter):
             if reference.run == self.run:
                 with self.commit_lock():
                     # Another process may have made it again meanwhile.
-                    if self.damage(place, reference):
+                    if isinstance(self.inspect(place, reference), str):
                         self.clear_place(reference.folder, reason=damage)
             raise StaleReferenceError(f"{reference.uri}: {damage}; start the run again and the stage runs again")
 
     def _place_of(self, reference: ArtifactRef) -> str:
         """Return the artifact's folder in the filesystem; another run may have become an earlier run since."""
         place = f"{self.root}/{reference.uri}"
-        if reference.run == self.run or isinstance(self.matching_manifest(place, reference), Manifest):
+        if reference.run == self.run:
             return place
         earlier = (f"{self.root}/{run}/{reference.folder}" for run in self.earlier_runs(reference.run))
-        return next((each for each in earlier if isinstance(self.matching_manifest(each, reference), Manifest)), place)
+        places = itertools.chain([place], earlier)
+        return next((each for each in places if not isinstance(self.inspect(each, reference, only=()), str)), place)
 
     def _read_files(
         self, place: str, reference: ArtifactRef, folder: Path | None, without: Sequence[str]
     ) -> str | None:
-        manifest = self.matching_manifest(place, reference)
+        manifest = self.inspect(place, reference, only=())
         if isinstance(manifest, str):
             return manifest
         if manifest.pruned is not None and not manifest.files:
-            raise pruned_error(self, place, reference, manifest)
+            raise _pruned_error(self, place, reference, manifest)
         needed = [name for name in manifest.files if not any(fnmatchcase(name, pattern) for pattern in without)]
         if is_local(self.filesystem):
             return self.files.damage(place, manifest, needed)
         assert folder is not None, "a remote artifact needs a local folder"
         return self.files.fetch(place, manifest, folder, needed)
-
-    def restore_artifact(self, reference: ArtifactRef) -> ArtifactRef:
-        """Return the same artifact in its place in this run, copied from elsewhere below the root if need be.
-
-        A pruned artifact counts as present while its tombstone is there. It is restored only from an earlier run of
-        this one, if this one has the lineage that it was pruned with: another one may need the deleted files.
-
-        Raises:
-            StaleReferenceError: there is no valid copy; damaged files are moved to `quarantine/` first.
-            StorageError: a bucket does not answer.
-        """
-        home = reference.model_copy(update={"uri": f"{self.run}/{reference.folder}"})
-        if reference.run != self.run:
-            self.copied[reference.folder] = reference.run
-        with translate_remote_errors(self.filesystem, self.root):
-            damage = self.damage(self.path(home.folder), home)
-            if damage is None:
-                return home
-            for run, place in self._other_places(reference):
-                manifest = self.matching_manifest(place, reference)
-                if not isinstance(manifest, Manifest) or not self._may_restore(run, manifest, home.folder):
-                    continue
-                if self.files.damage(place, manifest) is None:
-                    self._copy(place, manifest, home.folder, damage)
-                    return home
-            with self.commit_lock():
-                # A valid one belongs to another configuration; the stage that replaces it moves it.
-                if self.valid_manifest_at(self.path(home.folder)) is None:
-                    self.clear_place(home.folder, reason=damage)
-        raise StaleReferenceError(f"{reference.uri}: {damage}")
-
-    def _other_places(self, reference: ArtifactRef) -> Iterator[tuple[str, str]]:
-        """Yield where the artifact may be, as a run and a folder in the filesystem."""
-        yield reference.run, f"{self.root}/{reference.uri}"
-        runs = list(dict.fromkeys([self.run, reference.run]))
-        for run in (earlier for name in runs for earlier in self.earlier_runs(name)):
-            yield run, f"{self.root}/{run}/{reference.folder}"
-        for run in runs:
-            for place in reversed(matching(self.filesystem, f"{self.root}/{run}/{QUARANTINE}", "*")):
-                yield run, f"{place}/{reference.folder}"
-
-    def _may_restore(self, run: str, manifest: Manifest, folder: str) -> bool:
-        if manifest.pruned is None:
-            return True
-        lineage = manifest.pruned.get(LINEAGE)
-        return run in self.earlier_runs() and lineage is not None and lineage == lineage_of(self, folder)
-
-    def _copy(self, source: str, manifest: Manifest, folder: str, damage: str) -> None:
-        place = self.path(folder)
-        with self.staging() as staged, self.commit_lock():
-            self.clear_place(folder, reason=None if self.valid_manifest_at(place) else damage)
-            for name, sha256 in manifest.files.items():
-                if is_local(self.filesystem):
-                    (staged / name).parent.mkdir(parents=True, exist_ok=True)
-                    self.filesystem.get_file(f"{source}/{name}", str(staged / name))
-                else:
-                    self.filesystem.cp_file(f"{source}/{name}", f"{place}/{name}")
-                    self.files.note_copy(f"{source}/{name}", f"{place}/{name}", sha256)
-            if is_local(self.filesystem):
-                fsync_folder(staged)
-                move_folder(staged, Path(place))
-            self.write_manifest(folder, manifest, staged.parent)
 
     def pruned_reason(self, reference: ArtifactRef) -> Mapping[str, Any] | None:
         """Return what was deleted from an artifact and why, as given to `delete_files`; None if nothing was.
@@ -175,10 +212,19 @@ class ArtifactStore(ArtifactWriter):
             StaleReferenceError: the artifact there does not match the reference.
         """
         with translate_remote_errors(self.filesystem, self.root):
-            manifest = self.matching_manifest(self._place_of(reference), reference)
+            manifest = self.inspect(self._place_of(reference), reference, only=())
         if isinstance(manifest, str):
             raise StaleReferenceError(f"{reference.uri}: {manifest}")
         return manifest.pruned
+
+
+def _pruned_error(store: ArtifactStore, place: str, reference: ArtifactRef, manifest: Manifest) -> PrunedArtifactError:
+    said = {name: value for name, value in (manifest.pruned or {}).items() if name != LINEAGE}
+    hint = (
+        f"Its files were deleted by `{said.get('by', 'grpo prune')}`. Choose one that is kept; or, to have it made "
+        f"again, remove {store.manifest_path(place)} and start the run again."
+    )
+    return PrunedArtifactError(reference.uri, said, hint)
 
 
 def lineage_of(store: RunFolder, folder: str) -> str | None:
@@ -255,8 +301,8 @@ class StageContext:
     """
 
     store: ArtifactStore
-    lock: "RunLock | None" = None
-    records: "StageRecords | None" = None
+    lock: RunLock | None = None
+    records: "WritableFileSystem | None" = None
 
 
 _CURRENT: ContextVar[StageContext] = ContextVar("stage_context")

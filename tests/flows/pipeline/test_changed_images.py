@@ -11,6 +11,7 @@ from PIL import Image
 from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.pipeline.run import changed_run, start_run
+from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.schemas import SCHEMA_VERSION
 from tests.flows.conftest import REPOSITORY
 
@@ -58,7 +59,8 @@ def train(folder: Path, sampled: int) -> None:
         names = ("dataset", "prompt_id", "prompt", "sources", "target_sha256")
         rows = pl.DataFrame({name: [getattr(group, name) for group in groups] for name in names})
         pl.concat([rows, rows]).write_parquet(staged / "part-00000.parquet")
-        run.store.commit(
+        commit_artifact(
+            run.store,
             staged,
             "iteration_000001/rollouts",
             digest="0" * 64,

@@ -17,6 +17,7 @@ from tasks.execution.caching import retry_options, stage_task, with_retries
 from tasks.execution.call import Arguments, Part, Sharding
 from tasks.execution.errors import LostStageError, RetriesExhaustedError, StageTimeoutError
 from tasks.rollouts import collect_rollouts as rollouts
+from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, StageContext, current_store, use_stage_context
 from tasks.storage.prefect_results import registered_records
@@ -163,7 +164,7 @@ def made(name: str) -> ArtifactRef:
     store = current_store()
     with store.staging() as staged:
         (staged / "file").write_text(name)
-        return store.commit(staged, name, digest=name, schema_version=1, rows=1, seconds=0.0, metrics={})
+        return commit_artifact(store, staged, name, digest=name, schema_version=1, rows=1, seconds=0.0, metrics={})
 
 
 @pytest.fixture(autouse=True)

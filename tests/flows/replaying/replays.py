@@ -14,6 +14,7 @@ from configs.validation import validated
 from flows.pipeline.requests import ReplayRequest
 from flows.replaying import ReplaySummary, replay
 from tasks.runs.layout import IMAGES
+from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import Heard, Runs, heard_of, sha256_of
@@ -53,7 +54,7 @@ def rewrite(
             pq.write_table(pa.table(columns, schema=schema), staged / path.name)
         digest = hashlib.sha256(f"{previous.digest} {to} {sha256_of(staged)}".encode()).hexdigest()
         fields = previous.model_dump(exclude={"uri", "sha256", "digest"})
-        return store.commit(staged, to or folder, digest=digest, **fields)
+        return commit_artifact(store, staged, to or folder, digest=digest, **fields)
 
 
 def of_first_group(table: pl.DataFrame) -> pl.Expr:

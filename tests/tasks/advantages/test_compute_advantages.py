@@ -14,6 +14,7 @@ from grpo_core.advantages.compute import compute_advantages
 from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task, zero_metrics
 from tasks.runs.layout import SamplingRound
+from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.parquet import write_table
@@ -90,8 +91,8 @@ def commit_rows(
     with store.staging() as staged:
         filled = {each: columns.get(each, [None] * rows) for each in schema.names}
         digest = write_table(staged / name, schema, filled)
-        return store.commit(
-            staged, folder, digest=digest, schema_version=SCHEMA_VERSION, rows=rows, seconds=0.0, metrics={}
+        return commit_artifact(
+            store, staged, folder, digest=digest, schema_version=SCHEMA_VERSION, rows=rows, seconds=0.0, metrics={}
         )
 
 

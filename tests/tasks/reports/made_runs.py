@@ -11,6 +11,7 @@ from PIL import Image
 from grpo_core.streams import Stream
 from tasks.runs.layout import SCORES_FILE, source_file
 from tasks.runs.lookup import write_description
+from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.parquet import TableWriter, write_table
@@ -101,7 +102,8 @@ class RunMaker:
     def commit(
         self, staged: Path, folder: str, seconds: float, metrics: dict[str, float], rounds: int = 1
     ) -> ArtifactRef:
-        return self.store.commit(
+        return commit_artifact(
+            self.store,
             staged,
             folder,
             digest=hashlib.sha256(folder.encode()).hexdigest(),

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tasks.storage import schemas
-from tasks.storage.artifacts.commit import delete_files
+from tasks.storage.artifacts.commit import commit_artifact, delete_files
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.run_folder import QUARANTINE
 from tasks.storage.artifacts.store import ArtifactStore
@@ -86,8 +86,15 @@ def stage(staged: Path, files: dict[str, bytes]) -> None:
 def commit(store: ArtifactStore, folder: str = FOLDER, *, seconds: float = 1.0, rows: int = 4) -> ArtifactRef:
     with store.staging() as staged:
         stage(staged, FILES)
-        return store.commit(
-            staged, folder, digest="d" * 64, schema_version=1, rows=rows, seconds=seconds, metrics={"reward": 0.5}
+        return commit_artifact(
+            store,
+            staged,
+            folder,
+            digest="d" * 64,
+            schema_version=1,
+            rows=rows,
+            seconds=seconds,
+            metrics={"reward": 0.5},
         )
 
 

@@ -16,6 +16,7 @@ from grpo_core.errors import InputError
 from tasks.execution.errors import Retryable, retryable_kind
 from tasks.storage import roots
 from tasks.storage.artifacts.reference import StaleReferenceError
+from tasks.storage.artifacts.restore import restore_artifact
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.storage.prefect_results import StageRecords, decode_reference, encode_reference
 from tasks.storage.roots import StorageError, UnreachableStorageError, open_root
@@ -139,7 +140,7 @@ OPERATIONS: dict[str, Callable[[ArtifactStore, Any, Path], object]] = {
     "commit": lambda store, reference, folder: commit(store, "iteration_000002/rollouts"),
     "find": lambda store, reference, folder: store.find(FOLDER),
     "local_files": lambda store, reference, folder: store.local_files(reference, folder),
-    "restore_artifact": lambda store, reference, folder: store.restore_artifact(reference),
+    "restore_artifact": lambda store, reference, folder: restore_artifact(store, reference),
     "write_file": lambda store, reference, folder: store.write_file("run.json", b"{}"),
     "read_file": lambda store, reference, folder: store.read_file("run.json"),
     "quarantine": lambda store, reference, folder: store.quarantine(["iteration_000001"], reason="a test"),

@@ -23,7 +23,7 @@ from tasks.execution.resources import resource, run_resources
 from tasks.models.initial import weights_digest
 from tasks.models.resident import ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE
-from tasks.storage.artifacts.commit import STATES_REMOVED, delete_files
+from tasks.storage.artifacts.commit import STATES_REMOVED, commit_artifact, delete_files
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.update.component import carry_out
@@ -182,7 +182,8 @@ def disturbed(stored: ArtifactRef, column: str, store: ArtifactStore) -> Artifac
             target.write_bytes(path.read_bytes())
         (written,) = staged.glob("part-*.parquet")
         table.with_columns(pl.col(column).list.eval(pl.element() + 0.01)).write_parquet(written)
-        return store.commit(
+        return commit_artifact(
+            store,
             staged,
             f"{stored.folder}-disturbed",
             digest="disturbed",

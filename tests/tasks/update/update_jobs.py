@@ -26,6 +26,7 @@ from tasks.models.initial import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
+from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, described
 from tasks.storage.schemas import ADVANTAGES, SCHEMA_VERSION
@@ -245,7 +246,8 @@ def in_its_place(shared: SharedJob) -> SharedJob:
 
 def commit(store: ArtifactStore, job: UpdateJob, staged: Path, outcome: UpdateOutcome) -> PolicyRef:
     """What the update left, as a version."""
-    checkpoint = store.commit(
+    checkpoint = commit_artifact(
+        store,
         staged,
         f"policies/{job.version:06d}",
         digest=outcome.checkpoint_digest,

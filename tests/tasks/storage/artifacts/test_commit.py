@@ -7,6 +7,7 @@ import pytest
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.commit import removed_by
 from tasks.storage.artifacts.reference import PrunedArtifactError, StaleReferenceError
+from tasks.storage.artifacts.restore import restore_artifact
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import dump_checked
 from tests.tasks.storage.made_artifacts import (
@@ -33,7 +34,7 @@ def test_the_reference_means_what_is_left(store: ArtifactStore, tmp_path: Path) 
     assert store.pruned_reason(reference) is None
     overwrite(store, f"{FOLDER}/a persons own.txt", b"notes")
     delete(store, reference, [NESTED])
-    assert store.find(FOLDER) == reference == store.restore_artifact(reference)
+    assert store.find(FOLDER) == reference == restore_artifact(store, reference)
     own = {"a persons own.txt": b"notes"} if "s3" not in store.filesystem.protocol else {}
     assert read(store, reference, tmp_path / "fetched") == {**LEFT, **own}
     assert store.pruned_reason(reference) == PRUNED
@@ -48,7 +49,7 @@ def test_without_files_it_is_there_and_cannot_be_read(store: ArtifactStore, tmp_
     last = {**PRUNED, "removed": "everything"}
     for _ in range(2):
         delete(store, reference, FILES, last)
-        assert store.find(FOLDER) == reference == store.restore_artifact(reference)
+        assert store.find(FOLDER) == reference == restore_artifact(store, reference)
     with pytest.raises(PrunedArtifactError) as caught:
         store.local_files(reference, tmp_path / "fetched")
     assert isinstance(caught.value, InputError)
@@ -59,7 +60,7 @@ def test_without_files_it_is_there_and_cannot_be_read(store: ArtifactStore, tmp_
     # As the hint says: without its manifest the stage runs again.
     store.filesystem.rm_file(store.path(MANIFEST))
     with pytest.raises(StaleReferenceError, match="missing"):
-        store.restore_artifact(reference)
+        restore_artifact(store, reference)
     assert store.pruned_reason(commit(store)) is None
 
 
@@ -67,12 +68,12 @@ def test_without_files_it_is_there_and_cannot_be_read(store: ArtifactStore, tmp_
 @ON_EACH_KIND_OF_ROOT
 def test_another_run_restores_nothing_that_was_pruned(store: ArtifactStore, tmp_path: Path, names: list[str]) -> None:
     reference, early, late = commit(store), another(store, "early"), another(store, "late")
-    home = early.restore_artifact(reference)
+    home = restore_artifact(early, reference)
     delete(store, reference, names)
     with pytest.raises(StaleReferenceError):
-        late.restore_artifact(reference)
+        restore_artifact(late, reference)
     assert late.find(FOLDER) is None
-    assert early.restore_artifact(reference) == home
+    assert restore_artifact(early, reference) == home
     assert read(early, home, tmp_path / "fetched") == FILES
 
 
@@ -99,10 +100,10 @@ def test_only_the_configuration_that_was_pruned_restores_it_from_an_earlier_run(
         local.write_file("run.json", dump_checked({"lineage": lineage, "evaluation": evaluation}))
     if not comes:
         with pytest.raises(StaleReferenceError):
-            local.restore_artifact(reference)
+            restore_artifact(local, reference)
         assert local.find(folder) is None
         return
-    assert local.restore_artifact(reference) == reference == local.find(folder)
+    assert restore_artifact(local, reference) == reference == local.find(folder)
     with pytest.raises(PrunedArtifactError) as caught:
         local.local_files(reference)
     assert caught.value.value == PRUNED

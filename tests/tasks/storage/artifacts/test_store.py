@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import InputError
+from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.reference import StaleReferenceError
+from tasks.storage.artifacts.restore import restore_artifact
 from tasks.storage.artifacts.run_folder import INCOMING
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import dump_checked, load_checked
@@ -65,8 +68,8 @@ class TestCommit:
 
     def test_metric_that_is_not_finite_is_refused(self, store: ArtifactStore) -> None:
         with store.staging() as staged, pytest.raises(ValueError, match="not JSON compliant"):
-            store.commit(
-                staged, FOLDER, digest="d", schema_version=1, rows=1, seconds=1.0, metrics={"reward": float("nan")}
+            commit_artifact(
+                store, staged, FOLDER, digest="d", schema_version=1, rows=1, seconds=1.0, metrics={"reward": math.nan}
             )
         assert contents(store) == {}
 
@@ -75,7 +78,7 @@ class TestCommit:
         assert first.sha256 != second.sha256
         assert store.find(FOLDER) == second
         assert moved(store) == ["another result of the same stage took its place"]
-        assert store.restore_artifact(first) == first
+        assert restore_artifact(store, first) == first
         assert store.find(FOLDER) == first
 
     def test_the_same_result_again_is_the_first(self, store: ArtifactStore, tmp_path: Path) -> None:
@@ -86,24 +89,27 @@ class TestCommit:
         # A process that still has the first reference reads the same result.
         assert commit(store, seconds=3.0) == first == store.find(FOLDER)
         assert ["cut short" in reason for reason in moved(store)] == [True]
-        assert store.restore_artifact(first) == first
+        assert restore_artifact(store, first) == first
         assert read(store, first, tmp_path / "fetched") == FILES
 
-    def test_a_process_that_lost_the_commit_lock_writes_no_manifest(
-        self, remote: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(("rows", "wins"), [(4, True), (5, False)])
+    def test_a_writer_that_was_first_meanwhile_is_kept_if_its_result_is_the_same(
+        self, remote: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, wins: bool
     ) -> None:
-        real = remote.put_file
+        real, first = remote.filesystem.put_file, list[object]()
 
         def overtaken(*arguments: object) -> None:
-            real(*arguments)  # type: ignore[arg-type]
-            for each in remote.filesystem.find(remote.path(".commit.lock")):
-                remote.filesystem.rm_file(each)
-            remote._lease._renewed = -1e9  # type: ignore[union-attr]
+            real(*arguments)
+            monkeypatch.setattr(remote.filesystem, "put_file", real)
+            # The other one finishes before the manifest of this one is created.
+            first.append(commit(another(remote), seconds=9.0, rows=rows))
 
-        monkeypatch.setattr(remote, "put_file", overtaken)
-        with pytest.raises(StorageError, match="lock was removed"):
-            commit(remote)
-        assert MANIFEST not in contents(remote)
+        monkeypatch.setattr(remote.filesystem, "put_file", overtaken)
+        found = commit(remote)
+        assert remote.find(FOLDER) == found
+        assert (found == first[0]) == wins
+        assert ("another result of the same stage took its place" in moved(remote)) != wins
+        assert read(remote, found, tmp_path / "fetched") == FILES
 
 
 DAMAGES: dict[str, Callable[[ArtifactStore, str], object]] = {
@@ -113,7 +119,7 @@ DAMAGES: dict[str, Callable[[ArtifactStore, str], object]] = {
 }
 READERS: dict[str, Callable[..., object]] = {
     "local_files": lambda store, reference, folder: store.local_files(reference, folder),
-    "restore_artifact": lambda store, reference, folder: store.restore_artifact(reference),
+    "restore_artifact": lambda store, reference, folder: restore_artifact(store, reference),
 }
 
 
@@ -140,7 +146,7 @@ class TestDamage:
         assert contents(store) == {}
         assert [name in reason for reason in moved(store)] == [True]
         again = commit(store)
-        assert store.restore_artifact(again) == again
+        assert restore_artifact(store, again) == again
         assert read(store, again, tmp_path / "again") == FILES
         assert len(moved(store)) == 1
 
@@ -178,7 +184,7 @@ class TestWithout:
 class TestRestore:
     def test_another_runs_artifact_is_copied(self, store: ArtifactStore, tmp_path: Path) -> None:
         reference, other = commit(store), another(store, "other")
-        home = other.restore_artifact(reference)
+        home = restore_artifact(other, reference)
         assert home == reference.model_copy(update={"uri": f"other/{FOLDER}"})
         store.filesystem.rm(store.path(), recursive=True)
         assert other.find(FOLDER) == home
@@ -186,9 +192,9 @@ class TestRestore:
 
     def test_damage_is_healed_from_another_runs_copy(self, store: ArtifactStore, tmp_path: Path) -> None:
         reference, other = commit(store), another(store, "other")
-        other.restore_artifact(reference)
+        restore_artifact(other, reference)
         flip(other, PART)
-        home = other.restore_artifact(reference)
+        home = restore_artifact(other, reference)
         assert read(other, home, tmp_path / "fetched") == FILES
         assert ["part-00000.parquet has sha256" in reason for reason in moved(other)] == [True]
 
@@ -206,7 +212,7 @@ class TestRestore:
 
         move_away()
         assert store.find(FOLDER) is None
-        assert store.restore_artifact(reference) == reference == store.find(FOLDER)
+        assert restore_artifact(store, reference) == reference == store.find(FOLDER)
         if place == "earlier run":
             assert store.earlier_runs() == ["run~2"]
             # Of another run it is read where it is.
@@ -218,21 +224,21 @@ class TestRestore:
         flip(store, PART)
         move_away()
         with pytest.raises(StaleReferenceError):
-            store.restore_artifact(reference)
+            restore_artifact(store, reference)
 
     def test_the_run_folder_under_another_name_is_enough(self, local: ArtifactStore) -> None:
         reference = commit(local)
         Path(local.root, "elsewhere").mkdir()
         Path(local.path()).rename(Path(local.root, "elsewhere", "renamed"))
         renamed = ArtifactStore(f"{local.root}/elsewhere", "renamed")
-        assert renamed.restore_artifact(reference).uri == f"renamed/{FOLDER}"
+        assert restore_artifact(renamed, reference).uri == f"renamed/{FOLDER}"
 
     def test_another_valid_result_stays_when_the_requested_one_is_nowhere(self, store: ArtifactStore) -> None:
         reference = commit(store, rows=5)
         store.filesystem.rm(store.path(), recursive=True)
         current = commit(store, rows=4)
         with pytest.raises(StaleReferenceError):
-            store.restore_artifact(reference)
+            restore_artifact(store, reference)
         assert store.find(FOLDER) == current
 
 
@@ -248,13 +254,13 @@ class TestRequests:
         start = len(s3.requests())
         reference = commit(remote)
         assert read(remote, reference, tmp_path / "own") == FILES
-        assert another(remote, "other").restore_artifact(reference).run == "other"
+        assert restore_artifact(another(remote, "other"), reference).run == "other"
         assert self.fetched(s3, start) == 0
         reader = another(remote)
         assert reader.files.cache is not None
         reader.files.cache.__init__(tmp_path / "another machine", 2**30)  # type: ignore[misc]
         for number in range(3):
-            assert reader.restore_artifact(reference) == reference
+            assert restore_artifact(reader, reference) == reference
             assert read(reader, reference, tmp_path / str(number)) == FILES
         assert self.fetched(s3, start) == len(FILES)
 
@@ -286,7 +292,7 @@ class TestRoot:
         with pytest.raises(StorageError, match="full") as caught, store.staging() as staged:
             (staged / "large").write_bytes(bytes(2 << 20))
         assert (caught.value.place, caught.value.value) == ("storage.root", str(tiny_disk))
-        assert store.restore_artifact(reference) == reference
+        assert restore_artifact(store, reference) == reference
         filler = tiny_disk / "filler"
         with pytest.raises(OSError, match="No space left"):
             filler.write_bytes(bytes(2 << 20))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tasks.storage.artifacts.commit import left_over
-from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.reference import ArtifactRef, Manifest
+from tasks.storage.artifacts.restore import restore_artifact
 from tasks.storage.artifacts.run_folder import INCOMING
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import is_local
@@ -69,10 +70,14 @@ def test_writers_at_once_get_the_first_result_or_quarantine_it(store: ArtifactSt
         if turn < 3:
             assert references == [found, found]
             assert read(run, found, tmp_path / str(turn)) == FILES
-            assert moved(run) == []
+            assert moved(run) == [] or not is_local(store.filesystem)
         else:
-            assert moved(run) == ["another result of the same stage took its place"]
-            assert [run.restore_artifact(each) for each in references] == references
+            assert found in references
+            assert read(run, found, tmp_path / str(turn)) == FILES
+            if is_local(store.filesystem):
+                # In a bucket no lock orders them: the last one's files may lie under the first one's manifest.
+                assert moved(run) == ["another result of the same stage took its place"]
+                assert [restore_artifact(run, each) for each in references] == references
 
 
 CHANGES: dict[str, Callable[[ArtifactStore, ArtifactRef], ArtifactRef]] = {
@@ -132,16 +137,16 @@ class TestKill:
         assert len(runs) >= 5
         for run in runs:
             mine = reference.model_copy(update={"uri": f"{run.run}/{FOLDER}"})
-            assert run.restore_artifact(mine) == mine
-            manifest = run.valid_manifest_at(run.path(FOLDER))
-            assert manifest is not None
+            assert restore_artifact(run, mine) == mine
+            manifest = run.inspect(run.path(FOLDER))
+            assert isinstance(manifest, Manifest)
             begun = manifest.pruned is not None
             assert bool(left_over(run, FOLDER, manifest)) == (begun and run is not runs[-1])
             final = CHANGES[change](run, mine)
-            assert run.restore_artifact(mine) == mine
+            assert restore_artifact(run, mine) == mine
             assert run.find(FOLDER) == final
-            finished = run.valid_manifest_at(run.path(FOLDER))
-            assert finished is not None
+            finished = run.inspect(run.path(FOLDER))
+            assert isinstance(finished, Manifest)
             assert not left_over(run, FOLDER, finished)
             assert list(finished.files) == left
             assert set(contents(run)) == {MANIFEST, *(f"{FOLDER}/{name}" for name in left)}
