@@ -183,10 +183,10 @@ def _forget_submitted(futures: Iterable[PrefectFuture[Any]]) -> None:
 
 
 def _require_lock_and_server() -> None:
-    lock = stage_context().lock
-    assert lock is not None, "who calls a stage has a lock"
+    require_held = stage_context().require_held
+    assert require_held is not None, "who calls a stage has a lock"
     require_not_lost()
-    lock.require_held()
+    require_held()
 
 
 def as_task(stage: Task[P, R], title: str, placement: PlacementSection) -> Callable[P, R]:
@@ -212,7 +212,7 @@ def as_task(stage: Task[P, R], title: str, placement: PlacementSection) -> Calla
 @asynccontextmanager
 async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     """Have the stages of this context write to a run's folder; the memory that they keep is released at the end."""
-    use_stage_context(StageContext(store, lock, await registered_records()))
+    use_stage_context(StageContext(store, lock.require_held, await registered_records()))
     # Without a client for the whole run each task opens its own, and a TLS context takes longer than the task.
     client = SyncClientContext.get_or_create()
     with run_resources(), client as opened:

@@ -141,7 +141,7 @@ def _server_problems(
         zeros = Adapter(adapter_name(config.run.name, "0" * 64), folder)
         context, tried = _longest(config, prompts, reader.policy)
         top_k, at_most = getattr(config.rollout, "top_k", 0), reader.policy.context.at_most
-        needs = Needs(context, top_k, config.run.name, zeros, *tried, at_most=at_most)
+        needs = Needs(context, top_k, zeros, *tried, at_most=at_most)
         yield from run_awaitable(server_problems(server, needs))
 
 

@@ -41,7 +41,7 @@ from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGr
 from grpo_core.streams import ImageSize, Stream
 
 if TYPE_CHECKING:
-    from grpo_core.policies.engines.engine import Engine
+    from grpo_core.policies.engines.vllm import Engine
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""vLLM servers as an engine: a request per row with the row's own seed.
+"""Engines, which sample in place of the policy's own loop; and vLLM servers as one: a request for each row and seed.
 
 A server may die, hang or cut an answer: rows without a usable answer are requested again with the same seeds, from
 another server where there is one. What a server would refuse again is an error at once.
@@ -8,35 +8,60 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import httpx
-from jaxtyping import Int
+import torch
+from jaxtyping import Int, Shaped
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from grpo_core.actions import Sources
+from grpo_core.actions import Sources, TokenBatch, TokenSupport
 from grpo_core.awaitables import run_awaitable
-from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
 from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule
-from grpo_core.policies.engines.engine import Completion, as_sampled_tokens
 from grpo_core.policies.engines.settings import Progress
 from grpo_core.policies.engines.vllm_requests import (
+    Completion,
     Request,
     ServedPrompt,
     UnusableAnswerError,
     ask,
     completion_of,
+    end_of,
     request_of,
     served_prompts,
 )
-from grpo_core.policies.engines.vllm_server import PLACE, Adapter, Server, UnknownAdapterError
+from grpo_core.policies.engines.vllm_server import Adapter, Server, UnknownAdapterError
 from grpo_core.records import SampledTokens
 from grpo_core.services import ServiceError, pause_s
 
 ATTEMPTS = 5
 BACKOFF_S = 0.5
-_IMPOSSIBLE = 25.0
-"""Nats: what happens by chance once in 7e10 iterations."""
+
+
+class Engine(Protocol):
+    """Samples completions; `sample_completions` of a model is one that needs no other engine."""
+
+    def __call__(
+        self,
+        encoded: EncodedPrompts,
+        prompts: tuple[str, ...],
+        rows: Int[Tensor, " rows"],
+        rule: SamplingRule,
+        seeds: Sequence[int],
+        sources: Sources | None = None,
+    ) -> SampledTokens:
+        """Sample one completion per row, each from its own seed, by the rule.
+
+        Args:
+            encoded: distinct prompts.
+            prompts: that each row continues.
+            rows: their indices among the encoded ones.
+            rule: vocabulary, temperature, truncation and ends.
+            seeds: one per row.
+            sources: the source images of each row's prompt; None: no prompt has any.
+        """
 
 
 class EngineError(ServiceError):
@@ -90,20 +115,12 @@ class VllmEngine:
 
         Raises:
             EngineError: some rows have no usable answer after several attempts.
-            InputError: a server refuses a request, or answers for another model, prompt or adapter, or with one seed
-                for all rows.
+            InputError: a server refuses a request, or answers for another model, prompt or adapter.
         """
         numbers = rows.tolist()
         requested = [_Row(place, *each) for place, each in enumerate(zip(numbers, seeds, strict=True))]
         found = self._complete(_Job(served_prompts(encoded, numbers, sources), rule), requested)
         completions = [found[each.place] for each in requested]
-        if surprise_of_copies(numbers, completions) > _IMPOSSIBLE:
-            named = ", ".join(server.address for server in self.servers())
-            hint = (
-                "All rows of a prompt have the same tokens, although each was asked for with its own seed: something "
-                "between this machine and the server replaces the seeds, or returns kept answers."
-            )
-            raise InputError(f"{PLACE}.url", named, hint)
         return as_sampled_tokens(completions, prompts, encoded.lengths[rows], rule, sources)
 
     def _complete(self, job: _Job, requested: Sequence[_Row]) -> dict[int, Completion]:
@@ -182,7 +199,7 @@ class VllmEngine:
         self, job: _Job, server: Server, request: Request, client: httpx.AsyncClient
     ) -> Completion | None:
         try:
-            return completion_of(await ask(server, request, client), server, request, job.rule)
+            return completion_of(await ask(server, request, client), request, job.rule)
         except UnknownAdapterError:
             # A server that was started again has none, and another process may have unloaded it.
             if request.model in server.loaded:
@@ -190,20 +207,33 @@ class VllmEngine:
             raise
 
 
-def surprise_of_copies(prompts: Sequence[int], completions: Sequence[Completion]) -> float:
-    """Return minus the log of the probability, in nats, that rows of the same prompt are all equal; 0 if some differ.
+def as_sampled_tokens(
+    completions: Sequence[Completion],
+    prompts: tuple[str, ...],
+    prompt_lengths: Int[Tensor, " rows"],
+    rule: SamplingRule,
+    sources: Sources | None,
+) -> SampledTokens:
+    """Return completions as the policy's own sampling does: cut where the rule ends them, padded on the right."""
+    ends = [end_of(rule, each.token_ids) for each in completions]
+    lengths = torch.tensor([end or len(each.token_ids) for end, each in zip(ends, completions, strict=True)])
+    ids = _padded([each.token_ids for each in completions], lengths)
+    logprobs = _padded([each.logprobs for each in completions], lengths)
+    mask = torch.arange(ids.shape[1]) < lengths.unsqueeze(-1)
+    support = None
+    if rule.truncation.truncates:
+        kept = [(each.support or ())[:length] for each, length in zip(completions, lengths.tolist(), strict=True)]
+        counts = _padded([[len(options) for options in row] for row in kept], lengths)
+        entries = [token for row in kept for options in row for token in options]
+        support = TokenSupport(torch.tensor(entries, dtype=torch.int32), counts)
+    tokens = TokenBatch(prompts, ids, mask, rule.temperature, support, sources=sources)
+    finished = torch.tensor([end is not None for end in ends])
+    return SampledTokens(tokens, logprobs, finished, rule.max_tokens, prompt_lengths.cpu())
 
-    Args:
-        prompts: the number of each row's prompt.
-        completions: of the rows.
-    """
-    first: dict[int, Completion] = {}
-    surprise = 0.0
-    for prompt, completion in zip(prompts, completions, strict=True):
-        if first.setdefault(prompt, completion).token_ids != completion.token_ids:
-            return 0.0
-        surprise -= sum(completion.logprobs) if first[prompt] is not completion else 0.0
-    return surprise
+
+def _padded(rows: Sequence[Sequence[float]], lengths: Int[Tensor, " rows"]) -> Shaped[Tensor, "rows time"]:
+    cut = [torch.tensor(row[:length]) for row, length in zip(rows, lengths.tolist(), strict=True)]
+    return pad_sequence(cut, batch_first=True)
 
 
 def _first(failures: ExceptionGroup[Exception]) -> Exception:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from grpo_core.errors import InputError
 from grpo_core.policies.engines.settings import VLLM_MIN_VERSION
 from grpo_core.policies.engines.vllm_requests import TIES, Request, ServedPrompt, UnusableAnswerError, ask
-from grpo_core.policies.engines.vllm_server import PLACE, Adapter, Server, loaded_adapters, run_of_adapter
+from grpo_core.policies.engines.vllm_server import Adapter, Server
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import ADAPTER_FILE
 
@@ -28,7 +28,6 @@ class Needs:
     Attributes:
         context: ids of the longest prompt and a completion of full length.
         top_k: of the rollouts.
-        run: whose adapters the server may have loaded.
         adapter: that adds nothing, of the rank that is trained; None: none is loaded.
         prompt: that it is tried with, of the policy's prompts one with images where any has them.
         at_most: ids that it may be able to read; None: any number.
@@ -36,7 +35,6 @@ class Needs:
 
     context: int
     top_k: int
-    run: str
     adapter: Adapter | None
     prompt: ServedPrompt = _TEXT
     at_most: int | None = field(default=None, kw_only=True)
@@ -65,11 +63,11 @@ def unservable_modules(trained: TrainedModel) -> list[str]:
     """Return the names of adapted modules that vLLM has no adapters for: embeddings and the output head."""
     model: Any = trained.model.get_base_model()  # type: ignore[operator]
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    return [name for name, module in model.named_modules() if any(module is end for end in ends) and _adapted(module)]
-
-
-def _adapted(module: Any) -> bool:
-    return hasattr(module, "lora_A")
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(module is end for end in ends) and hasattr(module, "lora_A")
+    ]
 
 
 async def server_problems(server: Server, needs: Needs) -> list[InputError]:
@@ -79,17 +77,8 @@ async def server_problems(server: Server, needs: Needs) -> list[InputError]:
         ServiceError: it does not answer.
         InputError: it refuses the token.
     """
-    problems = list(_described(server, needs))
+    problems = [server.refused(hint) for hint in _described(server, needs)]
     async with server.service.client() as client:
-        for name in await loaded_adapters(server.service, client):
-            other = run_of_adapter(name)
-            if other not in (None, needs.run):
-                hint = (
-                    f"The run {other} has adapters there; give each run a server of its own. If that run has ended, "
-                    f'unload {name}: POST /v1/unload_lora_adapter {{"lora_name": "{name}"}}.'
-                )
-                problems.append(InputError(f"{PLACE}.url", server.address, hint))
-                break
         for require in (_require_processed, _require_adapter):
             try:
                 await require(server, needs, client)
@@ -98,25 +87,18 @@ async def server_problems(server: Server, needs: Needs) -> list[InputError]:
     return problems
 
 
-def _described(server: Server, needs: Needs) -> Iterator[InputError]:
+def _described(server: Server, needs: Needs) -> Iterator[str]:
     """Yield what the server's own description tells."""
-    found = tuple(int(part) for part in re.findall(r"\d+", server.version)[:2])
-    if found < VLLM_MIN_VERSION:
-        oldest = ".".join(map(str, VLLM_MIN_VERSION))
-        hint = f"It is vLLM {server.version}; this needs {oldest} or later."
-        yield InputError(f"{PLACE}.url", server.address, hint)
+    if tuple(int(part) for part in re.findall(r"\d+", server.version)[:2]) < VLLM_MIN_VERSION:
+        yield f"It is vLLM {server.version}; this needs {'.'.join(map(str, VLLM_MIN_VERSION))} or later."
     if needs.at_most is not None and server.context > needs.at_most:
-        hint = (
-            f"It reads {server.context} ids, and vLLM then takes LongRoPE's long factors for all rows, short ones too: "
-            f"start it with --max-model-len {needs.at_most}."
-        )
-        yield InputError(f"{PLACE}.url", server.address, hint)
+        # vLLM takes LongRoPE's long factors for all rows, short ones too.
+        yield f"It reads {server.context} ids: start it with --max-model-len {needs.at_most}."
     if server.context < needs.context:
-        hint = (
-            f"It reads {server.context} ids, and the longest prompt with rollout.max_completion_length needs "
-            f"{needs.context}: start it with a larger --max-model-len, or lower that."
+        yield (
+            f"It reads {server.context} ids, and the longest prompt with its completion has {needs.context}: start it "
+            "with a larger --max-model-len, or lower rollout.max_completion_length."
         )
-        yield InputError(f"{PLACE}.url", server.address, hint)
 
 
 async def _require_processed(server: Server, needs: Needs, client: httpx.AsyncClient) -> None:
@@ -127,33 +109,21 @@ async def _require_processed(server: Server, needs: Needs, client: httpx.AsyncCl
     Raises:
         InputError: it does, they are not, or it does not return as many as top_k needs.
     """
-    sampling = {
-        "max_tokens": 4,
-        "temperature": 1.0,
-        "top_k": 1,
-        "seed": 0,
-        "ignore_eos": True,
-        "logprobs": needs.top_k + TIES if needs.top_k else 0,
-    }
+    wanted = needs.top_k + TIES if needs.top_k else 0
+    sampling = {"max_tokens": 4, "temperature": 1.0, "top_k": 1, "seed": 0, "ignore_eos": True, "logprobs": wanted}
     try:
         answer = await ask(server, Request(server.model, needs.prompt, sampling), client)
     except UnusableAnswerError as error:
-        hint = f"It does not return log-probs as vLLM does: it is too old, or no vLLM server ({error})."
-        raise InputError(f"{PLACE}.url", server.address, hint) from error
+        raise server.refused(f"It does not return log-probs as vLLM does ({error}).") from error
     if any(value is None or abs(value) > _CERTAIN for value in answer.logprobs):
-        hint = (
+        raise server.refused(
             "Its log-probs are not those of the distribution that it samples from: start it with --logprobs-mode "
             "processed_logprobs."
         )
-        raise InputError(f"{PLACE}.url", server.address, hint)
 
 
 async def _require_adapter(server: Server, needs: Needs, client: httpx.AsyncClient) -> None:
-    """Load the adapter and unload it.
-
-    Raises:
-        InputError: the server refuses it.
-    """
+    """Load the adapter and unload it."""
     if needs.adapter is not None:
         await server.load(needs.adapter, client)
         await server.unload(needs.adapter.name, client)

@@ -16,8 +16,7 @@ from grpo_core.errors import InputError
 from grpo_core.images import SourceImage, encode_png
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
 from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule
-from grpo_core.policies.engines.engine import Completion, end_of, prompt_ids_of
-from grpo_core.policies.engines.vllm_server import PLACE, Server, post
+from grpo_core.policies.engines.vllm_server import Server, post
 
 _LOWEST = -9000.0
 """vLLM returns -9999 in place of minus infinity."""
@@ -42,6 +41,12 @@ class ServedPrompt:
     ids: list[int]
     marked: list[int]
     images: tuple[str, ...] = ()
+
+
+def prompt_ids_of(encoded: EncodedPrompts) -> list[list[int]]:
+    """Return the ids of each prompt without its padding."""
+    pairs = zip(encoded.input_ids, encoded.attention_mask.bool(), strict=True)
+    return [ids[mask].tolist() for ids, mask in pairs]
 
 
 def served_prompts(encoded: EncodedPrompts, rows: Sequence[int], sources: Sources | None) -> dict[int, ServedPrompt]:
@@ -174,33 +179,48 @@ async def ask(server: Server, request: Request, client: httpx.AsyncClient) -> An
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise UnusableAnswerError(f"an answer is incomplete ({type(error).__name__}: {error})") from error
     if model != request.model:
-        hint = f"It was asked for {request.model}: something between this machine and the server changes requests."
-        raise InputError(f"{PLACE}.url", server.address, f"It answered for {model}. {hint}")
+        raise server.refused(f"It was asked for {request.model} and answered for {model}.")
     if read != request.prompt.ids:
-        raise InputError(f"{PLACE}.url", server.address, _why_other_prompt(read, request.prompt))
+        raise server.refused(
+            f"It read {len(read or ())} ids of a prompt of {len(request.prompt.ids)}, or other ones: it truncates "
+            "prompts, or has another tokenizer or processor. Start it as grpo doctor prints."
+        )
     return found
 
 
-def _why_other_prompt(read: list[int] | None, prompt: ServedPrompt) -> str:
-    count = None if read is None else len(read)
-    if prompt.images and count is not None and count != len(prompt.ids):
-        return (
-            f"The server read {count} ids of a prompt of {len(prompt.ids)} with {len(prompt.images)} images: its "
-            "processor brings them to another image size. Start it with the --mm-processor-kwargs that grpo doctor "
-            "prints, and with the processor of policy.model."
-        )
-    return (
-        f"The server read {count} ids of a prompt of {len(prompt.ids)}, or other ones: it truncates prompts, has "
-        "another tokenizer or processor, or is too old to return what it read."
-    )
+@dataclass(frozen=True)
+class Completion:
+    """What an engine returned for a row.
+
+    Attributes:
+        token_ids: with the one that ended it.
+        logprobs: of each, in the distribution that it was sampled from.
+        support: the ids that each could have been, ascending; None without truncation.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    support: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids) == len(self.logprobs), "one log-prob per token"
 
 
-def completion_of(answer: Answer, server: Server, request: Request, rule: SamplingRule) -> Completion | None:
+def end_of(rule: SamplingRule, token_ids: Sequence[int]) -> int | None:
+    """Return how many of these ids a completion has by the rule, with the one that ends it; None: it goes on."""
+    ends = set(rule.ends)
+    for count, token in enumerate(token_ids, start=1):
+        if token in ends or (rule.stops and rule.stops.completed(token_ids[:count])):
+            return count
+    return None
+
+
+def completion_of(answer: Answer, request: Request, rule: SamplingRule) -> Completion | None:
     """Return the completion of an answer; None: a stop text ended it that its ids do not complete by the rule.
 
     Raises:
         UnusableAnswerError: tokens or log-probs are missing or not finite.
-        InputError: an id that is never sampled, or top_k kept more than were asked for.
+        InputError: top_k kept more ids than were asked for.
     """
     ids = answer.ids
     if not ids or len(ids) != len(answer.logprobs):
@@ -208,14 +228,6 @@ def completion_of(answer: Answer, server: Server, request: Request, rule: Sampli
     sampled = [value for value in answer.logprobs if value is not None and value > _LOWEST]
     if len(sampled) < len(ids):
         raise UnusableAnswerError("a log-prob of an answer is not finite")
-    never = set(rule.never_sampled)
-    found = next((token for token in ids if token >= rule.vocabulary or token in never), None)
-    if found is not None:
-        hint = (
-            f"It sampled the id {found}, which stands for no text: another model answers, or something between this "
-            "machine and the server removes logit_bias from requests."
-        )
-        raise InputError(f"{PLACE}.url", server.address, hint)
     length = end_of(rule, ids)
     if length is None and answer.reason != "length" and request.stops:
         return None

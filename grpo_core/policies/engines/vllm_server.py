@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,8 @@ from grpo_core.services import RefusedRequestError, Service, ServiceError
 
 PLACE = "rollout.vllm"
 LOAD_TIMEOUT_S = 300.0
-_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _SERVER_ERROR = 401, 403, 404, 500
+_FORBIDDEN, _NOT_FOUND, _SERVER_ERROR = 403, 404, 500
+_TOKEN_REFUSED = (401, _FORBIDDEN)
 _SCALE_OUT = "--enable-scale-out"
 
 
@@ -32,18 +32,9 @@ class Adapter:
     path: str
 
 
-_ADAPTER = re.compile(r"grpo-(.+)-[0-9a-f]{64}")
-
-
 def adapter_name(run: str, digest: str) -> str:
     """Return the name under which a run's adapter with this digest is loaded."""
     return f"grpo-{run}-{digest}"
-
-
-def run_of_adapter(name: str) -> str | None:
-    """Return the run that has loaded an adapter of this name; None if no run has."""
-    found = _ADAPTER.fullmatch(name)
-    return found and found[1]
 
 
 @dataclass
@@ -74,6 +65,10 @@ class Server:
         """The server, for messages."""
         return self.service.address
 
+    def refused(self, hint: str) -> InputError:
+        """Return the error of a server that cannot be used."""
+        return InputError(f"{PLACE}.url", self.address, hint)
+
     async def load(self, adapter: Adapter, client: httpx.AsyncClient) -> None:
         """Have an adapter loaded, and those unloaded that no stage uses, except the one used last.
 
@@ -87,7 +82,7 @@ class Server:
                 await self.unload(name, client)
             if adapter.name in self.loaded:
                 self.loaded.remove(adapter.name)
-            elif (path := (await loaded_adapters(self.service, client)).get(adapter.name)) != adapter.path:
+            elif (path := (await _loaded_adapters(self.service, client)).get(adapter.name)) != adapter.path:
                 # In place, what was computed with the previous weights would stay in the prefix cache.
                 if path is not None:
                     await self.unload(adapter.name, client)
@@ -104,13 +99,26 @@ class Server:
         try:
             await self._post("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path}, client)
         except RefusedRequestError as refusal:
-            raise _refused_adapter(self.address, adapter, refusal.status, refusal.message) from refusal
+            raise self._refused_adapter(adapter, refusal.status, refusal.message) from refusal
         except ServiceError as failure:
             # A server that is alive answers so for an adapter that it cannot use.
             if not failure.said:
                 raise
             await self.service.request("/health", client=client, read=bytes.decode)
-            raise _refused_adapter(self.address, adapter, _SERVER_ERROR, failure.said) from failure
+            raise self._refused_adapter(adapter, _SERVER_ERROR, failure.said) from failure
+
+    def _refused_adapter(self, adapter: Adapter, status: int, message: str) -> InputError:
+        if status in _TOKEN_REFUSED:
+            return _refused_token(self.address)
+        if status == _NOT_FOUND and "adapter" not in message.lower():
+            return self.refused(
+                f"It loads no adapters while it runs ({message}): start it with --enable-lora and the environment "
+                "variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+            )
+        return self.refused(
+            f"It does not load {adapter.path}: {message.partition(', please check')[0]}. Give a folder that both see "
+            f"as {PLACE}.adapter_folder; and it needs a --max-lora-rank of at least policy.lora.rank."
+        )
 
     async def unload(self, name: str, client: httpx.AsyncClient) -> None:
         """Unload an adapter, if it is loaded."""
@@ -121,7 +129,7 @@ class Server:
         except RefusedRequestError as refusal:
             # Another process, or the server's own restart, has unloaded it.
             if refusal.status != _NOT_FOUND:
-                raise InputError(f"{PLACE}.url", self.address, f"It unloads no adapter: {refusal}.") from refusal
+                raise self.refused(f"It unloads no adapter: {refusal}.") from refusal
 
     async def _post(self, path: str, body: Mapping[str, Any], client: httpx.AsyncClient) -> object:
         service = replace(self.service, timeout_s=LOAD_TIMEOUT_S)
@@ -138,18 +146,14 @@ async def find_server(service: Service) -> Server:
     async with service.client() as client:
         version, cards = await _asked(service, "/version", client), await _cards(service, client)
     base = next((card for card in cards if not card.get("parent")), {})
-    found = (
-        base.get("id"),
-        base.get("root"),
-        base.get("max_model_len"),
-        isinstance(version, dict) and version.get("version"),
-    )
-    if not isinstance(found[0], str) or not isinstance(found[2], int) or not isinstance(found[3], str):
+    name, context = base.get("id"), base.get("max_model_len")
+    number = version.get("version") if isinstance(version, dict) else None
+    if not isinstance(name, str) or not isinstance(context, int) or not isinstance(number, str):
         raise InputError(f"{PLACE}.url", service.address, "It answers, but not as a vLLM server does; correct it.")
-    return Server(service, found[0], str(found[1]), found[2], found[3])
+    return Server(service, name, str(base.get("root")), context, number)
 
 
-async def loaded_adapters(service: Service, client: httpx.AsyncClient) -> dict[str, str]:
+async def _loaded_adapters(service: Service, client: httpx.AsyncClient) -> dict[str, str]:
     """Return the path of every adapter that a server has loaded, by its name."""
     cards = await _cards(service, client)
     return {str(card.get("id")): str(card.get("root")) for card in cards if card.get("parent")}
@@ -165,32 +169,14 @@ async def _asked(service: Service, path: str, client: httpx.AsyncClient) -> obje
     try:
         return await service.request(path, client=client)
     except RefusedRequestError as refusal:
-        if refusal.status in (_UNAUTHORIZED, _FORBIDDEN):
+        if refusal.status in _TOKEN_REFUSED:
             raise _refused_token(service.address) from refusal
         hint = f"It answers {path} with status {refusal.status}: it is no vLLM server, or too old."
         raise InputError(f"{PLACE}.url", service.address, hint) from refusal
 
 
-def _refused_adapter(address: str, adapter: Adapter, status: int, message: str) -> InputError:
-    if status in (_UNAUTHORIZED, _FORBIDDEN):
-        return _refused_token(address)
-    if status == _NOT_FOUND and "adapter" not in message.lower():
-        hint = (
-            f"It loads no adapters while it runs ({message}): start it with --enable-lora and the environment variable "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
-        )
-        return InputError(f"{PLACE}.url", address, hint)
-    why = message.partition(", please check")[0]
-    hint = (
-        f"It does not load {adapter.path}: {why}. The server reads this path: give a folder that both see as "
-        f"{PLACE}.adapter_folder; and it needs a --max-lora-rank of at least policy.lora.rank."
-    )
-    return InputError(f"{PLACE}.url", address, hint)
-
-
 def _refused_token(address: str) -> InputError:
-    hint = "It wants a token, or another one: set this to the environment variable with the server's --api-key."
-    return InputError(f"{PLACE}.token_env", address, hint)
+    return InputError(f"{PLACE}.token_env", address, "Name the environment variable with the server's --api-key.")
 
 
 class UnknownAdapterError(ServiceError):
@@ -213,9 +199,7 @@ async def post(server: Server, path: str, body: Mapping[str, Any], client: httpx
         if refusal.status == _NOT_FOUND and body["model"] != server.model:
             raise UnknownAdapterError(f"the adapter {body['model']} is not loaded") from refusal
         if refusal.status == _FORBIDDEN and _SCALE_OUT in refusal.message:
-            hint = f"Prompts have images, which it reads with {_SCALE_OUT} only: start it with that."
-            raise InputError(f"{PLACE}.url", server.address, hint) from refusal
-        if refusal.status in (_UNAUTHORIZED, _FORBIDDEN):
+            raise server.refused(f"Prompts have images: start it with {_SCALE_OUT}.") from refusal
+        if refusal.status in _TOKEN_REFUSED:
             raise _refused_token(server.address) from refusal
-        hint = f"The server refuses a request (status {refusal.status}): {refusal.message}."
-        raise InputError(f"{PLACE}.url", server.address, hint) from refusal
+        raise server.refused(f"It refuses a request (status {refusal.status}): {refusal.message}.") from refusal

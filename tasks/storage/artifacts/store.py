@@ -25,7 +25,6 @@ from tasks.storage.artifacts.reference import (
 from tasks.storage.artifacts.run_folder import RunFolder
 from tasks.storage.files import is_local, load_checked, write_file_atomically
 from tasks.storage.roots import is_conflict, translate_remote_errors
-from tasks.storage.run_lock import RunLock
 
 if TYPE_CHECKING:
     from prefect.filesystems import WritableFileSystem
@@ -296,12 +295,13 @@ class StageContext:
 
     Attributes:
         store: what they read and write.
-        lock: the lock of what they write; None in the processes of a stage, whose caller has it.
+        require_held: refuses to write once the lock of the run is lost; None in the processes of a stage, whose caller
+            has the lock.
         records: where Prefect records their results; None in the same processes.
     """
 
     store: ArtifactStore
-    lock: RunLock | None = None
+    require_held: Callable[[], None] | None = None
     records: "WritableFileSystem | None" = None
 
 
