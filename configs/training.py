@@ -21,8 +21,7 @@ from configs.validation import NAME_PATTERN, Name, Section
 from grpo_core.advantages.settings import AdvantageSettings
 from grpo_core.losses.settings import LossKlEstimator, MismatchSettings, custom_loss_digest
 from grpo_core.policies.trained.settings import Reference
-from grpo_core.rewards.hacking import HackingRule
-from grpo_core.rewards.registry import RewardTerm
+from grpo_core.rewards.registry import HackingRule, RewardTerm
 from grpo_core.streams import Stream
 from grpo_core.update.settings import NftSettings, OptimizerSettings, ScheduleValue, StepSettings, UpdateSettings
 from grpo_core.uses import Uses

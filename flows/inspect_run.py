@@ -18,12 +18,12 @@ from tasks.reports.run_page import (
 )
 from tasks.reports.samples import LARGE, read_groups
 from tasks.reports.text import relative
+from tasks.runs.hacking import Verdict, hacking_verdict
 from tasks.runs.layout import ROLLOUTS
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunSummary, RunView, summary_of
-from tasks.runs.signs import Verdict, hacking_verdict
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
 from tasks.storage.files import scratch_folder
 

@@ -19,6 +19,7 @@ from tasks.reports.reward_analysis import analyse, read_scores, score_again
 from tasks.reports.reward_page import analysis_report, render_reward_page
 from tasks.reports.statistics import Statistics
 from tasks.reports.text import relative
+from tasks.runs.hacking import hacking_verdict
 from tasks.runs.layout import (
     ANALYSIS,
     REPORT_FILE,
@@ -31,7 +32,6 @@ from tasks.runs.layout import (
 from tasks.runs.lookup import CONFIG_FILE, find_run
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
-from tasks.runs.signs import hacking_verdict
 from tasks.runs.stored import locate_paths, read_iterations, read_range, stored_config
 from tasks.runs.trust import uses_of
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by

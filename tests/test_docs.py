@@ -9,9 +9,9 @@ import pytest
 
 import configs
 from configs.training import DenoisingUpdateSection, ParitySection, UpdateSection
-from grpo_core.signs import SIGNS
 from grpo_core.streams import STREAMS
 from tasks.reports.text import METRICS
+from tasks.runs.signs import SIGNS
 from tests.bench import page
 from tests.bench.page import Machine, Measured, Row
 

@@ -25,7 +25,6 @@ from configs.training import AnyUpdateSection, RewardSection
 from flows.pipeline.prefect_ui import shown_in_ui
 from flows.pipeline.run import Run
 from flows.server.temporary import require_not_lost
-from grpo_core.rewards.hacking import HackingSign
 from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import with_quoted_arguments, with_retries
@@ -37,6 +36,7 @@ from tasks.rewards.score_rewards import failed_scores, score_reward_task
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
 from tasks.rollouts.sources import store_sources
+from tasks.runs.hacking import HackingSign
 from tasks.runs.layout import SamplingRound, StoredEvaluation
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, StageContext, current_store, stage_context, use_stage_context

@@ -31,7 +31,6 @@ from flows.pruning.prune import PolicyKeeper
 from flows.tracking import RunTrackers, tracking
 from flows.training.history import TrainingHistory, evaluate
 from flows.training.hooks import call_hook
-from grpo_core.signs import Sign
 from tasks.metrics import HELDOUT
 from tasks.progress import advance_run, log
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
@@ -39,6 +38,7 @@ from tasks.reports.text import duration, reward_origin
 from tasks.runs.layout import SIGNS_FILE, STAGES, SamplingRound
 from tasks.runs.read_run import write_metrics
 from tasks.runs.run_view import rescoring_of
+from tasks.runs.signs import Sign
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 

@@ -13,17 +13,16 @@ from configs.schema import ReplayConfig, RunConfig
 from flows.evaluation import evaluate_baselines, evaluate_policy
 from flows.pipeline.run import Run, plan_heldout
 from flows.pipeline.stages import emit_evaluated, emit_hacking_sign
-from grpo_core.rewards.hacking import HackingSign
-from grpo_core.signs import HACKING, Sign, new_signs
 from tasks.metrics import WALL_TIME
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
 from tasks.reports.iteration import IterationRecord
 from tasks.rollouts.plan import RolloutPlan
+from tasks.runs.hacking import HackingSign, fallen_measures, hacking_verdict
 from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, UPDATE, Baseline, SamplingRound, StoredEvaluation
 from tasks.runs.read_run import gather_metrics, read_metrics, with_earlier
 from tasks.runs.run_view import EvaluationView, RunHistory, rescoring_of
-from tasks.runs.signs import fallen_measures, hacking_verdict
+from tasks.runs.signs import HACKING, Sign, new_signs
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 

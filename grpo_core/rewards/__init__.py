@@ -4,9 +4,7 @@
 - ``registry``: the names that a configuration may use, ``build_reward``, and what a reward does in the mix.
 - ``model_reward``: rewards computed by a network, its weights and device; ``weights`` finds and checks weight
   files, ``hub`` those on the Hugging Face Hub.
-- ``images``: from any image file to RGB, to the size of another image, to a tensor.
 - ``mix``: several rewards of a sample become one, and what happens where one is missing.
-- ``hacking``: the rule that detects reward hacking.
 
 Rewards, one per module, each a frozen dataclass whose fields are its settings:
 

@@ -1,4 +1,4 @@
-"""The rewards by name, each imported when it is built, and what one of them does in the mix.
+"""The rewards by name, each imported when it is built, what one does in the mix, and when a guardrail has fallen.
 
 To add a reward, write its module and name it in `REWARDS`.
 """
@@ -9,9 +9,9 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationError
 
 from grpo_core.errors import InputError
 from grpo_core.settings import check_fields, type_hint
@@ -82,6 +82,34 @@ class RewardTerm:
             if getattr(self, field) is not None:
                 hint = "A threshold makes the gate 0 or 1 by the unscaled value; leave one of the two out."
                 raise InputError(f"rewards.{field}", getattr(self, field), hint)
+
+
+@dataclass(frozen=True)
+class HackingRule:
+    """When a guardrail's fall counts as a sign.
+
+    With the defaults and a reward that truly rises, a guardrail that only fluctuates (independent, normal, by 6 to 30 %
+    of its level) raised a false sign somewhere in at most 2 % of simulated runs of 5 to 40 evaluations. A fall to less
+    than half, at once or over six evaluations, showed in 87 to 100 % of runs (at 2 to 15 % noise), 3 to 8 evaluations
+    after it had begun.
+
+    Attributes:
+        rise: by which share of its level the reward must have risen.
+        fall: by which share of its level the guardrail must have fallen, in (0, 1].
+        patience: evaluations in a row, the last among them, at which the guardrail must stand that much lower. A level
+            is the mean of so many evaluations, of fewer where a run begins.
+        noise: how many times its standard error both changes must exceed. The standard error comes from the
+            differences between successive evaluations, from `noise_between`. 0 leaves the noise out of account;
+            otherwise there is no sign before the fourth evaluation.
+    """
+
+    rise: PositiveFloat = 0.05
+    fall: Annotated[float, Field(gt=0, le=1)] = 0.1
+    patience: Annotated[int, Field(ge=1, le=1000)] = 3
+    noise: NonNegativeFloat = 5.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "guardrails")
 
 
 REWARDS: Mapping[str, str] = MappingProxyType(

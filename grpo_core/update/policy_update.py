@@ -12,11 +12,10 @@ from grpo_core.losses.ratios import mismatch_metrics, mismatch_weights
 from grpo_core.parity import ParityTolerance, measure_parity, require_parity, share_of_tolerance
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.records import Entropies, TrainingRows
-from grpo_core.signs import PARITY_SHARE
 from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_actions
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
-from grpo_core.update.settings import UpdateSettings, microbatches, minibatches
+from grpo_core.update.settings import PARITY_SHARE, UpdateSettings, microbatches, minibatches
 from grpo_core.update.step import (
     Progress,
     StepMetrics,

@@ -13,6 +13,9 @@ from grpo_core.losses.settings import LossSettings
 from grpo_core.settings import check_fields
 from grpo_core.streams import Stream
 
+PARITY_SHARE = "sampling/sampling_logp_difference/share_of_tolerance"
+"""Metric of the parity gate: the larger of its differences over what it allows."""
+
 
 @dataclass(frozen=True)
 class StepSettings:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from grpo_core.messages import shown_prompt, shown_question
-from grpo_core.signs import Sign
 from tasks.metrics import SECONDS
 from tasks.progress import log
 from tasks.prompts.targets import TargetReference, load_target
@@ -34,6 +33,7 @@ from tasks.reports.text import (
 )
 from tasks.runs.layout import CONTACT_SHEET, HELDOUT_TEXTS, ROLLOUTS, STATES, SamplingRound, stage_folder
 from tasks.runs.run_view import Noun, dataset_of
+from tasks.runs.signs import Sign
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
     from PIL import Image
 
-    from grpo_core.signs import Sign
     from tasks.runs.run_view import RunSummary
+    from tasks.runs.signs import Sign
 
 Cells = dict[str, str]
 """A row of a table: its cells by heading, in the order of the columns."""

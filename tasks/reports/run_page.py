@@ -14,10 +14,10 @@ from tasks.reports.images import PromptImages
 from tasks.reports.report import Notice, Report, render, reward_facts, signs_notice
 from tasks.reports.samples import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
 from tasks.reports.text import PLOTTED, metric_rows, metric_title, with_streams
+from tasks.runs.hacking import Verdict
 from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, UPDATE
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView, summary_of
-from tasks.runs.signs import Verdict
 from tasks.storage.files import is_local
 from tasks.storage.parquet import leading_stream, read_advantages
 

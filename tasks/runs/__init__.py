@@ -4,7 +4,8 @@ layout    paths and names of folders and files; a sampling round, a stored itera
 lookup    finds a run by name or path; its description, run.json and config.yaml; its starts
 reader    lists, finds and verifies artifacts, and reports damage; changes nothing
 stored    configuration, iterations, evaluations and policies for flows that use them again
-run_view  the history of a run, its signs of reward hacking and its summary; read_run reads a run's folder into it
+run_view  the history of a run, its signs and its summary; read_run reads a run's folder into it
+signs     what is wrong with a training, found in its metrics; hacking: its reward rises while a guardrail falls
 sources   the images in prompts, read by their digests and verified
 samples   rollouts, images, scores and advantages of samples, joined
 frames    the tables of a run as polars frames, for scripts and notebooks

@@ -8,6 +8,7 @@ from typing import Any
 from configs.yaml_files import parse_yaml
 from grpo_core.errors import InputError
 from tasks.metrics import GUARDRAIL_PREFIX, HELDOUT, SECONDS, WALL_TIME, is_measured, stage_metrics
+from tasks.runs.hacking import hacking_verdict
 from tasks.runs.layout import (
     ADVANTAGES,
     BASELINES,
@@ -27,7 +28,7 @@ from tasks.runs.layout import (
 from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256, read_starts
 from tasks.runs.reader import RunReader, StoredArtifact
 from tasks.runs.run_view import EvaluationView, IterationView, RunView, Stages, means_of, rescoring_of
-from tasks.runs.signs import signs_of
+from tasks.runs.signs import find_signs
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.files import load_checked
@@ -169,7 +170,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
         damages=tuple(reader.damages),
         unverified=reader.unverified,
     )
-    run.signs = signs_of(run)
+    run.signs = (*find_signs(run.iterations, run.stream), *hacking_verdict(run).signs)
     return run
 
 

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from grpo_core.signs import MeasuredIteration, Sign
 from grpo_core.streams import Stream
 from tasks.metrics import SECONDS
 from tasks.runs.layout import ADVANTAGES, RECOMPUTED, REWARDS, ROLLOUTS, STAGES, STORED, StoredEvaluation
 from tasks.runs.lookup import RunStart
 from tasks.runs.reader import Damage, MovedFiles
+from tasks.runs.signs import MeasuredIteration, Sign
 from tasks.storage.artifacts.reference import ArtifactRef
 
 Noun = Literal["image", "completion"]

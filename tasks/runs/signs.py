@@ -1,121 +1,358 @@
-"""Whether a run learns as it should: the signs in its metrics, and whether its reward is hacked.
+"""Signs that a training does not learn as it should, found in its metrics; docs/is_it_learning.md explains each.
 
-Every surface shows the same list, `RunHistory.signs`: the log, the reports, the pages, and `--json`.
+A sign shows once, at the first iteration at which its condition holds. Conditions need several iterations in a row
+where one iteration may be chance, and of two signs with one cause the cause shows alone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from grpo_core.errors import InputError
-from grpo_core.rewards.hacking import MIN_DIFFERENCES, HackingRule, HackingSign, hacking_signs
-from grpo_core.signs import HACKING, Sign, find_signs
-from tasks.runs.run_view import RunHistory
+from grpo_core.streams import STREAMS, Stream
+from grpo_core.update.settings import PARITY_SHARE
 
-Points = Sequence[tuple[float, float]]
+PAGE = "docs/is_it_learning.md"
+
+HACKING = "reward-hacking"
+"""Name of the signs that evaluations show; tasks.runs.hacking has their rule."""
+
+ALL_ZERO_SIGN = "reward-zero"
+"""Name of the signs that a single reward of a mix shows."""
+
+FAR_KL = 1.0
+"""Mean KL of a token to the reference, in nats, from which on the policy is far from it."""
+
+NO_ENTROPY = 0.02
+"""Entropy of a token, in nats, at or below which the policy samples the same again and again."""
+
+NO_SPREAD = 0.9
+"""Share of groups without spread from which on hardly anything is learned."""
+
+HAD_SPREAD, ALIKE = 0.5, 0.3
+"""A reward that has reached its bound had a spread in more than half of the groups in some iteration, has risen by half
+of the samples' standard deviation then, and has less than this share of it left."""
+
+ALL_ZERO = 0.8
+"""Share of groups in which a single reward is 0 for all samples, from which on it hardly counts in the mix."""
+
+CLIPPED = 0.55
+"""Share of actions that are clipped after an iteration's first step, from which on clipping determines the update."""
+
+NEAR_GATE = 0.8
+"""Share of its tolerance that the parity gate measures, from which on it is close to refusing an update."""
+
+_PARITY_MEAN = "sampling/sampling_logp_difference/mean"
+_IN_16_BITS = 5e-4
+"""A mean difference of tokens, in nats, that the gate lets through in 16 bits alone."""
+
+KL_PENALTY = 0.05
+"""The loss's KL term, kl_coef x KL, from which on it outweighs what advantages of unit variance can gain."""
+
+ROW = 3
+"""Iterations in a row that a condition needs."""
+
+RECENT = 5
+"""Iterations over which the clipped share and the KL term are averaged."""
+
+FALL = 5.0
+"""Standard errors by which the reward must have fallen below a level that it had."""
+
+WINDOW = 200
+"""Iterations back to which the best level of the reward is looked for."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the measures that a run does not train on say.
+class Sign:
+    """One line about what is wrong and what to do.
 
     Attributes:
-        finding: signs: the reward rose while a measure fell; none: no measure fell like that; unknown: too little was
-            measured to tell.
-        summary: the finding in a few words.
-        reasons: a sentence for each sign, measure or missing measurement.
-        fallen: the measures that fell.
+        name: the sign, and the anchor of its paragraph on PAGE.
+        iteration: at which it showed first; for reward hacking the version of the evaluated policy.
+        message: what was measured, and what to do, in a sentence.
+        subject: what it is of where a run can have several of one name: a stream, a reward or a guardrail; else empty.
     """
 
-    finding: Literal["signs", "none", "unknown"]
-    summary: str
-    reasons: tuple[str, ...]
-    fallen: tuple[HackingSign, ...] = ()
+    name: str
+    iteration: int
+    message: str
+    subject: str = ""
 
     @property
-    def signs(self) -> tuple[Sign, ...]:
-        """The measures that fell, as signs."""
-        advice = "look at the samples, and use an earlier policy or another reward"
-        return tuple(Sign(HACKING, each.since, f"{each}: {advice}", each.guardrail) for each in self.fallen)
+    def anchor(self) -> str:
+        """Where it is explained: a page of the documentation and the place on it."""
+        return f"{PAGE}#{self.name}"
+
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}: {self.message} ({self.anchor})"
 
 
-def signs_of(run: RunHistory) -> tuple[Sign, ...]:
-    """Find every sign of a run: those of its metrics as they showed, then those of reward hacking."""
-    return (*find_signs(run.iterations, run.stream), *hacking_verdict(run).signs)
+class MeasuredIteration(Protocol):
+    """An iteration with its metrics."""
+
+    @property
+    def iteration(self) -> int:
+        """Return its number, from 1."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Return its metrics by name."""
 
 
-def hacking_verdict(run: RunHistory) -> Verdict:
-    """Apply the run's own rule to its guardrails and to the rewards of weight 0, which are measured only."""
-    section = run.config.get("guardrails")
-    settings = section if isinstance(section, Mapping) else {}
-    try:
-        rule = HackingRule(**{each.name: settings[each.name] for each in fields(HackingRule) if each.name in settings})
-    except InputError as error:
-        return _unknown(f"the rule in config.yaml is not valid: {error}")
-    rewards = dict(run.heldout_series())
-    if not rewards:
-        return _unknown("no policy was evaluated on held-out prompts; set evaluate.prompts")
-    measures = {**run.guardrail_series, **_measured_only(run)}
-    if not measures:
-        hint = "set guardrails.rewards, or give a reward the weight 0"
-        return _unknown(f"every held-out measure is trained on; {hint}")
-    needed = max(rule.patience, MIN_DIFFERENCES if rule.noise else 0) + 1
-    if len(rewards) < needed:
-        return _unknown(f"{len(rewards)} of the {needed} evaluations that a sign needs; set evaluate.every")
-    fallen = fallen_measures(run, rule, measures)
-    if fallen:
-        found = ", ".join(sign.guardrail for sign in fallen)
-        stopped = settings.get("on_fall") == "stop" and not run.finished
-        note = ("the run was stopped for it (guardrails.on_fall)",) if stopped else ()
-        return Verdict("signs", f"signs in {found}", (*map(str, fallen), *note), fallen)
-    named = (f"the guardrail {label}" if label in run.guardrail_series else f"{label} (weight 0)" for label in measures)
-    return Verdict("none", f"no sign in {', '.join(named)}", tuple(_trends(rewards, measures)))
+class _Measured(NamedTuple):
+    """The metrics of one stream over the last iterations, newest last, and the place of its settings."""
+
+    stream: Stream
+    place: str
+    rows: Sequence[Mapping[str, float]]
+
+    def last(self, name: str, count: int = 1) -> list[float]:
+        """Return the last values of a metric; fewer than `count` where an iteration does not have it, or is missing."""
+        values: list[float] = []
+        for row in reversed(self.rows[-count:]):
+            if name not in row:
+                break
+            values.insert(0, row[name])
+        return values
+
+    def holds(self, name: str, condition: Callable[[float], bool], count: int = ROW) -> bool:
+        """Return whether the condition holds in each of the last `count` iterations."""
+        values = self.last(name, count)
+        return len(values) == count and all(condition(value) for value in values)
 
 
-def fallen_measures(
-    run: RunHistory, rule: HackingRule, measures: Mapping[str, Points] | None = None
-) -> tuple[HackingSign, ...]:
-    """Find the measures that fell while the held-out reward rose, as of the last evaluation.
-
-    Args:
-        measures: as for `guardrail_curves`.
-
-    Raises:
-        InputError: as `hacking_signs`.
-    """
-    return hacking_signs(*guardrail_curves(run, measures), rule)
-
-
-def guardrail_curves(
-    run: RunHistory, measures: Mapping[str, Points] | None = None
-) -> tuple[list[int], list[float | None], dict[str, list[float | None]]]:
-    """Return the evaluated versions, the held-out reward of each, and the level of each measure, None without one.
+def find_signs(iterations: Sequence[MeasuredIteration], stream: Stream) -> tuple[Sign, ...]:
+    """Find the signs of a whole history, in the order in which they showed.
 
     Args:
-        measures: (policy version, level) by label; None for the guardrails. Versions without any are left out.
+        iterations: in order.
+        stream: the first that the run trains, whose metrics have no prefix.
     """
-    levels = {label: dict(points) for label, points in (run.guardrail_series if measures is None else measures).items()}
-    rewards = run.heldout_rewards
-    versions = [each.version for each in run.evaluations if any(each.version in points for points in levels.values())]
+    signs: list[Sign] = []
+    for end in range(1, len(iterations) + 1):
+        signs += new_signs(iterations[max(0, end - WINDOW) : end], stream, signs)
+    return tuple(signs)
+
+
+def new_signs(iterations: Sequence[MeasuredIteration], stream: Stream, known: Sequence[Sign] = ()) -> tuple[Sign, ...]:
+    """Find the signs that show at the last iteration for the first time.
+
+    Args:
+        iterations: in order, at least one.
+        stream: as for `find_signs`.
+        known: signs that showed before.
+    """
+    last, shown = iterations[-1], {(sign.name, sign.subject) for sign in known}
+    # A reward function may report a metric under any name.
+    others = [each for each in STREAMS if each != stream and f"{each}/frac_reward_zero_std" in last.metrics]
+    signs = []
+    for each in (stream, *others):
+        prefix = f"{each}/" if each != stream else ""
+        rows = [_of_stream(row.metrics, prefix) for row in iterations[-WINDOW:]]
+        measured = _Measured(each, f"update.{each}" if others else "update", rows)
+        found = _found(measured)
+        for name, message in found.items():
+            if (name, each if others else "") not in shown:
+                signs.append(Sign(name, last.iteration, message, each if others else ""))
+        for label, message in _rewards_of_zero(measured).items():
+            if {"groups-without-spread", "reward-at-bound", "entropy"}.isdisjoint(found):
+                subject = f"{each}/{label}" if others else label
+                if (ALL_ZERO_SIGN, subject) not in shown:
+                    signs.append(Sign(ALL_ZERO_SIGN, last.iteration, message, subject))
+    return tuple(signs)
+
+
+def _of_stream(metrics: Mapping[str, float], prefix: str) -> Mapping[str, float]:
+    if not prefix:
+        return metrics
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+
+def _found(measured: _Measured) -> dict[str, str]:
+    """Return messages by the names of the signs that hold at the last iteration; without those that others explain."""
+    found = {name: message for name, rule in _RULES.items() if (message := rule(measured)) is not None}
+    for cause, effects in _EXPLAINS.items():
+        if cause in found:
+            found = {name: message for name, message in found.items() if name not in effects}
+    return found
+
+
+def _reward_at_bound(measured: _Measured) -> str | None:
+    if not measured.holds("frac_reward_zero_std", lambda share: share >= NO_SPREAD):
+        return None
+    needed = ("reward", "reward_std", "frac_reward_zero_std")
+    rows = [row for row in measured.rows if all(name in row for name in needed)]
+    reward, std = measured.last("reward"), measured.last("reward_std")
+    if not rows or not reward or not std:
+        return None
+    # A sparse reward has no spread in most groups at first.
+    best = min(rows, key=lambda row: row["frac_reward_zero_std"])
+    if best["frac_reward_zero_std"] >= HAD_SPREAD:
+        return None
+    if reward[0] - rows[0]["reward"] < best["reward_std"] / 2 or std[0] > ALIKE * best["reward_std"]:
+        return None
     return (
-        versions,
-        [rewards.get(version) for version in versions],
-        {label: [points.get(version) for version in versions] for label, points in levels.items()},
+        f"the reward is {reward[0]:.3g} and {_share(measured)} of the groups have no spread, so nothing is left to "
+        "learn: stop here, or take harder prompts"
     )
 
 
-def _unknown(reason: str) -> Verdict:
-    return Verdict("unknown", "unknown", (reason,))
+def _entropy(measured: _Measured) -> str | None:
+    if not measured.holds("entropy", lambda nats: nats <= NO_ENTROPY):
+        return None
+    return (
+        f"the entropy is {measured.last('entropy')[0]:.2g} nats a token, so siblings are alike: raise "
+        f"rollout.temperature or lower {measured.place}.learning_rate (now {_learning_rate(measured)})"
+    )
 
 
-def _measured_only(run: RunHistory) -> dict[str, Points]:
-    rewards: Any = run.config.get("rewards")
-    sections = [each for each in rewards if isinstance(each, Mapping)] if isinstance(rewards, list) else []
-    measured = {str(each.get("name") or each.get("reward")) for each in sections if each.get("weight") == 0}
-    return {label: points for label, points in run.heldout_scores.items() if label in measured}
+def _groups_without_spread(measured: _Measured) -> str | None:
+    if not measured.holds("frac_reward_zero_std", lambda share: share >= NO_SPREAD):
+        return None
+    reward = "".join(f" (reward {value:.3g})" for value in measured.last("reward"))
+    least = min(row["frac_reward_zero_std"] for row in measured.rows if "frac_reward_zero_std" in row)
+    if least < HAD_SPREAD:
+        # The reward and the prompts are those that had a spread before.
+        return (
+            f"{_share(measured)} of the groups have no spread{reward}, and {least:.0%} had none before, so the policy "
+            f"has collapsed: start again from an earlier one, with a lower {measured.place}.learning_rate (now "
+            f"{_learning_rate(measured)})"
+        )
+    return (
+        f"{_share(measured)} of the groups have no spread{reward}, so nothing is learned: check the reward, how hard "
+        "the prompts are, and rollout.group_size"
+    )
 
 
-def _trends(rewards: Mapping[float, float], measures: Mapping[str, Points]) -> Iterator[str]:
-    for name, points in (("held-out reward", sorted(rewards.items())), *measures.items()):
-        (first, before), (last, after) = points[0], points[-1]
-        yield f"{name}: {before:.4g} with policy {first:g}, {after:.4g} with policy {last:g}"
+_ZEROS_OF_REWARD = re.compile(r"rewards/(.+)/frac_all_zero")
+
+
+def _rewards_of_zero(measured: _Measured) -> dict[str, str]:
+    """Return the message about each reward of a mix that is 0 nearly everywhere, by its label."""
+    found = {}
+    for name in measured.rows[-1]:
+        label = _ZEROS_OF_REWARD.fullmatch(name)
+        if label is None or not measured.holds(name, lambda share: share >= ALL_ZERO, RECENT):
+            continue
+        mean = f"rewards/{label[1]}/mean"
+        penalty = any(row.get(mean, 0.0) < 0 for row in measured.rows)
+        # A reward that was earned before is another matter, and 0 is the best value of a penalty.
+        if not penalty and min(row[name] for row in measured.rows if name in row) >= HAD_SPREAD:
+            found[label[1]] = (
+                f"{label[1]} is 0 for all samples of {measured.last(name)[0]:.0%} of the prompts, so the other rewards "
+                "alone are learned: look at its values (`grpo rewards analyse`); of a penalty this is normal"
+            )
+    return found
+
+
+def _kl(measured: _Measured) -> str | None:
+    # The KL of denoising steps is in other units.
+    kl = measured.last("kl")
+    if measured.stream != "tokens" or not kl or kl[0] < FAR_KL:
+        return None
+    return (
+        f"the KL is {kl[0]:.2f} nats a token, far from the model: lower {measured.place}.learning_rate "
+        f"(now {_learning_rate(measured)}) or raise {measured.place}.kl_coef"
+    )
+
+
+def _kl_penalty(measured: _Measured) -> str | None:
+    terms = [row["loss"] - row["policy_loss"] for row in measured.rows[-RECENT:] if {"kl", "policy_loss"} <= {*row}]
+    if len(terms) < RECENT or math.fsum(terms) / RECENT < KL_PENALTY:
+        return None
+    mean = math.fsum(terms) / RECENT
+    return f"the KL term is {mean:.2g} of the loss and holds the policy back: lower {measured.place}.kl_coef"
+
+
+def _clipped(measured: _Measured) -> str | None:
+    shares = [
+        # On the first step the ratios are 1, and nothing is clipped.
+        row["clip_ratio/region_mean"] * row["optimizer_steps"] / (row["optimizer_steps"] - 1)
+        for row in measured.rows[-RECENT:]
+        if row.get("optimizer_steps", 0) > 1 and "clip_ratio/region_mean" in row
+    ]
+    if len(shares) < RECENT or math.fsum(shares) / RECENT < CLIPPED:
+        return None
+    noun = "tokens" if measured.stream == "tokens" else "steps"
+    return (
+        f"{math.fsum(shares) / RECENT:.0%} of the {noun} are clipped after the first optimizer step: raise "
+        f"{measured.place}.clip_range, or lower {measured.place}.learning_rate or epochs"
+    )
+
+
+def _near_gate(measured: _Measured) -> str | None:
+    share, mean = measured.last(PARITY_SHARE), measured.last(_PARITY_MEAN)
+    if not share or share[0] < NEAR_GATE:
+        return None
+    found = f"stored and recomputed log-probs differ by {share[0]:.0%} of what the gate allows"
+    if measured.stream == "tokens" and mean and mean[0] > _IN_16_BITS:
+        return (
+            f"{found}, more than 16 bits usually round: compare the sampler's settings with the update's, set "
+            f"policy.dtype to float32, or set {measured.place}.parity"
+        )
+    return f"{found}: sample and train on the same kind of device, or set {measured.place}.parity"
+
+
+def _reward_fell(measured: _Measured) -> str | None:
+    rows = [row for row in measured.rows if all(name in row for name in _REWARD)]
+    if len(rows) <= ROW:
+        return None
+    now = _level(rows[-ROW:])
+    # No level is above the highest reward, and no difference more certain than this one of its levels.
+    if max(row["reward"] for row in rows) - now.mean <= FALL * now.error:
+        return None
+    earlier = [_level(rows[max(0, end - ROW) : end]) for end in range(1, len(rows) - ROW + 1)]
+    best = max(earlier, key=lambda level: level.mean - FALL * math.hypot(level.error, now.error))
+    if best.mean - now.mean <= FALL * math.hypot(best.error, now.error):
+        return None
+    return (
+        f"the reward fell from {best.mean:.3g} to {now.mean:.3g}: look at the samples, and lower "
+        f"{measured.place}.learning_rate (now {_learning_rate(measured)})"
+    )
+
+
+_REWARD = ("reward", "reward_std", "groups_kept", "groups_dropped")
+
+
+class _Level(NamedTuple):
+    mean: float
+    error: float
+
+
+def _level(rows: Sequence[Mapping[str, float]]) -> _Level:
+    """Return the mean reward of iterations and its standard error, as if siblings always had the same reward."""
+    groups = math.fsum(row["groups_kept"] + row["groups_dropped"] for row in rows)
+    variance = math.fsum(row["reward_std"] ** 2 for row in rows) / len(rows)
+    return _Level(math.fsum(row["reward"] for row in rows) / len(rows), math.sqrt(variance / max(groups, 1.0)))
+
+
+def _share(measured: _Measured) -> str:
+    return f"{measured.last('frac_reward_zero_std')[0]:.0%}"
+
+
+def _learning_rate(measured: _Measured) -> str:
+    return "".join(f"{value:g}" for value in measured.last("learning_rate")) or "unknown"
+
+
+_RULES: Mapping[str, Callable[[_Measured], str | None]] = {
+    "reward-at-bound": _reward_at_bound,
+    "entropy": _entropy,
+    "groups-without-spread": _groups_without_spread,
+    "kl": _kl,
+    "kl-penalty": _kl_penalty,
+    "clipped": _clipped,
+    "parity": _near_gate,
+    "reward-fell": _reward_fell,
+}
+
+_EXPLAINS: Mapping[str, Sequence[str]] = {
+    "reward-at-bound": ("entropy", "groups-without-spread"),
+    "entropy": ("groups-without-spread",),
+    "reward-fell": ("entropy", "groups-without-spread"),
+    "kl": ("kl-penalty", "clipped"),
+}
+"""What follows from a sign and says nothing further."""
+
+SIGNS = (*_RULES, ALL_ZERO_SIGN, HACKING)
+"""The name of every sign."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.signs import SIGNS, Sign
 from tasks.process import CHECKOUT, collection_paused, environment, openable
+from tasks.runs.signs import SIGNS, Sign
 
 
 class _Node:

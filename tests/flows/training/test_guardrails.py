@@ -21,7 +21,7 @@ from configs.loader import read_config
 from flows.command_line.main import application
 from flows.preflight.inputs import check_inputs
 from flows.training import callbacks
-from grpo_core.signs import HACKING
+from tasks.runs.signs import HACKING
 from tests.flows.conftest import TINY_TEXT, Runs, Start, refused
 
 PLANNED = 3

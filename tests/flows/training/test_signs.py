@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from grpo_core.signs import PARITY_SHARE
+from grpo_core.update.settings import PARITY_SHARE
 from tests.bench.sick_runs import SICK_RUNS, settings_of
 from tests.flows.conftest import REPOSITORY, Runs, Start
 

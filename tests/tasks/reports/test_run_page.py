@@ -21,9 +21,9 @@ from tasks.reports.run_page import (
 )
 from tasks.reports.samples import LARGE, read_groups
 from tasks.reports.text import visible
+from tasks.runs.hacking import hacking_verdict
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
-from tasks.runs.signs import hacking_verdict
 from tests.tasks.reports.made_runs import RunMaker, colour, png, whole_run
 
 MEASURED = "rewards: [{reward: ssim, weight: 0}]\n"

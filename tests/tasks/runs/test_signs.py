@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from grpo_core.signs import PARITY_SHARE, Sign, find_signs, new_signs
 from grpo_core.streams import Stream
+from grpo_core.update.settings import PARITY_SHARE
+from tasks.runs.signs import Sign, find_signs, new_signs
 
 HEALTHY = {
     "reward": 0.5,

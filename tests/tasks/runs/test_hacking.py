@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.rewards.hacking import HackingRule, HackingSign, hacking_signs, noise_between
+from grpo_core.rewards.registry import HackingRule
+from tasks.runs.hacking import HackingSign, hacking_signs, noise_between
 from tests.grpo_core.rewards.conftest import refusal
 
 Series = Sequence[float | None]
