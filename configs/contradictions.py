@@ -161,14 +161,14 @@ def _reward(config: RunConfig, section: RewardSection, place: str, parts: Sequen
     except InputError as error:
         yield InputError(_place_in(place, section, error.place), error.value, error.hint)
         return
-    if modality not in reward.media:
-        scored = " or ".join(f"{each}s" for each in reward.media)
+    if modality not in reward.needs.media:
+        scored = " or ".join(f"{each}s" for each in reward.needs.media)
         hint = f"It scores {scored}, and policy.kind {config.policy.kind} generates {modality}s."
         yield InputError(f"{place}.reward", section.reward, hint)
         return
-    if reward.needs_target:
+    if reward.needs.target:
         yield from _targets(config, section, place, parts)
-    if reward.needs_source is not None and not policy_family(config.policy.kind).reads_images:
+    if reward.needs.source is not None and not policy_family(config.policy.kind).reads_images:
         yield from _sources(config, section, place, parts)
 
 

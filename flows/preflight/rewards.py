@@ -17,7 +17,7 @@ from grpo_core.images import SourceImage, encode_png, fits_reward, require_aspec
 from grpo_core.losses.settings import load_custom_loss
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.registry import build_reward
-from grpo_core.rewards.reward import Reward
+from grpo_core.rewards.reward import Needs, Reward
 from grpo_core.streams import ImageSize
 from tasks.prompts.read import Prompt
 from tasks.prompts.targets import size_place
@@ -64,7 +64,7 @@ def try_functions(config: RunConfig, prompts: PromptFiles, report_progress: Call
         rows = next(_siblings(config, prompts, section, reward, parts), None)
         if rows is None:
             yield Trial(section.label, False, outcome="no prompt is in its scope")
-        elif reward.requires_tokens and "token_ids" not in rows[0]:
+        elif reward.load_needs().tokens == "required" and "token_ids" not in rows[0]:
             yield Trial(section.label, False, outcome="it needs completion_ids, and the model is not on this machine")
         else:
             waiting.append((f"{place}.{section.label}", section, reward, rows))
@@ -103,6 +103,7 @@ def _siblings(
             if not section.scores_prompt(known.name, prompt.columns):
                 continue
             target, size = known.targets[index], known.sizes[index] if known.sizes else None
+            sources = prompt.sources if reward.load_needs().sources else ()
             row = {
                 "group_id": TRIAL,
                 "dataset": known.name,
@@ -110,7 +111,7 @@ def _siblings(
                 "columns": json.dumps(prompt.columns),
                 "target_uri": target and target.uri,
                 "target_sha256": target and target.sha256,
-                "sources": [SourceImage.of(each.load()) for each in prompt.sources] if reward.reads_sources else [],
+                "sources": [SourceImage.of(each.load()) for each in sources],
             }
             outputs = [_output(config, reward, size, bool(prompt.sources), sibling) for sibling in (1, 2)]
             yield [{**row, **output, "sample_id": f"{TRIAL} {n}"} for n, output in enumerate(outputs, 1)]
@@ -126,7 +127,7 @@ def _output(
         coarse = np.random.default_rng(sibling).integers(0, 256, (4, 4, 3), np.uint8)
         image = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
         row = {"image": {"bytes": encode_png(image)}, "defect": None}
-    if not reward.needs_tokens:
+    if reward.needs.tokens is None:
         return row
     # It imports torch, as the scoring of rows does.
     from flows.preflight.model import source_of
@@ -168,13 +169,14 @@ def check_rewards(config: RunConfig, prompts: PromptFiles) -> Iterator[InputErro
     """Rewards score training and held-out samples, guardrails only the latter."""
     for place, section, parts in _scored(config):
         reward = build_reward(section.reward, section.settings)
-        columns = {*filter(None, [reward.needs_column]), *(section.where or {})}
+        needs = reward.load_needs()
+        columns = {*filter(None, [needs.column]), *(section.where or {})}
         for column in sorted(columns):
             yield from _column_problems(config, prompts, section, f"{place}.{section.label}", column, parts)
         yield from reward_problems(place, section, reward)
         yield from token_problems(config, section, reward, f"{place}.{section.label}")
-        yield from _source_problems(config, prompts, section, reward, f"{place}.{section.label}", parts)
-        yield from _size_problems(config, prompts, section, reward, place, parts)
+        yield from _source_problems(config, prompts, section, needs, f"{place}.{section.label}", parts)
+        yield from _size_problems(config, prompts, section, needs, place, parts)
         yield from _prompt_problems(config, prompts, section, reward, parts)
 
 
@@ -190,22 +192,22 @@ def reward_problems(place: str, section: RewardSection, reward: Reward) -> Itera
 
 def token_problems(config: RunConfig, section: RewardSection, reward: Reward, place: str) -> Iterator[InputError]:
     """Report a reward that cannot score a sample without its tokens, where none are sampled."""
-    if reward.requires_tokens and "tokens" not in policy_family(config.policy.kind).streams:
+    if reward.load_needs().tokens == "required" and "tokens" not in policy_family(config.policy.kind).streams:
         hint = f"It needs completion_ids, and a policy of kind {config.policy.kind} samples no tokens; give the "
         yield InputError(place, section.reward, f"{hint}parameter a default, or choose another reward.")
 
 
 def _source_problems(
-    config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, place: str, parts: Sequence[str]
+    config: RunConfig, prompts: PromptFiles, section: RewardSection, needs: Needs, place: str, parts: Sequence[str]
 ) -> Iterator[InputError]:
     """Report a reward that must see the images in prompts, where those of a dataset that it scores do not fit it."""
-    for part in parts if reward.requires_sources else ():
+    for part in parts if needs.sources == "required" else ():
         for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
             if known is None or not section.scores(dataset.name):
                 continue
             if not any(each.sources for each in known.prompts):
                 hint = f"It needs images in prompts, and none of {part} ({dataset.prompts}) has any; name their "
-                other = ", or give source_images a default" if reward.needs_source is None else ""
+                other = ", or give source_images a default" if needs.source is None else ""
                 yield InputError(place, section.reward, f"{hint}image_column{other}.")
                 continue
             scored = (
@@ -213,7 +215,7 @@ def _source_problems(
                 for prompt, size in zip(known.prompts, known.sizes, strict=False)
                 if section.scores_prompt(dataset.name, prompt.columns)
             )
-            problems = (_source_problem(prompt, size, reward, f"{place}, {own}") for prompt, size in scored)
+            problems = (_source_problem(prompt, size, needs, f"{place}, {own}") for prompt, size in scored)
             # In a file with one such prompt the others are mostly alike.
             yield from islice((each for each in problems if each is not None), 1)
 
@@ -235,9 +237,9 @@ def _column_problems(
                 yield InputError(place, column, hint)
 
 
-def _source_problem(prompt: Prompt, size: ImageSize, reward: Reward, place: str) -> InputError | None:
+def _source_problem(prompt: Prompt, size: ImageSize, needs: Needs, place: str) -> InputError | None:
     """Return why the reward cannot compare an image of this size with its image in the prompt; None if it can."""
-    index = reward.needs_source
+    index = needs.source
     if index is None:
         return None
     if len(prompt.sources) <= index:
@@ -245,7 +247,7 @@ def _source_problem(prompt: Prompt, size: ImageSize, reward: Reward, place: str)
         return InputError(f"{place}, prompt {prompt.prompt_id}", f"{len(prompt.sources)} images", hint)
     source = prompt.sources[index]
     try:
-        if reward.squeezes_reference:
+        if needs.squeezes_reference:
             require_aspect(source.size, size, place)
     except InputError as error:
         return InputError(f"{place}, {source.place}", f"image of {source.size} pixels", error.hint)
@@ -256,7 +258,7 @@ def _size_problems(
     config: RunConfig,
     prompts: PromptFiles,
     section: RewardSection,
-    reward: Reward,
+    needs: Needs,
     place: str,
     parts: Collection[str],
 ) -> list[InputError]:
@@ -267,8 +269,8 @@ def _size_problems(
         return section.scores_prompt(dataset, prompt.columns)
 
     for size, where in sizes_of(config, prompts, parts, meant):
-        if not fits_reward(size, reward.min_side, reward.max_aspect):
-            hint = f"It needs {shown_bounds(reward.min_side, reward.max_aspect)}; this is the size of {where}."
+        if not fits_reward(size, needs.min_side, needs.max_aspect):
+            hint = f"It needs {shown_bounds(needs.min_side, needs.max_aspect)}; this is the size of {where}."
             problems.append(InputError(f"{place}.reward", f"{section.reward} of {size} pixels", hint))
     return first_of(problems)
 

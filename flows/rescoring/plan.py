@@ -19,7 +19,7 @@ from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, raise_all
 from grpo_core.images import fits_reward, shown_bounds
 from grpo_core.rewards.registry import build_reward
-from grpo_core.rewards.reward import Reward
+from grpo_core.rewards.reward import Needs
 from grpo_core.streams import ImageSize
 from tasks.prompts.targets import find_target
 from tasks.reports.report import require_page_path
@@ -168,20 +168,21 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
         place, needed = f"rewards.{index}.{section.label}", set(section.where or {})
         if section in run.missing:
             reward = build_reward(section.reward, section.settings)
+            needs = reward.load_needs()
             for problem in reward.preflight():
                 yield InputError(place, dict(section.settings), problem)
             yield from token_problems(run.config, section, reward, place)
             yield from _pruned_problems(run, section, place)
-            if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
+            if needs.target and prompts["target_uri"].null_count() == prompts.height:
                 hint = f"The rollouts of {run.store.run} were collected without target images."
                 yield InputError(place, section.reward, hint)
-            if reward.needs_target:
+            if needs.target:
                 yield from _target_problems(run, prompts, place)
-            if reward.requires_sources and not prompts["sources"].list.len().sum():
+            if needs.sources == "required" and not prompts["sources"].list.len().sum():
                 hint = f"The prompts of {run.store.run} have no images."
                 yield InputError(place, section.reward, hint)
-            yield from _size_problems(run, section, reward, prompts, place)
-            needed |= set(filter(None, [reward.needs_column]))
+            yield from _size_problems(run, section, needs, prompts, place)
+            needed |= set(filter(None, [needs.column]))
         for column in sorted(needed - set(found)):
             hint = f"No prompt of {run.store.run} has this column; it has {', '.join(found) or 'none'}."
             yield InputError(place, column, hint)
@@ -196,7 +197,7 @@ def _target_problems(run: RescoredRun, prompts: pl.DataFrame, place: str) -> Ite
 
 
 def _size_problems(
-    run: RescoredRun, section: RewardSection, reward: Reward, prompts: pl.DataFrame, place: str
+    run: RescoredRun, section: RewardSection, needs: Needs, prompts: pl.DataFrame, place: str
 ) -> Iterator[InputError]:
     """Report stored images that the reward is meant for and that are too small or too long for it."""
     if "width" not in prompts.columns:
@@ -204,10 +205,10 @@ def _size_problems(
     refused: dict[ImageSize, str] = {}
     for row in prompts.unique(("dataset", "columns", "width", "height"), maintain_order=True).iter_rows(named=True):
         size, meant = ImageSize(row["width"], row["height"]), (row["dataset"], json.loads(row["columns"]))
-        if not fits_reward(size, reward.min_side, reward.max_aspect) and section.scores_prompt(*meant):
+        if not fits_reward(size, needs.min_side, needs.max_aspect) and section.scores_prompt(*meant):
             refused.setdefault(size, row["dataset"])
     for size, dataset in refused.items():
-        hint = f"It needs {shown_bounds(reward.min_side, reward.max_aspect)}; {dataset} has images of this size."
+        hint = f"It needs {shown_bounds(needs.min_side, needs.max_aspect)}; {dataset} has images of this size."
         yield InputError(place, f"{section.reward} of {size} pixels", hint)
 
 

@@ -16,8 +16,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, Text
-from grpo_core.streams import Modality
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Needs, Reward, Score, ScoringBatch, Text
 from grpo_core.uses import Uses
 
 Box = tuple[float, float, float, float]
@@ -82,9 +81,7 @@ class BoxIouReward(Reward):
     height_column: Annotated[Text, Uses.NOTHING] = "height"
 
     name: ClassVar[str] = "box_iou"
-    media: ClassVar[tuple[Modality, ...]] = ("text",)
     version: ClassVar[str] = "3"
-    reads_sources: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.min_pixels > self.max_pixels:
@@ -92,9 +89,9 @@ class BoxIouReward(Reward):
             raise InputError("rewards.box_iou.max_pixels", self.max_pixels, hint)
 
     @property
-    def needs_column(self) -> str:
-        """Name the column of the wanted boxes."""
-        return self.column
+    def needs(self) -> Needs:
+        """The column of the wanted boxes, and the size of the prompt's image."""
+        return Needs(("text",), column=self.column, sources="optional")
 
     def settings(self) -> Mapping[str, object]:
         """Return what determines the scores; the resize and the columns of the sides only where they are read."""

@@ -21,7 +21,7 @@ from grpo_core.rewards.clip import ClipReward
 from grpo_core.rewards.clip_rewards import ClipModel, load_clip
 from grpo_core.rewards.lpips import MIN_SIDES, TRUNKS, Trunk, heads_file, load_network
 from grpo_core.rewards.model_reward import exact_inference
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Needs, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.weights import Weights
 from grpo_core.seeds import file_sha256
@@ -73,7 +73,6 @@ class DiversityReward(ClipReward):
     net: Trunk = "alex"
 
     name: ClassVar[str] = "diversity"
-    needs_group: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,9 +86,9 @@ class DiversityReward(ClipReward):
         return super().version if self.measure == "clip" else "1"
 
     @property
-    def min_side(self) -> int:
-        """Smallest side in pixels that an image may have."""
-        return MIN_SIDES[self.net] if self.measure == "lpips" else 1
+    def needs(self) -> Needs:
+        """Siblings, and of ``lpips`` a smallest side."""
+        return Needs(group=True, min_side=MIN_SIDES[self.net] if self.measure == "lpips" else 1)
 
     def settings(self) -> Mapping[str, object]:
         """Return the measure and its network."""
@@ -130,7 +129,7 @@ class DiversityReward(ClipReward):
 
     def _images(self, group: ScoringBatch) -> list[Image.Image]:
         """Return the images of one group in RGB, all at the size of the smallest."""
-        images = list(group.rgb_images(self.name, self.min_side))
+        images = list(group.rgb_images(self.name, self.needs.min_side))
         size = min((image.size for image in images), key=lambda size: (math.prod(size), size))
         return [fit_to(image, size, f"{_PLACE}, siblings of sample {group.sample_ids[0]}") for image in images]
 

@@ -25,8 +25,7 @@ from grpo_core.errors import InputError
 from grpo_core.images import to_rgb
 from grpo_core.messages import Message, shown_question, with_images
 from grpo_core.rewards.call_log import CallLog
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, not_finite
-from grpo_core.streams import Modality
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Needs, Reward, Score, ScoringBatch, not_finite
 from grpo_core.user_functions import (
     REFERENCE,
     UserFunction,
@@ -100,8 +99,6 @@ class FunctionReward(Reward):
     revision: Annotated[str | None, Uses.NOTHING] = None
 
     name: ClassVar[str] = "function"
-    media: ClassVar[tuple[Modality, ...]] = ("image", "text")
-    needs_tokens: ClassVar[bool] = True
 
     @property
     def user_function(self) -> str:
@@ -122,38 +119,24 @@ class FunctionReward(Reward):
         return f"1+{self._load().code.digest[:16]}"
 
     @property
-    def needs_group(self) -> bool:
-        """Whether the function compares siblings."""
-        return self.by_group
+    def needs(self) -> Needs:
+        """What the settings say; the function's parameters say more."""
+        return Needs(("image", "text"), target=self.with_targets, group=self.by_group, tokens="optional")
 
-    @property
-    def needs_target(self) -> bool:
-        """Whether the function compares with targets."""
-        return self.with_targets
-
-    @property
-    def requires_tokens(self) -> bool:
-        """Whether the function's parameter completion_ids has no default; False while it cannot load."""
-        return "completion_ids" in self._parameters()
-
-    @property
-    def reads_sources(self) -> bool:
-        """Whether a call may pass the images in prompts; False while the function cannot load."""
+    def load_needs(self) -> Needs:
+        """Return these with what the function's parameters ask for: those without a default are required."""
         try:
-            signature = self._load().signature
+            function = self._load()
         except InputError:
-            return False
-        return signature is None or bool({_SOURCES, *_OF_TRL} & {*signature.parameters}) or _is_open(signature)
-
-    @property
-    def requires_sources(self) -> bool:
-        """Whether the function's parameter source_images has no default; False while it cannot load."""
-        return _SOURCES in self._parameters()
-
-    @property
-    def needs_column(self) -> str | None:
-        """The function's first parameter without a default that no call passes; None while it cannot load."""
-        return next((name for name in self._parameters() if name not in _GIVEN), None)
+            return self.needs
+        required = function.required
+        reads = function.signature is None or any(_takes(function, name) for name in (_SOURCES, *_OF_TRL))
+        return replace(
+            self.needs,
+            tokens="required" if "completion_ids" in required else "optional",
+            sources="required" if _SOURCES in required else "optional" if reads else None,
+            column=next((name for name in required if name not in _GIVEN), None),
+        )
 
     def settings(self) -> Mapping[str, object]:
         """Return all of them; a file by its name, because its content is in the version."""
@@ -183,13 +166,6 @@ class FunctionReward(Reward):
         if not self.by_group:
             return self._score_rows(function, batch)
         return [score for rows in batch.groups(self.name) for score in self._score_rows(function, batch.select(rows))]
-
-    def _parameters(self) -> list[str]:
-        """List what a call must pass; empty while the function cannot load, which preflight reports."""
-        try:
-            return self._load().required
-        except InputError:
-            return []
 
     def _load(self) -> UserFunction:
         factory = _is_factory(find_function(_PLACE, self.function)) if self.factory is None else self.factory

@@ -27,6 +27,7 @@ from grpo_core.rewards.remote.wire import encode_image
 from grpo_core.rewards.reward import (
     NOT_APPLICABLE,
     STRICT,
+    Needs,
     Positive,
     Score,
     ScoringBatch,
@@ -34,7 +35,6 @@ from grpo_core.rewards.reward import (
     Text,
     clamp_unit,
 )
-from grpo_core.streams import Modality
 from grpo_core.uses import Uses
 
 _VERDICT_FORM = (
@@ -116,21 +116,15 @@ class JudgeReward(ServiceReward):
 
     name: ClassVar[str] = "judge"
     version: ClassVar[str] = "4"
-    media: ClassVar[tuple[Modality, ...]] = ("image", "text")
 
     def __post_init__(self) -> None:
         if self.low >= self.high:
             raise InputError("rewards.judge.high", self.high, f"Set a number above low, {self.low:g}.")
 
     @property
-    def reads_sources(self) -> bool:
-        """Whether it is shown the images in prompts: always."""
-        return True
-
-    @property
-    def needs_column(self) -> str | None:
-        """The first one in the rubric."""
-        return next(iter(self._columns()), None)
+    def needs(self) -> Needs:
+        """The first column in the rubric; the images in prompts are shown to the judge."""
+        return Needs(("image", "text"), column=next(iter(self._columns()), None), sources="optional")
 
     def check_service(self) -> None:
         """Check that the endpoint lists the model."""

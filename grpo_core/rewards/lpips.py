@@ -67,7 +67,7 @@ class LpipsReward(ModelReward, PairReward):
         self.check_reference()
 
     @property
-    def min_side(self) -> int:
+    def min_side(self) -> int:  # type: ignore[override]
         """Smallest side in pixels that the trunk can pool."""
         return MIN_SIDES[self.net]
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.reward import STRICT, Reward, ScoringBatch
+from grpo_core.rewards.reward import STRICT, Needs, Reward, ScoringBatch
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -31,24 +31,11 @@ class ComparingReward(Reward):
             raise InputError(f"rewards.{self.name}.source_index", self.source_index, hint)
 
     @property
-    def needs_target(self) -> bool:
-        """Whether it compares with the target image."""
-        return self.against == "target"
-
-    @property
-    def needs_source(self) -> int | None:
-        """Which image in the prompt it compares with."""
-        return self.source_index if self.against == "source" else None
-
-    @property
-    def reads_sources(self) -> bool:
-        """Whether it compares with an image in the prompt."""
-        return self.needs_source is not None
-
-    @property
-    def requires_sources(self) -> bool:
-        """Whether it compares with an image in the prompt."""
-        return self.needs_source is not None
+    def needs(self) -> Needs:
+        """The image that it compares with."""
+        if self.against == "source":
+            return Needs(sources="required", source=self.source_index)
+        return Needs(target=self.against == "target")
 
     def settings(self) -> Mapping[str, object]:
         """Return what determines the scores; the reference only where it is not the usual one.

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from PIL import Image
 from pydantic import ConfigDict, Field
@@ -139,6 +139,37 @@ NOT_APPLICABLE = Score(None, None)
 """The reward has nothing to say about the sample: no target, no quoted text."""
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a reward scores, and what it needs of each sample.
+
+    Attributes:
+        media: what it scores.
+        target: whether a sample without a target image has no score.
+        column: of the prompt file, without which no sample has a score.
+        group: whether a sample's score depends on its siblings, so that a batch must contain them all.
+        tokens: that a sample was decoded from: None if it does not look at them, ``required`` if it cannot score an
+            image of a pipeline that samples none.
+        sources: the images in prompts, as `tokens`.
+        source: which of them, from 0, a sample is compared with; None: with none.
+        squeezes_reference: whether the image that a sample is compared with is squeezed to its size, and so needs its
+            aspect ratio.
+        min_side: smallest side of an image that it can score, in pixels.
+        max_aspect: largest ratio of an image's long side to its short one.
+    """
+
+    media: tuple[Modality, ...] = ("image",)
+    target: bool = False
+    column: str | None = None
+    group: bool = False
+    tokens: Literal["optional", "required"] | None = None
+    sources: Literal["optional", "required"] | None = None
+    source: int | None = None
+    squeezes_reference: bool = False
+    min_side: int = 1
+    max_aspect: float = math.inf
+
+
 class Reward(abc.ABC):
     """A reward; its settings are fixed when it is built and named in its provenance.
 
@@ -160,9 +191,13 @@ class Reward(abc.ABC):
         """Changes whenever the same sample would score otherwise."""
 
     @property
-    def media(self) -> tuple[Modality, ...]:
-        """What it scores."""
-        return ("image",)
+    def needs(self) -> Needs:
+        """What it scores and needs, by its settings alone."""
+        return Needs()
+
+    def load_needs(self) -> Needs:
+        """Return its needs with those of a user's function, which is imported; without them while it cannot load."""
+        return self.needs
 
     @property
     def user_function(self) -> str | None:
@@ -173,61 +208,6 @@ class Reward(abc.ABC):
     def unfollowed(self) -> Sequence[str]:
         """What the function's code uses and `version` does not see; empty while the function cannot load."""
         return ()
-
-    @property
-    def needs_target(self) -> bool:
-        """Whether a sample without a target image has no score."""
-        return False
-
-    @property
-    def needs_column(self) -> str | None:
-        """The column of the prompt file without which no sample has a score."""
-        return None
-
-    @property
-    def needs_group(self) -> bool:
-        """Whether a sample's score depends on its siblings, so that a batch must contain them all."""
-        return False
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether it looks at the tokens that a sample was decoded from."""
-        return False
-
-    @property
-    def requires_tokens(self) -> bool:
-        """Whether it cannot score a sample without them, such as an image of a pipeline that samples no tokens."""
-        return False
-
-    @property
-    def reads_sources(self) -> bool:
-        """Whether it looks at the images in prompts, where there are any."""
-        return False
-
-    @property
-    def requires_sources(self) -> bool:
-        """Whether it cannot score where no prompt has any."""
-        return self.needs_source is not None
-
-    @property
-    def needs_source(self) -> int | None:
-        """Which image in the prompt, from 0, a sample is compared with; None: with none."""
-        return None
-
-    @property
-    def squeezes_reference(self) -> bool:
-        """Whether the image that a sample is compared with is squeezed to its size, and so needs its aspect ratio."""
-        return False
-
-    @property
-    def min_side(self) -> int:
-        """Smallest side of an image that it can score, in pixels."""
-        return 1
-
-    @property
-    def max_aspect(self) -> float:
-        """Largest ratio of an image's long side to its short one."""
-        return math.inf
 
     def settings(self) -> Mapping[str, object]:
         """Return the settings that determine the scores, as plain JSON values."""
@@ -309,21 +289,21 @@ def _loose_batch(
     Args:
         fields: of the batch, by name; None for those that are not given.
     """
-    place = f"rewards.{reward.name}"
+    place, needs = f"rewards.{reward.name}", reward.load_needs()
     if isinstance(outputs, str | Image.Image):
         raise InputError(place, outputs, "Give a list of outputs, also for a single one.")
     images = [each for each in outputs if isinstance(each, Image.Image)]
     texts = [each for each in outputs if isinstance(each, str)]
     if len(outputs) not in (len(images), len(texts)):
         raise InputError(place, [type(each).__name__ for each in outputs], "Give PIL images only, or texts only.")
-    if outputs and ("image" if images else "text") not in reward.media:
-        raise InputError(place, type(outputs[0]).__name__, f"It scores {' or '.join(reward.media)}s.")
-    if reward.needs_target and fields["targets"] is None:
+    if outputs and ("image" if images else "text") not in needs.media:
+        raise InputError(place, type(outputs[0]).__name__, f"It scores {' or '.join(needs.media)}s.")
+    if needs.target and fields["targets"] is None:
         raise InputError(f"{place}, targets", None, "It compares with target images: give one per output, or None.")
-    if reward.needs_column is not None and reward.needs_column not in columns:
-        hint = f"It reads this column of the prompts: give {reward.needs_column}=[...] with one value per output."
-        raise InputError(f"{place}, {reward.needs_column}", None, hint)
-    if reward.requires_sources and fields["source_images"] is None:
+    if needs.column is not None and needs.column not in columns:
+        hint = f"It reads this column of the prompts: give {needs.column}=[...] with one value per output."
+        raise InputError(f"{place}, {needs.column}", None, hint)
+    if needs.sources == "required" and fields["source_images"] is None:
         hint = "It looks at the images in prompts: give a list of them per output."
         raise InputError(f"{place}, source_images", None, hint)
     for name, values in {**fields, **columns}.items():

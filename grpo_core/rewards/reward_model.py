@@ -19,9 +19,8 @@ from torch import nn
 from grpo_core.errors import InputError
 from grpo_core.messages import Message, read_messages
 from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_model, load_once, load_tokenizer
-from grpo_core.rewards.reward import STRICT, Score, ScoringBatch
+from grpo_core.rewards.reward import STRICT, Needs, Score, ScoringBatch
 from grpo_core.rewards.weights import Published, Weights
-from grpo_core.streams import Modality
 from grpo_core.uses import Uses
 
 _PLACE = "rewards.reward_model.model"
@@ -56,7 +55,7 @@ class RewardModelReward(ModelReward):
 
     name: ClassVar[str] = "reward_model"
     version: ClassVar[str] = "2"
-    media: ClassVar[tuple[Modality, ...]] = ("text",)
+    needs: ClassVar[Needs] = Needs(("text",))
     free_settings: ClassVar[frozenset[str]] = frozenset({"device", "model", "model_sha256"})
 
     def weight_sources(self) -> Mapping[str, Weights]:

@@ -5,13 +5,14 @@ Their settings are checked without torch, which takes seconds to import; `measur
 
 import abc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
 
 from grpo_core.images import WINDOW, fit_to, to_rgb
 from grpo_core.rewards.references import ComparingReward
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Needs, Positive, Score, ScoringBatch, clamp_unit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,12 +28,19 @@ class PairReward(ComparingReward):
 
     against: Literal["target", "source"] = "target"
 
-    squeezes_reference: ClassVar[bool] = True
+    min_side: ClassVar[int] = 1
+    """Smallest side of an image that it can score, in pixels."""
+
     undefined: ClassVar[str | None] = None
     """Why a raw quantity may be undefined, {} for target or source; None: it never is."""
 
     def __post_init__(self) -> None:
         self.check_reference()
+
+    @property
+    def needs(self) -> Needs:
+        """The image that it compares with, which is squeezed."""
+        return replace(super().needs, squeezes_reference=True, min_side=self.min_side)
 
     @abc.abstractmethod
     def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":

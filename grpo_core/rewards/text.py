@@ -17,8 +17,8 @@ from rapidfuzz.distance import Levenshtein
 
 from grpo_core.errors import InputError
 from grpo_core.messages import answer_begun
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, Text
-from grpo_core.streams import Modality, has_visible_text
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Needs, Reward, Score, ScoringBatch, Text
+from grpo_core.streams import has_visible_text
 from grpo_core.uses import Uses
 
 
@@ -37,13 +37,12 @@ class AnswerReward(Reward):
     mode: Literal["similarity", "exact"] = "similarity"
 
     name: ClassVar[str] = "answer"
-    media: ClassVar[tuple[Modality, ...]] = ("text",)
     version: ClassVar[str] = "1"
 
     @property
-    def needs_column(self) -> str:
-        """Name the column of the answer."""
-        return self.column
+    def needs(self) -> Needs:
+        """The column of the answer."""
+        return Needs(("text",), column=self.column)
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; raw is the number of edits."""
@@ -122,7 +121,7 @@ class FormatReward(Reward):
     mode: Literal["strict", "partial"] = "strict"
 
     name: ClassVar[str] = "format"
-    media: ClassVar[tuple[Modality, ...]] = ("text",)
+    needs: ClassVar[Needs] = Needs(("text",))
     version: ClassVar[str] = "4"
 
     def __post_init__(self) -> None:

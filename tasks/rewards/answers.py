@@ -77,9 +77,9 @@ def _refusal(status: int, reason: str) -> Answer:
 
 def _why_unfit(reward: Reward, batch: ScoringBatch) -> str | None:
     kind = "text" if batch.completions else "image"
-    if kind not in reward.media:
-        return f"this reward scores {' and '.join(reward.media)}s, and these samples are {kind}s"
-    if reward.needs_group and not batch.group_ids:
+    if kind not in reward.needs.media:
+        return f"this reward scores {' and '.join(reward.needs.media)}s, and these samples are {kind}s"
+    if reward.needs.group and not batch.group_ids:
         return "this reward compares siblings, and these samples come without group_id"
     return None
 
@@ -95,18 +95,18 @@ def describe_reward(name: str, reward: Reward) -> wire.RewardDescription:
     Raises:
         InputError: a weight file is missing or not the right one.
     """
-    provenance = provenance_of(reward)
+    provenance, needs = provenance_of(reward), reward.load_needs()
     canonical = json.dumps(provenance, sort_keys=True, allow_nan=False)
     return wire.RewardDescription(
         name=name,
         version=f"{reward.version}+{hashlib.sha256(canonical.encode()).hexdigest()[:16]}",
-        media=list(reward.media),
-        needs_target=reward.needs_target,
-        needs_group=reward.needs_group,
-        needs_sources=reward.requires_sources,
-        needs_column=reward.needs_column,
-        min_side=reward.min_side,
-        max_aspect=None if math.isinf(reward.max_aspect) else reward.max_aspect,
+        media=list(needs.media),
+        needs_target=needs.target,
+        needs_group=needs.group,
+        needs_sources=needs.sources == "required",
+        needs_column=needs.column,
+        min_side=needs.min_side,
+        max_aspect=None if math.isinf(needs.max_aspect) else needs.max_aspect,
         provenance=provenance,
     )
 

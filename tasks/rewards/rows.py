@@ -78,13 +78,14 @@ def batches_for(
     folders: Sequence[str] = (),
 ) -> Iterator[list[Row]]:
     """Yield batches of the wanted samples of a run with everything that the reward reads, as `batches_of`."""
+    needs = reward.load_needs()
     return batches_of(
         source,
         section.batch_size,
         names,
-        with_tokens=reward.needs_tokens,
-        read_sources=functools.partial(read_sources, store, runs=[run]) if reward.reads_sources else None,
-        find_target=functools.partial(located_target, stores=[store], folders=folders) if reward.needs_target else None,
+        with_tokens=needs.tokens is not None,
+        read_sources=functools.partial(read_sources, store, runs=[run]) if needs.sources else None,
+        find_target=functools.partial(located_target, stores=[store], folders=folders) if needs.target else None,
     )
 
 

@@ -63,7 +63,7 @@ def samples_to_score(section: RewardSection, samples: pl.DataFrame, scored: Coll
     """Return the samples in scope that have no score yet, with their siblings if a score depends on them."""
     meant = in_scope(section, samples)
     missing = meant.filter(~pl.col("sample_id").is_in(list(scored)))
-    if build_reward(section.reward, section.settings).needs_group:
+    if build_reward(section.reward, section.settings).needs.group:
         missing = meant.filter(pl.col("group_id").is_in(missing["group_id"].to_list()))
     return frozenset(missing["sample_id"])
 

@@ -138,8 +138,8 @@ def lay(config: RunConfig, laid: Bait, *, server: str = "") -> dict[str, Any]:
 
 
 def _media(kind: type[Reward]) -> tuple[str, ...]:
-    """What a reward scores; where that depends on its settings, images by its defaults."""
-    return ("image",) if isinstance(kind.media, property) else kind.media
+    """What a reward scores by its default settings, which some rewards refuse."""
+    return object.__new__(kind).needs.media
 
 
 _REQUIRED: Mapping[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.engines import RapidEngine, TesseractEngine
 from grpo_core.rewards.ocr.text_match import MATCHES, quoted_texts
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, ScoringError, Text
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Needs, Reward, Score, ScoringBatch, ScoringError, Text
 from grpo_core.uses import Uses
 
 MAX_ASPECT = 8.0
@@ -62,7 +62,6 @@ class TextAccuracyReward(Reward):
     attempts: Annotated[int, Field(ge=1, le=100)] = 3
 
     name: ClassVar[str] = "text_accuracy"
-    max_aspect: ClassVar[float] = MAX_ASPECT
 
     def __post_init__(self) -> None:
         for engine, settings in _SETTINGS_OF_ENGINE.items():
@@ -77,9 +76,9 @@ class TextAccuracyReward(Reward):
         return f"4+{self._build_engine().version}"
 
     @property
-    def needs_column(self) -> str | None:
-        """The texts', where they do not come from the prompt."""
-        return self.column
+    def needs(self) -> Needs:
+        """The column of the texts, where they do not come from the prompt."""
+        return Needs(column=self.column, max_aspect=MAX_ASPECT)
 
     def settings(self) -> Mapping[str, object]:
         """Return mode, column, engine and the settings of this engine."""

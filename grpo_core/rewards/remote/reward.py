@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
@@ -12,7 +12,7 @@ from grpo_core.errors import InputError
 from grpo_core.images import require_fit
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.http import ServiceReward, ask_side_by_side
-from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, ScoringError, Text
+from grpo_core.rewards.reward import STRICT, Needs, Score, ScoringBatch, ScoringError, Text
 from grpo_core.streams import Modality
 from grpo_core.uses import Uses
 
@@ -41,24 +41,15 @@ class RemoteReward(ServiceReward):
 
     name: ClassVar[str] = "remote"
     version: ClassVar[str] = "1"
-    media: ClassVar[tuple[Modality, ...]] = ("image", "text")
-    needs_tokens: ClassVar[bool] = True
     free_settings: ClassVar[frozenset[str]] = ServiceReward.free_settings | {"batch_size"}
 
     @property
-    def needs_group(self) -> bool:
-        """Whether a request is a group."""
-        return self.by_group
-
-    @property
-    def needs_target(self) -> bool:
-        """Whether targets are sent along."""
-        return self.with_targets
-
-    @property
-    def reads_sources(self) -> bool:
-        """Whether the images in prompts are sent along."""
-        return self.with_sources
+    def needs(self) -> Needs:
+        """What is sent along."""
+        sources: Literal["optional"] | None = "optional" if self.with_sources else None
+        return Needs(
+            ("image", "text"), target=self.with_targets, group=self.by_group, tokens="optional", sources=sources
+        )
 
     def settings(self) -> Mapping[str, object]:
         """Return the reward and its version at the server; queries the version where none is set."""

@@ -80,7 +80,7 @@ def test_a_score_depends_on_its_sample_and_siblings_alone(
     assert len({score.raw for score in together}) > 1
     assert all(score.value is None or 0 <= score.value <= 1 for score in together)
     forget(reward)
-    parts = [[0, 1], [2, 3]] if reward.needs_group else [[0], [1], [2], [3]]
+    parts = [[0, 1], [2, 3]] if reward.needs.group else [[0], [1], [2], [3]]
     assert [score for rows in parts for score in reward.score(batch.select(rows))] == together
     forget(reward)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -110,7 +110,7 @@ def test_every_reward_keeps_the_protocol(settings: Mapping[str, Mapping[str, obj
         if name in OF_IMAGES:
             (score,) = reward.score(make_batch([flat(7)]))
             # Without a target, siblings or quoted words there is nothing to say.
-            silent = reward.needs_target or reward.needs_group or name == "text_accuracy"
+            silent = reward.needs.target or reward.needs.group or name == "text_accuracy"
             assert (score == NOT_APPLICABLE) == silent
 
 

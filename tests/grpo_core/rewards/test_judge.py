@@ -50,7 +50,7 @@ def test_it_sees_the_images_in_the_prompt_first_and_which_is_which(stub: Stub) -
     stub.script(said('{"score": 7}'), said('{"score": 7}'), said('{"score": 7}'))
     sources, made = [noise(0, 5, 4), noise(1, 4, 5)], noise(2, 6, 6)
     reward = judge(stub)
-    assert reward.reads_sources
+    assert reward.needs.sources == "optional"
     reward.score(make_batch([made], source_images=[sources]))
     reward.score(make_texts("an answer", source_images=[sources[:1]]))
     reward.score(make_batch([made], source_images=[[]]))
@@ -67,7 +67,7 @@ def test_it_sees_the_images_in_the_prompt_first_and_which_is_which(stub: Stub) -
 def test_texts_and_columns(stub: Stub) -> None:
     stub.script(said('{"score": 3}'))
     reward = judge(stub, rubric="{prompt}: {style}, {{why}} {count}? {prompt}", high=4)
-    assert reward.needs_column == "style"
+    assert reward.needs.column == "style"
     batch = make_texts("one", "two", columns={"style": ["plain", None], "count": [3, 4]})
     assert reward.score(batch) == [Score(0.75, 3.0), NOT_APPLICABLE]
     (requested,) = stub.requested

@@ -93,10 +93,10 @@ def test_the_reference_is_part_of_the_provenance_where_it_is_not_the_usual_one()
     assert len(digests) == 3
     assert "against" not in ClipScoreReward().settings()
     assert ClipScoreReward(against="source").settings()["against"] == "source"
-    assert (SsimReward().needs_target, SsimReward().needs_source) == (True, None)
+    assert (SsimReward().needs.target, SsimReward().needs.source) == (True, None)
     changed = dataclasses.replace(SsimReward(), against="source", source_index=1)
-    assert (changed.needs_target, changed.needs_source) == (False, 1)
-    assert (ClipScoreReward().needs_target, ClipScoreReward().needs_source) == (False, None)
+    assert (changed.needs.target, changed.needs.source) == (False, 1)
+    assert (ClipScoreReward().needs.target, ClipScoreReward().needs.source) == (False, None)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,13 @@ class MeasuredReward(PairReward):
     """Scores by a function of the test."""
 
     function: Callable[[Tensor, Tensor], Tensor]
-    min_side: int = 1
+    smallest: int = 1
     name = "measured"
     version = "1"
+
+    @property
+    def min_side(self) -> int:  # type: ignore[override]
+        return self.smallest
 
     def measure(self, images: Tensor, targets: Tensor) -> Tensor:
         return self.function(images, targets)
@@ -72,7 +76,7 @@ def test_a_target_of_one_colour_has_no_variance_to_explain() -> None:
 
 def test_small_image_is_refused_with_its_size_and_sample() -> None:
     batch = make_batch([flat(0, 32, 10)], [flat(0, 32, 10)], ["p3/4"])
-    refused = refusal(MeasuredReward(torch.sub, min_side=11).score, batch)
+    refused = refusal(MeasuredReward(torch.sub, smallest=11).score, batch)
     assert refused == ("rewards.measured, sample p3/4", "image of 32x10 pixels")
 
 

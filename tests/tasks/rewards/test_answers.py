@@ -15,10 +15,10 @@ from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.lpips import LpipsReward
 from grpo_core.rewards.ocr.text_accuracy import MAX_ASPECT, TextAccuracyReward
 from grpo_core.rewards.remote import wire
-from grpo_core.rewards.reward import Reward, Score, ScoringBatch
+from grpo_core.rewards.reward import Needs, Reward, Score, ScoringBatch
 from grpo_core.rewards.similarity import SsimReward
 from grpo_core.rewards.text import AnswerReward
-from grpo_core.streams import MAX_PIXELS, Modality
+from grpo_core.streams import MAX_PIXELS
 from tasks.progress import listen
 from tasks.rewards.answers import RequestLimits, answer_request, describe_reward
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
@@ -32,14 +32,13 @@ class Broken(Reward):
 
     name: ClassVar[str] = "broken"
     version: ClassVar[str] = "1"
-    media: ClassVar[tuple[Modality, ...]] = ("text",)
 
     def settings(self) -> Mapping[str, object]:
         return {}
 
     @property
-    def needs_group(self) -> bool:
-        return self.siblings
+    def needs(self) -> Needs:
+        return Needs(("text",), group=self.siblings)
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         raise RuntimeError("a secret of the server")

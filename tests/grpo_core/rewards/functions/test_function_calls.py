@@ -95,10 +95,10 @@ def test_targets_come_where_they_are_asked_for(write: Callable[[str], str]) -> N
         "    return [2 + (0 if target is None else target.getpixel((0, 0))[2]) for target in targets]\n"
     )
     reward = FunctionReward(function=f"{path}:score", with_targets=True)
-    assert reward.needs_target
+    assert reward.needs.target
     batch = make_batch([flat(1), flat(2)], [Image.new("RGBA", (4, 4), (0, 0, 51, 255)), None])
     assert [score.value for score in reward.score(batch)] == [53.0, 2.0]
-    assert not FunctionReward(function=f"{path}:score").needs_target
+    assert not FunctionReward(function=f"{path}:score").needs.target
     assert FunctionReward(function=f"{path}:score").score(batch.select([0])) == [Score(0.0, 0.0)]
 
 
@@ -160,7 +160,7 @@ def test_one_loop_serves_all_calls(write: Callable[[str], str]) -> None:
 def test_by_group_gives_one_whole_group_a_call(write: Callable[[str], str]) -> None:
     path = write(SPY.replace("[float(len(c)) for c in completions]", "[len(set(completions))] * len(completions)"))
     reward = FunctionReward(function=f"{path}:score", by_group=True)
-    assert reward.needs_group
+    assert reward.needs.group
     scores = reward.score(texts(group_ids=["a", "a", "a", "b"]))
     assert [score.value for score in scores] == [3, 3, 3, 1]
     assert [len(call[1]) for call in spied(path)] == [3, 1]
@@ -326,7 +326,7 @@ def test_images_in_prompts_come_as_copies_to_who_names_them(write: Callable[...,
         "    return values\n"
     )
     reward = FunctionReward(function=f"{path}:score")
-    assert (reward.reads_sources, reward.requires_sources, reward.needs_column) == (True, True, None)
+    assert (reward.load_needs().sources, reward.load_needs().column) == ("required", None)
     shared = flat(51)
     batch = make_batch([flat(1), flat(2), flat(3)], source_images=[[shared], [], [shared, flat(2)]])
     expected = [Score(51.0, 51.0), Score(0.0, 0.0), Score(53.0, 53.0)]
@@ -347,8 +347,8 @@ def test_on_texts_they_are_called_as_trl_calls_them(write: Callable[..., str]) -
     )
     batch = texts(2, source_images=[[noise(0, 8, 4), noise(1, 9, 4)], []])
     reward = FunctionReward(function=f"{path}:score")
-    assert (reward.reads_sources, reward.requires_sources) == (True, False)
+    assert reward.load_needs().sources == "optional"
     assert [score.value for score in reward.score(batch)] == [2.08, 0.0]
     narrow = FunctionReward(function=f"{path}:narrow")
-    assert not narrow.reads_sources
+    assert narrow.load_needs().sources is None
     assert [score.value for score in narrow.score(batch)] == [1.0, 1.0]

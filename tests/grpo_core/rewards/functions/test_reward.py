@@ -70,16 +70,16 @@ def test_preflight_tells_what_is_missing(write: Callable[..., str], reference: s
 
 def test_needs_the_column_that_the_function_cannot_do_without(write: Callable[[str], str]) -> None:
     path = write("def score(completions, solution, hint=None, **kwargs): return [1.0]\n")
-    assert FunctionReward(function=f"{path}:score").needs_column == "solution"
-    assert FunctionReward(function=f"{path}:score", arguments={"solution": ["x"]}).needs_column is None
-    assert FunctionReward(function="trl.rewards:think_format_reward").needs_column is None
-    assert FunctionReward(function="no.such:thing").needs_column is None
+    assert FunctionReward(function=f"{path}:score").load_needs().column == "solution"
+    assert FunctionReward(function=f"{path}:score", arguments={"solution": ["x"]}).load_needs().column is None
+    assert FunctionReward(function="trl.rewards:think_format_reward").load_needs().column is None
+    assert FunctionReward(function="no.such:thing").load_needs().column is None
 
 
 def test_token_ids_that_are_needed_and_not_known(write: Callable[[str], str]) -> None:
     reward = FunctionReward(function="trl.rewards:get_repetition_penalty_reward")
     optional = write("def score(completions, completion_ids=None, **kwargs): return [1.0]\n")
-    assert reward.requires_tokens is not FunctionReward(function=f"{optional}:score").requires_tokens
+    assert reward.load_needs().tokens != FunctionReward(function=f"{optional}:score").load_needs().tokens
     batch = ScoringBatch(sample_ids=["s"], prompts=["p"], completions=["c"])
     place, value = refusal(reward.score, batch)
     assert re.search(r"other_rewards\.py:\d+$", place)

@@ -86,7 +86,7 @@ def test_two_signs_side_by_side_are_read_row_by_row_and_separated() -> None:
 
 
 def test_an_image_too_long_for_its_width_is_refused() -> None:
-    assert TextAccuracyReward().max_aspect == 8.0
+    assert TextAccuracyReward().needs.max_aspect == 8.0
     for size in ((4, 2000), (2000, 4), (81, 10)):
         refused = refusal(score_one, Image.new("RGB", size), TARGET)
         assert refused == ("rewards.text_accuracy, sample s0", f"image of {size[0]}x{size[1]} pixels")
@@ -105,7 +105,7 @@ def test_a_column_stands_before_the_quotes() -> None:
     given = ["Fresh Bread Every Day", ["Fresh Bread", "Every Day"], ["Fresh Bread", " "], None, "", []]
     batch = make_batch([image] * 6, prompts=['A "Shop"'] * 6, columns={"writing": given})
     reward = TextAccuracyReward(column="writing")
-    assert reward.needs_column == "writing"
+    assert reward.needs.column == "writing"
     scores = reward.score(batch)
     assert scores[0].value is not None
     assert scores[0].value < 0.6

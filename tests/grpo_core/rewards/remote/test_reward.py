@@ -54,7 +54,7 @@ def test_scores_keep_the_order_whatever_the_batch(server: Stub, batch_size: int,
 
 def test_a_group_goes_in_one_request(server: Stub) -> None:
     reward = RemoteReward(url=server.url + "/", reward="mine", by_group=True, **QUICK)
-    assert reward.needs_group
+    assert reward.needs.group
     reward.score(texts(5, group_ids=["a", "a", "a", "b", "b"]))
     sent = sorted([sample["group_id"] for sample in body["samples"]] for body in posts(server))
     assert sent == [["a", "a", "a"], ["b", "b"]]
@@ -65,7 +65,7 @@ def test_a_group_goes_in_one_request(server: Stub) -> None:
 def test_targets_are_sent_only_on_request(server: Stub, with_targets: bool) -> None:
     batch = make_batch([noise(0, 8, 8)], [noise(1, 8, 8)])
     reward = RemoteReward(url=server.url, reward="mine", with_targets=with_targets, **QUICK)
-    assert reward.needs_target is with_targets
+    assert reward.needs.target is with_targets
     assert reward.score(batch) == [NOT_APPLICABLE]
     assert ("target" in posts(server)[0]["samples"][0]) is with_targets
 
@@ -181,7 +181,7 @@ def test_images_in_prompts_go_along_where_the_server_needs_them(stub: Stub) -> N
     without = RemoteReward(url=stub.url, reward="mine", **QUICK)
     assert refusal(without.score, batch)[0] == "rewards.remote.with_sources"
     reward = RemoteReward(url=stub.url, reward="mine", with_sources=True, **QUICK)
-    assert reward.reads_sources
+    assert reward.needs.sources == "optional"
     assert reward.score(batch) == [Score(1.0, 1.0), Score(0.0, 0.0)]
     first, second = posts(stub)[0]["samples"]
     assert len(first["sources"]) == 1
