@@ -5,7 +5,7 @@ commands       the flows as plain functions for scripts and notebooks: `from flo
 training       the loop; start reading at training/train.py
 evaluation, replaying, rescoring, sample, export   `grpo evaluate`, `replay`, `rescore`, `sample`, `export`
 inspect_run, list_runs, compare_runs   `grpo inspect`, `grpo list`, `grpo compare`
-rewards, serve_rewards       `grpo rewards`: weights, analysis of stored scores, a server that scores for others
+rewards/                     `grpo rewards`: weights, analysis of stored scores, a server that scores for others
 init, pruning, deploy, worker   `grpo init`, `prune`, `deploy`, `worker`
 pipeline       what all flows share: an open run, how a stage is called, requests and forms
 preflight      checks before any model loads, `grpo doctor`

@@ -245,7 +245,7 @@ def analyse(
 ) -> None:
     """Analyse the rewards of a run: range, saturation, spread, agreement, noise and cost."""
     with handle_errors(as_json):
-        from flows.rewards import analyse_rewards
+        from flows.rewards.analyse import analyse_rewards
 
         summary = analyse_rewards(
             source,
@@ -279,7 +279,7 @@ def serve_rewards(
     """Serve rewards over HTTP, as docs/remote_rewards.md describes; Ctrl-C stops it."""
     with handle_errors():
         from configs.loader import read_rewards_file
-        from flows.serve_rewards import ServerLimits, serve
+        from flows.rewards.server import ServerLimits, serve
 
         sections = read_rewards_file(file, "FILE").rewards
         serve(sections, host, port, token_env, limits=ServerLimits(timeout=timeout, concurrency=concurrency))

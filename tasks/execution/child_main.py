@@ -18,14 +18,13 @@ ADVANCE, ERROR, LOG, OUTCOME, READY = "advance", "error", "log", "outcome", "rea
 HANDLERS = {
     "stage": "tasks.execution.call:stage_handler",
     "scoring": "tasks.rewards.rows:scoring_handler",
-    "answering": "tasks.rewards.answers:answering_handler",
     "device": "tasks.update.process:device_handler",
 }
 """Functions that import what the requests need, and return a function from one JSON value to another."""
 
 
 def child_command(handler: str) -> tuple[str, ...]:
-    """Return the arguments of the Python interpreter that start a child with a handler."""
+    """Return the arguments of the Python interpreter that start a child with a handler, one of HANDLERS or its path."""
     return ("-m", "tasks.execution.child_main", handler)
 
 
@@ -70,7 +69,7 @@ def main(handler: str) -> None:
     from tasks.progress import listen
 
     listen(answers)
-    module, _, name = HANDLERS[handler].partition(":")
+    module, _, name = HANDLERS.get(handler, handler).partition(":")
     with run_resources():
         handle: Callable[[Any], Any] = getattr(importlib.import_module(module), name)()
         answers.send(READY, True)

@@ -3,7 +3,6 @@
 Imports little, because scoring processes start with this module.
 """
 
-import base64
 import functools
 import json
 import time
@@ -13,8 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from PIL import Image
 
@@ -31,9 +31,7 @@ from tasks.progress import listener
 from tasks.prompts.targets import TargetReference, find_target, load_target
 from tasks.runs.layout import IMAGES, PARTS
 from tasks.runs.sources import read_sources
-
-if TYPE_CHECKING:
-    from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.store import ArtifactStore
 
 Row = Mapping[str, Any]
 
@@ -73,7 +71,7 @@ def batches_for(
     section: RewardSection,
     source: Path,
     names: frozenset[str],
-    store: "ArtifactStore",
+    store: ArtifactStore,
     run: str,
     folders: Sequence[str] = (),
 ) -> Iterator[list[Row]]:
@@ -89,7 +87,7 @@ def batches_for(
     )
 
 
-def located_target(uri: str, stores: Sequence["ArtifactStore"], folders: Sequence[str]) -> str:
+def located_target(uri: str, stores: Sequence[ArtifactStore], folders: Sequence[str]) -> str:
     """Return where the target image of a stored row is.
 
     Raises:
@@ -123,17 +121,25 @@ def batches_of(
         *(_READ_OF_TOKENS if with_tokens else ()),
         *(_READ_OF_SOURCES if read_sources else ()),
     )
-    waiting: list[Row] = []
-    for row in _rows_of(source, more):
-        if row["sample_id"] not in wanted:
-            continue
-        if len(waiting) >= size and row["group_id"] != waiting[-1]["group_id"]:
-            yield _with_sources(waiting, read_sources)
-            waiting = []
+
+    def located(row: Row) -> Row:
         uri = row.get("target_uri")
-        waiting.append(row if uri is None else {**row, "target_uri": find and find(uri)})
+        return row if uri is None else {**row, "target_uri": find and find(uri)}
+
+    for batch in _cut(map(located, _rows_of(source, more, wanted)), size):
+        yield _with_sources(batch, read_sources)
+
+
+def _cut(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
+    """Cut rows into batches of at least `size`, siblings together."""
+    waiting: list[Row] = []
+    for row in rows:
+        if len(waiting) >= size and row["group_id"] != waiting[-1]["group_id"]:
+            yield waiting
+            waiting = []
+        waiting.append(row)
     if waiting:
-        yield _with_sources(waiting, read_sources)
+        yield waiting
 
 
 def _with_sources(rows: list[Row], read: ReadSources | None) -> list[Row]:
@@ -145,14 +151,15 @@ def _with_sources(rows: list[Row], read: ReadSources | None) -> list[Row]:
     return [{**row, "sources": [found[digest] for digest in row.get("sources") or ()]} for row in rows]
 
 
-def _rows_of(source: Path, more: tuple[str, ...]) -> Iterator[Row]:
-    images = chain.from_iterable(_records(path, ("sample_id", "image")) for path in sorted(source.glob(IMAGES)))
+def _rows_of(source: Path, more: tuple[str, ...], wanted: frozenset[str]) -> Iterator[Row]:
+    image_files = sorted(source.glob(IMAGES))
+    images = chain.from_iterable(_records(path, ("sample_id", "image"), wanted) for path in image_files)
     for path in sorted(source.glob(PARTS)):
         known = pq.read_schema(path).names
         of_images = "defect" in known
         # Images can be made without tokens.
         kept = [name for name in more if name in known]
-        for row in _records(path, [*_READ, *(_READ_OF_IMAGES if of_images else _READ_OF_TEXTS), *kept]):
+        for row in _records(path, [*_READ, *(_READ_OF_IMAGES if of_images else _READ_OF_TEXTS), *kept], wanted):
             if of_images:
                 # They are stored in the order of the rows; there are none once they were pruned.
                 stored = next(images, {"sample_id": row["sample_id"], "image": None})
@@ -162,8 +169,11 @@ def _rows_of(source: Path, more: tuple[str, ...]) -> Iterator[Row]:
             yield row
 
 
-def _records(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for record in pq.ParquetFile(path).iter_batches(_READ_AT_ONCE, columns=list(columns)):
+def _records(path: Path, columns: Sequence[str], wanted: frozenset[str]) -> Iterator[dict[str, Any]]:
+    """Read the rows of the wanted samples; row groups without any are left out."""
+    chosen = ds.field("sample_id").isin(sorted(wanted))
+    table = ds.dataset(path, format="parquet")
+    for record in table.to_batches(list(columns), chosen, _READ_AT_ONCE, 1, 1, use_threads=False):
         yield from record.to_pylist()
 
 
@@ -243,24 +253,34 @@ def _images(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def score_in_processes(section: RewardSection, batches: Iterable[list[Row]]) -> Iterator[list[Row]]:
-    """Score batches in the section's own processes; the results come in the order of the batches.
+def score_in_processes(
+    section: RewardSection,
+    source: Path,
+    names: frozenset[str],
+    store: ArtifactStore,
+    run: str,
+    folders: Sequence[str] = (),
+) -> Iterator[list[Row]]:
+    """Score samples in the section's own processes, which read them; the results come in the order of the batches.
 
     Args:
         section: with `processes` above 0.
-        batches: from `batches_of`; only as many are read ahead as keep every process busy.
+        source: folder of the rollouts, and the other arguments as for `batches_for`.
 
     Raises:
         InputError: as the reward raised it, or a process died twice at the same batch.
         RemoteStageError: the reward raised an error of another class.
     """
+    whose = {"source": str(source), "store": [store.root, store.run], "run": run, "folders": list(folders)}
+    rows = chain.from_iterable(_records(path, ("sample_id", "group_id"), names) for path in sorted(source.glob(PARTS)))
     waiting: deque[Future[list[Row]]] = deque()
     # Taken here: each thread's copy of the context would make its own.
     children = resource(ChildProcesses)
     threads = ThreadPoolExecutor(section.processes, thread_name_prefix="scoring")
     try:
-        for batch in batches:
-            waiting.append(threads.submit(copy_context().run, _score, children, section, batch))
+        for batch in _cut(rows, section.batch_size):
+            payload = {**whose, "names": [row["sample_id"] for row in batch]}
+            waiting.append(threads.submit(copy_context().run, _score, children, section, payload))
             if len(waiting) >= 2 * section.processes:
                 yield waiting.popleft().result()
         while waiting:
@@ -269,14 +289,12 @@ def score_in_processes(section: RewardSection, batches: Iterable[list[Row]]) -> 
         threads.shutdown(wait=True, cancel_futures=True)
 
 
-def _score(children: ChildProcesses, section: RewardSection, batch: list[Row]) -> list[Row]:
+def _score(children: ChildProcesses, section: RewardSection, payload: Mapping[str, Any]) -> list[Row]:
     label, described = f"score {section.label}", section.model_dump_json()
-    files = {each.digest: _base64(each.content) for row in batch for each in row.get("sources") or ()}
-    payload = {"section": described, "rows": [_encoded(row) for row in batch], "sources": files}
     with children.borrow(described, label, child_command("scoring"), _ONE_THREAD) as process:
         for attempt in (1, 2):
             try:
-                rows: list[Row] = process.request(label, payload, None, listener())
+                rows: list[Row] = process.request(label, {**payload, "section": described}, None, listener())
                 return rows
             except LostStageError as error:
                 if attempt == 2:
@@ -285,41 +303,18 @@ def _score(children: ChildProcesses, section: RewardSection, batch: list[Row]) -
     raise AssertionError("the second attempt returns or raises")
 
 
-def _base64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
-def _encoded(row: Row) -> dict[str, Any]:
-    """Write an image's bytes as base64, since rows travel as JSON; images in prompts travel once, by their digests."""
-    encoded = dict(row)
-    if (image := row.get("image")) is not None:
-        encoded["image"] = {**image, "bytes": _base64(image["bytes"])}
-    if "sources" in row:
-        encoded["sources"] = [each.digest for each in row["sources"]]
-    return encoded
-
-
-def _decoded(row: Mapping[str, Any], sources: Mapping[str, SourceImage]) -> Row:
-    decoded = dict(row)
-    if (image := row.get("image")) is not None:
-        decoded["image"] = {**image, "bytes": base64.b64decode(image["bytes"])}
-    if "sources" in row:
-        decoded["sources"] = [sources[digest] for digest in row["sources"]]
-    return decoded
-
-
 def scoring_handler() -> Callable[[dict[str, Any]], list[Row]]:
-    """Set this process to one thread, and return the function that scores the parent's batches."""
+    """Set this process to one thread, and return the function that scores the samples of the parent's batches."""
     # torch may already be imported, so its environment variables come too late.
     import torch
 
     torch.set_num_threads(1)
 
     def score(payload: dict[str, Any]) -> list[Row]:
-        section = RewardSection.model_validate_json(payload["section"])
-        files = payload["sources"]
-        sources = {digest: SourceImage(digest, base64.b64decode(text)) for digest, text in files.items()}
-        return score_rows(_reward(payload["section"]), section, [_decoded(row, sources) for row in payload["rows"]])
+        section, reward = RewardSection.model_validate_json(payload["section"]), _reward(payload["section"])
+        whose = Path(payload["source"]), frozenset(payload["names"]), ArtifactStore(*payload["store"])
+        batches = batches_for(reward, section, *whose, payload["run"], payload["folders"])
+        return score_rows(reward, section, [row for batch in batches for row in batch])
 
     return score
 

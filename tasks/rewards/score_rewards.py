@@ -19,7 +19,7 @@ from configs.sections import PlacementSection
 from configs.training import RewardSection
 from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.registry import build_reward, reward_reference
-from grpo_core.rewards.reward import Reward, provenance_of
+from grpo_core.rewards.reward import provenance_of
 from grpo_core.user_code import code_kept
 from tasks.execution.caching import stage_task
 from tasks.execution.call import SHARDS, Arguments, Part, Sharding, shard_folder, unsharded
@@ -250,11 +250,14 @@ def score_reward_task(
             refuse_lost(store, rollouts, joined_folder(f"{folder}/{section.label}"), IMAGES_REMOVED)
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
         meant = in_scope(section, everything).select("sample_id", provenance=pl.lit(provenance))
-        batches = batches_for(reward, section, source, wanted, store, rollouts.run, folders)
+        whose = source, wanted, store, rollouts.run, folders
+        results: Iterable[list[Row]] = ()
+        if wanted and section.processes:
+            results = score_in_processes(section, *whose)
+        elif wanted:
+            results = (score_rows(reward, section, batch) for batch in batches_for(reward, section, *whose))
         with code_kept(f"rewards.{section.label}", filter(None, [reward.user_function])):
-            made, logged, extra = _score(
-                reward, section, batches if wanted else iter(()), meant.height, report_progress
-            )
+            made, logged, extra = _gather(section, results, meant.height, report_progress)
         # A score that a sibling's score depends on was computed again.
         scored = meant.join(pl.concat([known, made]).unique("sample_id", keep="last"), **_ONE_EACH)
         table = samples.select("sample_id", "iteration", reward=pl.lit(section.label)).join(scored, **_ONE_EACH)
@@ -304,14 +307,10 @@ def _shard(samples: pl.DataFrame, part: tuple[int, int] | None) -> pl.DataFrame:
     return samples.filter(pl.col("group_id").is_in(groups[first:last].to_list()))
 
 
-def _score(
-    reward: Reward,
-    section: RewardSection,
-    batches: Iterable[list[Row]],
-    meant: int,
-    report_progress: Callable[[int], None],
+def _gather(
+    section: RewardSection, results: Iterable[list[Row]], meant: int, report_progress: Callable[[int], None]
 ) -> tuple[pl.DataFrame, dict[str, float], pl.DataFrame]:
-    """Score the samples of the batches; once more could not be scored than is allowed, the others are not tried.
+    """Gather the scored rows; once more could not be scored than is allowed, the others are not tried.
 
     Args:
         meant: number of samples in scope, scored before or not; max_failures is a share of these.
@@ -322,10 +321,6 @@ def _score(
     """
     scored: list[Row] = []
     failed: list[str] = []
-    if section.processes:
-        results = score_in_processes(section, batches)
-    else:
-        results = (score_rows(reward, section, batch) for batch in batches)
     for rows in results:
         scored += rows
         failed += [f"{row['sample_id']}: {row['failure']}" for row in rows if row["failure"] is not None]

@@ -14,7 +14,7 @@ from flows.list_runs import list_runs
 from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
-from flows.rewards import analyse_rewards
+from flows.rewards.analyse import analyse_rewards
 from flows.sample import open_source
 from tasks.runs.frames import open_run
 from tasks.storage.links import LinkError

@@ -27,7 +27,7 @@ from starlette.testclient import TestClient
 
 from configs.loader import read_config
 from configs.training import RewardSection
-from flows.serve_rewards import create_app
+from flows.rewards.server import create_app
 from grpo_core import services
 from grpo_core.errors import InputError
 from grpo_core.images import decode_stored
@@ -47,8 +47,8 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.parquet import read_table
 from tasks.storage.schemas import METRICS
 from tests.flows.conftest import REPOSITORY, Runs, refused
+from tests.flows.rewards.test_server import serving_app
 from tests.flows.stranger import bait
-from tests.flows.test_serve_rewards import serving_app
 from tests.grpo_core.rewards.stub import Reply, serve
 from tests.tasks.reports.made_runs import png
 

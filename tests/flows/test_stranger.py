@@ -16,7 +16,7 @@ from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.preflight.trust import EVALUATED, OF_MODEL
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
-from flows.rewards import analyse_rewards
+from flows.rewards.analyse import analyse_rewards
 from flows.sample import open_source
 from flows.watch_run import RunWatch
 from grpo_core.errors import InputError

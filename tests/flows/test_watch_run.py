@@ -4,18 +4,17 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 
-from flows import http_server
 from flows import watch_run as watching
 from flows.watch_run import HOST, RunWatch, create_app, watch_run
 from tests.chromium import needs_chromium, opened_tab
 from tests.flows.conftest import refused
-from tests.flows.test_serve_rewards import serving_app
+from tests.flows.rewards.test_server import serving_app
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte, whole_run
 
 
@@ -103,18 +102,6 @@ def test_a_browser_that_has_gone_is_no_error(tmp_path: Path, capfd: pytest.Captu
                 browser.sendall(asked)
         assert json.loads(read(f"{address}state"))["status"] == "not running"
     assert capfd.readouterr().err == ""
-
-
-def test_connections_on_which_nothing_arrives_leave_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_WAITING", 4)
-    with served(whole_run(tmp_path)) as address, ExitStack() as stack:
-        place = (HOST, int(address.rstrip("/").rpartition(":")[2]))
-        silent = [stack.enter_context(socket.create_connection(place, timeout=30)) for _ in range(12)]
-        for each in silent[1::2]:
-            each.sendall(b"GET / HTTP/1.1\r\nHo")
-        assert json.loads(read(f"{address}state"))["status"] == "not running"
-        # The first were closed for the later ones.
-        assert [each.recv(1) for each in silent[:7]] == [b""] * 7
 
 
 def test_pages_of_other_iterations_cost_their_share_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

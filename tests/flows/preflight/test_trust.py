@@ -27,7 +27,7 @@ from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from flows.replaying import plan_replay
 from flows.rescoring.plan import plan_rescore
-from flows.rewards import analyse_rewards
+from flows.rewards.analyse import analyse_rewards
 from flows.sample import open_source
 from grpo_core.errors import InputError
 from grpo_core.uses import Uses

@@ -14,7 +14,7 @@ from flows.evaluation import plan_evaluate
 from flows.inspect_run import inspect_run
 from flows.pipeline.requests import EvaluateRequest
 from flows.pruning.plan import IMAGES, VERSIONS
-from flows.rewards import analyse_rewards
+from flows.rewards.analyse import analyse_rewards
 from grpo_core.errors import InputError
 from tests.flows.conftest import Runs, Start, flip, refused
 from tests.flows.pruning.conftest import RUN, again, deleted, images, iteration, kept, pruned

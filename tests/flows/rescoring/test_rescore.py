@@ -17,7 +17,7 @@ from flows.pipeline.requests import RescoreRequest
 from flows.replaying import plan_replay
 from flows.rescoring.plan import plan_rescore
 from flows.rescoring.rescore import RescoreSummary, rescore
-from flows.rewards import analyse_rewards
+from flows.rewards.analyse import analyse_rewards
 from tasks.rewards import score_rewards
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import ArtifactStore

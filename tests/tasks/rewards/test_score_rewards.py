@@ -336,11 +336,14 @@ def test_processes_that_score_end_with_a_run_that_is_killed(maker: RunMaker, tmp
 import time
 from configs.training import RewardSection
 from tasks.rewards.rows import score_in_processes
+from tasks.storage.artifacts.store import ArtifactStore
 
 if __name__ == "__main__":
     section = RewardSection.model_validate_json({section(settings, processes=2).model_dump_json()!r})
-    row = {{"sample_id": "a", "group_id": "g", "dataset": "d", "prompt": "p", "columns": "{{}}", "completion": "1 2"}}
-    list(score_in_processes(section, iter([[row], [row]] * 4)))
+    store = ArtifactStore({maker.store.root!r}, {maker.store.run!r})
+    source = store.local_files(store.find("{PLACE}/rollouts"))
+    names = frozenset(f"i000001.p{{group:04d}}.s{{sibling:02d}}" for group in range(2) for sibling in range(4))
+    list(score_in_processes(section, source, names, store, store.run))
     print("scored", flush=True)
     time.sleep(600)
 """

@@ -19,8 +19,8 @@ import pytest
 import uvicorn
 
 from configs.training import RewardSection
-from flows.http_server import SECONDS_TO_ARRIVE, server_config
-from flows.serve_rewards import ServerLimits, create_app, serve
+from flows.http_server import server_config
+from flows.rewards.server import ServerLimits, create_app, serve
 from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.reward import RemoteReward
@@ -29,7 +29,7 @@ from grpo_core.rewards.similarity import SsimReward
 from grpo_core.rewards.text import AnswerReward
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise, refusal
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 REWARDS = (RewardSection(reward="jpeg"), RewardSection(reward="ssim", name="likeness"), RewardSection(reward="answer"))
 ODD = RewardSection(reward="function", settings={"function": "tests.flows.served:odd", "on_error": "raise"})
 QUICK: dict[str, Any] = {"timeout_s": 120.0, "attempts": 2, "backoff_s": 0.01, "concurrency": 1}
@@ -38,13 +38,13 @@ QUICK: dict[str, Any] = {"timeout_s": 120.0, "attempts": 2, "backoff_s": 0.01, "
 @contextmanager
 def serving(rewards: Sequence[RewardSection] = REWARDS, token: str | None = None, **limits: Any) -> Iterator[str]:
     """The address of a server in a thread of this process."""
-    with serving_app(create_app(rewards, token, ServerLimits(**limits)), limits.get("seconds_to_arrive")) as url:
+    with serving_app(create_app(rewards, token, ServerLimits(**limits))) as url:
         yield url
 
 
 @contextmanager
-def serving_app(app: Any, seconds_to_arrive: float | None = None) -> Iterator[str]:
-    config = server_config(app, seconds_to_arrive or SECONDS_TO_ARRIVE)
+def serving_app(app: Any) -> Iterator[str]:
+    config = server_config(app)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -208,16 +208,17 @@ def test_the_time_limit_ends_the_work_and_is_named(tmp_path: Path) -> None:
 
 
 def test_slow_connections_cost_nobody_else_anything(url: str) -> None:
-    """They send nothing, half a head, and all but the last byte of a body: more of each than requests are taken."""
+    """They send nothing, half a head, and all but the last byte of a body; the last are told why they are refused."""
     whole = posted(body("answer", make_texts("cat", columns={"answer": ["cat"]})))
     slow = [connect(url) for _ in range(12)]
     for index, connection in enumerate(slow):
         connection.sendall(whole[: (0, 30, len(whole) - 1)[index % 3]])
     answer = httpx.post(url + wire.SCORE_PATH, content=whole.partition(b"\r\n\r\n")[2], headers=JSON, timeout=120)
     assert answer.status_code == 200
-    # All are closed; those whose head has arrived are told why.
-    ends = [connection.makefile("rb").read() for connection in slow]
-    assert [end.partition(b"\r\n")[0] for end in ends] == [b"", b"", b"HTTP/1.1 408 Request Timeout"] * 4
+    ends = [connection.makefile("rb").readline() for connection in slow[2::3]]
+    assert ends == [b"HTTP/1.1 408 Request Timeout\r\n"] * 4
+    for connection in slow:
+        connection.close()
 
 
 def test_siblings_must_come_together() -> None:
@@ -240,7 +241,7 @@ def test_serve_refuses_what_is_not_ready() -> None:
 
 
 SERVER = """
-from flows.serve_rewards import serve
+from flows.rewards.server import serve
 from configs.training import RewardSection
 serve([RewardSection(reward="jpeg")], port=0, report_progress=lambda line: print(line, flush=True))
 print("ended", flush=True)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from flows.rewards.answers import RequestLimits, answer_request, describe_reward
 from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.lpips import LpipsReward
 from grpo_core.rewards.ocr.text_accuracy import MAX_ASPECT, TextAccuracyReward
@@ -20,7 +21,6 @@ from grpo_core.rewards.similarity import SsimReward
 from grpo_core.rewards.text import AnswerReward
 from grpo_core.streams import MAX_PIXELS
 from tasks.progress import listen
-from tasks.rewards.answers import RequestLimits, answer_request, describe_reward
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
 
 

@@ -1,4 +1,4 @@
-"""The shipped mix of rewards through a whole run: each where it applies, weighed by hand afterwards."""
+"""`grpo rewards`, and rewards through a whole run: the shipped mix weighed by hand, a service that breaks down."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from configs.training import RewardSection
 from flows.command_line.main import application
-from flows.serve_rewards import create_app
+from flows.rewards.server import create_app
 from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.registry import REWARDS
 from tests.flows.conftest import REPOSITORY, Runs, Start
-from tests.flows.test_serve_rewards import serving_app
+from tests.flows.rewards.test_server import serving_app
 from tests.grpo_core.rewards.conftest import (
     aesthetic_head,
     alexnet,
@@ -81,6 +81,13 @@ def test_missing_weights_are_told_before_the_run_with_who_publishes_them(empty: 
     for told in ("alexnet-owt-7be5be79.pth", "download.pytorch.org", "linearMSE.pth", "improved-aesthetic-predictor"):
         assert told in result.output
     assert not empty.root.exists()
+
+
+def test_a_command_that_is_gone_says_where_weights_come_from() -> None:
+    result = CliRunner().invoke(application, ["rewards", "fetch", "lpips", "--to", "weights", "--yes"])
+    assert result.exit_code == 2
+    assert "hf://owner/repo/file" in result.stderr
+    assert "fetch" not in CliRunner().invoke(application, ["rewards", "--help"]).stdout
 
 
 def test_the_program_lists_every_reward() -> None:

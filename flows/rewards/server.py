@@ -21,14 +21,14 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from configs.training import RewardSection
-from flows.http_server import SECONDS_TO_ARRIVE, address_of, listening, local_hosts_only, run_server
+from flows.http_server import address_of, listening, local_hosts_only, run_server
+from flows.rewards.answers import Answer, RequestLimits, answer_payload, build_rewards, describe_reward
 from grpo_core.errors import InputError, raise_all
 from grpo_core.rewards.remote import wire
 from grpo_core.services import LOOPBACK, read_token
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcess
 from tasks.execution.errors import LostStageError, StageTimeoutError
-from tasks.rewards.answers import Answer, RequestLimits, answer_payload, build_rewards, describe_reward
 
 SECONDS_TO_SCORE = 60.0
 """Time limit of a request; `timeout_s` of the reward `remote` has the same default."""
@@ -48,7 +48,7 @@ class ServerLimits:
         concurrency: requests scored at a time, each in a process that keeps the rewards' models loaded.
         max_requests: requests that have arrived and are not answered; further ones are refused with status 429.
         max_body_bytes: largest body of a request.
-        seconds_to_arrive: for the head of a request, and for its body beside its bytes.
+        seconds_to_arrive: for the body of a request, beside its bytes.
         content: what one request may contain.
     """
 
@@ -56,7 +56,7 @@ class ServerLimits:
     concurrency: int = 2
     max_requests: int = 16
     max_body_bytes: int = 256 * 1024 * 1024
-    seconds_to_arrive: float = SECONDS_TO_ARRIVE
+    seconds_to_arrive: float = 10.0
     content: RequestLimits = field(default_factory=RequestLimits)
 
 
@@ -79,7 +79,10 @@ class RewardService:
 
     def __post_init__(self) -> None:
         self._described = [describe_reward(name, reward) for name, reward in build_rewards(self.rewards).items()]
-        self._children = [ChildProcess(child_command("answering")) for _ in range(self.limits.concurrency)]
+        self._children = [
+            ChildProcess(child_command("flows.rewards.answers:answering_handler"))
+            for _ in range(self.limits.concurrency)
+        ]
         self._idle = list(self._children)
         self._threads = ThreadPoolExecutor(self.limits.concurrency, thread_name_prefix="answers")
         self._free = anyio.Semaphore(self.limits.concurrency)
@@ -269,4 +272,4 @@ def serve(
     with listener:
         address = address_of(listener)
         report_progress(f"serving {', '.join(built)} on {address}, at most {limits.timeout:g} s per request")
-        run_server(app, listener, limits.seconds_to_arrive)
+        run_server(app, listener)
