@@ -29,7 +29,6 @@ from tasks.reports.images import image_uri, shrunk
 from tasks.reports.iteration import write_contact_sheet, write_heldout_texts
 from tasks.reports.report import Report, reward_facts, seconds_facts, signs_notice
 from tasks.reports.text import counted, relative
-from tasks.runs.hacking import guardrail_curves
 from tasks.runs.layout import (
     ADVANTAGES,
     BASELINES,
