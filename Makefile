@@ -75,19 +75,19 @@ bench-pools: $(STAMP)  ## compare one process with two pools, three workers, Pos
 	$(OFFLINE) $(RUN)/python -m tests.bench.placement
 
 tiny-model: $(STAMP)  ## train the shipped tiny GLM-Image again from its recipe
-	$(OFFLINE) $(RUN)/python -m data.tiny_models glm-image
+	$(OFFLINE) $(RUN)/python -m data.recipes glm-image
 
 tiny-edit-model: $(STAMP)  ## train the shipped tiny GLM-Image that edits again from its recipe
-	$(OFFLINE) $(RUN)/python -m data.tiny_models glm-image-edit
+	$(OFFLINE) $(RUN)/python -m data.recipes glm-image-edit
 
 tiny-text-model: $(STAMP)  ## train the shipped tiny text model again from its recipe
-	$(OFFLINE) $(RUN)/python -m data.tiny_models text
+	$(OFFLINE) $(RUN)/python -m data.recipes text
 
 tiny-vision-model: $(STAMP)  ## train the shipped tiny vision model again from its recipe
-	$(OFFLINE) $(RUN)/python -m data.tiny_models vision
+	$(OFFLINE) $(RUN)/python -m data.recipes vision
 
 tiny-sd3: $(STAMP)  ## train the shipped tiny Stable Diffusion 3 again from its recipe
-	$(OFFLINE) $(RUN)/python -m data.tiny_models sd3
+	$(OFFLINE) $(RUN)/python -m data.recipes sd3
 
 figures: $(STAMP)  ## make the outputs, tables and pictures of README.md and docs/ again, except those of bench (ONLY=tutorial)
 	$(OFFLINE) $(RUN)/python -m tests.bench.figures $(ONLY)

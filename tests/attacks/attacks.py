@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from data import shapes
+from data.recipes import shapes
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import ScoringBatch
 from tasks.reports.text import markdown_table

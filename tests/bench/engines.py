@@ -20,7 +20,7 @@ import polars as pl
 import psutil
 import torch
 
-from data.tiny_text import prompt_of
+from data.recipes.text import prompt_of
 from grpo_core.awaitables import run_awaitable
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings

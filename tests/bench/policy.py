@@ -155,7 +155,7 @@ def tokenizer_of(vocabulary: int) -> Any:
     """Return the tokenizer of the shipped text model with words up to this size."""
     from tokenizers import Tokenizer
 
-    from data.tiny_text import build_tokenizer
+    from data.recipes.text import build_tokenizer
 
     tokenizer = build_tokenizer()
     described = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -168,7 +168,7 @@ def build_model(vocabulary: int, folder: str) -> None:
     """Write a Llama with random weights and a vocabulary of this size."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from data.tiny_text import save_tiny_text_model
+    from data.recipes.text import save_tiny_text_model
 
     tokenizer = tokenizer_of(vocabulary)
     config = LlamaConfig(

@@ -146,7 +146,7 @@ LENGTH = 64
 
 def build_model(folder: Path) -> None:
     """Write a Llama of 4.5 million random parameters, with the tokenizer of the shipped text model."""
-    from data.tiny_text import TinyTextRecipe, build_model, build_tokenizer, save_tiny_text_model
+    from data.recipes.text import TinyTextRecipe, build_model, build_tokenizer, save_tiny_text_model
 
     tokenizer = build_tokenizer()
     recipe = TinyTextRecipe(hidden_size=256, layers=6, intermediate_size=704)
@@ -157,7 +157,7 @@ def build_large_vocabulary(folder: Path) -> None:
     """Write a Qwen3 of 42 million random parameters with the vocabulary of the released ones."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from data.tiny_text import save_tiny_text_model
+    from data.recipes.text import save_tiny_text_model
     from tests.bench.policy import VOCABULARIES, tokenizer_of
 
     tokenizer = tokenizer_of(VOCABULARIES[-1])

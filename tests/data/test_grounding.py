@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import data
-from data.grounding import (
+from data.recipes.grounding import (
     PROMPT_FILES,
     SIDE,
     GroundingScene,
@@ -22,8 +22,8 @@ from data.grounding import (
     write_medground_example,
     write_prompt_files,
 )
-from data.shapes import BACKGROUNDS, COLORS
-from data.tiny_vision import TinyVisionRecipe
+from data.recipes.shapes import BACKGROUNDS, COLORS
+from data.recipes.vision import TinyVisionRecipe
 
 FOLDER = Path(data.__file__).parent
 RECIPE = TinyVisionRecipe()

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 import data
-from data.shapes import (
+from data.recipes.glm_image_parts import TinyRecipe
+from data.recipes.shapes import (
     BACKGROUNDS,
     CODEBOOK_SIZE,
     COLORS,
@@ -23,7 +24,6 @@ from data.shapes import (
     encode_cells,
     split_scenes,
 )
-from data.tiny_glm_image.components import TinyRecipe
 
 SHIPPED = Path(data.__file__).parent
 

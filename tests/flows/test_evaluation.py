@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from configs.validation import validated
-from data.shapes import BACKGROUNDS
+from data.recipes.shapes import BACKGROUNDS
 from flows.command_line.main import application
 from flows.evaluation import EvaluateSummary, evaluate, plan_evaluate
 from flows.inspect_run import inspect_run

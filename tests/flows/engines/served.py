@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from data import tiny_vision
-from data.tiny_text import TinyTextRecipe, build_tokenizer, save_tiny_text_model, train_model
+from data.recipes import vision as tiny_vision
+from data.recipes.text import TinyTextRecipe, build_tokenizer, save_tiny_text_model, train_model
 from tasks.process import CHECKOUT
 
 PYTHON = CHECKOUT / ".venv-engines" / "bin" / "python"

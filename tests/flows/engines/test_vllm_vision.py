@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.grounding import SIDE
+from data.recipes.grounding import SIDE
 from tests.flows.conftest import REPOSITORY, Runs
 from tests.flows.engines.conftest import Servers, settings
 from tests.flows.engines.test_vllm import DIFFERENCE, NEAR, require_refused, rows

@@ -6,7 +6,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from data.edits import choose_edits, split_edits, write_edit_file
+from data.recipes.edits import choose_edits, split_edits, write_edit_file
 from flows.commands import train
 from tests.flows.conftest import REPOSITORY, TINY_BOTH, Runs
 

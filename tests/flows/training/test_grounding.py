@@ -8,8 +8,8 @@ import polars as pl
 import pytest
 
 from configs.loader import read_config
-from data.grounding import PROMPT_FILES, png_of, split_scenes
-from data.tiny_vision import TinyVisionRecipe
+from data.recipes.grounding import PROMPT_FILES, png_of, split_scenes
+from data.recipes.vision import TinyVisionRecipe
 from flows.preflight.inputs import check_inputs
 from flows.preflight.prompts import read_prompt_files
 from grpo_core.errors import InputError

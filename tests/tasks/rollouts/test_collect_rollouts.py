@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data.shapes import BACKGROUNDS
+from data.recipes.shapes import BACKGROUNDS
 from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.policies.protocol import policy_family
 from grpo_core.records import RolloutGroup

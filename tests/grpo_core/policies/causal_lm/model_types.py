@@ -25,7 +25,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from data.tiny_text import build_tokenizer
+from data.recipes.text import build_tokenizer
 from grpo_core.policies.causal_lm.compatibility import small_copy, try_copy, why_incompatible
 from grpo_core.policies.causal_lm.loading import matrices_without_adapter, train_causal_lm
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice

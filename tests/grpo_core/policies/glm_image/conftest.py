@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import GlmImagePipeline
 
-from data.tiny_glm_image.components import TinyRecipe, build_pipeline
+from data.recipes.glm_image_parts import TinyRecipe, build_pipeline
 from grpo_core.policies.glm_image.loading import ComponentConfigs
 
 

@@ -12,9 +12,9 @@ from diffusers import GlmImagePipeline
 from PIL import Image
 from torch import Tensor
 
-from data.edits import Edit, all_edits
-from data.shapes import draw
-from data.tiny_glm_image.editing import build_editor
+from data.recipes.edits import Edit, all_edits
+from data.recipes.glm_image_edit import build_editor
+from data.recipes.shapes import draw
 from grpo_core.actions import DenoisingBatch, Sources, TokenBatch, pad_to_longest
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.errors import InputError

@@ -1,14 +1,8 @@
-"""A Qwen3-VL of the stock transformers classes, small enough to train and run on one CPU core.
-
-Its task is to say where a shape is in a drawn image (:mod:`data.grounding`). The whole recipe: ``build_processor``,
-``build_model``, ``train_model``, ``save_tiny_vision_model``, ``evaluate_tiny_vision_model``.
-"""
+"""A Qwen3-VL of the stock transformers classes that says where a shape is in a drawn image, for one CPU core."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +11,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessor,
     Qwen3VLConfig,
@@ -27,10 +19,23 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from data.grounding import SHAPES, SIDE, STEP, GroundingScene, best_constant_box, iou_of, split_scenes
-from data.shapes import COLORS
-from data.training import ProgressCallback, train
-from grpo_core.rewards.boxes import read_boxes
+from data.recipes.grounding import (
+    PROMPT_FILES,
+    SHAPES,
+    SIDE,
+    STEP,
+    GroundingScene,
+    png_of,
+    split_scenes,
+    write_medground_example,
+    write_prompt_files,
+)
+from data.recipes.shapes import COLORS
+from data.recipes.trainer import DATA, ProgressCallback, Quality, measure, print_progress, replace_shipped, train
+from grpo_core.images import SourceImage
+from grpo_core.policies.trained.settings import TrainingChoice
+from grpo_core.policies.vision_lm.policy import VisionLMPolicy
+from grpo_core.policies.vision_lm.settings import VisionLMSettings
 
 
 @dataclass(frozen=True)
@@ -45,13 +50,8 @@ class TinyVisionRecipe:
             learning which one takes more steps there than it gets.
         corpus_size: images of the supervised training, each asked about twice.
         slip_probability: probability that a coordinate of a later answer is moved by up to `slip_steps` on the grid.
-        slip_steps: each as likely as the others, none included.
         precise: share of the steps, at the beginning, whose answers are right.
-        hidden_size, intermediate_size, layers, heads: of the language model.
-        vision_hidden_size, vision_layers: of the vision tower; its MLP is three times as wide.
         patch: pixels a side; each patch is one image token.
-        initializer_range: standard deviation of the initial weights.
-        steps, batch, learning_rate: of the supervised training; a batch has both questions about each of its images.
         train_prompts, heldout_prompts: sizes of the prompt files for training with rewards.
         medground_prompts: rows of the example of MedGround-R1's data.
     """
@@ -172,10 +172,6 @@ def build_model(recipe: TinyVisionRecipe, processor: Qwen3VLProcessor) -> Qwen3V
         return Qwen3VLForConditionalGeneration(config).eval()
 
 
-LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "pillow")
-"""Libraries whose versions affect the result."""
-
-
 def save_tiny_vision_model(model: Qwen3VLForConditionalGeneration, processor: Qwen3VLProcessor, folder: Path) -> None:
     """Save model and processor; `AutoModelForImageTextToText.from_pretrained(folder)` loads it without this project."""
     # Its progress bars would break ours.
@@ -275,9 +271,6 @@ def train_model(
 
     Returns:
         Mean cross-entropy over the last twentieth of the steps, nats per token.
-
-    Raises:
-        NonFiniteError: the loss is NaN or infinite.
     """
     scenes = draw_corpus(recipe)
     corpus = encode_scenes(processor, scenes)
@@ -299,82 +292,39 @@ def train_model(
     return train(model, model.parameters(), recipe.learning_rate, recipe.steps, loss, on_step)
 
 
-@dataclass(frozen=True)
-class TinyVisionReport:
-    """Where a tiny vision model says the shapes are, as means over answers.
+def measure_saved(
+    folder: Path, recipe: TinyVisionRecipe, shapes: int, temperature: float, *, shift: int = 0, group_size: int = 4
+) -> Quality:
+    """Measure the IoU of answers about the held-out images, with the policy of training with rewards.
 
-    Attributes:
-        shapes: in an image.
-        temperature: of the token distribution; 0: always the most likely token.
-        answers: number of answers measured.
-        iou: intersection over union of the answer and the box; 0 for what is no box.
-        over_half: share of answers with an IoU of at least 0.5.
-        boxes: share of answers that are a box.
-        other_shape_iou: IoU of the answer and the last shape of the image, which is another one if there are two.
-        wrong_image_iou: IoU where each question came with another scene's image.
-        constant_box_iou: IoU of the same answer to all questions, the best for the training prompts.
-        iou_group_std: Bessel-corrected standard deviation of the IoU among answers to one question: what a reward can
-            distinguish; 0 for a temperature of 0.
+    Args:
+        shift: each question gets the image of the scene this many further on; 0: its own.
     """
-
-    shapes: int
-    temperature: float
-    answers: int
-    iou: float
-    over_half: float
-    boxes: float
-    other_shape_iou: float
-    wrong_image_iou: float
-    constant_box_iou: float
-    iou_group_std: float
+    _, unseen = split_scenes(recipe.seed, train=0, heldout=recipe.heldout_prompts, shapes=shapes)
+    settings = VisionLMSettings(temperature=temperature, max_completion_length=6)
+    policy = VisionLMPolicy.load(str(folder), settings, {"tokens": TrainingChoice(lora=None)})
+    images = [[SourceImage.of(png_of(scene))] for scene in (*unseen[shift:], *unseen[:shift])]
+    boxes = [list(scene.box) for scene in unseen]
+    prompts = [scene.prompt for scene in unseen]
+    return measure(policy, prompts, "box_iou", sources=images, group_size=group_size, box=boxes)
 
 
-def evaluate_tiny_vision_model(
-    folder: Path, recipe: TinyVisionRecipe, *, shapes: int, temperature: float, group_size: int = 4, seed: int = 0
-) -> TinyVisionReport:
-    """Sample `group_size` answers about each held-out scene and measure them; one at a temperature of 0."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=False)
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-    seen, unseen = split_scenes(recipe.seed, train=recipe.train_prompts, heldout=recipe.heldout_prompts, shapes=shapes)
-    group_size = group_size if temperature else 1
-    corpus = encode_scenes(processor, unseen)
-    sample = partial(sample_ious, model, processor, temperature=temperature, group_size=group_size, seed=seed)
-    ious = sample(corpus, unseen)
-    others = sample(corpus, [scene.asked_about_the_last for scene in unseen])
-    shifted = Corpus(corpus.ids, corpus.types, corpus.patches.roll(1, dims=0), corpus.grids, corpus.answers)
-    wrong = sample(shifted, unseen)
-    constant = best_constant_box(seen)
-    return TinyVisionReport(
-        shapes=shapes,
-        temperature=temperature,
-        answers=ious.numel(),
-        iou=ious.clamp(min=0).mean().item(),
-        over_half=(ious >= 0.5).double().mean().item(),
-        boxes=(ious >= 0).double().mean().item(),
-        other_shape_iou=others.clamp(min=0).mean().item(),
-        wrong_image_iou=wrong.clamp(min=0).mean().item(),
-        constant_box_iou=float(np.mean([iou_of(constant, scene.box) for scene in unseen])),
-        iou_group_std=ious.clamp(min=0).std(1).mean().item() if group_size > 1 else 0.0,
+def make() -> None:
+    """Make the tiny vision model and the drawn images of its prompts; it has never seen the held-out images."""
+    recipe = TinyVisionRecipe()
+    processor = build_processor(recipe)
+    model = build_model(recipe, processor)
+    replace_shipped(
+        "tiny-vision",
+        recipe,
+        ("torch", "transformers", "tokenizers", "numpy", "pillow"),
+        lambda: {"final_loss": train_model(model, processor, recipe, print_progress("train vision model"))},
+        lambda folder: save_tiny_vision_model(model, processor, folder),
+        lambda folder: {
+            f"{shapes} shapes, temperature {warm}": measure_saved(folder, recipe, shapes, warm)
+            for shapes in PROMPT_FILES
+            for warm in (1.0, 0.1)
+        },
     )
-
-
-def sample_ious(
-    model: Any,
-    processor: Any,
-    corpus: Corpus,
-    scenes: Sequence[GroundingScene],
-    temperature: float,
-    group_size: int,
-    seed: int = 0,
-) -> Tensor:
-    """Sample answers and compare their boxes: float64 [scenes, group_size], -1 where the answer is no box."""
-    inputs = corpus.inputs(torch.arange(len(scenes)))
-    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        written = model.generate(**inputs, **how, num_return_sequences=group_size, max_new_tokens=6)
-    answers = processor.batch_decode(written[:, corpus.ids.shape[1] :], skip_special_tokens=True)
-    boxes = [read_boxes(answer) for answer in answers]
-    wanted = [scene.box for scene in scenes for _ in range(group_size)]
-    ious = [iou_of(given[0], box) if given and given[0] else -1.0 for given, box in zip(boxes, wanted, strict=True)]
-    return torch.tensor(ious, dtype=torch.float64).view(len(scenes), group_size)
+    write_prompt_files(DATA / "prompts", recipe.seed, train=recipe.train_prompts, heldout=recipe.heldout_prompts)
+    write_medground_example(DATA / "medground", recipe.seed, recipe.medground_prompts)

@@ -11,13 +11,31 @@ from typing import Any
 import torch
 from diffusers import GlmImagePipeline
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
-from PIL import Image
 from torch import Tensor
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration
 from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
-from data.edits import Edit, EditCorpus, draw_edit_corpus, split_edits
-from data.shapes import (
+from data.recipes.edits import (
+    HELDOUT_FILE,
+    TRAIN_FILE,
+    Edit,
+    EditCorpus,
+    choose_edits,
+    draw_edit_corpus,
+    split_edits,
+    write_edit_file,
+)
+from data.recipes.glm_image import (
+    draw_corpus,
+    encode_scenes,
+    flow_matching_loss,
+    glyph_embeddings,
+    measure_saved,
+    scramble_tokens,
+    token_losses,
+)
+from data.recipes.glm_image_parts import LIBRARIES, TinyRecipe, save_tiny_model
+from data.recipes.shapes import (
     CELL_PIXELS,
     GRID,
     IMAGE_PIXELS,
@@ -28,27 +46,14 @@ from data.shapes import (
     encode_cells,
     split_scenes,
 )
-from data.tiny_glm_image.components import TinyRecipe
-from data.tiny_glm_image.training import (
-    GROUP_SIZE,
-    draw_corpus,
-    encode_scenes,
-    flow_matching_loss,
-    glyph_embeddings,
-    scramble_tokens,
-    token_losses,
-)
-from data.training import ImageQuality, ProgressCallback, measure_images, train
+from data.recipes.trainer import DATA, ProgressCallback, Quality, print_progress, replace_shipped, train
 from grpo_core.images import SourceImage, encode_png
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts
-from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.loading import load_pipeline
 from grpo_core.policies.glm_image.processor import UnitProcessor
-from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import GroupRequest
-from grpo_core.seeds import derive_seed
 from grpo_core.streams import ImageSize
 
+_MEASURED_EDITS = 60
 _LARGE = slice(PREVIEW_GRID**2, None)
 _SIZE = ImageSize(IMAGE_PIXELS, IMAGE_PIXELS)
 
@@ -60,12 +65,8 @@ class TinyEditRecipe:
     Attributes:
         base: of the model that it starts from.
         heldout_fraction: share of the pairs of colours, before and after, that the training never sees.
-        corpus_size: edits drawn for the training.
-        speckle_probability, unedited_probability: mistakes in their targets, see :func:`data.edits.draw_edit_corpus`.
-        autoregressive_steps, autoregressive_learning_rate: of the token model.
-        edit_batch, caption_batch: edits and captions in each of its batches.
-        decoder_steps, decoder_learning_rate: of the decoder; half of its batches have a source image.
-        train_prompts, heldout_prompts: sizes of the prompt files for training with rewards.
+        speckle_probability, unedited_probability: see :func:`data.recipes.edits.draw_edit_corpus`.
+        decoder_steps: of the decoder's training; half of its batches have a source image.
     """
 
     base: TinyRecipe = field(default_factory=TinyRecipe)
@@ -184,9 +185,6 @@ def train_token_editor(
 
     Returns:
         The mean loss over the last twentieth of the steps, and that of clean held-out edits, nats per token.
-
-    Raises:
-        NonFiniteError: the loss is NaN or infinite.
     """
     model, base = pipeline.vision_language_encoder, recipe.base
     train_edits, heldout_edits = split_edits(base.seed, recipe.heldout_fraction)
@@ -218,9 +216,6 @@ def train_decoder_on_sources(
 
     Returns:
         Weighted mean squared error of the velocity over the last twentieth of the steps, in latent units.
-
-    Raises:
-        NonFiniteError: the loss is NaN or infinite.
     """
     base = recipe.base
     train_edits, _ = split_edits(base.seed, recipe.heldout_fraction)
@@ -263,30 +258,34 @@ def _write_source(pipeline: GlmImagePipeline, tokens: Tensor, glyph: Tensor, rec
     return cache
 
 
-def evaluate_tiny_editor(folder: Path, edits: Sequence[Edit], *, temperature: float) -> ImageQuality:
-    """Sample and measure images of each edit, with the policy of training with rewards.
+def measure_edits(folder: Path, edits: Sequence[Edit], temperature: float) -> Quality:
+    """Measure the R² of images of these edits."""
+    sources = [[SourceImage.of(encode_png(draw(edit.source)))] for edit in edits]
+    scenes = [edit.target for edit in edits]
+    return measure_saved(folder, [edit.instruction for edit in edits], scenes, temperature, sources)
 
-    Args:
-        folder: the saved model.
-    """
-    settings = GlmImageSettings(
-        height=IMAGE_PIXELS, width=IMAGE_PIXELS, temperature=temperature, num_inference_steps=4, guidance_scale=1.0
+
+def make() -> None:
+    """Make the tiny GLM-Image that edits, from the shipped tiny GLM-Image; some pairs of colours it has never seen."""
+    recipe = TinyEditRecipe()
+    seen, unseen = split_edits(recipe.base.seed, recipe.heldout_fraction)
+    base = load_pipeline(str(DATA / "models" / "tiny-glm-image"), dtype=torch.float32, device=torch.device("cpu"))
+    pipeline = build_editor(base)
+
+    def train_both() -> dict[str, object]:
+        token_model = train_token_editor(pipeline, recipe, print_progress("train token model"))
+        decoder = train_decoder_on_sources(pipeline, recipe, print_progress("train decoder"))
+        return {"token_model": token_model, "decoder": {"final_loss": decoder}}
+
+    def measured(folder: Path) -> dict[str, Quality]:
+        chosen = choose_edits(unseen, _MEASURED_EDITS, recipe.base.seed)
+        return {f"temperature {warm}": measure_edits(folder, chosen, warm) for warm in (1.0, 0.7)}
+
+    replace_shipped(
+        "tiny-glm-image-edit", recipe, LIBRARIES, train_both, lambda folder: save_tiny_model(pipeline, folder), measured
     )
-    policy = GlmImagePolicy.load(str(folder), settings, {"tokens": TrainingChoice(lora=None)})
-    requests = [edit_request(edit, place) for place, edit in enumerate(edits)]
-    rendered = [output for group in policy.sample(requests) for output in group.outputs]
-    images = [each for each in rendered if isinstance(each, Image.Image)]
-    assert len(images) == len(rendered), "the tiny model's decoder gives finite pixels"
-    return measure_images(images, [edit.target for edit in edits for _ in range(GROUP_SIZE)], group_size=GROUP_SIZE)
-
-
-def edit_request(edit: Edit, place: int) -> GroupRequest:
-    """Return the request for `GROUP_SIZE` images of an edit, the `place`-th of a list."""
-    rows = range(place * GROUP_SIZE, (place + 1) * GROUP_SIZE)
-    return GroupRequest(
-        edit.instruction,
-        sample_ids=tuple(str(row) for row in rows),
-        seeds=tuple(derive_seed(0, "tokens", row) for row in rows),
-        noise_seeds=(derive_seed(0, "noise", place),) * GROUP_SIZE,
-        sources=(SourceImage.of(encode_png(draw(edit.source))),),
-    )
+    for name, edits, count in (
+        (TRAIN_FILE, seen, recipe.train_prompts),
+        (HELDOUT_FILE, unseen, recipe.heldout_prompts),
+    ):
+        write_edit_file(choose_edits(edits, count, recipe.base.seed), DATA / "prompts" / name, DATA / "targets")

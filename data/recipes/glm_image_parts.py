@@ -17,8 +17,8 @@ from transformers import (
 )
 from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
-from data.shapes import CELL_PIXELS, CODEBOOK_SIZE, IMAGE_PIXELS, all_scenes
-from data.training import build_cell_autoencoder
+from data.recipes.autoencoder import build_cell_autoencoder
+from data.recipes.shapes import CELL_PIXELS, CODEBOOK_SIZE, IMAGE_PIXELS, all_scenes
 from grpo_core.policies.glm_image.processor import UnitProcessor
 
 IMAGE_START_ID = CODEBOOK_SIZE
@@ -37,17 +37,9 @@ class TinyRecipe:
     and also slips and stray cells, which training with rewards can then remove.
 
     Attributes:
-        seed: for weights, data order, noise and the split of captions.
         heldout_fraction: share of the captions that the supervised training never sees.
-        corpus_size: images drawn for the supervised training.
-        slip_probability, confusion_probability, speckle_probability: mistakes in them, see
-            :class:`data.shapes.Mistakes`.
-        hidden_size, layers, heads, key_value_heads, intermediate_size: of the autoregressive model.
-        rope_theta: base of its rotary frequencies; a grid of eight rows needs fast ones, or columns look alike.
-        initializer_range: standard deviation of its initial weights.
-        autoregressive_steps, autoregressive_batch, autoregressive_learning_rate: its supervised training.
-        decoder_size, decoder_layers, decoder_heads: of the diffusion transformer.
-        decoder_steps, decoder_batch, decoder_learning_rate: its training by flow matching.
+        slip_probability, confusion_probability, speckle_probability: see :class:`data.recipes.shapes.Mistakes`.
+        rope_theta: base of the rotary frequencies; a grid of eight rows needs fast ones, or columns look alike.
         latent_std: pixels, in [-1, 1], are divided by it to give latents; small values make the decoder's remaining
             noise small against the image.
         prior_drop_probability: probability that the image tokens are dropped in decoder training, for guidance.

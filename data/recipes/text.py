@@ -1,8 +1,4 @@
-"""A text model of the stock transformers classes, small enough to train and run on one CPU core.
-
-Its task is to sort the letters of a made-up word. The whole recipe: ``build_tokenizer``, ``build_model``,
-``train_model``, ``save_tiny_text_model``, ``evaluate_tiny_text_model``, ``write_prompt_files``.
-"""
+"""A Llama of the stock transformers classes that sorts the letters of a made-up word, for one CPU core."""
 
 import json
 from collections.abc import Sequence
@@ -12,17 +8,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from rapidfuzz.distance import Levenshtein
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.training import ProgressCallback, train
+from data.recipes.trainer import DATA, ProgressCallback, Quality, measure, print_progress, replace_shipped, train
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.seeds import derive_seed
 
 
 @dataclass(frozen=True)
@@ -33,16 +27,9 @@ class TinyTextRecipe:
     training with rewards can then remove.
 
     Attributes:
-        seed: for weights, words, slips and data order.
         heldout_words: words that are in neither the supervised training nor the training prompts.
-        corpus_size: answers drawn for the supervised training.
-        swap_probability: probability per letter of the answer that another letter replaces it.
-        skip_probability: probability per letter of the answer that it is missing.
-        repeat_probability: probability per letter of the answer that it is repeated.
-        hidden_size, layers, heads, key_value_heads, intermediate_size: of the model.
-        context: ids that it can read and write.
-        initializer_range: standard deviation of its initial weights.
-        steps, batch, learning_rate: of the supervised training.
+        swap_probability, skip_probability, repeat_probability: per letter of a supervised answer.
+        context: ids that the model can read and write.
         train_prompts, heldout_prompts: sizes of the prompt files for training with rewards.
     """
 
@@ -173,10 +160,6 @@ def build_model(recipe: TinyTextRecipe, tokenizer: PreTrainedTokenizerFast) -> L
         return LlamaForCausalLM(config).eval()
 
 
-LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
-"""Libraries whose versions affect the result."""
-
-
 def save_tiny_text_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Save model and tokenizer; `AutoModelForCausalLM.from_pretrained(folder)` loads it without this project."""
     # Its progress bars would break ours.
@@ -259,9 +242,6 @@ def train_model(
 
     Returns:
         Mean cross-entropy over the last twentieth of the steps, nats per token.
-
-    Raises:
-        NonFiniteError: the loss is NaN or infinite.
     """
     corpus = draw_corpus(tokenizer, recipe)
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -273,56 +253,27 @@ def train_model(
     return train(model, model.parameters(), recipe.learning_rate, recipe.steps, loss, on_step)
 
 
-LONGEST_ANSWER = 24
+_LONGEST_ANSWER = 24
 
 
-@dataclass(frozen=True)
-class TinyTextReport:
-    """The quality of a tiny text model's answers, as means over answers.
-
-    Attributes:
-        temperature: of the token distribution.
-        answers: number of answers measured.
-        similarity: 1 - edit distance (Levenshtein, 1966) / length of the longer of the answer and the correct one.
-        exact: share of correct answers.
-        finished: share that was not truncated.
-        mean_length: tokens, including the end token.
-        similarity_group_std: Bessel-corrected standard deviation of the similarity among answers to one prompt: what a
-            reward can distinguish.
-    """
-
-    temperature: float
-    answers: int
-    similarity: float
-    exact: float
-    finished: float
-    mean_length: float
-    similarity_group_std: float
+def measure_saved(folder: Path, words: Sequence[str], temperature: float) -> Quality:
+    """Measure the share of exact answers about these words, with the policy of training with rewards."""
+    settings = CausalLMSettings(temperature=temperature, max_completion_length=_LONGEST_ANSWER)
+    policy = CausalLMPolicy.load(str(folder), settings, {"tokens": TrainingChoice(lora=None)})
+    return measure(policy, [prompt_of(word) for word in words], "answer", answer=[answer_of(word) for word in words])
 
 
-def evaluate_tiny_text_model(
-    folder: Path, words: Sequence[str], *, temperature: float, group_size: int = 4, seed: int = 0
-) -> TinyTextReport:
-    """Sample `group_size` answers for each word and measure them.
-
-    Args:
-        words: usually the held-out ones of :func:`data.tiny_text.split_words`.
-    """
-    settings = CausalLMSettings(temperature=temperature, max_completion_length=LONGEST_ANSWER)
-    choice, cpu = TrainingChoice(lora=None), torch.device("cpu")
-    policy = CausalLMPolicy.load(str(folder), settings, {"tokens": choice}, dtype=torch.float32, device=cpu)
-    seeds = [derive_seed(seed, "tokens", row) for row in range(len(words) * group_size)]
-    sampled = policy.sample_tokens([prompt_of(word) for word in words], group_size, seeds)
-    answers = policy.decode(sampled.actions)
-    right = [answer_of(word) for word in words for _ in range(group_size)]
-    pairs = list(zip(answers, right, strict=True))
-    similarity = torch.tensor([Levenshtein.normalized_similarity(*pair) for pair in pairs], dtype=torch.float64)
-    return TinyTextReport(
-        temperature=temperature,
-        answers=len(pairs),
-        similarity=similarity.mean().item(),
-        exact=sum(answer == wanted for answer, wanted in pairs) / len(pairs),
-        finished=sampled.finished.double().mean().item(),
-        mean_length=sampled.actions.loss_mask.sum(-1).double().mean().item(),
-        similarity_group_std=similarity.view(-1, group_size).std(1).mean().item(),
+def make() -> None:
+    """Make the tiny text model and its prompt files; it has never seen the held-out words."""
+    recipe, tokenizer = TinyTextRecipe(), build_tokenizer()
+    _, unseen = split_words(recipe.seed, train=0, heldout=recipe.heldout_words)
+    model = build_model(recipe, tokenizer)
+    replace_shipped(
+        "tiny-text",
+        recipe,
+        ("torch", "transformers", "tokenizers", "numpy"),
+        lambda: {"final_loss": train_model(model, tokenizer, recipe, print_progress("train text model"))},
+        lambda folder: save_tiny_text_model(model, tokenizer, folder),
+        lambda folder: {f"temperature {warm}": measure_saved(folder, unseen, warm) for warm in (1.0, 0.1)},
     )
+    write_prompt_files(recipe, DATA / "prompts")

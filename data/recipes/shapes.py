@@ -211,9 +211,6 @@ def choose_scenes(scenes: Sequence[Scene], count: int, seed: int) -> tuple[Scene
 
     Args:
         seed: orders the scenes before the choice, which is greedy.
-
-    Raises:
-        ValueError: there are fewer scenes than count.
     """
     return choose_evenly(scenes, count, seed, lambda scene: scene.words)
 
@@ -228,9 +225,6 @@ def choose_evenly(
 
     Args:
         seed: orders the items before the choice, which is greedy.
-
-    Raises:
-        ValueError: there are fewer items than count.
     """
     if count > len(items):
         raise ValueError(f"count is {count}, but there are only {len(items)} to choose from")

@@ -20,21 +20,22 @@ from transformers import (
     T5Tokenizer,
 )
 
-from data.shapes import (
+from data.recipes.autoencoder import build_cell_autoencoder
+from data.recipes.shapes import (
     CELL_PIXELS,
     GRID,
     IMAGE_PIXELS,
     Mistakes,
     Scene,
     all_scenes,
+    draw,
     draw_imperfect_corpus,
     split_scenes,
 )
-from data.training import ImageQuality, ProgressCallback, build_cell_autoencoder, measure_images, train
-from grpo_core.seeds import derive_seed
-
-LIBRARIES = ("torch", "transformers", "diffusers", "tokenizers", "numpy")
-"""Libraries whose versions affect the result."""
+from data.recipes.trainer import ProgressCallback, Quality, measure, print_progress, replace_shipped, train
+from grpo_core.policies.diffusers.policy import DiffusersPolicy
+from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
+from grpo_core.policies.trained.settings import TrainingChoice
 
 _CHANNELS = 3
 # In patches: the positions of images of up to this many along each axis are stored with the weights.
@@ -50,19 +51,12 @@ class TinySd3Recipe:
     drawn and where, and training with rewards can make the caption decide.
 
     Attributes:
-        seed: for weights, data order, noise and the split of captions.
         heldout_fraction: share of the captions that the supervised training never sees.
-        corpus_size: images drawn for the supervised training.
-        slip_probability, confusion_probability, speckle_probability: mistakes in them, see
-            :class:`data.shapes.Mistakes`.
-        clip_size: hidden size of each of the two CLIP text encoders; their weights and those of the T5 stay random.
-        t5_size: of the T5's embeddings, which the transformer attends to.
+        slip_probability, confusion_probability, speckle_probability: see :class:`data.recipes.shapes.Mistakes`.
+        clip_size, t5_size: of the text encoders, whose weights stay random.
         text_length: tokens that the CLIP tokenizers pad to, and `max_sequence_length` of the T5.
-        hidden_size, layers, heads: of the diffusion transformer.
-        patch_size: its patches, in latents along each axis; a latent covers 8 pixels.
+        patch_size: of the transformer, in latents along each axis; a latent covers 8 pixels.
         latent_std: pixels, in [-1, 1], are divided by it to give latents.
-        shift: of the scheduler's noise levels.
-        steps, batch, learning_rate: of the transformer's training by flow matching.
         prompt_drop_probability: probability that the prompt is empty in training, for guidance.
     """
 
@@ -194,31 +188,6 @@ def _build_t5(recipe: TinySd3Recipe, tokenizer: PreTrainedTokenizerBase) -> T5En
     return T5EncoderModel(config).eval()
 
 
-GROUP_SIZE = 4
-"""Images of a caption when a saved model is measured."""
-
-
-@dataclass(frozen=True)
-class PromptEmbeddings:
-    """What the transformer gets of prompts: states [prompts, length, size] and pooled [prompts, size]."""
-
-    states: Tensor
-    pooled: Tensor
-
-    def select(self, rows: Tensor) -> "PromptEmbeddings":
-        """Return these rows."""
-        return PromptEmbeddings(self.states[rows], self.pooled[rows])
-
-
-@torch.no_grad()
-def encode_prompts(pipeline: StableDiffusion3Pipeline, prompts: list[str], length: int) -> PromptEmbeddings:
-    """Encode prompts as the pipeline does."""
-    states, _, pooled, _ = pipeline.encode_prompt(
-        prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=length
-    )
-    return PromptEmbeddings(states, pooled)
-
-
 def train_transformer(
     pipeline: StableDiffusion3Pipeline, recipe: TinySd3Recipe, on_step: ProgressCallback | None = None
 ) -> float:
@@ -230,16 +199,17 @@ def train_transformer(
 
     Returns:
         Mean squared error of the velocity over the last twentieth of the steps, in latent units.
-
-    Raises:
-        NonFiniteError: the loss is NaN or infinite.
     """
     scenes, _ = split_scenes(recipe.seed, recipe.heldout_fraction)
     mistakes = Mistakes(recipe.slip_probability, recipe.confusion_probability, recipe.speckle_probability)
     described, cells = draw_imperfect_corpus(scenes, recipe.corpus_size, mistakes, recipe.seed)
     latents = _to_latents(cells, recipe)
     # The last one is for dropped prompts.
-    prompts = encode_prompts(pipeline, [*(scene.caption for scene in scenes), ""], recipe.text_length)
+    captions_and_none = [*(scene.caption for scene in scenes), ""]
+    with torch.no_grad():
+        states, _, pooled, _ = pipeline.encode_prompt(
+            captions_and_none, None, None, do_classifier_free_guidance=False, max_sequence_length=recipe.text_length
+        )
     captions = torch.from_numpy(described)
     generator = torch.Generator().manual_seed(recipe.seed)
 
@@ -247,7 +217,7 @@ def train_transformer(
         rows = torch.randint(recipe.corpus_size, (recipe.batch,), generator=generator)
         dropped = torch.rand(recipe.batch, generator=generator) < recipe.prompt_drop_probability
         given = torch.where(dropped, len(scenes), captions[rows])
-        return _flow_matching_loss(pipeline, latents[rows], prompts.select(given), generator)
+        return _flow_matching_loss(pipeline, latents[rows], states[given], pooled[given], generator)
 
     parameters = pipeline.transformer.parameters()
     return train(pipeline.transformer, parameters, recipe.learning_rate, recipe.steps, loss, on_step)
@@ -259,7 +229,7 @@ def _to_latents(cells: np.ndarray, recipe: TinySd3Recipe) -> Tensor:
 
 
 def _flow_matching_loss(
-    pipeline: StableDiffusion3Pipeline, clean: Tensor, prompts: PromptEmbeddings, generator: torch.Generator
+    pipeline: StableDiffusion3Pipeline, clean: Tensor, states: Tensor, pooled: Tensor, generator: torch.Generator
 ) -> Tensor:
     noise = torch.randn(clean.shape, generator=generator)
     shift = pipeline.scheduler.config.shift
@@ -267,33 +237,39 @@ def _flow_matching_loss(
     time = shift * time / (1 + (shift - 1) * time)
     velocity = pipeline.transformer(
         hidden_states=torch.lerp(clean, noise, time.view(-1, 1, 1, 1)),
-        encoder_hidden_states=prompts.states,
-        pooled_projections=prompts.pooled,
+        encoder_hidden_states=states,
+        pooled_projections=pooled,
         timestep=time * pipeline.scheduler.config.num_train_timesteps,
         return_dict=False,
     )[0]
     return F.mse_loss(velocity, noise - clean)
 
 
-def evaluate_tiny_sd3(
-    folder: Path, scenes: Sequence[Scene], num_inference_steps: int, guidance_scale: float
-) -> ImageQuality:
-    """Sample and measure images for each scene's caption from a saved model, with diffusers alone.
-
-    Args:
-        scenes: usually the held-out ones of :func:`data.shapes.split_scenes`.
-    """
-    pipeline = StableDiffusion3Pipeline.from_pretrained(folder, trust_remote_code=False)
-    pipeline.set_progress_bar_config(disable=True)
-    wanted = [scene for scene in scenes for _ in range(GROUP_SIZE)]
-    images = pipeline(
-        [scene.caption for scene in wanted],
-        generator=[torch.Generator().manual_seed(derive_seed(0, "noise", row)) for row in range(len(wanted))],
+def measure_saved(folder: Path, scenes: Sequence[Scene], guidance_scale: float) -> Quality:
+    """Measure the R² of images of these captions, with the policy of training with rewards."""
+    settings = DiffusersSettings(
         height=IMAGE_PIXELS,
         width=IMAGE_PIXELS,
-        num_inference_steps=num_inference_steps,
+        num_inference_steps=8,
         guidance_scale=guidance_scale,
+        sde_window_size=0,
         # The transformer has seen texts of this length alone.
-        max_sequence_length=pipeline.tokenizer.model_max_length,
-    ).images
-    return measure_images(images, wanted, group_size=GROUP_SIZE)
+        max_sequence_length=TinySd3Recipe.text_length,
+    )
+    policy = DiffusersPolicy.load(str(folder), settings, {"denoising": TrainingChoice(lora=None)})
+    return measure(policy, [scene.caption for scene in scenes], "r2", targets=[draw(scene) for scene in scenes])
+
+
+def make() -> None:
+    """Make the tiny SD3; its prompts are those of the tiny GLM-Image."""
+    recipe = TinySd3Recipe()
+    _, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
+    pipeline = build_pipeline(recipe)
+    replace_shipped(
+        "tiny-sd3",
+        recipe,
+        ("torch", "transformers", "diffusers", "tokenizers", "numpy"),
+        lambda: {"final_loss": train_transformer(pipeline, recipe, print_progress("train transformer"))},
+        pipeline.save_pretrained,
+        lambda folder: {f"guidance {scale}": measure_saved(folder, unseen, scale) for scale in (1.0, 2.0)},
+    )

@@ -1,43 +1,43 @@
-"""The two trainings of the tiny GLM-Image on imperfect images, and what it draws of held-out captions."""
+"""The tiny GLM-Image: the token model on imperfect images, flow matching of the decoder, held-out captions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import GlmImagePipeline
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from data.shapes import (
+from data.recipes.glm_image_parts import LIBRARIES, TinyRecipe, build_pipeline, save_tiny_model
+from data.recipes.shapes import (
     CELL_PIXELS,
     CODEBOOK_SIZE,
     GRID,
+    HELDOUT_FILE,
     IMAGE_PIXELS,
     PREVIEW_GRID,
+    TRAIN_FILE,
     Mistakes,
     Scene,
+    choose_scenes,
     decode_tokens,
+    draw,
     draw_cells,
     draw_imperfect_corpus,
     encode_cells,
     split_scenes,
+    write_prompt_file,
 )
-from data.tiny_glm_image.components import TinyRecipe
-from data.training import ImageQuality, ProgressCallback, measure_images, train
+from data.recipes.trainer import DATA, ProgressCallback, Quality, measure, print_progress, replace_shipped, train
+from grpo_core.images import SourceImage
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, score_tokens
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import GroupRequest
-from grpo_core.seeds import derive_seed
 from grpo_core.streams import ImageSize
-
-GROUP_SIZE = 4
-"""Images of a caption when a saved model is measured."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,7 @@ def token_losses(pipeline: GlmImagePipeline, encoded: EncodedPrompts, tokens: Te
 def train_autoregressive(
     pipeline: GlmImagePipeline, recipe: TinyRecipe, on_step: ProgressCallback | None = None
 ) -> AutoregressiveMetrics:
-    """Train `pipeline.vision_language_encoder` in place on the recipe's corpus of training captions.
-
-    Raises:
-        NonFiniteError: the loss is NaN or infinite.
-    """
+    """Train `pipeline.vision_language_encoder` in place on the recipe's corpus of training captions."""
     model = pipeline.vision_language_encoder
     train_scenes, heldout_scenes = split_scenes(recipe.seed, recipe.heldout_fraction)
     corpus = draw_corpus(train_scenes, recipe)
@@ -157,9 +153,6 @@ def train_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe, on_step: Progr
 
     Returns:
         Weighted mean squared error of the velocity over the last twentieth of the steps, in latent units.
-
-    Raises:
-        NonFiniteError: the loss is NaN or infinite.
     """
     train_scenes, _ = split_scenes(recipe.seed, recipe.heldout_fraction)
     large_tokens = draw_corpus(train_scenes, recipe).tokens[:, PREVIEW_GRID**2 :]
@@ -248,30 +241,41 @@ def flow_matching_loss(
     return (row_loss * torch.where(dropped.squeeze(1), _DROPPED_WEIGHT, 1.0)).mean()
 
 
-def evaluate_tiny_model(folder: Path, scenes: Sequence[Scene], *, temperature: float) -> ImageQuality:
-    """Sample and measure images for each scene's caption, with the policy of training with rewards.
-
-    Args:
-        folder: the saved model.
-        scenes: usually the held-out ones of :func:`data.shapes.split_scenes`.
-    """
+def measure_saved(
+    folder: Path,
+    prompts: Sequence[str],
+    scenes: Sequence[Scene],
+    temperature: float,
+    sources: Sequence[Sequence[SourceImage]] | None = None,
+) -> Quality:
+    """Measure the R² of the images of prompts to these scenes, with the policy of training with rewards."""
     settings = GlmImageSettings(
         height=IMAGE_PIXELS, width=IMAGE_PIXELS, temperature=temperature, num_inference_steps=4, guidance_scale=1.0
     )
-    choice, cpu = TrainingChoice(lora=None), torch.device("cpu")
-    policy = GlmImagePolicy.load(str(folder), settings, {"tokens": choice}, dtype=torch.float32, device=cpu)
-    requests = [_request(scene.caption, place) for place, scene in enumerate(scenes)]
-    rendered = [output for group in policy.sample(requests) for output in group.outputs]
-    images = [each for each in rendered if isinstance(each, Image.Image)]
-    assert len(images) == len(rendered), "the tiny model's decoder gives finite pixels"
-    return measure_images(images, [scene for scene in scenes for _ in range(GROUP_SIZE)], group_size=GROUP_SIZE)
+    policy = GlmImagePolicy.load(str(folder), settings, {"tokens": TrainingChoice(lora=None)})
+    return measure(policy, prompts, "r2", sources=sources, targets=[draw(scene) for scene in scenes])
 
 
-def _request(prompt: str, place: int) -> GroupRequest:
-    rows = range(place * GROUP_SIZE, (place + 1) * GROUP_SIZE)
-    return GroupRequest(
-        prompt,
-        sample_ids=tuple(str(row) for row in rows),
-        seeds=tuple(derive_seed(0, "tokens", row) for row in rows),
-        noise_seeds=(derive_seed(0, "noise", place),) * GROUP_SIZE,
+def make() -> None:
+    """Make the tiny GLM-Image: token model, decoder, prompt files; it has never seen the held-out captions."""
+    recipe = TinyRecipe()
+    seen, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
+    pipeline = build_pipeline(recipe)
+
+    def train_both() -> dict[str, object]:
+        token_model = train_autoregressive(pipeline, recipe, print_progress("train token model"))
+        decoder = train_decoder(pipeline, recipe, print_progress("train decoder"))
+        return {"token_model": asdict(token_model), "decoder": {"final_loss": decoder}}
+
+    def measured(folder: Path) -> dict[str, Quality]:
+        captions = [scene.caption for scene in unseen]
+        return {f"temperature {warm}": measure_saved(folder, captions, unseen, warm) for warm in (1.0, 0.7)}
+
+    replace_shipped(
+        "tiny-glm-image", recipe, LIBRARIES, train_both, lambda folder: save_tiny_model(pipeline, folder), measured
     )
+    for name, scenes, count in (
+        (TRAIN_FILE, seen, recipe.train_prompts),
+        (HELDOUT_FILE, unseen, recipe.heldout_prompts),
+    ):
+        write_prompt_file(choose_scenes(scenes, count, recipe.seed), DATA / "prompts" / name, DATA / "targets")

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
-from data.shapes import BACKGROUNDS, COLORS
+from data.recipes.shapes import BACKGROUNDS, COLORS
 from grpo_core.rewards.boxes import Box, box_iou
 
 SIDE, STEP = 56, 4

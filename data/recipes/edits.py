@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.shapes import (
+from data.recipes.shapes import (
     COLORS,
     Scene,
     add_speckles,
@@ -103,9 +103,6 @@ def choose_edits(edits: Sequence[Edit], count: int, seed: int) -> tuple[Edit, ..
 
     Args:
         seed: orders the edits before the choice, which is greedy.
-
-    Raises:
-        ValueError: there are fewer edits than count.
     """
     return choose_evenly(edits, count, seed, lambda edit: (*edit.source.words, ("new color", edit.color)))
 

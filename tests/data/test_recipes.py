@@ -1,0 +1,417 @@
+"""The recipes of the shipped models: they learn, repeat to the bit, load without this project, and know their task."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import GlmImagePipeline, StableDiffusion3Pipeline
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from data.recipes import glm_image, glm_image_edit, glm_image_parts, sd3, text, trainer, vision
+from data.recipes.autoencoder import build_cell_autoencoder
+from data.recipes.edits import choose_edits, split_edits
+from data.recipes.grounding import SIDE, STEP, best_constant_box, draw_scenes, iou_of, split_scenes
+from data.recipes.shapes import CODEBOOK_SIZE, all_scenes, decode_tokens
+from data.recipes.shapes import split_scenes as split_captions
+from grpo_core.errors import NonFiniteError
+from grpo_core.records import GroupRequest, RolloutGroup
+from tests.tiny_policies import EDIT_MODEL, MODEL, TEXT_MODEL
+
+MODELS = trainer.DATA / "models"
+VISION_MODEL, SD3_MODEL = MODELS / "tiny-vision", MODELS / "tiny-sd3"
+TEXT = text.TinyTextRecipe(corpus_size=256, steps=40, batch=16, hidden_size=32, heads=2, key_value_heads=1)
+VISION = vision.TinyVisionRecipe(
+    corpus_size=64, steps=30, batch=16, hidden_size=32, intermediate_size=64, layers=2, slip_probability=0.6
+)
+SD3 = sd3.TinySd3Recipe(hidden_size=32, layers=1, heads=2, corpus_size=64, steps=30, batch=8)
+GLM_IMAGE = glm_image_parts.TinyRecipe(
+    hidden_size=64,
+    layers=1,
+    decoder_size=32,
+    corpus_size=64,
+    autoregressive_steps=25,
+    autoregressive_batch=8,
+    decoder_steps=25,
+    decoder_batch=4,
+    latent_std=0.5,
+)
+WORDS, TOKENS = text.build_tokenizer(), glm_image_parts.build_tokenizer()
+PROCESSOR = vision.build_processor(vision.TinyVisionRecipe())
+
+
+# --- the trainings
+
+
+def train_text(folder: Path, losses: list[float]) -> None:
+    model = text.build_model(TEXT, WORDS)
+    text.train_model(model, WORDS, TEXT, lambda *step: losses.append(step[2]))
+    text.save_tiny_text_model(model, WORDS, folder)
+
+
+def train_vision(folder: Path, losses: list[float]) -> None:
+    model = vision.build_model(VISION, PROCESSOR)
+    vision.train_model(model, PROCESSOR, VISION, lambda *step: losses.append(step[2]))
+    vision.save_tiny_vision_model(model, PROCESSOR, folder)
+
+
+def train_sd3(folder: Path, losses: list[float]) -> None:
+    pipeline = sd3.build_pipeline(SD3)
+    with unchanged(pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3, pipeline.vae):
+        sd3.train_transformer(pipeline, SD3, lambda *step: losses.append(step[2]))
+    pipeline.save_pretrained(folder)
+
+
+def train_tokens(folder: Path, losses: list[float]) -> None:
+    pipeline = glm_image.build_pipeline(GLM_IMAGE)
+    model = pipeline.vision_language_encoder.model
+    with unchanged(pipeline.transformer, model.visual, model.vqmodel):
+        glm_image.train_autoregressive(pipeline, GLM_IMAGE, lambda *step: losses.append(step[2]))
+    glm_image_parts.save_tiny_model(pipeline, folder)
+
+
+def train_decoder(folder: Path, losses: list[float]) -> None:
+    pipeline = glm_image.build_pipeline(GLM_IMAGE)
+    with unchanged(pipeline.vision_language_encoder, pipeline.vae):
+        glm_image.train_decoder(pipeline, GLM_IMAGE, lambda *step: losses.append(step[2]))
+    glm_image_parts.save_tiny_model(pipeline, folder)
+
+
+class unchanged:
+    """Networks that a training must leave as they are."""
+
+    def __init__(self, *networks: nn.Module) -> None:
+        self.networks = networks
+        self.before = [{name: value.clone() for name, value in each.state_dict().items()} for each in networks]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for network, before in zip(self.networks, self.before, strict=True):
+            assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("training", "first", "last"),
+    [
+        (train_text, 5.0, 3.5),
+        (train_vision, 3.5, 2.8),
+        # The first guess is a velocity of zero: its error is the variance of noise and image together.
+        (train_sd3, 1.5, 1.3),
+        # From a uniform guess over the codes to better than one over the colours that images have.
+        (train_tokens, 4.0, math.log(10)),
+        (train_decoder, 3.0, 1.9),
+    ],
+)
+def test_a_training_learns_and_the_same_recipe_gives_the_same_bytes(
+    training: Callable[[Path, list[float]], None], first: float, last: float, tmp_path: Path
+) -> None:
+    runs: list[list[float]] = [[], []]
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    for number, losses in enumerate(runs):
+        training(tmp_path / str(number), losses)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert runs[0] == runs[1]
+    assert runs[0][0] > first
+    assert sum(runs[0][-3:]) / 3 < last
+    for file in (tmp_path / "0").rglob("*"):
+        if file.is_file():
+            assert file.read_bytes() == (tmp_path / "1" / file.relative_to(tmp_path / "0")).read_bytes(), file
+
+
+def text_loss() -> tuple[float, list[Tensor]]:
+    model, corpus = text.build_model(TEXT, WORDS), text.draw_corpus(WORDS, TEXT)
+    row, trained = corpus.ids[3], corpus.trained[3].nonzero().flatten()
+    with torch.no_grad():
+        logprobs = model(row.unsqueeze(0)).logits[0].log_softmax(-1)
+        return float(text.answer_loss(model, corpus, torch.tensor([3]))), [
+            logprobs[place - 1, row[place]] for place in trained
+        ]
+
+
+def vision_loss() -> tuple[float, list[Tensor]]:
+    model = vision.build_model(VISION, PROCESSOR)
+    corpus = vision.encode_scenes(PROCESSOR, draw_scenes(2, np.random.default_rng(0)))
+    inputs = corpus.inputs(torch.arange(2), corpus.answers)
+    with torch.no_grad():
+        logprobs = model(**inputs).logits[:, -6:-1].log_softmax(-1)
+        chosen = logprobs.gather(-1, corpus.answers[..., None]).flatten()
+        return float(vision.answer_loss(model, inputs, corpus.answers)), list(chosen)
+
+
+@pytest.mark.parametrize("loss_of", [text_loss, vision_loss])
+def test_the_loss_is_the_mean_over_the_answers_tokens(loss_of: Callable[[], tuple[float, list[Tensor]]]) -> None:
+    loss, logprobs = loss_of()
+    assert loss == pytest.approx(-float(torch.stack(logprobs).mean()), rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_ends_the_training() -> None:
+    with pytest.raises(NonFiniteError):
+        text.train_model(text.build_model(TEXT, WORDS), WORDS, replace(TEXT, learning_rate=1e30))
+
+
+# --- what they read
+
+
+@given(st.text(max_size=40).filter(lambda text: "<" not in text))
+def test_any_text_round_trips_through_the_tokenizers(text: str) -> None:
+    for tokenizer in (WORDS, TOKENS):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_a_word_that_matters_is_one_id() -> None:
+    letters = ["sort", "Ġthe", "Ġletters", "Ġof", "Ġ", "g", "o", "g", "a"]
+    assert WORDS.tokenize("sort the letters of goga") == letters
+    clip, t5 = sd3.build_clip_tokenizer(16), sd3.build_t5_tokenizer()
+    for word in sd3.caption_words():
+        assert clip(word).input_ids == [clip.bos_token_id, clip.convert_tokens_to_ids(word + "</w>"), clip.eos_token_id]
+        assert t5(word).input_ids == [t5.convert_tokens_to_ids("\u2581" + word), t5.eos_token_id]
+        assert {clip.unk_token_id, t5.unk_token_id}.isdisjoint({clip(word).input_ids[1], t5(word).input_ids[0]})
+    assert clip.decode(clip("Zebra 圆").input_ids, skip_special_tokens=True) == "zebra 圆"
+    length = sd3.TinySd3Recipe().text_length
+    cut = (sd3.build_clip_tokenizer(length), t5)
+    assert max(len(each(scene.caption).input_ids) for each in cut for scene in all_scenes()) <= length
+
+
+def test_heldout_words_are_in_no_training_and_the_corpus_reads_back() -> None:
+    recipe = text.TinyTextRecipe()
+    train, heldout = text.split_words(recipe.seed, train=recipe.corpus_size, heldout=recipe.heldout_words)
+    assert not set(train) & set(heldout)
+    fewer = text.split_words(recipe.seed, train=recipe.train_prompts, heldout=recipe.heldout_words)
+    assert fewer == (train[: recipe.train_prompts], heldout)
+    exact = replace(recipe, corpus_size=40, swap_probability=0.0, skip_probability=0.0, repeat_probability=0.0)
+    corpus = text.draw_corpus(WORDS, exact)
+    for word, ids, trained in zip(train[:40], corpus.ids, corpus.trained, strict=True):
+        start, end = int(trained.nonzero()[0]), int(trained.nonzero()[-1]) + 1
+        assert WORDS.decode(ids[:start]) == f"<|user|>{text.prompt_of(word)}<|end|><|assistant|>"
+        assert WORDS.decode(ids[trained]) == f"{text.answer_of(word)}<|end|>"
+        assert (ids[end:] == WORDS.pad_token_id).all()
+
+
+def test_a_scene_is_asked_about_in_the_chat_template_and_has_a_token_for_each_patch() -> None:
+    tokenizer, scenes = PROCESSOR.tokenizer, draw_scenes(3, np.random.default_rng(0), shapes=2)
+    corpus = vision.encode_scenes(PROCESSOR, scenes)
+    for row, scene in enumerate(scenes):
+        image = "<|vision_start|>" + "<|image_pad|>" * 16 + "<|vision_end|>"
+        written = tokenizer.decode(corpus.ids[row]).replace(" ", "")
+        assert written == f"user:{scene.question}{image}assistant:".replace(" ", "")
+        assert tokenizer.decode(corpus.answers[row]) == f"{scene.answer} <|end|>"
+        names = tokenizer.convert_ids_to_tokens(corpus.ids[row].tolist())
+        assert corpus.types[row].tolist() == [int(name == "<|image_pad|>") for name in names]
+    assert tokenizer.unk_token_id not in corpus.ids
+    alone = vision.encode_scenes(PROCESSOR, scenes[1:2])
+    torch.testing.assert_close(corpus.inputs(torch.tensor([1]))["pixel_values"], alone.patches[0])
+
+
+def test_both_questions_about_an_image_are_learned_and_none_is_held_out() -> None:
+    recipe = vision.TinyVisionRecipe()
+    corpus = vision.draw_corpus(recipe)
+    _, heldout = split_scenes(recipe.seed, train=0, heldout=recipe.heldout_prompts, shapes=2)
+    seen = {frozenset(scene.shapes) for scene in corpus}
+    assert (len(corpus), len(seen)) == (2 * recipe.corpus_size, recipe.corpus_size)
+    assert not seen & {frozenset(scene.shapes) for scene in heldout}
+    for first, second in zip(corpus, corpus[recipe.corpus_size :], strict=False):
+        assert first.shapes == second.shapes[::-1]
+
+
+def test_moved_corners_are_boxes_on_the_grid_near_the_right_ones() -> None:
+    recipe, tokenizer = vision.TinyVisionRecipe(), PROCESSOR.tokenizer
+    scenes = draw_scenes(400, np.random.default_rng(1))
+    answers, lowest = vision.encode_scenes(PROCESSOR, scenes).answers, tokenizer.convert_tokens_to_ids("0")
+    moved = vision.move_corners(answers, recipe, lowest, np.random.default_rng(0))
+    assert (moved[:, 4] == tokenizer.eos_token_id).all()
+    read = [[int(word) for word in tokenizer.decode(row[:4]).split()] for row in moved]
+    steps = np.abs(np.array(read) - np.array([scene.box for scene in scenes])) // STEP
+    assert steps.max() == recipe.slip_steps
+    # Of five moves one is none; some more are undone at an edge.
+    assert 0.35 < (steps > 0).mean() < 0.8 * recipe.slip_probability
+    assert all(0 <= a < c <= SIDE and 0 <= b < d <= SIDE for a, b, c, d in read)
+    exact = replace(recipe, slip_probability=0.0)
+    assert torch.equal(vision.move_corners(answers, exact, lowest, np.random.default_rng(0)), answers)
+
+
+# --- the autoencoder
+
+
+@pytest.mark.parametrize("levels", [1, 4])
+def test_a_latent_is_the_mean_of_its_square_and_is_painted_flat(levels: int) -> None:
+    vae, side = build_cell_autoencoder(levels=levels, sample_size=64), 2 ** (levels - 1)
+    pixels = torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    # A group norm is hardest to pin where an image is flat.
+    pixels[3] = 1.0
+    means = pixels.unflatten(3, (-1, side)).unflatten(2, (-1, side)).mean((3, 5))
+    painted = means.repeat_interleave(side, 2).repeat_interleave(side, 3)
+    with torch.no_grad():
+        posterior = vae.encode(pixels).latent_dist
+        for latents in (posterior.mode(), posterior.sample(torch.Generator().manual_seed(0))):
+            torch.testing.assert_close(latents, means, atol=1e-4, rtol=0)
+        torch.testing.assert_close(vae.decode(posterior.mode()).sample, painted, atol=1e-4, rtol=0)
+
+
+# --- the shipped models
+
+
+@dataclass
+class Answering:
+    """A policy that gives the same outputs for each prompt."""
+
+    outputs: tuple[str, ...]
+    requests: list[GroupRequest]
+
+    def sample(self, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:
+        self.requests += requests
+        return (RolloutGroup(request, {}, self.outputs) for request in requests)
+
+
+def test_quality_is_the_mean_reward_and_the_spread_within_prompts() -> None:
+    policy: Any = Answering(("4", "5"), [])
+    found = trainer.measure(policy, ["2+2?", "1+4?"], "answer", group_size=2, answer=["4", "5"])
+    assert found == trainer.Quality(4, 0.5, pytest.approx(0.5**0.5))
+    seeds = [seed for request in policy.requests for seed in (*request.seeds, *request.noise_seeds)]
+    assert len(set(seeds)) == 8
+
+
+SHIPPED: Mapping[str, tuple[Any, int]] = {
+    "tiny-glm-image": (glm_image_parts.TinyRecipe(), 5_000_000),
+    "tiny-glm-image-edit": (glm_image_edit.TinyEditRecipe(), 5_000_000),
+    "tiny-sd3": (sd3.TinySd3Recipe(), 6_000_000),
+    "tiny-text": (text.TinyTextRecipe(), 2_000_000),
+    "tiny-vision": (vision.TinyVisionRecipe(), 1_500_000),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_model_is_small_and_names_the_recipe_of_the_source(name: str) -> None:
+    folder, (recipe, most_bytes) = MODELS / name, SHIPPED[name]
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= most_bytes
+    assert json.loads((folder / "recipe.json").read_text(encoding="utf-8"))["recipe"] == asdict(recipe)
+    assert not [file for file in folder.rglob("*.json") if b'_name_or_path": "/' in file.read_bytes()]
+
+
+def heldout_captions() -> list[trainer.Quality]:
+    _, scenes = split_captions(0, 0.1)
+    return [glm_image.measure_saved(MODEL, [scene.caption for scene in scenes[::5]], scenes[::5], 1.0)]
+
+
+def heldout_denoised() -> list[trainer.Quality]:
+    return [sd3.measure_saved(SD3_MODEL, split_captions(0, 0.1)[1][::3], 1.0)]
+
+
+def heldout_edits() -> list[trainer.Quality]:
+    return [glm_image_edit.measure_edits(EDIT_MODEL, choose_edits(split_edits(0, 0.1)[1], 24, 0), 1.0)]
+
+
+def heldout_words() -> list[trainer.Quality]:
+    _, words = text.split_words(0, train=0, heldout=256)
+    return [text.measure_saved(TEXT_MODEL, words[::2], warm) for warm in (1.0, 0.1)]
+
+
+def heldout_images() -> list[trainer.Quality]:
+    return [
+        vision.measure_saved(VISION_MODEL, vision.TinyVisionRecipe(), 2, warm, group_size=2, shift=shift)
+        for warm, shift in ((1.0, 0), (0.1, 0), (0.1, 1))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("measured", "bounds"),
+    [
+        (heldout_captions, [(0.25, 0.5)]),
+        (heldout_denoised, [(0.3, 0.6)]),
+        pytest.param(heldout_edits, [(0.35, 0.65)], marks=pytest.mark.slow),
+        (heldout_words, [(0.5, 0.68), (0.95, 1.0)]),
+        # With another image nothing is left of it.
+        (heldout_images, [(0.3, 0.5), (0.6, 0.9), (0.0, 0.1)]),
+    ],
+)
+def test_a_shipped_model_knows_its_task_and_leaves_room_to_learn(
+    measured: Callable[[], list[trainer.Quality]], bounds: list[tuple[float, float]]
+) -> None:
+    found = measured()
+    for quality, (low, high) in zip(found, bounds, strict=True):
+        assert low <= quality.reward <= high
+    assert found[0].group_std >= 0.1
+
+
+def test_no_box_that_is_the_same_for_all_images_is_nearly_as_good() -> None:
+    seen, unseen = split_scenes(1, train=400, heldout=100, shapes=2)
+    constant = best_constant_box(seen)
+    assert np.mean([iou_of(constant, scene.box) for scene in unseen]) < 0.15
+
+
+def test_diffusers_and_transformers_alone_load_the_shipped_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    pipeline = GlmImagePipeline.from_pretrained(MODEL, trust_remote_code=True)
+    sentence = "a red 圆 “hi” 🙂"
+    assert pipeline.processor.tokenizer(sentence).input_ids == TOKENS(sentence).input_ids
+    assert pipeline.processor.unit == 8
+    recipe = sd3.TinySd3Recipe()
+    other = StableDiffusion3Pipeline.from_pretrained(SD3_MODEL)
+    assert other.tokenizer(sentence).input_ids == sd3.build_clip_tokenizer(recipe.text_length)(sentence).input_ids
+    assert (other.tokenizer.model_max_length, other.scheduler.config.shift) == (recipe.text_length, recipe.shift)
+
+
+@torch.no_grad()
+def test_transformers_alone_answers_with_the_shipped_models() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TEXT_MODEL)
+    assert (tokenizer.get_vocab(), tokenizer.chat_template) == (WORDS.get_vocab(), WORDS.chat_template)
+    model = AutoModelForCausalLM.from_pretrained(TEXT_MODEL)
+    messages = [{"role": "user", "content": "sort the letters of goga"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+    assert tokenizer.decode(written[0, ids.shape[1] :]) == "aggo<|end|>"
+    processor, seeing = (
+        AutoProcessor.from_pretrained(VISION_MODEL),
+        AutoModelForImageTextToText.from_pretrained(VISION_MODEL),
+    )
+    assert processor.chat_template == PROCESSOR.chat_template
+    assert processor.tokenizer.get_vocab() == PROCESSOR.tokenizer.get_vocab()
+    scenes = draw_scenes(6, np.random.default_rng(8))
+    corpus = vision.encode_scenes(processor, scenes)
+    ids = seeing.generate(**corpus.inputs(torch.arange(6)), do_sample=False, max_new_tokens=6)
+    answers = processor.batch_decode(ids[:, corpus.ids.shape[1] :], skip_special_tokens=True)
+    boxes = [tuple(map(int, answer.split())) for answer in answers]
+    assert np.mean([iou_of((a, b, c, d), scene.box) for (a, b, c, d), scene in zip(boxes, scenes, strict=True)]) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("guidance_scale", "steps", "prompt"),
+    [(1.0, 4, 'a sign that says "Hello World"'), (1.5, 4, "a red circle")],
+)
+def test_the_decoder_draws_any_tokens_as_flat_cells(
+    shipped_pipeline: GlmImagePipeline, guidance_scale: float, steps: int, prompt: str
+) -> None:
+    tokens = torch.randint(CODEBOOK_SIZE, (4, 64), generator=torch.Generator().manual_seed(0))
+    images = shipped_pipeline(
+        [prompt] * 4,
+        height=64,
+        width=64,
+        prior_token_ids=tokens.view(-1, 8, 8).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1),
+        generator=[torch.Generator().manual_seed(seed) for seed in range(4)],
+        num_inference_steps=steps,
+        guidance_scale=guidance_scale,
+    ).images
+    decoded = np.stack([np.asarray(image, dtype=np.float32) for image in images]) / 255
+    cells = (decode_tokens(tokens).permute(0, 2, 3, 1).numpy() + 1) / 2
+    assert np.square(decoded - cells.repeat(8, axis=1).repeat(8, axis=2)).mean() < 0.01
+
+
+def test_the_shipped_prompt_files_of_words_are_those_of_the_recipe(tmp_path: Path) -> None:
+    text.write_prompt_files(text.TinyTextRecipe(), tmp_path)
+    files = list(tmp_path.iterdir())
+    assert len(files) == 2
+    for file in files:
+        assert file.read_bytes() == (trainer.DATA / "prompts" / file.name).read_bytes()
