@@ -5,20 +5,20 @@ import csv
 import datetime
 import decimal
 import functools
+import glob
 import io
 import math
 import posixpath
 import re
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, first_line
 from tasks.prompts.files import (
     InputFile,
     PromptRow,
@@ -33,28 +33,39 @@ from tasks.prompts.files import (
 _QUOTED_FIELD = re.compile(r'(?:(?<=[\t\r\n])|\A)"((?:[^"]|"")*+)"(?=[\t\r\n]|\Z)')
 
 
-def _is_quoted_tsv(text: str) -> bool:
-    """Return whether a TSV file quotes its fields as CSV does, or writes every character literally.
+def _refuse_quoted_tsv(text: str, place: str) -> None:
+    """Refuse a TSV file that quotes its fields as CSV does; in one with literal fields the quotes would be read too.
 
-    Both kinds are common: spreadsheets and data frames quote, PartiPrompts has prompts that begin with a quoted word.
-    A file is quoted when every quotation mark in it belongs to a quoted field, and one of these fields needed its
-    quotes, is empty, or is in the header. So a prompt that is one quoted word keeps its quotes.
+    Every quotation mark in it belongs to a quoted field, and one of these fields needed its quotes, is empty, or is in
+    the header. So a prompt that is one quoted word keeps its quotes.
     """
     if '"' in _QUOTED_FIELD.sub("", text):
-        return False
+        return
     fields = list(_QUOTED_FIELD.finditer(text))
     header = len(text.split("\n", 1)[0])
-    return any(match.start() < header or not match[1] or re.search(r'["\t\r\n]', match[1]) for match in fields)
+    if any(match.start() < header or not match[1] or re.search(r'["\t\r\n]', match[1]) for match in fields):
+        hint = (
+            "In a .tsv file every character stands for itself. Rename it to .csv, or write its fields without quotes."
+        )
+        raise InputError(place, "fields in quotes", hint)
 
 
-def read_delimited(text: str, place: str, *, delimiter: str) -> Iterator[PromptRow]:
+def read_delimited(text: str, place: str, *, literal: bool) -> Iterator[PromptRow]:
     """Yield comma-separated or tab-separated records as text; an empty field is None.
 
+    Args:
+        literal: whether it is TSV, in which every character stands for itself; else fields may be in quotes, and a
+            header with tabs and without commas has them between fields.
+
     Raises:
-        InputError: a record of another length than the header, an unclosed quote, or a column name that appears twice.
+        InputError: a record of another length than the header, an unclosed quote, a column name that appears twice, or
+            TSV with fields in quotes.
     """
-    quoted = delimiter == "," or _is_quoted_tsv(text)
-    records = _records(text, place, delimiter, quoted)
+    if literal:
+        _refuse_quoted_tsv(text, place)
+    header_line = text.split("\n", 1)[0]
+    delimiter = "\t" if literal or ("\t" in header_line and "," not in header_line) else ","
+    records = _records(text, place, delimiter, csv.QUOTE_NONE if literal else csv.QUOTE_MINIMAL)
     _, header = next(records, (0, []))
     names = [name.strip() for name in header]
     refuse_duplicate_columns(names, place)
@@ -69,22 +80,19 @@ def read_delimited(text: str, place: str, *, delimiter: str) -> Iterator[PromptR
                 f"{place}, line {number}",
                 f"{len(cells)} fields",
                 f"The header has {len(names)}: {', '.join(names)}. "
-                + (f"Put quotes around a field with {delimiter!r}." if quoted else "Put one tab between fields."),
+                + ("Put one tab between fields." if literal else f"Put quotes around a field with {delimiter!r}."),
             )
         values: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}
         yield PromptRow(f"{place}, line {number}", values)
 
 
-def _records(text: str, place: str, delimiter: str, quoted: bool) -> Iterator[tuple[int, list[str]]]:
+def _records(text: str, place: str, delimiter: str, quoting: Literal[0, 3]) -> Iterator[tuple[int, list[str]]]:
     """Yield the records that are not blank, with the line on which each begins.
 
     The csv module, because it counts lines and leaves short records visible; polars fills them up with nulls.
     """
     lines = io.StringIO(text, newline="")
-    if quoted:
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    else:
-        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE)
+    reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     first = 1
     try:
         for cells in reader:
@@ -139,10 +147,6 @@ ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Endings of prompt files, in upper or lower case; all but Parquet may be followed by ``.gz``."""
 
 _BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
-
-
-IMAGE_ROWS = 16
-"""Rows whose images are in memory at once."""
 
 
 class ImageRow(NamedTuple):
@@ -201,7 +205,7 @@ def open_table(file: InputFile, *, in_folder: bool) -> PromptTable:
         case ".txt":
             rows = list(read_txt(text, place))
         case ".csv" | ".tsv":
-            rows = list(read_delimited(text, place, delimiter="," if ending == ".csv" else "\t"))
+            rows = list(read_delimited(text, place, literal=ending == ".tsv"))
         case _:
             rows = list(read_json(text, place))
     return _table_of(rows, place)
@@ -233,43 +237,32 @@ def _open_parquet(file: InputFile, place: str) -> PromptTable:
 
     def read_images(columns: Collection[str]) -> Iterator[ImageRow]:
         wanted = [name for name in schema.names if name in columns]
-        with _parquet(file, place) as parquet:
-            # A batch without columns has no rows either.
-            batches = parquet.iter_batches(batch_size=IMAGE_ROWS, columns=wanted or schema.names[:1])
-            records = (record for batch in batches for record in batch.to_pylist())
-            for number, record in enumerate(records):
-                yield ImageRow(
-                    {name: record[name] for name in wanted}, functools.partial(_read_cell, file, place, number)
-                )
+        table = _mapped(file, place, wanted or schema.names[:1])
+        for number in range(len(table)):
+            again = functools.partial(_cell, table, number)
+            yield ImageRow({name: again(name) for name in wanted}, again)
 
     binary = frozenset(field.name for field in schema if has_bytes(field.type))
     return PromptTable(place, tuple(schema.names), binary, read, read_images)
 
 
-def _read_cell(file: InputFile, place: str, row: int, column: str) -> object:
-    """Read one cell of a Parquet file; None if the file has lost the row."""
-    with _parquet(file, place) as parquet:
-        for group in range(parquet.num_row_groups):
-            rows = parquet.metadata.row_group(group).num_rows
-            if row < rows:
-                # Threads that read several groups at once could fill the memory.
-                with _READING:
-                    cells = _read_group(file, place, group, column)
-                    if cells.nbytes > _KEPT_BYTES:
-                        _read_group.cache_clear()
-                return cells[row].as_py()
-            row -= rows
-    return None
+def _mapped(file: InputFile, place: str, columns: Sequence[str]) -> Any:
+    """Return columns of a Parquet file as `datasets` maps them into memory, where a row is found by its number.
+
+    Parquet decodes a whole row group for one row, so `datasets` writes the columns to its cache as Arrow first.
+    """
+    import datasets
+
+    pattern = glob.escape(file.filesystem.unstrip_protocol(file.path))
+    try:
+        found = datasets.load_dataset("parquet", data_files=pattern, columns=list(columns), split="train")
+    except (datasets.exceptions.DatasetsError, pa.ArrowException, OSError, ValueError) as error:
+        raise InputError(place, f"unreadable Parquet ({first_line(error)})", "Write the file again.") from error
+    return found.with_format("arrow")
 
 
-_READING, _KEPT_BYTES = threading.Lock(), 2**28
-
-
-@functools.lru_cache(maxsize=1)
-def _read_group(file: InputFile, place: str, group: int, column: str) -> pa.ChunkedArray:
-    """Read a column of a row group, which is the least that Parquet decodes; rows are often read in their order."""
-    with _parquet(file, place) as parquet:
-        return parquet.read_row_group(group, columns=[column])[column]
+def _cell(table: Any, row: int, column: str) -> object:
+    return table[row][column][0].as_py()
 
 
 @contextmanager

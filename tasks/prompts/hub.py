@@ -11,10 +11,13 @@ from typing import Any
 
 from grpo_core.errors import InputError, first_line
 from tasks.prompts.files import PromptRow, file_ending, nearest_names
-from tasks.prompts.formats import ENDINGS, IMAGE_ROWS, ImageRow, PromptTable, has_bytes, plain_rows
+from tasks.prompts.formats import ENDINGS, ImageRow, PromptTable, has_bytes, plain_rows
 
 SPLIT = "train"
 """The split that is read when none is named."""
+
+_IMAGE_ROWS = 16
+"""Rows whose images are in memory at once."""
 
 _NAME = re.compile(r"(?P<hub>hf://(datasets/)?)?(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
@@ -59,7 +62,7 @@ def open_dataset(source: str, choice: DatasetChoice, limit: int | None) -> tuple
         The rows, and the commit of the Hub that they are of; None for a folder, and offline.
 
     Raises:
-        InputError: no such dataset, subset, split or revision; no network; or `datasets` is not installed.
+        InputError: no such dataset, subset, split or revision; or no network.
     """
     place = f"data.prompts: {source}"
     if choice.streaming and limit is None:
@@ -90,7 +93,7 @@ def open_dataset(source: str, choice: DatasetChoice, limit: int | None) -> tuple
         with _one_message(source):
             # In Arrow's format no image is decoded.
             chosen = found.select_columns(wanted).with_format("arrow")
-            records = chain.from_iterable(table.to_pylist() for table in chosen.iter(batch_size=IMAGE_ROWS))
+            records = chain.from_iterable(table.to_pylist() for table in chosen.iter(batch_size=_IMAGE_ROWS))
             for number, record in enumerate(islice(records, limit) if choice.streaming else records):
                 values = {name: _with_bytes(value, source) for name, value in record.items()}
                 # A row of a stream cannot be found again.
@@ -146,11 +149,8 @@ def _located(source: str, choice: DatasetChoice) -> tuple[str, str | None, str |
 @contextmanager
 def _one_message(source: str) -> Iterator[None]:
     """Turn the errors of `datasets` and of the Hub into InputError."""
-    try:
-        from datasets.exceptions import DatasetsError
-    except ImportError as error:
-        hint = "Datasets are read with the package `datasets`: install it (pip install 'grpo-staged[datasets]')."
-        raise InputError("data.prompts", source, hint) from error
+    from datasets.exceptions import DatasetsError
+
     try:
         yield
     except InputError:

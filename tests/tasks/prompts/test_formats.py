@@ -47,9 +47,15 @@ class TestTables:
         assert texts(prompts) == ['"G I G G L E" painted on a wall', 'an 8" pipe', '"BUZZ"']
         assert [prompt.columns["Note"] for prompt in prompts] == [None, 'see "this"', '"a"']
 
-    def test_tsv_that_quotes_empty_text(self, write: Write) -> None:
-        (prompt,) = read(write("set.tsv", 'Prompt\tn\na red circle\t""\n'))
-        assert prompt.columns == {"n": None}
+    @pytest.mark.parametrize(
+        "content", ['Prompt\tn\na red circle\t""\n', 'Prompt\tn\n"a\tb"\t1\n', '"Prompt"\n"a"\n', 'Prompt\n"a\nb"\n']
+    )
+    def test_tsv_with_fields_in_quotes_is_refused_and_read_as_csv(self, write: Write, content: str) -> None:
+        error = refusal(write("set.tsv", content))
+        assert error.value == "fields in quotes"
+        assert ".csv" in error.hint
+        (prompt,) = read(write("set.csv", content))
+        assert '"' not in prompt.text
 
     @pytest.mark.parametrize(
         ("content", "line", "value"),
@@ -77,7 +83,7 @@ cells = st.text(st.sampled_from("ab\"',\t\n\\#ü🙂\u2028 "), max_size=8)
 rows = st.lists(st.tuples(cells.filter(str.strip), cells), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("form", ["csv", "always.tsv", "necessary.tsv", "jsonl", "parquet"])
+@pytest.mark.parametrize("form", ["csv", "tab.csv", "tsv", "jsonl", "parquet"])
 @given(rows=rows)
 def test_reads_back_what_polars_writes(
     tmp_path_factory: pytest.TempPathFactory, form: str, rows: list[tuple[str, str]]
@@ -87,18 +93,20 @@ def test_reads_back_what_polars_writes(
     match form:
         case "csv":
             frame.write_csv(path)
-        case "always.tsv" | "necessary.tsv":
-            frame.write_csv(path, separator="\t", quote_style="always" if form == "always.tsv" else "necessary")
+        case "tab.csv" | "tsv":
+            frame.write_csv(path, separator="\t", quote_style="always" if form == "tab.csv" else "necessary")
         case "jsonl":
             frame.write_ndjson(path)
         case "parquet":
             frame.write_parquet(path)
+    if form == "tsv" and '"' in path.read_text():
+        # Never another meaning in silence.
+        assert refusal(path).value in ("fields in quotes", "1 fields", "3 fields")
+        return
     prompts = read(path)
     assert texts(prompts) == [text for text, _ in rows]
-    if form != "necessary.tsv":
-        # It may be taken for a table that writes quotation marks as they are.
-        empty = "" if form in ("jsonl", "parquet") else None
-        assert [prompt.columns["note"] for prompt in prompts] == [note or empty for _, note in rows]
+    empty = "" if form in ("jsonl", "parquet") else None
+    assert [prompt.columns["note"] for prompt in prompts] == [note or empty for _, note in rows]
 
 
 class TestParquet:

@@ -143,7 +143,7 @@ WRITERS: dict[str, Callable[[Sequence[Row]], str]] = {
     "set.json": as_json,
     "set.jsonl": as_lines,
     "set.csv": as_table(","),
-    "set.tsv": as_table("\t"),
+    "tabs.csv": as_table("\t"),
 }
 FORMATS = (*WRITERS, "set.parquet")
 
@@ -302,7 +302,7 @@ def test_messages_that_python_printed_into_a_table_are_refused(tmp_path: Path) -
     assert refusal(tmp_path / "set.csv").place.endswith("line 2, column prompt")
 
 
-@pytest.mark.parametrize("name", ["set.csv", "set.tsv"])
+@pytest.mark.parametrize("name", ["set.csv", "tabs.csv"])
 def test_answers_of_tables_stay_text(tmp_path: Path, name: str) -> None:
     row = {"prompt": "2+2?", "answer": "4", "Solution": "007", "ground_truth": "1.0", "level": "3", "share": "0.5"}
     (prompt,) = read(written(tmp_path, name, [row]))

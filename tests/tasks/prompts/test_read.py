@@ -196,7 +196,7 @@ def test_the_commit_of_a_name_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None
         ("a.csv", b'prompt\r\n"a\r\nb\rc"\r\n', ["a\r\nb\rc"]),
         # Quotation marks are text unless every field is quoted.
         ("a.tsv", 'Prompt\tn\n"BUZZ"\t1\nplain\t2\n', ['"BUZZ"', "plain"]),
-        ("a.tsv", '"Prompt"\t"n"\n"BUZZ"\t"1"\n', ["BUZZ"]),
+        ("a.csv", '"Prompt"\t"n"\n"BUZZ"\t"1"\n', ["BUZZ"]),
         # Strings, in one array or by line.
         ("a.json", '["a", " b "]', ["a", " b "]),
         ("a.jsonl", '"a"\n\n"b"\n', ["a", "b"]),
