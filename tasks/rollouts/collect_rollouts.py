@@ -28,7 +28,7 @@ from tasks.rollouts.engines import engine_modules, opened_sampler, uses_resident
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
 from tasks.rollouts.rows import rollout_columns
 from tasks.rollouts.sources import named_by
-from tasks.rollouts.streams import state_rows, token_metrics
+from tasks.rollouts.streams import StatesWriter, state_digests, token_metrics
 from tasks.runs.layout import (
     IMAGES,
     IMAGES_FILE,
@@ -99,9 +99,11 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
     with store.reading() as read, store.staging() as staged:
         for number, part in enumerate(parts):
             folder = read(part)
-            for name in (PART_FILE, IMAGES_FILE, STATES_FILE):
+            for name in (PART_FILE, IMAGES_FILE):
                 if (path := folder / name.format(0)).exists():
                     _link_or_copy(path, staged / name.format(number))
+            for piece, path in enumerate(sorted(folder.glob(STATES))):
+                _link_or_copy(path, staged / STATES_FILE.format(number, piece))
         return commit_artifact(
             store,
             staged,
@@ -118,8 +120,10 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
 
 def _digest(folder: Path) -> str:
     """Return the digest of the rows, their images and their states, the same however many files they are in."""
-    files = [path for pattern in (PARTS, IMAGES, STATES) for path in sorted(folder.glob(pattern))]
-    return joint_digest([digest for path in files for digest in part_digests(path)])
+    files = [path for pattern in (PARTS, IMAGES) for path in sorted(folder.glob(pattern))]
+    digests = [digest for path in files for digest in part_digests(path)]
+    digests += [digest for path in sorted(folder.glob(STATES)) for digest in state_digests(path)]
+    return joint_digest(digests)
 
 
 def _link_or_copy(path: Path, target: Path) -> None:
@@ -181,15 +185,14 @@ def collect_rollouts_task(
             schema = schemas.rollout_schema(modality, _recorded(plan, model), with_start=bool(start))
             table = writer(PART_FILE, schema)
             images = writer(IMAGES_FILE, schemas.IMAGES) if modality == "image" else None
-            states = writer(STATES_FILE, schemas.STATES) if noisy else None
+            states = StatesWriter(staged) if noisy else None
             for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
                 columns = rollout_columns(group, planned, plan, policy, rollout, sampled_by)
                 table.write(columns)
                 if images is not None:
                     images.write(columns)
                 if states is not None:
-                    for row in state_rows(group):
-                        states.write(row)
+                    states.write(group)
                 report_progress(done * plan.group_size)
             for each in (table, images, states):
                 if each is not None:

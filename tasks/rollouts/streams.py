@@ -1,30 +1,32 @@
 """The streams in stored rollouts, tokens and denoising steps: their columns, rows for training, and metrics.
 
 The latents of noisy steps, called states, are files of their own in the artifact of rollouts, since they are as large
-as the images and only an update needs them: it maps them into memory. A window of two steps at 1024 x 1024 pixels is
-1.5 MiB per sample in 16 bits.
+as the images and only an update needs them: safetensors, a tensor per sample, which it maps into memory. A window of
+two steps at 1024 x 1024 pixels is 1.5 MiB per sample in 16 bits.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import polars as pl
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_core.actions import DenoisingBatch, Sources, TokenBatch, TokenSupport
 from grpo_core.records import RolloutGroup, SampledActions, SampledTokens
 from grpo_core.streams import ImageSize
 from tasks.metrics import COMPLETION_LENGTH, DRAFTS, TOKENS
-from tasks.runs.layout import PARTS, STATES
+from tasks.runs.layout import PARTS, STATES, STATES_FILE
 from tasks.storage.lists import lists_of, padded, unpadded
-from tasks.storage.parquet import scan_tables
+from tasks.storage.parquet import DIGESTS, scan_tables
 
 
 def token_columns(group: RolloutGroup) -> dict[str, Sequence[Any]]:
@@ -170,8 +172,8 @@ def token_metrics(files: Sequence[Path]) -> dict[str, float]:
     }
 
 
-_ALIGNMENT = 8
-"""Bytes: a multiple of the size of every dtype, so that a sample of any can follow one of any other."""
+STATES_BYTES = 64 * 2**20
+"""Bytes of states that wait in memory, and from which they become a file."""
 
 
 def denoising_columns(group: RolloutGroup) -> dict[str, Sequence[Any]]:
@@ -190,25 +192,49 @@ def _steps_of(group: RolloutGroup) -> DenoisingBatch:
     return steps
 
 
-def state_rows(group: RolloutGroup) -> Iterator[dict[str, Sequence[Any]]]:
-    """Yield the columns of the states of one sample after another, as they are stored."""
-    states = _steps_of(group).states
-    for sample_id, each in zip(group.request.sample_ids, states, strict=True):
-        yield {
-            "sample_id": [sample_id],
-            "states": [[_to_bytes(state) for state in each.cpu()]],
-            "dtype": [str(each.dtype).removeprefix("torch.")],
-            "shape": [list(each.shape[1:])],
-        }
+class StatesWriter:
+    """Writes the states of groups to files of an artifact of rollouts, as far as they fit into memory at once."""
+
+    def __init__(self, folder: Path) -> None:
+        """Write nothing yet."""
+        self._folder, self._files = folder, 0
+        self._waiting: dict[str, Tensor] = {}
+
+    def write(self, group: RolloutGroup) -> None:
+        """Append the states of a group's samples."""
+        states = _steps_of(group).states
+        # A copy keeps nothing of its batch in memory.
+        named = zip(group.request.sample_ids, states, strict=True)
+        self._waiting |= {name: each.detach().cpu().contiguous().clone() for name, each in named}
+        if sum(each.nbytes for each in self._waiting.values()) >= STATES_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        """Write what waits to a file, with the digest of each sample's states in their order."""
+        if not self._waiting:
+            return
+        path = self._folder / STATES_FILE.format(0, self._files)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digests = [_digest_of(*named) for named in self._waiting.items()]
+        save_file(self._waiting, path, {DIGESTS: json.dumps(digests)})
+        self._waiting, self._files = {}, self._files + 1
 
 
-def _to_bytes(state: Tensor) -> bytes:
+def _digest_of(sample_id: str, states: Tensor) -> str:
+    digest = hashlib.sha256(f"{sample_id} {states.dtype} {tuple(states.shape)} ".encode())
     # NumPy has no bfloat16.
-    return state.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    digest.update(states.view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def state_digests(path: Path) -> list[str]:
+    """Return the digest of the states of each sample in a file, in the order in which they were written."""
+    with safe_open(path, "pt") as file:
+        return [str(digest) for digest in json.loads(file.metadata()[DIGESTS])]
 
 
 def read_denoising(
-    table: pl.DataFrame, folders: Sequence[Path], scratch: Path, max_length: int, sources: Sources | None = None
+    table: pl.DataFrame, folders: Sequence[Path], _scratch: Path, max_length: int, sources: Sources | None = None
 ) -> SampledActions:
     """Return the stored noisy steps of a table's rows, with the drafts that their images are made of.
 
@@ -217,7 +243,6 @@ def read_denoising(
     Args:
         table: rows of rollouts.
         folders: local folders of the rollouts.
-        scratch: folder for local files that the states are read from; it must stay while they are used.
         max_length: of SampledActions.
         sources: the images in each row's prompt; None: no prompt has any.
 
@@ -226,7 +251,7 @@ def read_denoising(
     """
     steps = DenoisingBatch(
         prompts=tuple(table["prompt"]),
-        states=map_states(folders, table["sample_id"], scratch),
+        states=map_states(folders, table["sample_id"]),
         first_steps=tuple(table["window_start"]),
         sizes=tuple(map(ImageSize, table["width"], table["height"])),
         drafts=read_token_batch(table, sources=sources) if "token_ids" in table.columns else None,
@@ -240,65 +265,22 @@ def read_denoising(
     )
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Where the states of a sample are in the mapped file."""
-
-    offset: int
-    count: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def view(self, mapped: Shaped[Tensor, " bytes"]) -> Shaped[Tensor, "states ..."]:
-        size = self.count * self.dtype.itemsize * torch.Size(self.shape).numel()
-        return mapped[self.offset : self.offset + size].view(self.dtype).view(self.count, *self.shape)
-
-
-def map_states(folders: Sequence[Path], sample_ids: pl.Series, scratch: Path) -> tuple[Tensor, ...]:
+def map_states(folders: Sequence[Path], sample_ids: pl.Series) -> tuple[Tensor, ...]:
     """Map the states of these samples into memory, in this order: pages are read when they are used.
-
-    Parquet interleaves values and their lengths, so the states are copied to one file first.
 
     Args:
         folders: local folders of the rollouts.
-        scratch: folder for that file, which must stay while the states are used.
 
     Raises:
-        ValueError: states of a sample are missing or cut; the sample is named.
+        ValueError: states of a sample are missing; the sample is named.
     """
-    path, stored = scratch / "states", dict[str, _Stored]()
-    with path.open("wb") as output:
-        for row in _rows_of(folders, sample_ids):
-            stored[row["sample_id"].as_py()] = _copy(row, output)
+    wanted, stored = set(sample_ids), dict[str, Tensor]()
+    for path in (path for folder in folders for path in sorted(folder.glob(STATES))):
+        with safe_open(path, "pt") as file:
+            stored |= {name: file.get_tensor(name) for name in wanted.intersection(file.keys())}
     if missing := [each for each in sample_ids if each not in stored]:
         raise ValueError(
             f"{len(missing)} samples have no stored states, such as {missing[0]}; `grpo prune` may have deleted them: "
             "train on rollouts that have theirs"
         )
-    size = path.stat().st_size
-    mapped = torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.zeros(0, dtype=torch.uint8)
-    return tuple(stored[each].view(mapped) for each in sample_ids)
-
-
-def _rows_of(folders: Sequence[Path], sample_ids: pl.Series) -> Iterator[dict[str, pa.Scalar]]:
-    wanted = sample_ids.to_arrow()
-    for path in (path for folder in folders for path in sorted(folder.glob(STATES))):
-        # Otherwise a whole row group is buffered once more.
-        with pq.ParquetFile(path, memory_map=True) as file:
-            for batch in file.iter_batches(batch_size=4):
-                rows = batch.filter(pc.is_in(batch["sample_id"], wanted))
-                for place in range(rows.num_rows):
-                    yield {name: rows[name][place] for name in rows.schema.names}
-
-
-def _copy(row: dict[str, pa.Scalar], output: IO[bytes]) -> _Stored:
-    output.write(bytes(-output.tell() % _ALIGNMENT))
-    dtype, shape = getattr(torch, row["dtype"].as_py()), tuple(row["shape"].as_py())
-    stored = _Stored(output.tell(), len(row["states"]), dtype, shape)
-    size = dtype.itemsize * torch.Size(shape).numel()
-    for state in row["states"].values:
-        blob = state.as_buffer()
-        if blob is None or blob.size != size:
-            raise ValueError(f"the states of {row['sample_id'].as_py()} do not have their shape {shape} in {dtype}")
-        output.write(blob)
-    return stored
+    return tuple(stored[each] for each in sample_ids)

@@ -3,7 +3,7 @@
 iteration_000001/rollouts, rewards/<label>, advantages     stages of an iteration; artifacts
 iteration_000001/rollouts/part-00000.parquet               a row per sample; one file per shard, and so of the next two
 iteration_000001/rollouts/images-00000.parquet             its images
-iteration_000001/rollouts/states/part-00000.parquet        latents of its noisy denoising steps, which an update reads
+iteration_000001/rollouts/states/part-00000-00000.safetensors   latents of noisy denoising steps, which an update reads
 iteration_000001/round_02/...                              the same for its second sampling round
 iteration_000001/metrics.parquet
 policies/000001/<stream>                                   what an update made of each component; an artifact
@@ -29,9 +29,10 @@ ROLLOUTS, REWARDS, ADVANTAGES, UPDATE, GUARDRAILS = "rollouts", "rewards", "adva
 STAGES = (ROLLOUTS, REWARDS, ADVANTAGES, UPDATE)
 """An iteration's stages in their order; the artifact of the update is a policy."""
 
-PART_FILE, IMAGES_FILE, STATES_FILE = "part-{:05d}.parquet", "images-{:05d}.parquet", "states/part-{:05d}.parquet"
-"""Files of an artifact of rollouts, by the number of the shard."""
-PARTS, IMAGES, STATES = (name.format(0).replace("00000", "*") for name in (PART_FILE, IMAGES_FILE, STATES_FILE))
+PART_FILE, IMAGES_FILE = "part-{:05d}.parquet", "images-{:05d}.parquet"
+STATES_FILE = "states/part-{:05d}-{:05d}.safetensors"
+"""Files of an artifact of rollouts, by the number of the shard; the states of one may need several."""
+PARTS, IMAGES, STATES = "part-*.parquet", "images-*.parquet", "states/part-*.safetensors"
 """Patterns of these files. Only rewards and reports read images, and only an update reads states."""
 
 REWARD_COLUMN, ADVANTAGE_COLUMN = "rewards/", "advantages/"

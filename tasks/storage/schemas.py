@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from grpo_core.streams import STREAMS, Modality, Stream
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """The one version of stored tables that this program writes and reads."""
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -152,16 +152,6 @@ IMAGE_ROLLOUTS = rollout_schema("image", ["tokens"])
 TEXT_ROLLOUTS = rollout_schema("text", ["tokens"])
 
 IMAGES = _described([("sample_id", pa.string()), ("prompt", pa.string()), ("image", _IMAGE)])
-
-STATES = _described(
-    [
-        ("sample_id", pa.string()),
-        # Latents before the first noisy step and after each of them, little-endian and row-major.
-        ("states", pa.list_(pa.binary())),
-        ("dtype", pa.string()),  # torch's name, such as float16
-        ("shape", pa.list_(pa.int32())),  # of one state
-    ]
-)
 
 BASELINES = _described(
     [

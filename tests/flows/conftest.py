@@ -34,6 +34,7 @@ from flows.training.summary import TrainSummary
 from grpo_core.errors import InputError
 from tasks.metrics import is_measured
 from tasks.progress import listen
+from tasks.runs.layout import STATES
 
 R = TypeVar("R")
 
@@ -233,10 +234,16 @@ class Runs:
         return str(state["policy_digest"])
 
     def tables(self, run: str = "run", *, but: str = "quarantine") -> dict[str, list[dict[str, Any]]]:
-        """Every value of every table of a run but measured times, outside of quarantine and of folders named `but`."""
+        """Every value of every table of a run but measured times, outside of quarantine and of folders named `but`.
+
+        Of files with the states of denoising steps, the sha256.
+        """
         top = self.path(run=run)
-        found = [path for path in sorted(top.rglob("*.parquet")) if not {"quarantine", but} & {*path.parts}]
-        return {path.relative_to(top).as_posix(): _unmeasured(pl.read_parquet(path)) for path in found}
+        kept = [path for path in sorted(top.rglob("*")) if not {"quarantine", but} & {*path.parts}]
+        tables = {path: _unmeasured(pl.read_parquet(path)) for path in kept if path.suffix == ".parquet"}
+        states = [path for path in kept if path.match(STATES)]
+        tables |= {path: [{"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}] for path in states}
+        return {path.relative_to(top).as_posix(): values for path, values in tables.items()}
 
 
 Compare = Callable[[Runs, Start], None]

@@ -15,12 +15,12 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tasks.pruning import Prunable, abandoned_writes, delete_part, find_prunable, part_bytes
 from tasks.rewards.rows import batches_of, score_rows
-from tasks.runs.layout import IMAGES_FILE, PART_FILE
+from tasks.runs.layout import IMAGES_FILE, PART_FILE, STATES_FILE
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, STATES_REMOVED, commit_artifact
 from tasks.storage.artifacts.restore import restore_artifact
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.parquet import TableWriter, write_table
-from tasks.storage.schemas import IMAGE_ROLLOUTS, IMAGES, SCHEMA_VERSION, STATES
+from tasks.storage.parquet import TableWriter
+from tasks.storage.schemas import IMAGE_ROLLOUTS, IMAGES, SCHEMA_VERSION
 from tests.tasks.reports.made_runs import contents
 from tests.tasks.storage.made_artifacts import writer_elsewhere
 
@@ -110,7 +110,7 @@ class TestParts:
         delete_part(store, half, STATES_REMOVED, "another", DAY + timedelta(days=9))
         done = find(store)
         assert (done.half_pruned, done.manifest.pruned) == (False, half.manifest.pruned)
-        assert not store.filesystem.exists(store.path(f"{FOLDER}/states/part-00000.parquet"))
+        assert not store.filesystem.exists(store.path(f"{FOLDER}/{STATES_FILE.format(0, 0)}"))
 
     def test_no_reward_scores_what_has_no_image(self, tmp_path: Path) -> None:
         write_rollouts(tmp_path)
@@ -127,13 +127,9 @@ def commit(store: ArtifactStore, *, with_states: bool = False) -> Prunable:
     with store.staging() as staged:
         digest = write_rollouts(staged)
         if with_states:
-            states: dict[str, list[object]] = {
-                "sample_id": ["0-0"],
-                "states": [[os.urandom(50_000)]],
-                "dtype": ["float16"],
-                "shape": [[25_000]],
-            }
-            write_table(staged / "states" / "part-00000.parquet", STATES, states)
+            states = staged / STATES_FILE.format(0, 0)
+            states.parent.mkdir()
+            states.write_bytes(os.urandom(50_000))
         commit_artifact(
             store, staged, FOLDER, digest=digest, schema_version=SCHEMA_VERSION, rows=6, seconds=1.0, metrics={}
         )

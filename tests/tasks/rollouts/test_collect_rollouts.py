@@ -1,7 +1,6 @@
 """Rollouts with both streams: what the policy recorded is what is stored, and what an update reads."""
 
 import shutil
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from grpo_core.records import RolloutGroup
 from grpo_core.streams import Stream
 from tasks.execution.call import stage_named
 from tasks.rollouts.collect_rollouts import background
+from tasks.rollouts.streams import StatesWriter
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.parquet import TableWriter
-from tasks.storage.schemas import STATES
 from tasks.update.rows import StoredRows, read_training_rows
 from tests.tasks.reports.made_runs import flip_last_byte
 from tests.tasks.rollouts.both_streams import PLACEMENT, ROLLOUT, WINDOW, collect, plan, policy, sampled
@@ -132,9 +130,9 @@ def test_a_flipped_byte_of_states_is_found_by_an_update_and_left_alone_by_others
     advantages = advantages_table(
         rollouts, {(name, stream): 1.0 for name in names for stream in ("tokens", "denoising")}
     )
-    flip_last_byte(Path(store.path(f"{rollouts.folder}/states/part-00000.parquet")))
+    flip_last_byte(Path(store.path(f"{rollouts.folder}/states/part-00000-00000.safetensors")))
     assert len(read(store, rollouts, advantages, tmp_path / "tokens", "tokens").rows) == 2
-    with pytest.raises(StaleReferenceError, match=r"states/part-00000\.parquet has sha256"):
+    with pytest.raises(StaleReferenceError, match=r"states/part-00000-00000\.safetensors has sha256"):
         read(store, rollouts, advantages, tmp_path / "denoising", "denoising")
     assert store.find(rollouts.folder) is None
 
@@ -158,13 +156,13 @@ def test_shards_have_the_digest_and_the_rows_of_one(store: ArtifactStore) -> Non
     joined = sharding.join(arguments, parts)
     assert (joined.digest, joined.rows, joined.metrics) == (whole.digest, whole.rows, whole.metrics)
     folder = store.local_files(joined)
-    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.parquet")) == [
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*-0*")) == [
         "images-00000.parquet",
         "images-00001.parquet",
         "part-00000.parquet",
         "part-00001.parquet",
-        "states/part-00000.parquet",
-        "states/part-00001.parquet",
+        "states/part-00000-00000.safetensors",
+        "states/part-00001-00000.safetensors",
     ]
     for name, path in one.items():
         pattern = name.name.replace("00000", "*")
@@ -181,15 +179,11 @@ def test_a_stage_that_ends_between_table_and_states_leaves_nothing(
     whole = collect(plan(prompts=1))
     shutil.rmtree(store.path("iteration_000001"))
 
-    close = TableWriter.close
-
-    def kill(self: TableWriter) -> str:
-        if self.schema is STATES:
-            raise Killed
-        return close(self)
+    def kill(self: StatesWriter) -> None:
+        raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(TableWriter, "close", kill)
+        patched.setattr(StatesWriter, "close", kill)
         with pytest.raises(Killed):
             collect(plan(prompts=1))
     assert store.find("iteration_000001/rollouts") is None
@@ -199,15 +193,16 @@ def test_a_stage_that_ends_between_table_and_states_leaves_nothing(
 
 def test_a_digest_covers_every_state(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = collect(plan(prompts=1))
-    write = TableWriter.write
+    write = StatesWriter.write
 
-    def changed(self: TableWriter, columns: Mapping[str, Sequence[Any]]) -> None:
-        if self.schema is STATES and columns["sample_id"] == ["i000001.p0000.s02.r00"]:
-            *others, last = columns["states"][0]
-            columns = {**columns, "states": [[*others, last[:-1] + bytes([last[-1] ^ 1])]]}
-        write(self, columns)
+    def changed(self: StatesWriter, group: RolloutGroup) -> None:
+        steps = group.streams["denoising"].actions
+        assert isinstance(steps, DenoisingBatch)
+        place = group.request.sample_ids.index("i000001.p0000.s02.r00")
+        steps.states[place].view(-1).view(torch.uint8)[-1] ^= 1
+        write(self, group)
 
-    monkeypatch.setattr(TableWriter, "write", changed)
+    monkeypatch.setattr(StatesWriter, "write", changed)
     assert collect(plan(prompts=1)).digest != whole.digest
 
 

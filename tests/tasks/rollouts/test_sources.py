@@ -19,13 +19,11 @@ from tasks.prompts.sources import SourceReference
 from tasks.rollouts.collect_rollouts import collect_rollouts_task, draw_baseline_task
 from tasks.rollouts.plan import RolloutPlan, plan_round
 from tasks.rollouts.sources import store_sources
-from tasks.rollouts.streams import read_denoising, state_rows
+from tasks.rollouts.streams import StatesWriter, read_denoising
 from tasks.runs.layout import source_file
 from tasks.runs.sources import read_sources, sources_of
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.parquet import TableWriter
-from tasks.storage.schemas import STATES
 from tasks.update.rows import read_training_rows
 from tests.flows.conftest import heard_of
 from tests.tasks.prompts.test_sources import png
@@ -193,9 +191,8 @@ class TestStages:
         request = plan_of_images(images_of_samples=(1, 1), prompts=1).request(plan_of_images(prompts=1).groups[0])
         states = {name: random_states(seed, (2, 2), torch.float16) for seed, name in enumerate(request.sample_ids)}
         with_states = made_group(request, states)
-        writer = TableWriter(tmp_path / "rollouts" / "states" / "part-00000.parquet", STATES)
-        for row in state_rows(with_states):
-            writer.write(row)
+        writer = StatesWriter(tmp_path / "rollouts")
+        writer.write(with_states)
         writer.close()
         table = pl.DataFrame(
             {

@@ -176,10 +176,7 @@ def disturbed(stored: ArtifactRef, column: str, store: ArtifactStore) -> Artifac
     """The rollouts with other log-probs in a column, committed in their place."""
     table = pl.read_parquet(sorted(store.local_files(stored).glob("part-*.parquet")))
     with store.staging() as staged:
-        for path in store.local_files(stored).rglob("*.parquet"):
-            target = staged / path.relative_to(store.local_files(stored))
-            target.parent.mkdir(exist_ok=True)
-            target.write_bytes(path.read_bytes())
+        shutil.copytree(store.local_files(stored), staged, dirs_exist_ok=True)
         (written,) = staged.glob("part-*.parquet")
         table.with_columns(pl.col(column).list.eval(pl.element() + 0.01)).write_parquet(written)
         return commit_artifact(
@@ -270,7 +267,7 @@ def test_a_kill_between_the_components_leaves_no_version(
     assert (again.digest, again.checkpoint.digest) == (outcome.policy.digest, outcome.checkpoint_digest)
     # A version that is damaged after the states were pruned cannot be made again.
     store.clear_place("policies/000001", reason="a bit fell")
-    delete_files(store, job.rollouts[0], ["states/part-00000.parquet"], pruned={"removed": STATES_REMOVED})
+    delete_files(store, job.rollouts[0], ["states/part-00000-00000.safetensors"], pruned={"removed": STATES_REMOVED})
     with pytest.raises(InputError) as caught:
         committed(job)
     assert (caught.value.place, caught.value.value) == ("run/policies/000001", "damaged")
