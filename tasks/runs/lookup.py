@@ -22,7 +22,7 @@ from tasks.storage.roots import translate_remote_errors
 from tasks.storage.schemas import SCHEMA_VERSION
 
 CONFIG_FILE, CONFIG_SHA256 = "config.yaml", "config_sha256"
-LAST_OF_BEFORE = "331f056"
+LAST_OF_BEFORE = "c8db4ec"
 """The last commit that reads and continues runs of the schema version before this program's."""
 _HINT = "Start the run again with its own command, which writes it again."
 
