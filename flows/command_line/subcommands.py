@@ -102,7 +102,7 @@ def export(request: ExportRequest, as_json: Json = False) -> None:
     for note in plan.notes:
         typer.echo(note, err=True)
     from flows.export.export import export as write_export
-    from flows.export.model_card import usage
+    from flows.export.usage import usage
 
     summary = write_export(plan)
     lines = usage(plan.config, request.push_to_hub or request.folder, merged=summary.kind == "merged")

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.sections import PolicySection
-from flows.export.difference import MergedDifference, measure
-from flows.export.model_card import DIFFUSERS_FILE, another_function, model_card
+from flows.export.model_card import another_function, model_card
 from flows.export.plan import ExportPlan
+from flows.export.usage import DIFFUSERS_FILE
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -41,7 +41,6 @@ class ExportSummary(BaseModel):
         folder: absolute path.
         url: address of the repository on the hub; None where it was not pushed.
         quantization: of the base that the adapters were trained over, in a few words; None: it is not quantized.
-        difference: between the merged model and the policy, whose base is quantized; None where it is not measured.
     """
 
     run: str
@@ -51,7 +50,6 @@ class ExportSummary(BaseModel):
     folder: str
     url: str | None
     quantization: str | None = None
-    difference: MergedDifference | None = None
 
     def report(self, usage: str) -> Report:
         """Return what was written, where it is, and the lines of Python that use it."""
@@ -61,7 +59,7 @@ class ExportSummary(BaseModel):
             ("folder", relative(self.folder)),
             *([("hub", self.url)] if self.url else []),
         ]
-        notes = [] if self.quantization is None else [another_function(self.quantization, self.kind, self.difference)]
+        notes = [] if self.quantization is None else [another_function(self.quantization, self.kind)]
         return Report(f"{self.run}, policy {self.policy}", facts, notes=[*notes, usage])
 
 
@@ -90,11 +88,7 @@ def export(plan: ExportPlan) -> ExportSummary:
             for stream, folder in weights.items():
                 write_adapter(stream, folder, staged / stream if len(streams) > 1 else staged, section)
         (staged / RECORD_FILE).write_text(json.dumps(_record(plan), indent=1, ensure_ascii=False), encoding="utf-8")
-        quantization, difference = section.quantization, None
-        if quantization is not None and plan.base is not None:
-            difference = measure(plan, staged)
-        card = model_card(plan, difference)
-        (staged / CARD_FILE).write_text(card, encoding="utf-8")
+        (staged / CARD_FILE).write_text(model_card(plan), encoding="utf-8")
         fsync_folder(staged)
         # Replaces an empty folder only.
         staged.rename(plan.folder)
@@ -105,8 +99,7 @@ def export(plan: ExportPlan) -> ExportSummary:
         kind="adapter" if plan.base is None else "merged",
         folder=str(plan.folder),
         url=None if plan.repository is None else _push(plan.folder, plan.repository),
-        quantization=None if quantization is None else quantization.description,
-        difference=difference,
+        quantization=None if section.quantization is None else section.quantization.description,
     )
 
 

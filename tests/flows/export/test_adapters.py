@@ -11,7 +11,7 @@ from torch import Tensor
 
 from configs.sections import PolicySection
 from flows.export.export import write_adapter
-from flows.export.model_card import DIFFUSERS_FILE
+from flows.export.usage import DIFFUSERS_FILE
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from configs.loader import read_config
-from flows.export.model_card import usage
+from flows.export.usage import usage
 from tests.flows.conftest import REPOSITORY, TINY
 from tests.grpo_core.policies.diffusers.tiny_classes import MAKE_CLASS
 from tests.grpo_core.policies.diffusers.tiny_pipelines import save, without

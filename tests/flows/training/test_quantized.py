@@ -37,7 +37,7 @@ def test_killed_here_and_there_it_ends_with_the_same_policy(empty: Runs, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_the_reward_rises_and_a_merged_export_says_how_far_it_is(empty: Runs, tmp_path: Path, kind: str) -> None:
+def test_the_reward_rises_and_a_merged_export_says_that_it_is_another_function(empty: Runs, tmp_path: Path, kind: str) -> None:
     settings = {"policy__lora": {"rank": 16, "alpha": 32.0}, "policy__quantization": {"kind": kind}}
     summary = empty.start_text(run__iterations=16, evaluate__every=0, update__learning_rate=3e-3, **settings).summary
     assert summary.heldout_before is not None
@@ -48,13 +48,12 @@ def test_the_reward_rises_and_a_merged_export_says_how_far_it_is(empty: Runs, tm
 
     request = ExportRequest(run="text", folder=str(tmp_path / "merged"), merged=True, root=str(empty.root))
     exported = export(plan_export(request))
-    assert exported.difference is not None
     card = export(plan_export(request.model_copy(update={"folder": str(tmp_path / "own"), "merged": False})))
     load = "load_in_4bit=True, bnb_4bit_quant_type='nf4'" if kind == "nf4" else "load_in_8bit=True"
     assert f"BitsAndBytesConfig({load}" in Path(card.folder, "README.md").read_text()
     assert "llm_int8_skip_modules=['lm_head'" in Path(card.folder, "README.md").read_text()
-    assert exported.difference.rollouts == 16
-    assert 0 < exported.difference.mean < exported.difference.largest
-    assert str(exported.difference) in (tmp_path / "merged" / "README.md").read_text()
+    assert exported.quantization is not None
+    assert exported.quantization in (tmp_path / "merged" / "README.md").read_text()
+    assert "another function" in (tmp_path / "merged" / "README.md").read_text()
     merged = SampleRequest(source=str(tmp_path / "merged"), prompts=("sort the letters of banana",))
     assert len(list(sample(merged, open_source(merged)))) == 1
