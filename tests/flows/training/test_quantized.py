@@ -37,7 +37,9 @@ def test_killed_here_and_there_it_ends_with_the_same_policy(empty: Runs, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_the_reward_rises_and_a_merged_export_says_that_it_is_another_function(empty: Runs, tmp_path: Path, kind: str) -> None:
+def test_the_reward_rises_and_a_merged_export_says_that_it_is_another_function(
+    empty: Runs, tmp_path: Path, kind: str
+) -> None:
     settings = {"policy__lora": {"rank": 16, "alpha": 32.0}, "policy__quantization": {"kind": kind}}
     summary = empty.start_text(run__iterations=16, evaluate__every=0, update__learning_rate=3e-3, **settings).summary
     assert summary.heldout_before is not None
