@@ -84,7 +84,15 @@ class LoraSection(Section, LoraSettings):
 
 
 class QuantizationSection(Section, QuantizationSettings):
-    """The frozen weights in 4 or 8 bits, through bitsandbytes."""
+    """The frozen weights in 4 bits, through bitsandbytes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_8_bits(cls, values: Any) -> Any:
+        """Say what replaces the settings of int8 that files and stored runs may still name."""
+        if isinstance(values, dict) and ("int8_threshold" in values or values.get("kind") == "int8"):
+            raise PydanticCustomError("int8", "Set kind to nf4 or fp4 (docs/policies.md), and leave int8_threshold out")
+        return values
 
 
 Kind = PolicyKind
@@ -140,7 +148,7 @@ class PolicySection(Section):
         None, min_length=1, description="LoRA to start from: a folder, RUN@VERSION of the storage root, or a hub name"
     )
     quantization: QuantizationSection | None = Field(
-        None, description="the frozen weights in 4 or 8 bits under adapters, while sampling and while training"
+        None, description="the frozen weights in 4 bits under adapters, while sampling and while training"
     )
     frozen: Annotated[str | None, Uses.NOTHING] = Field(
         None, description="regular expression: parameters frozen when lora is null"

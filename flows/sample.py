@@ -21,8 +21,7 @@ from flows.preflight.trust import OF_MODEL, require_trust, trusted_config
 from grpo_core.errors import InputError, NonFiniteError, raise_all
 from grpo_core.images import SourceImage
 from grpo_core.messages import caption_of, read_messages, refuse_messages
-from grpo_core.policies.causal_lm.settings import CONFIG_FILE
-from grpo_core.policies.pipeline_files import INDEX_FILE, read_kind
+from grpo_core.policies.pipeline_files import CONFIG_FILE, INDEX_FILE, read_kind
 from grpo_core.policies.protocol import Policy, policy_family
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE
 from grpo_core.records import BrokenImage, GroupRequest

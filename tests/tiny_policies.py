@@ -13,19 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 import data
 from grpo_core.actions import TokenBatch
-from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer, train_causal_lm
+from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer, train_language_model
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.glm_image.decoding import GlmImageDecoder
-from grpo_core.policies.glm_image.loading import read_initial_state
-from grpo_core.policies.glm_image.policy import (
-    FROZEN_PARTS,
-    LANGUAGE_MODEL_LINEARS,
-    GlmImagePolicy,
-    GlmImageTokens,
-)
-from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.trained.lora_and_full import FrozenModel, train_model
+from grpo_core.policies.glm_image.loading import LANGUAGE_MODEL_LINEARS, train_half
+from grpo_core.policies.glm_image.policy import GlmImagePolicy, GlmImageTokens
+from grpo_core.policies.glm_image.settings import AUTOREGRESSIVE, PARTS, GlmImageSettings
+from grpo_core.policies.pipeline_loading import initial_state_of
+from grpo_core.policies.trained.lora_and_full import FrozenModel
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import GroupRequest, Output
 from grpo_core.settings import Truncation
@@ -68,13 +64,8 @@ def build_policy(
     choice = TrainingChoice(
         lora=lora, reference="device" if keep_reference else "none", gradient_checkpointing=gradient_checkpointing
     )
-    trained = train_model(
-        base,
-        choice,
-        base_name=str(MODEL),
-        own_frozen=FROZEN_PARTS,
-        initial_state=lambda: read_initial_state(str(MODEL), "tokens", torch.float32),
-    )
+    initial_state = initial_state_of(str(MODEL), PARTS, AUTOREGRESSIVE, torch.float32)
+    trained = train_half("tokens", base, choice, str(MODEL), initial_state=initial_state)
     prefetching = GlmImageSettings(
         height=height,
         width=width,
@@ -136,7 +127,7 @@ def build_text_policy(
     if model is None:
         model = load_model(str(TEXT_MODEL), dtype=torch.float32, device=torch.device("cpu"))
     tokenizer = tokenizer or load_tokenizer(str(TEXT_MODEL))
-    trained = train_causal_lm(model, choice or TrainingChoice(lora=TEXT_LORA), base_name=str(TEXT_MODEL))
+    trained = train_language_model(model, choice or TrainingChoice(lora=TEXT_LORA), base_name=str(TEXT_MODEL))
     policy = CausalLMPolicy(
         trained, tokenizer, settings or CausalLMSettings(max_completion_length=12), autocast=autocast
     )

@@ -170,12 +170,13 @@ def _quantization(config: RunConfig, sees: bool) -> str:
     if quantization is None:
         return ""
     # Importing transformers takes seconds, and the card of any other run needs none of it.
-    from grpo_core.policies.causal_lm.loading import CAUSAL_LM, modules_in_full, on_meta, read_config
+    from grpo_core.policies.causal_lm.loading import CAUSAL_LM, on_meta, read_config
+    from grpo_core.policies.trained.quantization import skipped_modules
     from grpo_core.policies.vision_lm.loading import VISION_LM
 
     kind = VISION_LM if sees else CAUSAL_LM
     model = on_meta(read_config(local_source(config.policy.model, config.policy.revision), kind), kind)
-    arguments = quantization.arguments(config.policy.dtype, modules_in_full(model, kind))
+    arguments = quantization.arguments(config.policy.dtype, skipped_modules(model, kind.outside))
     given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f", quantization_config=BitsAndBytesConfig({given})"
 

@@ -1,11 +1,12 @@
 """Models that can be trained: each samples tokens, renders them, and recomputes their log-probs.
 
-protocol        the interfaces of a policy and of a kind of policy, and the kinds by name
+protocol        the interfaces of a policy, the base of a kind of policy, and the kinds by name
 sizes           what decides the memory of a model, as its family counts it
 estimate        how much GPU memory and disk space a model needs
 drafts          token sequences of groups, each drawn once
 kv_cache        keys and values of sampled tokens, growing in place
-pipeline_files  the files of a saved diffusers pipeline
+pipeline_files  the files of a saved model or diffusers pipeline
+pipeline_loading  a diffusers pipeline by folder or hub name: one network, or all of them, frozen
 trained/        LoRA or full weights: what is trained, how it is saved, and copies such as the reference
 denoising/      the denoising steps of any flow-matching pipeline as actions
 glm_image/      GLM-Image: an autoregressive model over image tokens, then a diffusion decoder

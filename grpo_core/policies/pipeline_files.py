@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from grpo_core.errors import InputError
@@ -12,16 +13,32 @@ PolicyKind = Literal["glm_image", "diffusers", "causal_lm", "vision_lm"]
 INDEX_FILE = "model_index.json"
 """In the folder of a saved pipeline: the class of each part."""
 
+CONFIG_FILE = "config.json"
+"""In the folder of a language model."""
 
-def refuse_missing_folder(model: str) -> None:
-    """Raise InputError for a path that is not a pipeline's folder; hub names pass."""
-    path = Path(model).expanduser()
-    looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1
+Parts = Mapping[str, tuple[str, str]]
+"""Library and class of each network of a model by its name, which is that of its folder; empty for the model itself."""
+
+ONE_NETWORK: Parts = MappingProxyType({"": ("transformers", "PreTrainedModel")})
+"""A language model."""
+
+
+def refuse_missing_folder(model: str, file: str = INDEX_FILE) -> None:
+    """Raise InputError for a path that is not a saved model's folder; hub names pass.
+
+    Args:
+        file: that every such folder has: INDEX_FILE of a pipeline, or CONFIG_FILE of a language model.
+    """
+    path, slashes = Path(model).expanduser(), model.count("/")
+    # Some language models have a hub name of one word.
+    names_folder = slashes != 1 if file == INDEX_FILE else slashes > 1
     if path.is_dir():
-        if not (path / INDEX_FILE).is_file():
-            raise InputError("policy.model", model, f"The folder has no {INDEX_FILE}; give a saved pipeline's.")
-    elif looks_local or path.parent.is_dir():
-        hint = f"There is no folder {path.absolute()}; give a saved pipeline's, or a hub name."
+        if not (path / file).is_file():
+            raise InputError("policy.model", model, f"The folder has no {file}; give one written by save_pretrained.")
+        if file == CONFIG_FILE and not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
+            raise InputError("policy.model", model, "The folder has no weights; save the model there.")
+    elif path.is_absolute() or model.startswith((".", "~")) or names_folder or (slashes and path.parent.is_dir()):
+        hint = f"There is no folder {path.absolute()}; give that of a saved model, or a hub name."
         raise InputError("policy.model", model, hint)
 
 

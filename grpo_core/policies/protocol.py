@@ -1,13 +1,17 @@
-"""The interfaces of a policy and of a kind of policy. Losses and updates use only these, for any model."""
+"""The interfaces of a policy, and the base of a kind of policy. Losses and updates use only these, for any model."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from grpo_core.errors import InputError
+from grpo_core.policies.pipeline_files import INDEX_FILE, Parts, refuse_missing_folder
+from grpo_core.policies.trained.quantization import QuantizationSettings, refuse_unusable_weights
 from grpo_core.streams import Modality, Stream
 
 if TYPE_CHECKING:
@@ -19,7 +23,6 @@ if TYPE_CHECKING:
     from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained.model import TrainedModel
     from grpo_core.policies.trained.offload import ComponentOffload
-    from grpo_core.policies.trained.quantization import QuantizationSettings
     from grpo_core.policies.trained.settings import TrainingChoice
     from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup
     from grpo_core.streams import ImageSize
@@ -148,51 +151,67 @@ class Policy(Protocol):
         """
 
 
-class PolicyFamily(Protocol):
+class PolicyFamily(ABC):
     """One kind of policy; creating it does not import its models' libraries.
 
     Attributes:
         modality: what it generates.
-        streams: of its components that can be trained, in the order of STREAMS.
+        trained: the network whose weights make a stream's actions, by stream in the order of STREAMS; "" is the model.
+        settings_class: of its sampling settings, a frozen dataclass.
+        file: that the folder of each of its models has.
         reads_images: whether the columns image and images of a prompt file are images in prompts without being named.
     """
 
     modality: Modality
-    streams: tuple[Stream, ...]
-    reads_images: bool
+    trained: Mapping[Stream, str]
+    settings_class: type[Any]
+    file: str = INDEX_FILE
+    reads_images: bool = False
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """The streams of its components that can be trained, in the order of STREAMS."""
+        return tuple(self.trained)
 
     def settings(self, values: Mapping[str, Any]) -> Any:
-        """Return the frozen sampling settings from a configuration section or a stored row."""
+        """Return the frozen sampling settings.
 
+        Args:
+            values: a configuration section or a stored row; may have others. A table keeps a tuple as a list.
+        """
+        known = {field.name: values[field.name] for field in fields(self.settings_class) if field.name in values}
+        tuples = {name: tuple(each) if isinstance(each, list) else each for name, each in known.items()}
+        return self.settings_class(**tuples)
+
+    @abstractmethod
     def policy_class(self) -> type[Policy]:
         """Import the libraries of its models and return the class of its policies."""
 
-    def refuse_missing(self, model: str) -> None:
-        """Raise InputError if a given folder is missing or contains no model; imports no library of models."""
+    @abstractmethod
+    def parts(self, model: str) -> Parts | None:
+        """Return the networks of a model; None if its files are not on this machine and could name others."""
 
+    @abstractmethod
+    def build_on_meta(self, model: str, part: str) -> Any:
+        """Build a network of a model on the meta device: every shape and name, no memory and no values.
+
+        Raises:
+            InputError: its configuration is not on this machine, or damaged.
+        """
+
+    @abstractmethod
+    def train(self, stream: Stream, network: Any, choice: "TrainingChoice", model: str) -> "TrainedModel":
+        """Apply a choice to a network on the meta device.
+
+        Raises:
+            InputError: the choice matches nothing in it.
+        """
+
+    @abstractmethod
     def refuse_unusable(self, model: str, settings: Any) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
 
-    def refuse_quantization(
-        self,
-        model: str,
-        quantization: "QuantizationSettings | None",
-        streams: Sequence[Stream],
-        device: "torch.device",
-        *,
-        adapters: bool,
-    ) -> None:
-        """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized.
-
-        Weights that are stored in 4 or 8 bits of bitsandbytes are used as they are, under adapters; only local
-        configuration files are read.
-
-        Args:
-            quantization: of the frozen weights; None: as they are stored.
-            streams: of the components that are trained.
-            adapters: whether by adapters alone.
-        """
-
+    @abstractmethod
     def refuse_prompts(
         self, model: str, settings: Any, prompts: Sequence[str], images: "Sequence[Sequence[ImageSize]]" = ()
     ) -> int | None:
@@ -206,34 +225,7 @@ class PolicyFamily(Protocol):
             images: sizes of the source images of each prompt, upright; empty where no prompt has any.
         """
 
-    def example_ids(
-        self, model: str, settings: Any, output: "ImageSize | str", *, edited: bool, seed: int
-    ) -> list[int] | None:
-        """Return token ids as a sample has them, for a trial of what reads them; None without tokens or local files.
-
-        Args:
-            output: the text of the sample, or the size of its image.
-            edited: whether the image is made of images in its prompt.
-            seed: of the ids of an image.
-        """
-
-    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
-        """Write the base with trained weights in place of its own, as diffusers or transformers load it.
-
-        Args:
-            base: folder of the model that was trained.
-            weights: folder with what `save_weights` of each trained component wrote, by stream.
-            folder: empty.
-            dtype: of the base's weights during training; merged weights are saved in it.
-        """
-
-    def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
-        """Return what a person should know about the choices; the model is built on the meta device.
-
-        Raises:
-            InputError: a choice matches nothing in the model.
-        """
-
+    @abstractmethod
     def sizes(
         self,
         model: str,
@@ -254,20 +246,80 @@ class PolicyFamily(Protocol):
             InputError: its configuration is not on this machine, or a choice matches nothing in the model.
         """
 
+    def refuse_missing(self, model: str) -> None:
+        """Raise InputError if a given folder is missing or contains no model; imports no library of models."""
+        refuse_missing_folder(model, self.file)
 
-S = TypeVar("S")
+    def refuse_quantization(
+        self,
+        model: str,
+        quantization: QuantizationSettings | None,
+        streams: Iterable[Stream],
+        device: "torch.device",
+        *,
+        adapters: bool,
+    ) -> None:
+        """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized.
+
+        Weights that bitsandbytes stored in 4 bits are used as they are, under adapters; only local configuration files
+        are read.
+
+        Args:
+            quantization: of the frozen weights; None: as they are stored.
+            streams: of the components that are trained.
+            adapters: whether by adapters alone.
+        """
+        if (parts := self.parts(model)) is not None:
+            trained = [self.trained[stream] for stream in streams]
+            refuse_unusable_weights(model, parts, quantization, device, trained=trained, adapters=adapters)
+
+    def example_ids(
+        self, model: str, settings: Any, output: "ImageSize | str", *, edited: bool, seed: int
+    ) -> list[int] | None:
+        """Return token ids as a sample has them, for a trial of what reads them; None without tokens or local files.
+
+        Args:
+            output: the text of the sample, or the size of its image.
+            edited: whether the image is made of images in its prompt.
+            seed: of the ids of an image.
+        """
+        return None
+
+    def load_network(self, model: str, stream: Stream, dtype: "torch.dtype") -> Any:
+        """Load the network that makes a stream's actions alone, as it is stored, on the CPU."""
+        from grpo_core.policies.pipeline_loading import load_network
+
+        parts = self.parts(model)
+        assert parts is not None, "the model has been loaded from these files"
+        return load_network(model, parts, self.trained[stream], dtype)
+
+    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
+        """Write the base with trained weights in place of its own, as diffusers or transformers load it.
+
+        Args:
+            base: folder of the model that was trained.
+            weights: folder with what `save_weights` of each trained component wrote, by stream.
+            folder: empty.
+            dtype: of the base's weights during training; merged weights are saved in it.
+        """
+        from grpo_core.policies.trained.whole import TrainedPart, save_pipeline
+
+        loads = {stream: partial(self.load_network, str(base), stream, dtype) for stream in weights}
+        parts = {self.trained[stream]: TrainedPart(own, loads[stream]) for stream, own in weights.items()}
+        save_pipeline(base, folder, parts)
+
+    def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
+        """Return what a person should know about the choices; the model is built on the meta device.
+
+        Raises:
+            InputError: a choice matches nothing in the model.
+        """
+        for stream, choice in choices.items():
+            self.train(stream, self.build_on_meta(model, self.trained[stream]), choice, model)
+        return ()
+
+
 P = TypeVar("P", bound=Hashable)
-
-
-def read_settings(kind: type[S], values: Mapping[str, Any]) -> S:
-    """Return a family's settings from a configuration section or a stored row.
-
-    Args:
-        kind: class of the settings, a dataclass.
-        values: by field; may have others. A table keeps a tuple as a list.
-    """
-    known = {field.name: values[field.name] for field in fields(kind) if field.name in values}  # type: ignore[arg-type]
-    return kind(**{name: tuple(each) if isinstance(each, list) else each for name, each in known.items()})
 
 
 def first_numbers(prompts: Iterable[P]) -> dict[P, int]:

@@ -58,7 +58,7 @@ class ModelSizes:
         state_values: numbers in the latents of one image; None where the configuration does not say it.
         kept_bytes: bytes of what is kept beside the weights, by the name of its part.
         tokens: number of tokens of an image by its size; empty for texts.
-        quantized: of networks in 4 or 8 bits: their quantized parameters, and the bytes of these with scales.
+        quantized: of networks in 4 bits: their quantized parameters, and the bytes of these with scales.
         needed: the phases of an estimate that need a network, of those that can be offloaded.
     """
 

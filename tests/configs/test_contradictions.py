@@ -32,7 +32,7 @@ HELD_OUT = {"prompts": "q.txt", "every": 1}
 
 def quantized(kind: str = "nf4", **changes: Any) -> dict[str, Any]:
     """A policy over a quantized base; changes of the quantization, or of the policy."""
-    own = {name: changes.pop(name) for name in ("double_quant", "int8_threshold") if name in changes}
+    own = {name: changes.pop(name) for name in ("double_quant",) if name in changes}
     return {"policy": {"model": "m", "quantization": {"kind": kind, **own}, **changes}}
 
 
@@ -94,11 +94,9 @@ def test_everything_is_reported_at_once() -> None:
     [
         ({"update": {"minibatch_size": 9}}, "update.minibatch_size", 9),
         (quantized(lora=None, dtype="float32"), "policy.quantization.kind", "nf4"),
-        (quantized(kind="int8", lora={"use_dora": True}), "policy.lora.use_dora", True),
+        (quantized(kind="int8"), "policy.quantization", {"kind": "int8"}),
         (quantized(lora={"init_lora_weights": "olora"}), "policy.lora.init_lora_weights", "olora"),
         (quantized(dtype="float32", autocast="bfloat16"), "policy.autocast", "bfloat16"),
-        (quantized(kind="int8", double_quant=True), "policy.quantization.double_quant", True),
-        (quantized(int8_threshold=6.0), "policy.quantization.int8_threshold", 6.0),
         ({**quantized(), "placement": {"devices": ["cpu", "cpu"], "sharding": "fsdp2"}}, "placement.sharding", "fsdp2"),
         (engine(lora=None, dtype="float32"), "policy.lora", None),
         (engine(lora={"use_dora": True}), "policy.lora.use_dora", True),
@@ -259,7 +257,7 @@ def test_refused(sections: dict[str, Any], place: str, value: object) -> None:
         {"data": {"prompts": "p", "image_column": "source", "max_image_pixels": 9}},
         {"update": {"minibatch_size": 8}},
         quantized(double_quant=True, lora={"use_dora": True}),
-        quantized(kind="int8", int8_threshold=6.0, lora=None, adapter="a"),
+        quantized(lora=None, adapter="a"),
         {"update": {"kl_coef": 0.1, "reference": {"refresh_every": 2, "mix": 0.5}}},
         {"update": {"warmup_steps": 5, "lr_scheduler": "constant_with_warmup"}},
         {"update": {**LINEAR, "total_steps": 6}},

@@ -33,7 +33,9 @@ from grpo_core.errors import InputError
 from grpo_core.images import decode_stored
 from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer
 from grpo_core.policies.causal_lm.loading import read_config as read_model_config
-from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_state
+from grpo_core.policies.glm_image.loading import load_pipeline
+from grpo_core.policies.glm_image.settings import AUTOREGRESSIVE, PARTS
+from grpo_core.policies.pipeline_loading import load_network
 from grpo_core.rewards.remote.reward import RemoteReward
 from grpo_core.services import Service, ServiceError
 from grpo_core.streams import MAX_PIXELS
@@ -136,7 +138,7 @@ class TestModels:
         error = refusal(lambda: load_pipeline(str(image_model), dtype=torch.float32, device=CPU))
         assert error.place == "policy.model"
         with pytest.raises(OSError, match="safetensors"):
-            read_initial_state(str(image_model), "tokens", torch.float32)
+            load_network(str(image_model), PARTS, AUTOREGRESSIVE, torch.float32)
 
 
 def test_an_extension_type_of_a_table_runs_nothing(tmp_path: Path, exploded: Path) -> None:

@@ -2,21 +2,25 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
-from grpo_core.policies.causal_lm.settings import CONFIG_FILE, CausalLMSettings, refuse_missing_folder
-from grpo_core.policies.pipeline_files import find_model_file
-from grpo_core.policies.protocol import PolicyFamily, first_numbers, numbered_prompt, read_settings
-from grpo_core.policies.trained.quantization import QuantizationSettings, stored_quantization
-from grpo_core.streams import Modality, Stream
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.pipeline_files import CONFIG_FILE, ONE_NETWORK, Parts, find_model_file
+from grpo_core.policies.protocol import PolicyFamily, first_numbers, numbered_prompt
+from grpo_core.policies.trained.quantization import quantized_sizes
+from grpo_core.streams import Stream
 
 if TYPE_CHECKING:
     import torch
 
+    from grpo_core.policies.causal_lm.loading import ModelKind
     from grpo_core.policies.causal_lm.policy import CausalLMPolicy
     from grpo_core.policies.sizes import ModelSizes
+    from grpo_core.policies.trained.model import TrainedModel
     from grpo_core.policies.trained.settings import TrainingChoice
     from grpo_core.streams import ImageSize
 
@@ -35,32 +39,54 @@ def after_head(text: Any) -> bool:
     return any(getattr(text, name, None) not in (None, 1, 1.0) for name in _AFTER_HEAD)
 
 
-def stored_stop(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a stored row with its stop texts as a list; a table keeps them as JSON."""
-    stop = values.get("stop", ())
-    return {**values, "stop": json.loads(stop) if isinstance(stop, str) else stop}
+class CausalLMFamily(PolicyFamily):
+    """Causal language models."""
 
+    modality = "text"
+    trained: Mapping[Stream, str] = MappingProxyType({"tokens": ""})
+    settings_class: type[CausalLMSettings] = CausalLMSettings
+    file = CONFIG_FILE
 
-class CausalLMFamily:
-    """Causal language models as a PolicyFamily."""
-
-    modality: Modality = "text"
-    streams: tuple[Stream, ...] = ("tokens",)
-    reads_images: bool = False
-
-    def settings(self, values: Mapping[str, Any]) -> CausalLMSettings:
-        """Return the sampling settings from a configuration section or a stored row."""
-        return read_settings(CausalLMSettings, stored_stop(values))
+    def settings(self, values: Mapping[str, Any]) -> Any:
+        """Return the settings as the base does; a table keeps the stop texts as JSON."""
+        stop = values.get("stop", ())
+        return super().settings({**values, "stop": json.loads(stop) if isinstance(stop, str) else stop})
 
     def policy_class(self) -> "type[CausalLMPolicy]":
-        """Import its libraries and return the class."""
+        """Return the class of its policies."""
         from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 
         return CausalLMPolicy
 
-    def refuse_missing(self, model: str) -> None:
-        """Raise InputError if a given folder is missing or contains no model."""
-        refuse_missing_folder(model)
+    def kind(self) -> "ModelKind":
+        """Return how transformers loads its models."""
+        from grpo_core.policies.causal_lm.loading import CAUSAL_LM
+
+        return CAUSAL_LM
+
+    def parts(self, model: str) -> Parts:
+        """Return the one network."""
+        return ONE_NETWORK
+
+    def build_on_meta(self, model: str, part: str) -> Any:
+        """Build the model on the meta device."""
+        from grpo_core.policies.causal_lm.loading import on_meta, read_config
+
+        return on_meta(read_config(model, self.kind()), self.kind())
+
+    def train(self, stream: Stream, network: Any, choice: "TrainingChoice", model: str) -> "TrainedModel":
+        """Apply the choice."""
+        from grpo_core.policies.causal_lm.loading import train_language_model
+
+        return train_language_model(network, choice, self.kind(), base_name=model, initial_state=dict)
+
+    def load_network(self, model: str, stream: Stream, dtype: "torch.dtype") -> Any:
+        """Load the model, as it is stored, on the CPU."""
+        import torch
+
+        from grpo_core.policies.causal_lm.loading import load_model
+
+        return load_model(model, dtype=dtype, device=torch.device("cpu"), kind=self.kind())
 
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
@@ -75,21 +101,6 @@ class CausalLMFamily:
         refuse_incompatible(model, config)
         uses_template(load_tokenizer(model), settings)
         read_context(config).refuse_too_long(settings.max_completion_length)
-
-    def refuse_quantization(
-        self,
-        model: str,
-        quantization: QuantizationSettings | None,
-        streams: Sequence[Stream],
-        device: "torch.device",
-        *,
-        adapters: bool,
-    ) -> None:
-        """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized."""
-        if find_model_file(model, CONFIG_FILE) is not None:
-            from grpo_core.policies.causal_lm.loading import read_config, require_usable_weights
-
-            require_usable_weights(model, read_config(model), quantization, device, adapters=adapters)
 
     def refuse_prompts(
         self,
@@ -126,32 +137,35 @@ class CausalLMFamily:
         return ids
 
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
-        """Write the model with trained weights, and its tokenizer's files as they are."""
-        import torch
-
-        from grpo_core.policies.causal_lm.loading import copy_tokenizer, load_model
+        """Write the model with trained weights, and the files of its tokenizer and processor as they are."""
+        from grpo_core.policies.causal_lm.loading import copy_tokenizer
         from grpo_core.policies.trained.whole import save_whole
 
-        save_whole(weights["tokens"], folder, lambda: load_model(str(base), dtype=dtype, device=torch.device("cpu")))
+        save_whole(weights["tokens"], folder, partial(self.load_network, str(base), "tokens", dtype))
         copy_tokenizer(base, folder)
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
-        """Return what adapters leave out, and whether the model has yet to be tried; it is built on the meta device.
+        """Return which matrices adapters leave out, and whether the model has yet to be tried."""
+        from grpo_core.policies.causal_lm.loading import describe_left_out
 
-        Raises:
-            InputError: the choice matches nothing in the model.
-        """
-        from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
-        from grpo_core.policies.causal_lm.loading import build_on_meta, describe_left_out, read_config
-
-        config, choice = read_config(model), choices["tokens"]
-        trained, notes = build_on_meta(model, config, choice), []
-        if not refuse_incompatible(model, config):
-            notes.append(UNTRIED)
+        choice = choices["tokens"]
+        trained = self.train("tokens", self.build_on_meta(model, ""), choice, model)
+        notes = [] if self._tried(model) else [UNTRIED]
         if choice.lora is not None and choice.lora.targets is None:
             adapted: Any = trained.model
-            notes += filter(None, [describe_left_out(adapted.get_base_model())])
+            base = adapted.get_base_model()
+            # A frozen encoder of images is meant to have none.
+            notes += filter(
+                None, [describe_left_out(base.get_decoder() if self.reads_images and choice.freeze_vision else base)]
+            )
         return tuple(notes)
+
+    def _tried(self, model: str) -> bool:
+        """Return whether a small copy of the model was tried; InputError if it cannot be trained here."""
+        from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
+        from grpo_core.policies.causal_lm.loading import read_config
+
+        return refuse_incompatible(model, read_config(model))
 
     def sizes(
         self,
@@ -162,11 +176,13 @@ class CausalLMFamily:
         longest: int | None = None,
     ) -> "ModelSizes":
         """Count the model, with the longest prompt as PROMPT_TOKENS unless it is known."""
-        from grpo_core.policies.causal_lm.loading import CAUSAL_LM, build_on_meta, quantized_parameters, read_config
+        from grpo_core.policies.causal_lm.loading import CAUSAL_LM, on_meta, read_config
         from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters, shown_count
 
         config, choice = read_config(model), choices["tokens"]
-        text, trained = config.get_text_config(), build_on_meta(model, config, choice)
+        network = on_meta(config, CAUSAL_LM)
+        quantized = quantized_sizes(model, ONE_NETWORK, {"": network}, choice.quantization)
+        text, trained = config.get_text_config(), self.train("tokens", network, choice, model)
         adapters = trained.trainable_parameters().values() if choice.lora is not None else ()
         parameters = count_parameters(trained.model) - sum(each.numel() for each in adapters)
         # The last sampled token is never fed back.
@@ -181,11 +197,9 @@ class CausalLMFamily:
             vocabulary=text.vocab_size,
             whole_logits=after_head(text),
         )
-        usable = choice.quantization or stored_quantization(model, getattr(config, "quantization_config", None))
-        quantized = {"weights": quantized_parameters(config, CAUSAL_LM, usable)} if usable is not None else {}
         return ModelSizes(
             networks={"weights": parameters},
-            quantized=quantized,
+            quantized={"weights": quantized[""]} if quantized else {},
             components={"tokens": component},
             described=f"{shown_count(parameters)} parameters in {text.num_hidden_layers} layers, prompts counted as "
             f"{prompt} ids",

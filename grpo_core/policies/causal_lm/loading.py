@@ -15,20 +15,15 @@ import transformers
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_core.errors import InputError
-from grpo_core.policies.causal_lm.settings import Context, refuse_missing_folder
+from grpo_core.policies.causal_lm.settings import Context
+from grpo_core.policies.pipeline_files import CONFIG_FILE, ONE_NETWORK, refuse_missing_folder
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
-from grpo_core.policies.trained.quantization import (
-    QuantizationSettings,
-    default_skips,
-    prepare_layers,
-    quantized_size,
-    require_usable,
-)
+from grpo_core.policies.trained.quantization import QuantizationSettings, prepare_layers, quantized_loading
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.policies.trained.whole import OF_TRANSPOSED_WEIGHTS
 
@@ -83,7 +78,7 @@ def read_config(model: str, kind: ModelKind = CAUSAL_LM) -> Any:
     Raises:
         InputError: it does not exist, cannot be read, or is another kind of model.
     """
-    refuse_missing_folder(model)
+    refuse_missing_folder(model, CONFIG_FILE)
     try:
         config = AutoConfig.from_pretrained(place_of(model), trust_remote_code=False)
     except UNREADABLE as error:
@@ -155,7 +150,12 @@ def load_model(
         InputError: it does not exist, is another kind of model, or lacks weights.
     """
     config = read_config(model, kind)
-    options = quantized_loading(config, kind, quantization, dtype, device)
+    options: dict[str, Any] = {}
+    if quantized := quantized_loading(ONE_NETWORK, quantization, dtype, lambda _: on_meta(config, kind), kind.outside):
+        options["quantization_config"] = quantized[""]
+    if quantized or getattr(config, "quantization_config", None) is not None:
+        # Weights in 4 bits are for one device, from which they are not moved.
+        options["device_map"] = {"": device}
     # Its progress bars would break ours.
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -177,49 +177,10 @@ def load_model(
     return loaded.to(device).eval()
 
 
-def require_usable_weights(
-    model: str, config: Any, quantization: QuantizationSettings | None, device: torch.device, *, adapters: bool
-) -> QuantizationSettings | None:
-    """Return how the weights are quantized, as chosen or as stored; None if they are not.
-
-    Args:
-        model: folder or hub name, for errors.
-        config: its configuration.
-        adapters: whether nothing but adapters is trained.
-
-    Raises:
-        InputError: as `require_usable`.
-    """
-    stored = getattr(config, "quantization_config", None)
-    return require_usable(model, stored, quantization, device, adapters=adapters)
-
-
-def quantized_loading(
-    config: Any, kind: ModelKind, quantization: QuantizationSettings | None, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
-    """Return the arguments of from_pretrained for a model in 4 or 8 bits; none for any other."""
-    if quantization is None:
-        # Weights are stored in 4 or 8 bits for a device, from which they are not moved.
-        return {} if getattr(config, "quantization_config", None) is None else {"device_map": {"": device}}
-    arguments = quantization.arguments(str(dtype).removeprefix("torch."), modules_in_full(on_meta(config, kind), kind))
-    return {"quantization_config": BitsAndBytesConfig(**arguments), "device_map": {"": device}}
-
-
-def modules_in_full(model: Any, kind: ModelKind) -> list[str]:
-    """Return the modules that are never quantized: the output head, tied weights and what encodes images."""
-    return default_skips(model, map(id, kind.outside(model)))
-
-
 def on_meta(config: Any, kind: ModelKind) -> Any:
     """Build a model of this kind on the meta device: every shape and name, no memory and no values."""
     with torch.device("meta"):
         return kind.auto.from_config(config)
-
-
-def quantized_parameters(config: Any, kind: ModelKind, quantization: QuantizationSettings) -> tuple[int, int]:
-    """Return how many parameters of a model are quantized, and their bytes with scales."""
-    model = on_meta(config, kind)
-    return quantized_size(model, quantization, modules_in_full(model, kind))
 
 
 def vocabulary_size(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -244,28 +205,47 @@ ALL_LINEAR = "all-linear"
 _NAMED = 4
 
 
-def train_causal_lm(
+def train_language_model(
     base: Any,
     choice: TrainingChoice,
+    kind: ModelKind = CAUSAL_LM,
     *,
     base_name: str,
     initial_state: Callable[[], dict[str, Tensor]] | None = None,
 ) -> TrainedModel:
-    """Call `train_model`; by default every linear layer but the head gets an adapter.
+    """Call `train_model`; by default every linear layer but the head gets an adapter, none outside a frozen vision.
 
     Raises:
-        InputError: adapter targets or frozen names that match nothing, or nothing that would be trained.
+        InputError: adapter targets or frozen names that match nothing, or layers of the frozen vision, or nothing that
+            would be trained.
     """
+    frozen = {id(each) for each in kind.outside(base)} if choice.freeze_vision else set()
     with warnings.catch_warnings():
         # One for each layer.
         warnings.filterwarnings("ignore", message=OF_TRANSPOSED_WEIGHTS, category=UserWarning)
-        return train_model(base, choice, base_name=base_name, default_targets=ALL_LINEAR, initial_state=initial_state)
+        trained = train_model(
+            base,
+            choice,
+            base_name=base_name,
+            default_targets=decoder_linears(base) if frozen else ALL_LINEAR,
+            own_frozen=tuple(name for name, each in base.named_parameters() if id(each) in frozen),
+            initial_state=initial_state,
+        )
+    # With adapters, which are parameters of their own.
+    frozen = {id(each) for each in kind.outside(base)} if frozen else frozen
+    if matched := [name for name, each in trained.trainable_parameters().items() if id(each) in frozen]:
+        hint = f"They reach {matched[0]}, which is not of the language model; set policy.freeze_vision to false."
+        found = None if choice.lora is None else choice.lora.targets or choice.lora.modules_to_save
+        raise InputError("policy.lora.targets", found, hint)
+    return trained
 
 
-def build_on_meta(model: str, config: Any, choice: TrainingChoice) -> TrainedModel:
-    """Build the model on the meta device and apply the choice."""
-    base = on_meta(config, CAUSAL_LM)
-    return train_causal_lm(base, choice, base_name=model, initial_state=dict)
+def decoder_linears(model: Any) -> str:
+    """Return a regular expression over the names of the linear layers of the language model, its head left out."""
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    linears = {name.rpartition(".")[2] for name, each in decoder.named_modules() if isinstance(each, nn.Linear)}
+    return rf"{re.escape(prefix)}\.(.*\.)?({'|'.join(map(re.escape, sorted(linears)))})"
 
 
 def matrices_without_adapter(model: Any) -> dict[str, int]:

@@ -14,13 +14,13 @@ from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.causal_lm.loading import (
-    build_on_meta,
+    CAUSAL_LM,
     load_model,
     load_tokenizer,
+    on_meta,
     read_config,
     read_context,
-    require_usable_weights,
-    train_causal_lm,
+    train_language_model,
     vocabulary_size,
 )
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts, answer_start, encode_prompts, uses_template
@@ -34,16 +34,16 @@ from grpo_core.policies.causal_lm.sampling_scoring import (
 )
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.drafts import sample_drafts
+from grpo_core.policies.pipeline_files import ONE_NETWORK
 from grpo_core.policies.trained.component import TrainedComponent, refuse_unscaled_float16, use_attention
-from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.model import CPU, TrainedModel
+from grpo_core.policies.trained.quantization import refuse_unusable_weights
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledTokens
 from grpo_core.streams import ImageSize, Stream
 
 if TYPE_CHECKING:
     from grpo_core.policies.engines.vllm import Engine
-
-CPU = torch.device("cpu")
 
 
 class CausalLMPolicy(TrainedComponent[TokenBatch]):
@@ -101,14 +101,16 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         refuse_unscaled_float16(dtype, autocast)
         tokenizer, config, choice = load_tokenizer(model), read_config(model), choices["tokens"]
         if device.type == "meta":
-            return cls(build_on_meta(model, config, choice), tokenizer, settings)
-        require_usable_weights(model, config, choice.quantization, device, adapters=choice.lora is not None)
+            trained = train_language_model(on_meta(config, CAUSAL_LM), choice, base_name=model, initial_state=dict)
+            return cls(trained, tokenizer, settings)
+        adapters = choice.lora is not None
+        refuse_unusable_weights(model, ONE_NETWORK, choice.quantization, device, trained=ONE_NETWORK, adapters=adapters)
         tried = refuse_incompatible(model, config)
         base = load_model(model, dtype=dtype, device=device, quantization=choice.quantization)
         use_attention(base, attn_implementation)
         if not tried:
             refuse_incompatible_model(model, base)
-        trained = train_causal_lm(
+        trained = train_language_model(
             base,
             choice,
             base_name=model,

@@ -1,7 +1,6 @@
 """The options of sampling completions."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, PositiveInt
@@ -9,8 +8,6 @@ from pydantic import Field, PositiveInt
 from grpo_core.errors import InputError
 from grpo_core.settings import TokenSamplingSettings
 from grpo_core.uses import Uses
-
-CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -55,18 +52,3 @@ class Context:
         if self.length is not None and max_completion_length >= self.length:
             hint = f"The model reads {self} ids, prompt and completion together; set it lower."
             raise InputError("rollout.max_completion_length", max_completion_length, hint)
-
-
-def refuse_missing_folder(model: str) -> None:
-    """Raise InputError for a path that is not a model's folder; hub names pass."""
-    path = Path(model).expanduser()
-    looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
-    if path.is_dir():
-        if not (path / CONFIG_FILE).is_file():
-            hint = f"The folder has no {CONFIG_FILE}; give a folder written by save_pretrained."
-            raise InputError("policy.model", model, hint)
-        if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
-            raise InputError("policy.model", model, "The folder has no weights; save the model there.")
-    elif looks_local or (model.count("/") == 1 and path.parent.is_dir()):
-        hint = f"There is no folder {path.absolute()}; give a saved model's, or a hub name."
-        raise InputError("policy.model", model, hint)

@@ -1,7 +1,7 @@
-"""Pipelines as they are loaded, the rows of their calls, and images of latents."""
+"""The rows of a pipeline's calls, and images of latents."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,8 @@ import transformers
 from diffusers.image_processor import VaeImageProcessor
 from jaxtyping import Float
 from PIL import Image
-from safetensors import SafetensorError
-from torch import nn
 
 from grpo_core.actions import DenoisingBatch, Sources, TokenBatch, join_sources
-from grpo_core.errors import InputError
 from grpo_core.records import BrokenImage, GroupRequest, SampledActions
 from grpo_core.streams import PIXELS_AT_ONCE, ImageSize
 
@@ -33,39 +30,6 @@ def only_errors() -> Iterator[None]:
     finally:
         diffusers.utils.logging.set_verbosity(levels[0])
         transformers.utils.logging.set_verbosity(levels[1])
-
-
-def load_frozen(model: str, read: Callable[[], Any], device: torch.device, offloaded: Collection[str] = ()) -> Any:
-    """Load a pipeline of diffusers with all its networks frozen, in evaluation mode.
-
-    Args:
-        model: folder or hub name, for the error.
-        read: loads the pipeline.
-        device: of its networks.
-        offloaded: names of the parts that are left where they were loaded.
-
-    Raises:
-        InputError: its files are missing, damaged or not reachable.
-    """
-    # Their progress bars would break ours.
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        pipeline = read()
-    except InputError:
-        raise
-    except (OSError, ValueError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        hint = f"Give a folder with complete files, or a hub name whose files are cached or reachable ({first_line})."
-        raise InputError("policy.model", model, hint) from error
-    pipeline.set_progress_bar_config(disable=True)
-    for name, part in pipeline.components.items():
-        if isinstance(part, nn.Module):
-            part.requires_grad_(False)
-            part.eval()
-            if offloaded and name not in offloaded:
-                part.to(device)
-    return pipeline if offloaded else pipeline.to(device)
 
 
 @dataclass(frozen=True)

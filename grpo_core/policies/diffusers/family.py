@@ -1,8 +1,7 @@
 """Pipelines of diffusers that make or edit images, as a kind of policy; what of prompts these cannot read."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
@@ -16,16 +15,15 @@ from grpo_core.policies.diffusers.saved_pipeline import (
     refuse_size,
 )
 from grpo_core.policies.diffusers.source_images import refuse_sources
-from grpo_core.policies.pipeline_files import find_model_file, refuse_missing_folder, refuse_missing_weights
-from grpo_core.policies.protocol import PolicyFamily, first_numbers, read_settings
-from grpo_core.policies.trained.quantization import QuantizationSettings
-from grpo_core.streams import Modality, Stream
+from grpo_core.policies.pipeline_files import Parts, find_model_file, refuse_missing_weights
+from grpo_core.policies.protocol import PolicyFamily, first_numbers
+from grpo_core.policies.trained.quantization import quantized_sizes
+from grpo_core.streams import Stream
 
 if TYPE_CHECKING:
-    import torch
-
     from grpo_core.policies.diffusers.policy import DiffusersPolicy
     from grpo_core.policies.sizes import ModelSizes
+    from grpo_core.policies.trained.model import TrainedModel
     from grpo_core.policies.trained.settings import TrainingChoice
     from grpo_core.streams import ImageSize
 
@@ -73,26 +71,37 @@ PROMPT_TOKENS = 512
 """Assumed number of ids of a prompt where neither the settings nor the pipeline give one."""
 
 
-class DiffusersFamily:
-    """Pipelines of diffusers as a PolicyFamily; the models' libraries are imported on first use."""
+class DiffusersFamily(PolicyFamily):
+    """Pipelines of diffusers."""
 
-    modality: Modality = "image"
-    streams: tuple[Stream, ...] = ("denoising",)
-    reads_images: bool = False
-
-    def settings(self, values: Mapping[str, Any]) -> DiffusersSettings:
-        """Return the sampling settings from a configuration section or a stored row."""
-        return read_settings(DiffusersSettings, values)
+    modality = "image"
+    trained: Mapping[Stream, str] = MappingProxyType({"denoising": "transformer"})
+    settings_class = DiffusersSettings
 
     def policy_class(self) -> "type[DiffusersPolicy]":
-        """Import its libraries and return the class."""
+        """Return the class of its policies."""
         from grpo_core.policies.diffusers.policy import DiffusersPolicy
 
         return DiffusersPolicy
 
-    def refuse_missing(self, model: str) -> None:
-        """Raise InputError if a given folder is missing or contains no pipeline."""
-        refuse_missing_folder(model)
+    def parts(self, model: str) -> Parts | None:
+        """Return what its index names; None if it is not on this machine."""
+        saved = read_saved_pipeline(model)
+        return None if saved is None else saved.parts
+
+    def build_on_meta(self, model: str, part: str) -> Any:
+        """Build a network on the meta device."""
+        from grpo_core.policies.diffusers.loading import require_saved_pipeline
+        from grpo_core.policies.pipeline_loading import build_on_meta
+
+        saved = require_saved_pipeline(model)
+        return build_on_meta(saved.folder, saved.parts, part)
+
+    def train(self, stream: Stream, network: Any, choice: "TrainingChoice", model: str) -> "TrainedModel":
+        """Apply the choice."""
+        from grpo_core.policies.diffusers.loading import train_transformer
+
+        return train_transformer(network, choice, model, initial_state=dict)
 
     def refuse_unusable(self, model: str, settings: DiffusersSettings) -> None:
         """Raise InputError if the pipeline cannot be trained, or not with this size or guidance.
@@ -110,22 +119,6 @@ class DiffusersFamily:
             absent_parts(model, saved)
             refuse_incompatible(model, settings)
 
-    def refuse_quantization(
-        self,
-        model: str,
-        quantization: QuantizationSettings | None,
-        streams: Sequence[Stream],
-        device: "torch.device",
-        *,
-        adapters: bool,
-    ) -> None:
-        """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized."""
-        saved = read_saved_pipeline(model)
-        if saved is not None:
-            from grpo_core.policies.diffusers.loading import require_usable_weights
-
-            require_usable_weights(model, saved, quantization, device, adapters=adapters)
-
     def refuse_prompts(
         self,
         model: str,
@@ -140,31 +133,11 @@ class DiffusersFamily:
             texts = [without_marks(prompt) for prompt in prompts] if any(images) else prompts
             refuse_cut_prompts(model, saved, settings, texts)
 
-    def example_ids(
-        self, model: str, settings: DiffusersSettings, output: "ImageSize | str", *, edited: bool, seed: int
-    ) -> list[int] | None:
-        """Return None: its samples have no tokens."""
-        return None
-
-    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
-        """Write the pipeline with trained weights in its transformer, and its other parts as they are."""
-        from grpo_core.policies.diffusers.loading import TRANSFORMER, load_transformer
-        from grpo_core.policies.trained.whole import TrainedPart, save_pipeline
-
-        trained = TrainedPart(weights["denoising"], lambda: load_transformer(str(base), dtype))
-        save_pipeline(base, folder, {TRANSFORMER: trained})
-
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
-        """Return whether the pipeline has yet to be tried; its transformer is built on the meta device.
-
-        Raises:
-            InputError: a choice matches nothing in the transformer.
-        """
+        """Return whether the pipeline has yet to be tried."""
         from grpo_core.policies.diffusers.compatibility import lacks_small_copy
-        from grpo_core.policies.diffusers.loading import build_on_meta, require_saved_pipeline, train_transformer
 
-        saved = require_saved_pipeline(model)
-        train_transformer(build_on_meta(model, saved), choices["denoising"], model, initial_state=dict)
+        super().check_choices(model, choices)
         if not lacks_small_copy(model):
             return ()
         return ("the model has no small copy to be tried on; a run tries it with its weights before it samples",)
@@ -178,16 +151,9 @@ class DiffusersFamily:
         longest: int | None = None,
     ) -> "ModelSizes":
         """Count every network of the pipeline, and the positions of the image that has most, with a source if usual."""
-        from grpo_core.policies.diffusers.loading import (
-            TRANSFORMER,
-            build_on_meta,
-            is_network,
-            modules_in_full,
-            require_saved_pipeline,
-            train_transformer,
-        )
+        from grpo_core.policies.diffusers.loading import TRANSFORMER, require_saved_pipeline
         from grpo_core.policies.diffusers.prompt_cache import MAX_BYTES
-        from grpo_core.policies.pipeline_quantization import quantized_sizes
+        from grpo_core.policies.pipeline_loading import build_on_meta, is_network
         from grpo_core.policies.sizes import (
             ComponentSizes,
             ModelSizes,
@@ -198,11 +164,11 @@ class DiffusersFamily:
         )
 
         saved = require_saved_pipeline(model)
-        networks = {part: build_on_meta(model, saved, part) for part in saved.parts if is_network(saved, part)}
+        parts = (part for part in saved.parts if is_network(saved.parts, part))
+        networks = {part: build_on_meta(saved.folder, saved.parts, part) for part in parts}
         transformer = networks[TRANSFORMER]
         counts = {f"{part} weights": count_parameters(network) for part, network in networks.items()}
-        quantization, skips = choices["denoising"].quantization, partial(modules_in_full, model, saved)
-        quantized = quantized_sizes(model, saved.parts, networks, quantization, skips)
+        quantized = quantized_sizes(model, saved.parts, networks, choices["denoising"].quantization)
         width, blocks = hidden_width(saved.transformer), count_blocks(transformer)
         patches = {size: saved.patches(size) for size in images or (settings.size,)}
         largest = max(patches, key=lambda size: patches[size])
@@ -219,7 +185,7 @@ class DiffusersFamily:
             **{part: frozenset({"encoding"}) for part in networks if part.startswith("text_encoder")},
         }
         component = ComponentSizes(
-            trained=train_transformer(transformer, choices["denoising"], model, initial_state=dict),
+            trained=self.train("denoising", transformer, choices["denoising"], model),
             width=width,
             blocks=blocks,
             positions=positions,

@@ -9,22 +9,21 @@ from grpo_core.errors import InputError
 from grpo_core.policies.diffusers.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.diffusers.component import DiffusersDenoising
 from grpo_core.policies.diffusers.loading import (
+    TRANSFORMER,
     load_pipeline,
-    offloaded_parts,
-    read_initial_state,
     require_saved_pipeline,
-    require_usable_weights,
     train_transformer,
-    use_attention,
 )
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings, call_settings, refuse_size
+from grpo_core.policies.pipeline_loading import initial_state_of, offloaded_parts
 from grpo_core.policies.protocol import PolicyComponent
+from grpo_core.policies.trained.component import use_attention
+from grpo_core.policies.trained.model import CPU
 from grpo_core.policies.trained.offload import offload_parts
+from grpo_core.policies.trained.quantization import refuse_unusable_weights
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import BrokenImage, GroupRequest, Output, RolloutGroup
 from grpo_core.streams import ImageSize, Stream
-
-CPU = torch.device("cpu")
 
 
 class DiffusersPolicy:
@@ -72,13 +71,13 @@ class DiffusersPolicy:
         tried = refuse_incompatible(model, settings)
         choice = choices["denoising"]
         saved, quantization = require_saved_pipeline(model), choice.quantization
-        require_usable_weights(model, saved, quantization, device, adapters=choice.lora is not None)
-        offloaded = offloaded_parts(saved, choice) if offload else ()
+        adapters = choice.lora is not None
+        refuse_unusable_weights(model, saved.parts, quantization, device, trained=(TRANSFORMER,), adapters=adapters)
+        offloaded = offloaded_parts(saved.parts, () if adapters else (TRANSFORMER,)) if offload else ()
         pipeline = load_pipeline(model, dtype=dtype, device=device, quantization=quantization, offloaded=offloaded)
         use_attention(pipeline.transformer, attn_implementation)
-        trained = train_transformer(
-            pipeline.transformer, choice, model, initial_state=lambda: read_initial_state(model, dtype)
-        )
+        initial_state = initial_state_of(model, saved.parts, TRANSFORMER, dtype)
+        trained = train_transformer(pipeline.transformer, choice, model, initial_state=initial_state)
         mover = offload_parts(pipeline, offloaded, device)
         denoising = DiffusersDenoising(pipeline, saved, settings, trained, autocast=autocast, offload=mover)
         policy = cls(denoising)

@@ -44,6 +44,7 @@ class SavedPipeline:
     """A saved pipeline whose denoising can be trained.
 
     Attributes:
+        folder: of its configuration files.
         class_name: of the pipeline.
         pipeline_class: what its class can do.
         parts: library and class of each of its parts, by name.
@@ -52,6 +53,7 @@ class SavedPipeline:
         is_distilled: trained to need no classifier-free guidance, by its own index.
     """
 
+    folder: Path
     class_name: str
     pipeline_class: PipelineClass
     parts: Mapping[str, tuple[str, str]]
@@ -145,6 +147,7 @@ def _read(model: str, folder: Path) -> SavedPipeline:
         raise InputError(_PLACE, model, hint)
     refuse_missing_parts(model, parts)
     return SavedPipeline(
+        folder=folder,
         class_name=index["_class_name"],
         pipeline_class=described,
         parts=parts,

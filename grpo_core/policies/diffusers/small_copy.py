@@ -17,9 +17,10 @@ import transformers
 from torch import nn
 
 from grpo_core.policies.denoising.settings import SCHEDULER
-from grpo_core.policies.diffusers.loading import absent_parts, is_network
+from grpo_core.policies.diffusers.loading import absent_parts
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline
 from grpo_core.policies.pipeline_files import INDEX_FILE, read_pipeline_file
+from grpo_core.policies.pipeline_loading import is_network
 from grpo_core.policies.sizes import count_parameters
 
 MAX_PARAMETERS = 60_000_000
@@ -116,7 +117,7 @@ def _described(folder: Path, saved: SavedPipeline, divisor: int, text_layers: in
     """
     made = []
     for part, (library, name) in saved.parts.items():
-        if not is_network(saved, part):
+        if not is_network(saved.parts, part):
             continue
         found: Any = getattr(_LIBRARIES[library], name)
         if library == "transformers":

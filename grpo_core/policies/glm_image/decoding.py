@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
 from grpo_core.policies.denoising.component import DenoisingComponent
-from grpo_core.policies.glm_image.loading import DECODER, TEXT_ENCODER, pixel_unit
-from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
+from grpo_core.policies.glm_image.loading import pixel_unit
+from grpo_core.policies.glm_image.settings import DECODER, TEXT_ENCODER, GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.glm_image.sources import SOURCE_ARGUMENTS, SourceEncoder, shared_by_rows
-from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.streams import ImageSize
@@ -30,14 +28,6 @@ def require_fit(tokens: TokenBatch, grids: TokenGrids, size: ImageSize) -> None:
     longest = int((tokens.loss_mask * places).amax()) if tokens.loss_mask.numel() else 0
     if longest > grids.tokens:
         raise InputError("token_ids", longest, f"A {size} image has {grids.tokens} tokens.")
-
-
-# Flow-GRPO trains the attention of SD3 and attention and feed-forward layers of FLUX; here both, by the same names.
-DECODER_LINEARS = r".*transformer_blocks\.\d+\.(attn1\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
-
-
-train_decoder = partial(train_model, default_targets=DECODER_LINEARS)
-"""`train_model` for the diffusion transformer."""
 
 
 class GlmImageDecoder(DenoisingComponent):

@@ -2,57 +2,76 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
 from grpo_core.policies.denoising.settings import refuse_scheduler
-from grpo_core.policies.glm_image.settings import PROMPT_TOKENS, GlmImageSettings, read_pixel_unit, token_grids
+from grpo_core.policies.glm_image.settings import (
+    AUTOREGRESSIVE,
+    DECODER,
+    PARTS,
+    PROMPT_TOKENS,
+    TEXT_ENCODER,
+    TRAINED,
+    VAE,
+    GlmImageSettings,
+    read_pixel_unit,
+    token_grids,
+)
 from grpo_core.policies.pipeline_files import (
     INDEX_FILE,
+    Parts,
     find_model_file,
     pipeline_parts,
     read_pipeline_file,
-    refuse_missing_folder,
     refuse_missing_parts,
     refuse_missing_weights,
 )
-from grpo_core.policies.protocol import PolicyFamily, read_settings
-from grpo_core.policies.trained.quantization import QuantizationSettings
-from grpo_core.streams import ImageSize, Modality, Stream
+from grpo_core.policies.protocol import PolicyFamily
+from grpo_core.policies.trained.quantization import quantized_sizes
+from grpo_core.streams import ImageSize, Stream
 
 if TYPE_CHECKING:
-    import torch
-
     from grpo_core.policies.glm_image.policy import GlmImagePolicy
     from grpo_core.policies.sizes import ModelSizes
+    from grpo_core.policies.trained.model import TrainedModel
     from grpo_core.policies.trained.settings import TrainingChoice
 
 _PIPELINE = "GlmImagePipeline"
-_CHECKED: set[str] = set()
-"""Configurations and choices that have passed in this process; to build and adapt the networks takes a while."""
 
 
-class GlmImageFamily:
-    """GLM-Image as a PolicyFamily; the models' libraries are imported on first use, because that takes seconds."""
+class GlmImageFamily(PolicyFamily):
+    """GLM-Image."""
 
-    modality: Modality = "image"
-    streams: tuple[Stream, ...] = ("tokens", "denoising")
-    reads_images: bool = False
-
-    def settings(self, values: Mapping[str, Any]) -> GlmImageSettings:
-        """Return the sampling settings from a configuration section or a stored row."""
-        return read_settings(GlmImageSettings, values)
+    modality = "image"
+    trained = TRAINED
+    settings_class = GlmImageSettings
 
     def policy_class(self) -> "type[GlmImagePolicy]":
-        """Import its libraries and return the class."""
+        """Return the class of its policies."""
         from grpo_core.policies.glm_image.policy import GlmImagePolicy
 
         return GlmImagePolicy
 
+    def parts(self, model: str) -> Parts:
+        """Return the networks, which are the same in each of its models."""
+        return PARTS
+
+    def build_on_meta(self, model: str, part: str) -> Any:
+        """Build a network on the meta device."""
+        from grpo_core.policies.glm_image.loading import build_on_meta
+
+        return build_on_meta(model, part)
+
+    def train(self, stream: Stream, network: Any, choice: "TrainingChoice", model: str) -> "TrainedModel":
+        """Apply the choice."""
+        from grpo_core.policies.glm_image.loading import train_half
+
+        return train_half(stream, network, choice, model, initial_state=dict)
+
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no model of this kind."""
-        refuse_missing_folder(model)
+        super().refuse_missing(model)
         index = find_model_file(model, INDEX_FILE)
         name = _PIPELINE if index is None else read_pipeline_file(model, index).get("_class_name", _PIPELINE)
         if name != _PIPELINE:
@@ -73,20 +92,6 @@ class GlmImageFamily:
             parts = pipeline_parts(read_pipeline_file(model, index))
             refuse_missing_parts(model, parts)
             refuse_missing_weights(model, parts)
-
-    def refuse_quantization(
-        self,
-        model: str,
-        quantization: QuantizationSettings | None,
-        streams: Sequence[Stream],
-        device: "torch.device",
-        *,
-        adapters: bool,
-    ) -> None:
-        """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized."""
-        from grpo_core.policies.glm_image.loading import require_usable_weights
-
-        require_usable_weights(model, quantization, streams, device, adapters=adapters)
 
     def refuse_prompts(
         self,
@@ -110,37 +115,11 @@ class GlmImageFamily:
         if unit is None:
             return None
         assert isinstance(output, ImageSize), "it generates images"
-        from grpo_core.policies.glm_image.loading import find_configs
+        from grpo_core.policies.glm_image.loading import read_token_config
 
-        grids, codes = token_grids(output, unit), find_configs(model).autoregressive.vq_config.num_embeddings
+        grids, codes = token_grids(output, unit), read_token_config(model).vq_config.num_embeddings
         draw = random.Random(seed)
         return [draw.randrange(codes) for _ in range((grids.of_edit if edited else grids).tokens)]
-
-    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
-        """Write the pipeline with trained weights in its trained parts, and its other parts as they are."""
-        from grpo_core.policies.glm_image.loading import trained_parts
-        from grpo_core.policies.trained.whole import save_pipeline
-
-        save_pipeline(base, folder, trained_parts(base, weights, dtype))
-
-    def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
-        """Raise InputError if a choice matches nothing in the model, which is built on the meta device."""
-        from grpo_core.policies.glm_image.decoding import train_decoder
-        from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
-        from grpo_core.policies.glm_image.policy import train_token_model
-
-        configs = find_configs(model)
-        checked = f"{configs} {dict(choices)}"
-        # The files of an adapter may have changed.
-        if checked in _CHECKED and not any(each.adapter for each in choices.values()):
-            return ()
-        networks = build_on_meta(configs)
-        if "tokens" in choices:
-            train_token_model(networks.autoregressive, choices["tokens"], base_name=model)
-        if "denoising" in choices:
-            train_decoder(networks.decoder, choices["denoising"], base_name=model)
-        _CHECKED.add(checked)
-        return ()
 
     def sizes(
         self,
@@ -151,9 +130,7 @@ class GlmImageFamily:
         longest: int | None = None,
     ) -> "ModelSizes":
         """Count every network, and the ids and patches of the images that have most of them."""
-        from grpo_core.policies.glm_image.decoding import train_decoder
-        from grpo_core.policies.glm_image.loading import build_on_meta, find_configs, quantized_networks
-        from grpo_core.policies.glm_image.policy import train_token_model
+        from grpo_core.policies.glm_image.loading import left_alone, read_token_config
         from grpo_core.policies.sizes import (
             ComponentSizes,
             ModelSizes,
@@ -164,19 +141,20 @@ class GlmImageFamily:
             shown_count,
         )
 
-        configs = find_configs(model)
-        networks, text = build_on_meta(configs), configs.autoregressive.text_config
-        counts = {
-            "autoregressive weights": count_parameters(networks.autoregressive),
-            "decoder weights": count_parameters(networks.decoder),
-            "autoencoder weights": count_parameters(networks.vae),
-            "glyph encoder weights": count_parameters(networks.text_encoder),
+        networks, config = {part: self.build_on_meta(model, part) for part in PARTS}, read_token_config(model)
+        text, decoder = config.text_config, networks[DECODER]
+        names = {
+            AUTOREGRESSIVE: "autoregressive weights",
+            DECODER: "decoder weights",
+            VAE: "autoencoder weights",
+            TEXT_ENCODER: "glyph encoder weights",
         }
+        counts = {name: count_parameters(networks[part]) for part, name in names.items()}
         quantization = next((choice.quantization for choice in choices.values()), None)
-        quantized = quantized_networks(model, networks, quantization)
-        vae, width, blocks = networks.vae.config, hidden_width(networks.decoder.config), count_blocks(networks.decoder)
+        quantized = quantized_sizes(model, PARTS, networks, quantization, left_alone)
+        vae, width, blocks = networks[VAE].config, hidden_width(decoder.config), count_blocks(decoder)
         scale = 2 ** (len(vae.block_out_channels) - 1)
-        unit = 2 * networks.decoder.config.patch_size * scale
+        unit = 2 * decoder.config.patch_size * scale
         grids = {size: token_grids(size, unit) for size in images or (settings.size,)}
         tokens, pixels = max(each.tokens for each in grids.values()), max(size.pixels for size in grids)
         # The decoder has four patches per large token.
@@ -186,16 +164,16 @@ class GlmImageFamily:
         components: dict[Stream, ComponentSizes] = {}
         if choice := choices.get("tokens"):
             components["tokens"] = ComponentSizes(
-                trained=train_token_model(networks.autoregressive, choice, base_name=model, initial_state=dict),
+                trained=self.train("tokens", networks[AUTOREGRESSIVE], choice, model),
                 width=text.hidden_size,
                 blocks=text.num_hidden_layers,
                 positions=length,
                 scored=tokens,
-                vocabulary=configs.autoregressive.vq_config.num_embeddings,
+                vocabulary=config.vq_config.num_embeddings,
             )
         if choice := choices.get("denoising"):
             components["denoising"] = ComponentSizes(
-                trained=train_decoder(networks.decoder, choice, base_name=model, initial_state=dict),
+                trained=self.train("denoising", decoder, choice, model),
                 width=width,
                 blocks=blocks,
                 positions=patches,
@@ -204,7 +182,7 @@ class GlmImageFamily:
             )
         return ModelSizes(
             networks=counts,
-            quantized=quantized,
+            quantized={names[part]: size for part, size in quantized.items()},
             needed={
                 "autoregressive weights": frozenset({"sampling", "tokens backward", "tokens step"}),
                 "decoder weights": frozenset({"decoding", "denoising backward", "denoising step"}),

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,35 +12,27 @@ from grpo_core.actions import Sources, TokenBatch
 from grpo_core.images import SourceImage, without_marks
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, sample_tokens, score_tokens
-from grpo_core.policies.glm_image.decoding import GlmImageDecoder, require_fit, train_decoder
-from grpo_core.policies.glm_image.loading import (
+from grpo_core.policies.glm_image.decoding import GlmImageDecoder, require_fit
+from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, train_half
+from grpo_core.policies.glm_image.settings import (
     AUTOREGRESSIVE,
-    FROZEN_PARTS,
-    load_pipeline,
-    offloaded_parts,
-    pixel_unit,
-    read_initial_state,
-    require_usable_weights,
+    PARTS,
+    TRAINED,
+    GlmImageSettings,
+    TokenGrids,
+    token_grids,
 )
-from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.glm_image.sources import SourceEncoder
+from grpo_core.policies.pipeline_loading import initial_state_of, offloaded_parts
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.policies.trained.component import TrainedComponent, use_attention
-from grpo_core.policies.trained.lora_and_full import FrozenModel, train_model
-from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.lora_and_full import FrozenModel
+from grpo_core.policies.trained.model import CPU, TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload, offload_parts
+from grpo_core.policies.trained.quantization import refuse_unusable_weights
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledActions, SampledTokens
 from grpo_core.streams import ImageSize, Stream
-
-# Short names such as "q_proj" would also match the vision tower, which is never trained.
-LANGUAGE_MODEL_LINEARS = (
-    r".*language_model\.layers\.\d+\.(self_attn\.(q_proj|k_proj|v_proj|o_proj)|mlp\.(gate_up_proj|down_proj))"
-)
-
-
-train_token_model = partial(train_model, default_targets=LANGUAGE_MODEL_LINEARS, own_frozen=FROZEN_PARTS)
-"""`train_model` for the autoregressive half."""
 
 
 class GlmImageTokens(TrainedComponent[TokenBatch]):
@@ -193,9 +184,6 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
             )
 
 
-CPU = torch.device("cpu")
-
-
 class GlmImagePolicy:
     """Both halves of GLM-Image, each trained or frozen.
 
@@ -253,35 +241,24 @@ class GlmImagePolicy:
             InputError: no such model, a size the model cannot generate, or adapter targets that match nothing.
         """
         quantization = next((choice.quantization for choice in choices.values()), None)
-        adapters = all(choice.lora is not None for choice in choices.values())
-        require_usable_weights(model, quantization, choices, device, adapters=adapters)
-        offloaded = offloaded_parts(choices) if offload else ()
+        trained = [TRAINED[stream] for stream in choices]
+        full = [TRAINED[stream] for stream, choice in choices.items() if choice.lora is None]
+        refuse_unusable_weights(model, PARTS, quantization, device, trained=trained, adapters=not full)
+        offloaded = offloaded_parts(PARTS, full) if offload else ()
         pipeline = load_pipeline(model, dtype=dtype, device=device, quantization=quantization, offloaded=offloaded)
-        writer, painter = pipeline.vision_language_encoder, pipeline.transformer
-        use_attention(writer, attn_implementation)
-        initial_state = partial(read_initial_state, model, dtype=dtype)
-        tokens: TrainedModel = FrozenModel(writer)
-        denoising: TrainedModel = FrozenModel(painter)
-        if "tokens" in choices:
-            tokens = train_token_model(
-                writer,
-                choices["tokens"],
-                base_name=model,
-                initial_state=partial(initial_state, "tokens"),
-            )
-        if "denoising" in choices:
-            denoising = train_decoder(
-                painter,
-                choices["denoising"],
-                base_name=model,
-                initial_state=partial(initial_state, "denoising"),
-            )
+        use_attention(pipeline.vision_language_encoder, attn_implementation)
+        halves: dict[Stream, TrainedModel] = {}
+        for stream, part in TRAINED.items():
+            network, read_again = getattr(pipeline, part), initial_state_of(model, PARTS, part, dtype)
+            halves[stream] = FrozenModel(network)
+            if choice := choices.get(stream):
+                halves[stream] = train_half(stream, network, choice, model, initial_state=read_again)
         mover = offload_parts(pipeline, offloaded, device)
         sources = SourceEncoder(pipeline, mover)
         painting = autocast if "denoising" in choices else None
         return cls(
-            GlmImageTokens(pipeline, settings, tokens, autocast=autocast, sources=sources, offload=mover),
-            GlmImageDecoder(pipeline, settings, denoising, autocast=painting, sources=sources, offload=mover),
+            GlmImageTokens(pipeline, settings, halves["tokens"], autocast=autocast, sources=sources, offload=mover),
+            GlmImageDecoder(pipeline, settings, halves["denoising"], autocast=painting, sources=sources, offload=mover),
             tuple(choices),
         )
 

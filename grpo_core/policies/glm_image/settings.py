@@ -6,16 +6,30 @@ images has no preview.
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveInt
 
 from grpo_core.errors import InputError
 from grpo_core.policies.denoising.settings import DenoisingSettings
-from grpo_core.policies.pipeline_files import find_model_file
+from grpo_core.policies.pipeline_files import Parts, find_model_file
 from grpo_core.settings import ImageSettings, TokenSamplingSettings
-from grpo_core.streams import ImageSize, nearest_multiple
+from grpo_core.streams import ImageSize, Stream, nearest_multiple
+
+AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER = "vision_language_encoder", "transformer", "vae", "text_encoder"
+PARTS: Parts = MappingProxyType(
+    {
+        AUTOREGRESSIVE: ("transformers", "GlmImageForConditionalGeneration"),
+        DECODER: ("diffusers", "GlmImageTransformer2DModel"),
+        TEXT_ENCODER: ("transformers", "T5EncoderModel"),
+        VAE: ("diffusers", "AutoencoderKL"),
+    }
+)
+TRAINED: Mapping[Stream, str] = MappingProxyType({"tokens": AUTOREGRESSIVE, "denoising": DECODER})
+"""The network that makes a stream's actions."""
 
 PROMPT_TOKENS = 256
 """Assumed number of ids of the longest prompt of a batch, grid tags included."""
@@ -174,7 +188,7 @@ def read_pixel_unit(model: str) -> int | None:
     Raises:
         InputError: a configuration file lacks it.
     """
-    decoder, autoencoder = (find_model_file(model, f"{part}/config.json") for part in ("transformer", "vae"))
+    decoder, autoencoder = (find_model_file(model, f"{part}/config.json") for part in (DECODER, VAE))
     if decoder is None or autoencoder is None:
         return None
     try:

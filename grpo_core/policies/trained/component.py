@@ -164,21 +164,34 @@ def refuse_unavailable_attention(name: str | None) -> None:
         raise InputError(_ATTENTION, name, hint)
 
 
-def use_attention(model: Any, name: str | None) -> None:
-    """Let a transformers model compute attention with this implementation; None leaves the default.
+def use_attention(network: Any, name: str | None) -> None:
+    """Let a network compute attention with this implementation; None leaves the default.
+
+    Args:
+        network: of transformers or of diffusers.
+        name: as transformers calls it.
 
     Raises:
-        InputError: its package is missing, or the model does not support it.
+        InputError: its package is missing, or the network does not support it.
     """
     refuse_unavailable_attention(name)
     if name is None:
         return
+    of_diffusers = hasattr(network, "set_attention_backend")
+    if of_diffusers and name not in _BACKENDS:
+        hint = f"Models of diffusers do not have it; use one of {', '.join(_BACKENDS)}, or leave it out."
+        raise InputError(_ATTENTION, name, hint)
     try:
-        model.set_attn_implementation(name)
-    except (ValueError, ImportError) as error:
-        raise InputError(_ATTENTION, name, f"The model does not support it ({error}).") from error
-    if model.config._attn_implementation != name:
+        if of_diffusers:
+            network.set_attention_backend(_BACKENDS[name])
+        else:
+            network.set_attn_implementation(name)
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise InputError(_ATTENTION, name, f"The model does not support it here ({error}).") from error
+    if not of_diffusers and network.config._attn_implementation != name:
         raise InputError(_ATTENTION, name, "The model does not let it be chosen; leave it out.")
 
 
 _ATTENTION = "policy.attn_implementation"
+_BACKENDS = {"sdpa": "native", "flash_attention_2": "flash", "flex_attention": "flex"}
+"""Implementations of attention -> the backends of diffusers."""

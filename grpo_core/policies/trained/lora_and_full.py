@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.component import merged_adapters
-from grpo_core.policies.trained.model import TrainedModel, copied, differing_shapes
+from grpo_core.policies.trained.model import CPU, TrainedModel, copied, differing_shapes
 from grpo_core.policies.trained.quantization import is_quantized
 from grpo_core.policies.trained.settings import ADAPTER_FILE, MOVING, PLACE, LoraSettings, TrainingChoice
 from grpo_core.policies.trained.whole import FULL_WEIGHTS, OF_TIED_WEIGHTS, tied_layers
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 WEIGHTS_FILE = "model.safetensors"
-CPU = torch.device("cpu")
 
 
 def train_model(

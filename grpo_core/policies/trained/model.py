@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.settings import CopyName, TrainingChoice
 
+CPU = torch.device("cpu")
 _NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
 

@@ -1,46 +1,45 @@
-"""A frozen base in 4 or 8 bits under adapters: its settings, what is refused, and the layers of bitsandbytes."""
+"""Frozen networks in 4 bits under adapters: their settings, what is refused, and the layers of bitsandbytes."""
 
 import json
-import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, Strict
+from pydantic import Strict
 
 from grpo_core.errors import InputError
+from grpo_core.policies.pipeline_files import Parts, find_model_file
 from grpo_core.uses import Uses
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-QuantizationKind = Literal["nf4", "fp4", "int8"]
+QuantizationKind = Literal["nf4", "fp4"]
 PLACE = "policy.quantization"
 
+_LARGE = ("transformer", "text_encoder", "vision_language_encoder")
+"""Beginnings of the names of the parts of a pipeline that are quantized unless the settings name others."""
+
 _BLOCK, _NESTED_BLOCK = 64, 256
-"""Weights, and scales of weights, that share a scale in bitsandbytes' 4 bits."""
+"""Weights, and scales of weights, that share a scale."""
 
 _TABLES: Mapping[bool, int] = MappingProxyType({False: 16 * 4, True: (16 + 256 + 1) * 4})
-"""Bytes of the tables of a matrix in 4 bits, by double_quant: its 16 levels, the 256 of its scales, their mean."""
+"""Bytes of the tables of a matrix, by double_quant: its 16 levels, the 256 of its scales, their mean."""
 
 
 @dataclass(frozen=True)
 class QuantizationSettings:
-    """The frozen weights in 4 or 8 bits of bitsandbytes, while adapters are trained.
+    """The frozen weights in 4 bits of bitsandbytes, while adapters are trained (QLoRA).
 
     Attributes:
-        kind: nf4 (QLoRA; Dettmers et al., 2023, arXiv:2305.14314), fp4, or int8 (LLM.int8(); Dettmers et al., 2022,
-            arXiv:2208.07339), which rounds activations to 8 bits too.
-        double_quant: of nf4 and fp4: keep the scales in 8 bits, as bnb_4bit_use_double_quant.
-        compute_dtype: of nf4 and fp4: of the matrix products, as bnb_4bit_compute_dtype; None: policy.dtype.
-        int8_threshold: of int8: activations from this on are multiplied in 16 bits, as llm_int8_threshold. Which
-            columns these are depends on all rows of a batch, so that log-probs of sampling and of scoring differ;
-            0: none, and every row stands alone.
+        kind: nf4 (Dettmers et al., 2023, arXiv:2305.14314), or fp4.
+        double_quant: keep the scales in 8 bits, as bnb_4bit_use_double_quant.
+        compute_dtype: of the matrix products, as bnb_4bit_compute_dtype; None: policy.dtype.
         skip_modules: names of modules that stay as they are, as llm_int8_skip_modules; output heads, embeddings, norms
             and the vision towers of token models do in any case.
         components: parts of a pipeline that are quantized; None: its transformers, token model and text encoders.
@@ -49,26 +48,11 @@ class QuantizationSettings:
     kind: QuantizationKind
     double_quant: bool = False
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    int8_threshold: NonNegativeFloat = 0.0
     skip_modules: Annotated[tuple[str, ...], Strict(False), Uses.NOTHING] = ()
     components: Annotated[tuple[str, ...], Strict(False), Uses.NOTHING] | None = None
 
-    @property
-    def in_4_bits(self) -> bool:
-        """Whether a weight has 4 bits."""
-        return self.kind != "int8"
-
     def __post_init__(self) -> None:
-        """Refuse settings of the other kinds.
-
-        Raises:
-            InputError: names the setting.
-        """
-        if self.kind == "int8" and (self.double_quant or self.compute_dtype is not None):
-            name, value = ("double_quant", True) if self.double_quant else ("compute_dtype", self.compute_dtype)
-            raise InputError(f"{PLACE}.{name}", value, "Only nf4 and fp4 have it; leave it out.")
-        if self.in_4_bits and self.int8_threshold:
-            raise InputError(f"{PLACE}.int8_threshold", self.int8_threshold, "Only int8 has it; leave it out.")
+        """Refuse an empty list of components."""
         if self.components == ():
             raise InputError(f"{PLACE}.components", [], "Nothing would be quantized; leave policy.quantization out.")
 
@@ -78,7 +62,7 @@ class QuantizationSettings:
         Args:
             dtype: of the weights that are not quantized.
         """
-        return self.in_4_bits and (self.compute_dtype or dtype) == "float32"
+        return (self.compute_dtype or dtype) == "float32"
 
     def arguments(self, dtype: str, skip: Iterable[str] = ()) -> dict[str, Any]:
         """Return the arguments of BitsAndBytesConfig, of transformers and of diffusers.
@@ -88,21 +72,16 @@ class QuantizationSettings:
             skip: modules that stay as they are, beside `skip_modules`.
         """
         skipped = [*dict.fromkeys((*skip, *self.skip_modules))]
-        left_out = {"llm_int8_skip_modules": skipped} if skipped else {}
-        if not self.in_4_bits:
-            return {"load_in_8bit": True, "llm_int8_threshold": self.int8_threshold, **left_out}
         return {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": self.kind,
             "bnb_4bit_use_double_quant": self.double_quant,
             "bnb_4bit_compute_dtype": self.compute_dtype or dtype,
-            **left_out,
+            **({"llm_int8_skip_modules": skipped} if skipped else {}),
         }
 
     def bytes_of(self, rows: int, columns: int) -> int:
         """Return the bytes of a matrix with its scales."""
-        if not self.in_4_bits:
-            return rows * columns + 4 * rows
         blocks = -(-rows * columns // _BLOCK)
         scales = blocks + 4 * -(-blocks // _NESTED_BLOCK) if self.double_quant else 4 * blocks
         return math.ceil(rows * columns / 2) + scales + _TABLES[self.double_quant]
@@ -128,71 +107,88 @@ def refuse_adapters(quantization: QuantizationSettings, lora: Any, place: str = 
     if lora is None:
         hint = "Quantized weights cannot be trained; set policy.lora to {rank: 32}, or leave this out."
         raise InputError(f"{PLACE}.kind", quantization.kind, hint)
-    if lora.use_dora and not quantization.in_4_bits:
-        hint = "peft loses the scales of an int8 layer when it computes DoRA's magnitudes; use nf4, or no DoRA."
-        raise InputError(f"{place}.use_dora", True, hint)
     if lora.init_lora_weights not in (True, "gaussian"):
         hint = "It moves a part of each weight into the adapter, and the rest would be rounded again; use true."
         raise InputError(f"{place}.init_lora_weights", lora.init_lora_weights, hint)
 
 
-def require_usable(
+def quantized_parts(parts: Parts, quantization: QuantizationSettings | None) -> tuple[str, ...]:
+    """Return the names of the parts that are quantized.
+
+    Raises:
+        InputError: the settings name a part that the pipeline does not have, or that is no transformer.
+    """
+    if quantization is None:
+        return ()
+    can_be = tuple(name for name in parts if not name or name.startswith(_LARGE))
+    if unknown := set(quantization.components or ()) - set(can_be):
+        hint = f"Of this pipeline {', '.join(can_be)} can be quantized."
+        raise InputError(f"{PLACE}.components", sorted(unknown), hint)
+    return can_be if quantization.components is None else quantization.components
+
+
+def refuse_unusable_weights(
     model: str,
-    stored: Any,
+    parts: Parts,
     quantization: QuantizationSettings | None,
     device: "torch.device",
     *,
+    trained: Collection[str],
     adapters: bool,
-) -> QuantizationSettings | None:
-    """Return how the weights of a network are quantized, by the settings or in its files; None if they are not.
+) -> None:
+    """Refuse weights that cannot be quantized as chosen on this device, or are stored quantized and cannot be trained.
 
     Args:
-        model: folder or hub name, for errors.
-        stored: quantization_config of its config.json; None without one.
-        adapters: whether nothing but adapters of the network is trained.
+        model: folder or hub name, whose files are searched on this machine only.
+        trained: names of the parts that are trained.
+        adapters: whether by adapters alone.
 
     Raises:
-        InputError: it is quantized twice, or in a way that cannot run here, or all of its weights are to be trained.
+        InputError: names the setting, or the model.
     """
-    own = stored_quantization(model, stored)
-    if own is not None and quantization is not None:
-        hint = f"The weights of {model} are stored in {own.kind} already; leave policy.quantization out."
-        raise InputError(f"{PLACE}.kind", quantization.kind, hint)
-    if own is not None and not adapters:
-        hint = f"The weights of {model} are stored in {own.kind} and cannot be trained; set policy.lora."
-        raise InputError("policy.lora", None, hint)
-    if own is not None or quantization is not None:
-        place, value = ("policy.model", model) if quantization is None else (f"{PLACE}.kind", quantization.kind)
+    chosen = quantized_parts(parts, quantization)
+    for name, (library, _) in parts.items():
+        stored, where = stored_quantization(model, name), f"{model}, {name}" if name else model
+        own = quantization if name in chosen else None
+        if stored is not None and own is not None:
+            hint = f"The weights of {where} are stored in {stored.kind} already; leave policy.quantization out."
+            raise InputError(f"{PLACE}.kind", own.kind, hint)
+        if stored is not None and name in trained and not adapters:
+            hint = f"The weights of {where} are stored in {stored.kind} and cannot be trained; set policy.lora."
+            raise InputError("policy.lora", None, hint)
+        if stored is None and own is None:
+            continue
+        place, value = ("policy.model", model) if own is None else (f"{PLACE}.kind", own.kind)
         if find_spec("bitsandbytes") is None:
             hint = "It needs bitsandbytes, the extra of that name (pip install bitsandbytes); or leave it out."
             raise InputError(place, value, hint)
         if device.type not in ("cuda", "cpu"):
             raise InputError(place, value, f"bitsandbytes was not tried on {device.type}; use cuda or cpu.")
-    return quantization or own
+        if library == "diffusers" and device.type == "cpu":
+            others = [each for each in chosen if parts[each][0] != "diffusers"]
+            left = f", or set policy.quantization.components to {others}" if others else ""
+            hint = f"diffusers runs its models in 4 bits on a GPU only, and {name} is one; use a GPU{left}."
+            raise InputError(place, value, hint)
 
 
-def stored_quantization(model: str, stored: Any) -> QuantizationSettings | None:
-    """Return how stored weights are quantized; None if they are not.
-
-    Args:
-        stored: quantization_config of config.json.
+def stored_quantization(model: str, part: str) -> QuantizationSettings | None:
+    """Return how the stored weights of a part of a model are quantized; None if they are not.
 
     Raises:
         InputError: it is a method under which nothing was trained here.
     """
-    if not stored:
+    values = read_stored(find_model_file(model, f"{part}/config.json".removeprefix("/")))
+    if not values:
         return None
-    values: Mapping[str, Any] = stored if isinstance(stored, Mapping) else stored.to_dict()
-    if values.get("load_in_8bit"):
-        return QuantizationSettings("int8")
     if values.get("load_in_4bit"):
         kind: Any = values.get("bnb_4bit_quant_type", "fp4")
         compute = str(values.get("bnb_4bit_compute_dtype", "float32")).removeprefix("torch.")
         double = bool(values.get("bnb_4bit_use_double_quant", False))
         return QuantizationSettings(kind, double, "bfloat16" if compute == "bfloat16" else None)
+    how = f"{values.get('quant_method')}{' in 8 bits' if values.get('load_in_8bit') else ''}"
     hint = (
-        f"Its weights are quantized by {values.get('quant_method')}, over which no adapters were tried here; give the "
-        "model without that, and policy.quantization, or weights stored by bitsandbytes."
+        f"Its weights are quantized by {how}, over which no adapters were tried here; give the model without that, and "
+        "policy.quantization, or weights that bitsandbytes stored in 4 bits."
     )
     raise InputError("policy.model", model, hint)
 
@@ -206,42 +202,82 @@ def read_stored(file: Path | None) -> Any:
         return None
 
 
-def default_skips(model: Any, left_alone: Iterable[int] = ()) -> list[str]:
-    """Return the names of the modules of a transformers model that are not quantized.
+def skipped_modules(network: Any, left_alone: Callable[[Any], Iterable[Any]] = lambda network: ()) -> list[str]:
+    """Return the names of the modules of a network of transformers that are not quantized.
 
     Args:
-        model: on any device, without adapters.
-        left_alone: ids of parameters whose modules are left alone beside the output head and tied weights.
+        network: on any device, without adapters.
+        left_alone: returns parameters whose modules are left alone beside the output head and tied weights.
     """
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    alone, found = frozenset(left_alone), list[str]()
-    for name, module in model.named_modules():
+    alone, found = frozenset(map(id, left_alone(network))), list[str]()
+    for name, module in network.named_modules():
         own = [id(parameter) for parameter in module.parameters()]
         covered = any(name.startswith(f"{each}.") for each in found)
         if own and not covered and alone.issuperset(own):
             found.append(name)
-    return sorted(get_keys_to_not_convert(model)) + found
+    return sorted(get_keys_to_not_convert(network)) + found
 
 
-def quantized_size(model: "nn.Module", settings: QuantizationSettings, skip: Iterable[str]) -> tuple[int, int]:
-    """Return the number of weights that would be quantized, and their bytes with scales.
+def quantized_sizes(
+    model: str,
+    parts: Parts,
+    networks: Mapping[str, Any],
+    quantization: QuantizationSettings | None,
+    left_alone: Callable[[Any], Iterable[Any]] = lambda network: (),
+) -> dict[str, tuple[int, int]]:
+    """Return the number of quantized weights of each quantized part, and their bytes with scales.
 
     Args:
-        model: on the meta device, not quantized.
-        skip: as in `QuantizationSettings.arguments`.
+        networks: on the meta device, by the part's name; not quantized, without adapters.
+        left_alone: as in `skipped_modules`.
     """
     from torch import nn
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    skipped = [*skip, *settings.skip_modules]
-    layers = {
-        id(each.weight): each
-        for name, each in model.named_modules()
-        if type(each) is nn.Linear and should_convert_module(name, skipped)
-    }
-    sizes = [(each.out_features, each.in_features) for each in layers.values()]
-    return sum(rows * columns for rows, columns in sizes), sum(settings.bytes_of(*each) for each in sizes)
+    chosen, found = quantized_parts(parts, quantization), {}
+    for part, network in networks.items():
+        settings = quantization if part in chosen else stored_quantization(model, part)
+        if settings is None:
+            continue
+        own = skipped_modules(network, left_alone) if parts[part][0] == "transformers" else []
+        linear = ((name, each) for name, each in network.named_modules() if type(each) is nn.Linear)
+        skip = [*own, *settings.skip_modules]
+        layers = {id(each.weight): each for name, each in linear if should_convert_module(name, skip)}
+        sizes = [(each.out_features, each.in_features) for each in layers.values()]
+        found[part] = (
+            sum(rows * columns for rows, columns in sizes),
+            sum(settings.bytes_of(*each) for each in sizes),
+        )
+    return found
+
+
+def quantized_loading(
+    parts: Parts,
+    quantization: QuantizationSettings | None,
+    dtype: "torch.dtype",
+    build: Callable[[str], Any],
+    left_alone: Callable[[Any], Iterable[Any]] = lambda network: (),
+) -> dict[str, Any]:
+    """Return the configuration of bitsandbytes with which from_pretrained loads each quantized part.
+
+    Args:
+        build: builds a part on the meta device.
+        left_alone: as in `skipped_modules`.
+    """
+    if quantization is None:
+        return {}
+    import diffusers
+    import transformers
+
+    found: dict[str, Any] = {}
+    for part in quantized_parts(parts, quantization):
+        of_diffusers = parts[part][0] == "diffusers"
+        skip = () if of_diffusers else skipped_modules(build(part), left_alone)
+        config = diffusers.BitsAndBytesConfig if of_diffusers else transformers.BitsAndBytesConfig
+        found[part] = config(**quantization.arguments(str(dtype).removeprefix("torch."), skip))
+    return found
 
 
 def is_quantized(module: "nn.Module") -> bool:
@@ -271,13 +307,4 @@ def prepare_layers(model: "nn.Module", settings: QuantizationSettings | None) ->
         hint = f"{type(model).__name__} has no linear layer outside the skipped modules; leave policy.quantization out."
         raise InputError(f"{PLACE}.kind", settings.kind, hint)
     for layer in layers:
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = False
-        else:
-            layer.state.threshold = settings.int8_threshold if settings is not None else 0.0
-    # One line for each layer and pass says that activations are rounded, which is what int8 means.
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
+        layer.support_avx512bf16_for_cpu = False

@@ -62,7 +62,7 @@ class TrainingChoice:
             `lora` are the same.
         hub: name and revision of a model that is loaded from a copy of that revision, for saved adapters.
         freeze_vision: of a vision-language model, train the language model alone, not what encodes its images.
-        quantization: of the weights that are not trained, in 4 or 8 bits; None: in their dtype.
+        quantization: of the weights that are not trained, in 4 bits; None: in their dtype.
 
     Raises:
         InputError: `frozen` is not a regular expression, or is set together with `lora`, or such adapters cannot be

@@ -1,21 +1,17 @@
 """Vision-language models as a kind of policy; their libraries are imported on first use."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_core.policies.causal_lm.family import FAMILY as TEXTS
-from grpo_core.policies.causal_lm.family import PROMPT_TOKENS, after_head, stored_stop
-from grpo_core.policies.causal_lm.settings import CONFIG_FILE, refuse_missing_folder
-from grpo_core.policies.pipeline_files import find_model_file
-from grpo_core.policies.protocol import PolicyFamily, first_numbers, numbered_prompt, read_settings
-from grpo_core.policies.trained.quantization import QuantizationSettings, stored_quantization
+from grpo_core.policies.causal_lm.family import PROMPT_TOKENS, CausalLMFamily, after_head
+from grpo_core.policies.pipeline_files import CONFIG_FILE, ONE_NETWORK, find_model_file
+from grpo_core.policies.protocol import PolicyFamily, first_numbers, numbered_prompt
+from grpo_core.policies.trained.quantization import quantized_sizes
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
-from grpo_core.streams import Modality, Stream
+from grpo_core.streams import Stream
 
 if TYPE_CHECKING:
-    import torch
-
+    from grpo_core.policies.causal_lm.loading import ModelKind
     from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained.settings import TrainingChoice
     from grpo_core.policies.vision_lm.policy import VisionLMPolicy
@@ -28,28 +24,25 @@ _PROCESSED = 64
 """Prompts with the largest images whose ids are counted before a run; those of any others count when they are read."""
 
 
-class VisionLMFamily:
-    """Vision-language models as a PolicyFamily."""
+class VisionLMFamily(CausalLMFamily):
+    """Vision-language models."""
 
-    modality: Modality = "text"
-    streams: tuple[Stream, ...] = ("tokens",)
-    reads_images: bool = True
-
-    def settings(self, values: Mapping[str, Any]) -> VisionLMSettings:
-        """Return the sampling settings from a configuration section or a stored row."""
-        return read_settings(VisionLMSettings, stored_stop(values))
+    settings_class = VisionLMSettings
+    reads_images = True
 
     def policy_class(self) -> "type[VisionLMPolicy]":
-        """Import its libraries and return the class."""
+        """Return the class of its policies."""
         from grpo_core.policies.vision_lm.policy import VisionLMPolicy
 
         return VisionLMPolicy
 
-    def refuse_missing(self, model: str) -> None:
-        """Raise InputError if a given folder is missing or contains no model."""
-        refuse_missing_folder(model)
+    def kind(self) -> "ModelKind":
+        """Return how transformers loads its models."""
+        from grpo_core.policies.vision_lm.loading import VISION_LM
 
-    def refuse_unusable(self, model: str, settings: VisionLMSettings) -> None:
+        return VISION_LM
+
+    def refuse_unusable(self, model: str, settings: Any) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
         from grpo_core.policies.causal_lm.loading import read_config, read_context
         from grpo_core.policies.vision_lm.compatibility import refuse_incompatible
@@ -65,26 +58,10 @@ class VisionLMFamily:
         refuse_incompatible(model, config, processor)
         read_context(config).refuse_too_long(settings.max_completion_length)
 
-    def refuse_quantization(
-        self,
-        model: str,
-        quantization: QuantizationSettings | None,
-        streams: Sequence[Stream],
-        device: "torch.device",
-        *,
-        adapters: bool,
-    ) -> None:
-        """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized."""
-        if find_model_file(model, CONFIG_FILE) is not None:
-            from grpo_core.policies.causal_lm.loading import read_config, require_usable_weights
-            from grpo_core.policies.vision_lm.loading import VISION_LM
-
-            require_usable_weights(model, read_config(model, VISION_LM), quantization, device, adapters=adapters)
-
     def refuse_prompts(
         self,
         model: str,
-        settings: VisionLMSettings,
+        settings: Any,
         prompts: Sequence[str],
         images: Sequence[Sequence["ImageSize"]] = (),
     ) -> int:
@@ -122,50 +99,17 @@ class VisionLMFamily:
                 longest = max(longest, printed + of_images)
         return longest
 
-    def example_ids(
-        self, model: str, settings: VisionLMSettings, output: "ImageSize | str", *, edited: bool, seed: int
-    ) -> list[int] | None:
-        """Return the ids of a text, without an end token; None if the model is not on this machine."""
-        return TEXTS.example_ids(model, settings, output, edited=edited, seed=seed)
-
-    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
-        """Write the model with trained weights, and the files of its processor and tokenizer as they are."""
-        import torch
-
-        from grpo_core.policies.causal_lm.loading import copy_tokenizer, load_model
-        from grpo_core.policies.trained.whole import save_whole
-        from grpo_core.policies.vision_lm.loading import VISION_LM
-
-        cpu = torch.device("cpu")
-        save_whole(weights["tokens"], folder, lambda: load_model(str(base), dtype=dtype, device=cpu, kind=VISION_LM))
-        copy_tokenizer(base, folder)
-
-    def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
-        """Return what adapters leave out, and whether the model has yet to be tried; it is built on the meta device.
-
-        Raises:
-            InputError: the choice matches nothing in the model.
-        """
-        from grpo_core.policies.causal_lm.family import UNTRIED
-        from grpo_core.policies.causal_lm.loading import describe_left_out, read_config
+    def _tried(self, model: str) -> bool:
+        from grpo_core.policies.causal_lm.loading import read_config
         from grpo_core.policies.vision_lm.compatibility import refuse_incompatible
-        from grpo_core.policies.vision_lm.loading import VISION_LM, build_on_meta, load_processor
+        from grpo_core.policies.vision_lm.loading import load_processor
 
-        config, choice = read_config(model, VISION_LM), choices["tokens"]
-        trained, notes = build_on_meta(model, config, choice), []
-        if not refuse_incompatible(model, config, load_processor(model)):
-            notes.append(UNTRIED)
-        if choice.lora is not None and choice.lora.targets is None:
-            adapted: Any = trained.model
-            base = adapted.get_base_model()
-            # A frozen encoder is meant to have none.
-            notes += filter(None, [describe_left_out(base.get_decoder() if choice.freeze_vision else base)])
-        return tuple(notes)
+        return refuse_incompatible(model, read_config(model, self.kind()), load_processor(model))
 
     def sizes(
         self,
         model: str,
-        settings: VisionLMSettings,
+        settings: Any,
         choices: Mapping[Stream, "TrainingChoice"],
         images: Sequence["ImageSize"],
         longest: int | None = None,
@@ -174,13 +118,15 @@ class VisionLMFamily:
         import torch
         from PIL import Image
 
-        from grpo_core.policies.causal_lm.loading import quantized_parameters, read_config
+        from grpo_core.policies.causal_lm.loading import on_meta, read_config
         from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters, shown_count
-        from grpo_core.policies.vision_lm.loading import VISION_LM, build_on_meta, language_parameters, load_processor
+        from grpo_core.policies.vision_lm.loading import VISION_LM, language_parameters, load_processor
         from grpo_core.policies.vision_lm.prompts import find_placeholders, process_prompt
 
         config, choice, processor = read_config(model, VISION_LM), choices["tokens"], load_processor(model)
-        text, trained = config.get_text_config(), build_on_meta(model, config, choice)
+        network = on_meta(config, VISION_LM)
+        quantized = quantized_sizes(model, ONE_NETWORK, {"": network}, choice.quantization, VISION_LM.outside)
+        text, trained = config.get_text_config(), self.train("tokens", network, choice, model)
         adapted: Any = trained.model
         base = adapted.get_base_model() if choice.lora is not None else adapted
         language = language_parameters(base)
@@ -209,10 +155,8 @@ class VisionLMFamily:
             whole_logits=after_head(text),
             encoder_values=0 if choice.freeze_vision else _encoder_values(config, processed.pixels),
         )
-        usable = choice.quantization or stored_quantization(model, getattr(config, "quantization_config", None))
-        quantized = {"language model": quantized_parameters(config, VISION_LM, usable)} if usable is not None else {}
         return ModelSizes(
-            quantized=quantized,
+            quantized={"language model": quantized[""]} if quantized else {},
             networks={"language model": parameters - encoder, "image encoder": encoder},
             components={"tokens": component},
             described=(

@@ -1,19 +1,13 @@
-"""Load a vision-language model by folder or hub name, its processor, and what of it is trained."""
+"""The processor of a vision-language model by folder or hub name, and which of its parameters see images."""
 
-import re
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from grpo_core.errors import InputError
-from grpo_core.policies.causal_lm.loading import ALL_LINEAR, UNREADABLE, ModelKind, place_of, refusal
-from grpo_core.policies.trained.lora_and_full import train_model
-from grpo_core.policies.trained.model import TrainedModel
-from grpo_core.policies.trained.settings import TrainingChoice
+from grpo_core.policies.causal_lm.loading import UNREADABLE, ModelKind, place_of, refusal
 
 
 def load_processor(model: str) -> Any:
@@ -78,56 +72,3 @@ VISION_LM = ModelKind(
 def is_vision_frozen(model: Any) -> bool:
     """Return whether nothing outside the language model is trained, so that an image's features never change."""
     return not any(each.requires_grad for each in vision_parameters(model))
-
-
-def _decoder_linears(model: Any) -> str:
-    """Return a regular expression over the names of the linear layers of the language model, its head left out."""
-    decoder = model.get_decoder()
-    prefix = next(name for name, module in model.named_modules() if module is decoder)
-    linears = {name.rpartition(".")[2] for name, each in decoder.named_modules() if isinstance(each, nn.Linear)}
-    return rf"{re.escape(prefix)}\.(.*\.)?({'|'.join(map(re.escape, sorted(linears)))})"
-
-
-def train_vision_lm(
-    base: Any,
-    choice: TrainingChoice,
-    *,
-    base_name: str,
-    initial_state: Callable[[], dict[str, Tensor]] | None = None,
-) -> TrainedModel:
-    """Call `train_model`; while vision is frozen, by default the linear layers of the language model get adapters.
-
-    Raises:
-        InputError: adapter targets or frozen names that match nothing, or layers of the frozen vision, or nothing that
-            would be trained.
-    """
-    outside: tuple[str, ...] = ()
-    targets = ALL_LINEAR
-    if choice.freeze_vision:
-        language = language_parameters(base)
-        outside = tuple(name for name, each in base.named_parameters() if id(each) not in language)
-        targets = _decoder_linears(base)
-    trained = train_model(
-        base,
-        choice,
-        base_name=base_name,
-        default_targets=targets,
-        own_frozen=outside,
-        initial_state=initial_state,
-    )
-    if choice.freeze_vision:
-        language = language_parameters(base)
-        parameters = trained.trainable_parameters()
-        matched = [name for name, each in parameters.items() if id(each) not in language]
-        if matched:
-            hint = f"They reach {matched[0]}, which is not of the language model; set policy.freeze_vision to false."
-            found = None if choice.lora is None else choice.lora.targets or choice.lora.modules_to_save
-            raise InputError("policy.lora.targets", found, hint)
-    return trained
-
-
-def build_on_meta(model: str, config: Any, choice: TrainingChoice) -> TrainedModel:
-    """Build the model on the meta device and apply the choice."""
-    with torch.device("meta"):
-        base = AutoModelForImageTextToText.from_config(config)
-    return train_vision_lm(base, choice, base_name=model, initial_state=dict)

@@ -7,22 +7,18 @@ from typing import Any
 import torch
 
 from grpo_core.images import SourceImage
-from grpo_core.policies.causal_lm.loading import load_model, read_config, require_usable_weights
-from grpo_core.policies.causal_lm.policy import CPU, CausalLMPolicy
+from grpo_core.policies.causal_lm.loading import load_model, on_meta, read_config, train_language_model
+from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts, pad_left, require_room
+from grpo_core.policies.pipeline_files import ONE_NETWORK
 from grpo_core.policies.trained.component import refuse_unscaled_float16, use_attention
-from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.model import CPU, TrainedModel
+from grpo_core.policies.trained.quantization import refuse_unusable_weights
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.policies.vision_lm.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.vision_lm.encoding import PromptStore, ReadPrompt, encode_read, read_prompt
 from grpo_core.policies.vision_lm.features import ImageFeatures, image_features
-from grpo_core.policies.vision_lm.loading import (
-    VISION_LM,
-    build_on_meta,
-    is_vision_frozen,
-    load_processor,
-    train_vision_lm,
-)
+from grpo_core.policies.vision_lm.loading import VISION_LM, is_vision_frozen, load_processor
 from grpo_core.policies.vision_lm.prompts import (
     ProcessedPrompt,
     find_placeholders,
@@ -90,16 +86,20 @@ class VisionLMPolicy(CausalLMPolicy):
         refuse_unscaled_float16(dtype, autocast)
         processor, config, choice = load_processor(model), read_config(model, VISION_LM), choices["tokens"]
         if device.type == "meta":
-            return cls(build_on_meta(model, config, choice), processor, settings)
-        require_usable_weights(model, config, choice.quantization, device, adapters=choice.lora is not None)
+            base = on_meta(config, VISION_LM)
+            trained = train_language_model(base, choice, VISION_LM, base_name=model, initial_state=dict)
+            return cls(trained, processor, settings)
+        adapters = choice.lora is not None
+        refuse_unusable_weights(model, ONE_NETWORK, choice.quantization, device, trained=ONE_NETWORK, adapters=adapters)
         tried = refuse_incompatible(model, config, processor)
         base = load_model(model, dtype=dtype, device=device, kind=VISION_LM, quantization=choice.quantization)
         use_attention(base, attn_implementation)
         if not tried:
             refuse_incompatible_model(model, base, processor)
-        trained = train_vision_lm(
+        trained = train_language_model(
             base,
             choice,
+            VISION_LM,
             base_name=model,
             initial_state=lambda: load_model(model, dtype=dtype, device=CPU, kind=VISION_LM).state_dict(),
         )

@@ -9,7 +9,7 @@ from diffusers import SD3Transformer2DModel
 from torch import nn
 from transformers import Trainer
 
-from grpo_core.policies.causal_lm.loading import train_causal_lm
+from grpo_core.policies.causal_lm.loading import train_language_model
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
@@ -46,7 +46,7 @@ def test_the_same_weights_decay_as_in_transformers_trainer(kind: str) -> None:
 def test_adapters_decay_and_norms_that_are_trained_whole_do_not(kind: str) -> None:
     norm = {"llama": "norm", "gpt2": "ln_f", "opt": "final_layer_norm"}[kind]
     choice = TrainingChoice(LoraSettings(rank=2, modules_to_save=(norm,)))
-    trained: TrainedModel = train_causal_lm(MODELS[kind](), choice, base_name="")
+    trained: TrainedModel = train_language_model(MODELS[kind](), choice, base_name="")
     names, undecayed = {*trained.trainable_parameters()}, trained.undecayed_parameters()
     assert names - undecayed == names & trainer_names(trained.model)
     assert not any("lora" in name for name in undecayed)

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from data.recipes.text import build_tokenizer
 from grpo_core.policies.causal_lm.compatibility import small_copy, try_copy, why_incompatible
-from grpo_core.policies.causal_lm.loading import matrices_without_adapter, train_causal_lm
+from grpo_core.policies.causal_lm.loading import matrices_without_adapter, train_language_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tests.grpo_core.policies.trained.tiny_models import disturb
 
@@ -140,7 +140,7 @@ def outcome(model_type: str) -> dict[str, Any]:
 def _adapters(config: Any) -> dict[str, Any]:
     for seed in range(3):
         copy = small_copy(config, seed)
-        trained = train_causal_lm(copy, TrainingChoice(LoraSettings(rank=2, alpha=4.0)), base_name="")
+        trained = train_language_model(copy, TrainingChoice(LoraSettings(rank=2, alpha=4.0)), base_name="")
         disturb(trained.trainable_parameters(), 0.05)
         reason = why_incompatible(copy)
         if reason is None:

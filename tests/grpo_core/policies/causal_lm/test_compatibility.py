@@ -15,7 +15,7 @@ from grpo_core.policies.causal_lm.compatibility import (
     small_copy,
     why_incompatible,
 )
-from grpo_core.policies.causal_lm.loading import matrices_without_adapter, train_causal_lm
+from grpo_core.policies.causal_lm.loading import matrices_without_adapter, train_language_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tests.grpo_core.policies.causal_lm.model_types import (
     PAGE,
@@ -119,9 +119,9 @@ def test_a_small_copy_has_the_layers_of_its_model() -> None:
 def test_a_router_that_is_a_linear_layer_by_class_gets_no_adapter() -> None:
     model = small_copy(configurations("phimoe")[0], 0)
     with pytest.raises(InputError, match="router") as caught:
-        train_causal_lm(model, TrainingChoice(LoraSettings(targets=".*router")), base_name="")
+        train_language_model(model, TrainingChoice(LoraSettings(targets=".*router")), base_name="")
     assert caught.value.place == "policy.lora.targets"
-    train_causal_lm(model, TrainingChoice(LoraSettings(rank=2)), base_name="")
+    train_language_model(model, TrainingChoice(LoraSettings(rank=2)), base_name="")
     assert "model.layers.*.mlp.router.weight" in matrices_without_adapter(model)
     assert not any("router.lora" in name for name, _ in model.named_parameters())
 
@@ -130,7 +130,7 @@ def test_matrices_without_an_adapter_are_counted() -> None:
     """DeepSeek-V3: peft takes its dense MLPs and shared experts for experts."""
     model = small_copy(configurations("deepseek_v3")[0], 0)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    train_causal_lm(model, TrainingChoice(LoraSettings(rank=2)), base_name="")
+    train_language_model(model, TrainingChoice(LoraSettings(rank=2)), base_name="")
     shared = "model.layers.{}.mlp.shared_experts.gate_proj.weight"
     expected = sum(sizes.get(shared.format(layer), 0) for layer in range(len(model.model.layers)))
     assert matrices_without_adapter(model)[shared.format("*")] == expected > 0
@@ -139,5 +139,5 @@ def test_matrices_without_an_adapter_are_counted() -> None:
 
 def _adapted(kind: str) -> Any:
     model = make_model(kind)
-    train_causal_lm(model, TrainingChoice(LoraSettings(rank=2)), base_name="")
+    train_language_model(model, TrainingChoice(LoraSettings(rank=2)), base_name="")
     return model

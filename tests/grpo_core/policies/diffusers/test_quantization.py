@@ -1,6 +1,4 @@
-"""Pipelines with parts in 4 or 8 bits: steps are scored as they were drawn; diffusers' own parts need a GPU."""
-
-from typing import Any
+"""Pipelines with parts in 4 bits: steps are scored as they were drawn; diffusers' own parts need a GPU."""
 
 import pytest
 import torch
@@ -32,9 +30,8 @@ def difference(policy: DiffusersPolicy) -> float:
     return found
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_text_encoders_are_quantized_on_any_machine(saved_folder: SavedFolder, kind: Any) -> None:
-    quantization = QuantizationSettings(kind, components=ENCODERS)
+def test_text_encoders_are_quantized_on_any_machine(saved_folder: SavedFolder) -> None:
+    quantization = QuantizationSettings("nf4", components=ENCODERS)
     choice = TrainingChoice(LORA, quantization=quantization)
     policy = DiffusersPolicy.load(str(saved_folder("sd3")), settings(), {"denoising": choice})
     pipeline = policy.denoising.pipeline
@@ -44,15 +41,14 @@ def test_text_encoders_are_quantized_on_any_machine(saved_folder: SavedFolder, k
     assert difference(policy) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_steps_of_a_quantized_transformer_are_scored_as_they_were_drawn(
-    saved_folder: SavedFolder, monkeypatch: pytest.MonkeyPatch, kind: Any
+    saved_folder: SavedFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """diffusers asks for a GPU before it does the same on a CPU; without one, its question is left out here."""
-    for quantizer in (bnb_quantizer.BnB4BitDiffusersQuantizer, bnb_quantizer.BnB8BitDiffusersQuantizer):
-        monkeypatch.setattr(quantizer, "validate_environment", lambda *given, **named: None)
+    quantizer = bnb_quantizer.BnB4BitDiffusersQuantizer
+    monkeypatch.setattr(quantizer, "validate_environment", lambda *given, **named: None)
     folder, chosen = str(saved_folder("sd3")), settings()
-    quantization = QuantizationSettings(kind, components=("transformer",))
+    quantization = QuantizationSettings("nf4", components=("transformer",))
     pipeline = load_pipeline(folder, dtype=torch.float32, device=CPU, quantization=quantization)
     trained = train_transformer(pipeline.transformer, TrainingChoice(LORA, quantization=quantization), folder)
     disturb(trained)
@@ -66,5 +62,5 @@ def test_steps_of_a_quantized_transformer_are_scored_as_they_were_drawn(
 
 def test_a_transformer_in_4_bits_is_refused_without_a_gpu(saved_folder: SavedFolder) -> None:
     choice = TrainingChoice(LORA, quantization=QuantizationSettings("nf4"))
-    with pytest.raises(InputError, match="diffusers runs its models in 4 or 8 bits on a GPU only"):
+    with pytest.raises(InputError, match="diffusers runs its models in 4 bits on a GPU only"):
         DiffusersPolicy.load(str(saved_folder("sd3")), settings(), {"denoising": choice})

@@ -1,13 +1,13 @@
 """A tiny GLM-Image with fresh weights, in memory and as a folder."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import GlmImagePipeline
 
 from data.recipes.glm_image_parts import TinyRecipe, build_pipeline
-from grpo_core.policies.glm_image.loading import ComponentConfigs
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -28,10 +28,6 @@ def tiny_folder(tiny_pipeline: GlmImagePipeline, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="package")
-def tiny_configs(tiny_pipeline: GlmImagePipeline) -> ComponentConfigs:
-    return ComponentConfigs(
-        autoregressive=tiny_pipeline.vision_language_encoder.config,
-        decoder=dict(tiny_pipeline.transformer.config),
-        vae=dict(tiny_pipeline.vae.config),
-        text_encoder=tiny_pipeline.text_encoder.config,
-    )
+def tiny_config(tiny_pipeline: GlmImagePipeline) -> Any:
+    """Of the token model."""
+    return tiny_pipeline.vision_language_encoder.config

@@ -16,25 +16,21 @@ from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.family import FAMILY
 from grpo_core.policies.glm_image.loading import (
     RELEASED_MODEL,
-    Components,
     build_on_meta,
-    find_configs,
     load_pipeline,
-    read_initial_state,
-    released_configs,
+    read_token_config,
+    train_half,
 )
-from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS
 from grpo_core.policies.glm_image.processor import UnitProcessor
-from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.glm_image.settings import AUTOREGRESSIVE, PARTS, GlmImageSettings
+from grpo_core.policies.pipeline_loading import initial_state_of
 from grpo_core.policies.sizes import count_parameters
-from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.rewards.registry import build_reward
 from tests.tiny_policies import MODEL
 
 MODELS = Path(__file__).parents[4] / "data" / "models"
 SCHEDULER = "scheduler/scheduler_config.json"
-PARTS = ("vision_language_encoder", "text_encoder", "transformer", "vae")
 SETTINGS = GlmImageSettings(height=64, width=64, num_inference_steps=4, guidance_scale=1.0)
 
 
@@ -93,15 +89,10 @@ def test_a_folder_without_weights_gives_the_networks_of_its_pipeline(
 ) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(tiny_folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
-    networks = build_on_meta(find_configs(str(bare)))
-    for built, loaded in (
-        (networks.autoregressive, tiny_pipeline.vision_language_encoder),
-        (networks.decoder, tiny_pipeline.transformer),
-        (networks.vae, tiny_pipeline.vae),
-        (networks.text_encoder, tiny_pipeline.text_encoder),
-    ):
-        expected = {name: value.shape for name, value in loaded.named_parameters()}
-        assert {name: value.shape for name, value in built.named_parameters()} == expected
+    for part in PARTS:
+        expected = {name: value.shape for name, value in getattr(tiny_pipeline, part).named_parameters()}
+        built = build_on_meta(str(bare), part).named_parameters()
+        assert {name: value.shape for name, value in built} == expected
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -113,40 +104,34 @@ def test_a_configuration_that_cannot_be_read_is_refused(
     shutil.copytree(tiny_folder, broken, ignore=shutil.ignore_patterns("*.safetensors"))
     remove(broken / part) if damage == "missing" else (broken / part / "config.json").write_text("{ not json")
     with pytest.raises(InputError) as refused:
-        find_configs(str(broken))
+        build_on_meta(str(broken), part)
     assert (refused.value.place, refused.value.value) == ("policy.model", str(broken))
 
 
 def test_the_release_is_known_without_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert find_configs(RELEASED_MODEL).autoregressive.text_config.num_hidden_layers == 40
+    assert read_token_config(RELEASED_MODEL).text_config.num_hidden_layers == 40
 
 
 @pytest.mark.parametrize("model", ["someone/not-cached", "/no/such/folder", "bad name/of a repository"])
 def test_another_model_without_files_is_refused(model: str) -> None:
     with pytest.raises(InputError) as refused:
-        find_configs(model)
+        read_token_config(model)
     assert (refused.value.place, refused.value.value) == ("policy.model", model)
 
 
 # --- the release
 
 
-@pytest.fixture(scope="module")
-def released() -> Components:
-    return build_on_meta(released_configs())
-
-
-def test_parameters_are_those_of_the_release(released: Components) -> None:
-    assert count_parameters(released.autoregressive) == pytest.approx(10.1e9, rel=0.01)
-    assert count_parameters(released.decoder) == pytest.approx(6.93e9, rel=0.01)
+@pytest.mark.parametrize(("part", "count"), [(AUTOREGRESSIVE, 10.1e9), ("transformer", 6.93e9)])
+def test_parameters_are_those_of_the_release(part: str, count: float) -> None:
+    assert count_parameters(build_on_meta(RELEASED_MODEL, part)) == pytest.approx(count, rel=0.01)
 
 
 def test_adapters_are_on_every_linear_layer_of_the_language_model_and_nowhere_else() -> None:
-    model = build_on_meta(released_configs()).autoregressive
-    settings = LoraSettings(rank=32, alpha=64.0, targets=LANGUAGE_MODEL_LINEARS)
+    model, choice = build_on_meta(RELEASED_MODEL, AUTOREGRESSIVE), TrainingChoice(LoraSettings(rank=32))
     with torch.device("meta"):
-        adapters = train_model(model, TrainingChoice(settings), base_name="released").trainable_parameters()
+        adapters = train_half("tokens", model, choice, "released").trainable_parameters()
     targets = {name.split(".lora_")[0] for name in adapters}
     assert len(targets) == 40 * 6
     assert not [name for name in targets if "visual" in name or "vqmodel" in name]
@@ -191,7 +176,7 @@ def test_a_processor_for_other_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_initial_state_is_that_of_the_files(shipped_pipeline: GlmImagePipeline) -> None:
-    state = read_initial_state(str(MODEL), "tokens", torch.float32)
+    state = initial_state_of(str(MODEL), PARTS, AUTOREGRESSIVE, torch.float32)()
     expected = shipped_pipeline.vision_language_encoder.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], value) for name, value in expected.items())

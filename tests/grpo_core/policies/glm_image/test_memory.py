@@ -15,13 +15,12 @@ from transformers import DynamicCache, GlmImageForConditionalGeneration
 from grpo_core.policies.estimate import MemoryEstimate, TrainingEstimate, Workload, estimate_resources
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, score_tokens
 from grpo_core.policies.glm_image.loading import (
+    LANGUAGE_MODEL_LINEARS,
     RELEASED_MODEL,
-    ComponentConfigs,
     build_on_meta,
     load_pipeline,
-    released_configs,
+    train_half,
 )
-from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS, train_token_model
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.sizes import ComponentSizes, cached_values, shown_count
 from grpo_core.policies.trained.model import TrainedModel
@@ -68,19 +67,17 @@ def choice_of(lora: bool, **options: Any) -> TrainingChoice:
     return TrainingChoice(LoraSettings(RANK, 2.0 * RANK, LANGUAGE_MODEL_LINEARS) if lora else None, **options)
 
 
-def trained_model(configs: ComponentConfigs, choice: TrainingChoice, dtype: str = "float32") -> TrainedModel:
+def trained_model(config: Any, choice: TrainingChoice, dtype: str = "float32") -> TrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        base = GlmImageForConditionalGeneration(configs.autoregressive).to(getattr(torch, dtype))
-    trained = train_token_model(base, choice, base_name="tiny", initial_state=dict)
+        base = GlmImageForConditionalGeneration(config).to(getattr(torch, dtype))
+    trained = train_half("tokens", base, choice, "tiny", initial_state=dict)
     trained.prepare_for_update()
     return trained
 
 
-def training_of(
-    trained: TrainedModel, configs: ComponentConfigs, choice: TrainingChoice, dtype: Any
-) -> TrainingEstimate:
-    text, codes = configs.autoregressive.text_config, configs.autoregressive.vq_config.num_embeddings
+def training_of(trained: TrainedModel, config: Any, choice: TrainingChoice, dtype: Any) -> TrainingEstimate:
+    text, codes = config.text_config, config.vq_config.num_embeddings
     sizes = ComponentSizes(trained, text.hidden_size, text.num_hidden_layers, LENGTH, scored=TOKENS, vocabulary=codes)
     return TrainingEstimate(sizes, choice, dataclasses.replace(WORKLOAD, dtype=dtype))
 
@@ -107,16 +104,16 @@ def test_weights_are_the_bytes_of_a_loaded_pipeline(tiny_folder: Path, dtype: An
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lora", [True, False])
-def test_training_state_is_what_adamw_and_autograd_make(tiny_configs: ComponentConfigs, dtype: str, lora: bool) -> None:
+def test_training_state_is_what_adamw_and_autograd_make(tiny_config: Any, dtype: str, lora: bool) -> None:
     choice = choice_of(lora, reference="none" if lora else "device")
-    trained = trained_model(tiny_configs, choice, dtype)
+    trained = trained_model(tiny_config, choice, dtype)
     parameters = list(trained.trainable_parameters().values())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     adamw = torch.optim.AdamW(parameters)
     adamw.step()
     moments = [state[key] for state in adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    training = training_of(trained, tiny_configs, choice, dtype)
+    training = training_of(trained, tiny_config, choice, dtype)
     memory = MemoryEstimate(tuple(training.parts()))
     assert memory.part("optimizer moments") == bytes_of(moments)
     assert memory.part("gradients") == bytes_of(parameters)
@@ -138,12 +135,10 @@ def stored_rows(support: int) -> tuple[EncodedPrompts, torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("checkpointed", [True, False])
-def test_a_backward_pass_peaks_near_the_estimate(
-    tiny_configs: ComponentConfigs, dtype: str, lora: bool, checkpointed: bool
-) -> None:
+def test_a_backward_pass_peaks_near_the_estimate(tiny_config: Any, dtype: str, lora: bool, checkpointed: bool) -> None:
     choice = choice_of(lora, gradient_checkpointing=checkpointed)
-    trained = trained_model(tiny_configs, choice, dtype)
-    codes = tiny_configs.autoregressive.vq_config.num_embeddings
+    trained = trained_model(tiny_config, choice, dtype)
+    codes = tiny_config.vq_config.num_embeddings
     encoded, tokens, mask = stored_rows(codes)
     for parameter in trained.trainable_parameters().values():
         parameter.grad = torch.zeros_like(parameter)
@@ -155,20 +150,20 @@ def test_a_backward_pass_peaks_near_the_estimate(
             trained.model, encoded, tokens, mask, vocabulary=codes, temperature=1.0, entropy="differentiable"
         )
         scored.logprobs.sum().backward()
-    estimated = sum(part.bytes for part in training_of(trained, tiny_configs, choice, dtype).backward_parts())
+    estimated = sum(part.bytes for part in training_of(trained, tiny_config, choice, dtype).backward_parts())
     # The estimate is for blocks with a wider MLP than the tiny model's.
     assert 1 < estimated / watched.peak < 2.1
 
 
 @torch.no_grad()
-def test_a_cache_is_the_bytes_of_a_filled_one(tiny_configs: ComponentConfigs) -> None:
+def test_a_cache_is_the_bytes_of_a_filled_one(tiny_config: Any) -> None:
     choice = choice_of(lora=False)
-    trained = trained_model(tiny_configs, choice)
+    trained = trained_model(tiny_config, choice)
     ids, cache = torch.zeros(8, LENGTH, dtype=torch.long), DynamicCache()
     positions = torch.arange(LENGTH).expand(3, 8, -1)
     trained.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
     filled = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert 8 * LENGTH * cached_values(tiny_configs.autoregressive.text_config) * 4 == filled
+    assert 8 * LENGTH * cached_values(tiny_config.text_config) * 4 == filled
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -183,10 +178,10 @@ def test_a_cache_of_any_language_model_is_estimated(kind: str) -> None:
 
 
 def test_the_autoencoder_peaks_at_three_quarters_of_the_estimate() -> None:
-    networks, size = build_on_meta(released_configs()), ImageSize(384, 512)
+    vae, size = build_on_meta(RELEASED_MODEL, "vae"), ImageSize(384, 512)
     latents = torch.empty(1, 16, 64, 48, device="meta")
-    with torch.no_grad(), PeakBytes([*networks.vae.parameters(), latents]) as watched:
-        networks.vae.decode(latents)
+    with torch.no_grad(), PeakBytes([*vae.parameters(), latents]) as watched:
+        vae.decode(latents)
     settings = GlmImageSettings(height=size.height, width=size.width, decode_batch_size=1)
     found = estimate_resources("glm_image", RELEASED_MODEL, settings, {"tokens": choice_of(True)}, {"tokens": WORKLOAD})
     assert found.memory.part("decoding") * 3 == watched.peak * 4

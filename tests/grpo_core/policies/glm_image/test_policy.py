@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from grpo_core.actions import TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.autoregressive import score_tokens
-from grpo_core.policies.glm_image.policy import FROZEN_PARTS, GlmImagePolicy
+from grpo_core.policies.glm_image.loading import FROZEN_PARTS
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import SampledTokens

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from grpo_core.errors import InputError
-from grpo_core.policies.causal_lm.loading import build_on_meta, train_causal_lm
+from grpo_core.policies.causal_lm.loading import CAUSAL_LM, on_meta, train_language_model
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.policies.trained.whole import save_whole
-from grpo_core.policies.vision_lm.loading import train_vision_lm
+from grpo_core.policies.vision_lm.loading import VISION_LM
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from tests.grpo_core.policies.causal_lm.model_types import make_model
@@ -69,7 +69,7 @@ def logprobs(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("where", CHOICES)
 def test_a_merged_language_model_is_the_base_with_its_adapter(kind: str, where: str, tmp_path: Path) -> None:
     base = logprobs(make_model(kind))
-    trained = train_causal_lm(make_model(kind), TrainingChoice(CHOICES[where]), base_name=kind)
+    trained = train_language_model(make_model(kind), TrainingChoice(CHOICES[where]), base_name=kind)
     folder = merged(trained, tmp_path, lambda: own(kind))
     loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert (logprobs(trained.model) - base).abs().max() > 0.1
@@ -83,12 +83,12 @@ def test_a_tied_weight_is_not_moved_into_an_adapter(init: Any, where: str) -> No
     """The other module that uses it would change from the start; also without weights, as the checks see it."""
     choice = TrainingChoice(replace(CHOICES[where], init_lora_weights=init))
     for build in (
-        lambda: train_causal_lm(make_model("qwen2"), choice, base_name=""),
-        lambda: build_on_meta("", make_model("qwen2").config, choice),
+        lambda: train_language_model(make_model("qwen2"), choice, base_name=""),
+        lambda: train_language_model(on_meta(make_model("qwen2").config, CAUSAL_LM), choice, base_name=""),
     ):
         with pytest.raises(InputError, match=r"init_lora_weights.*(lm_head|embed_tokens)"):
             build()
-    train_causal_lm(make_model("llama"), choice, base_name="")
+    train_language_model(make_model("llama"), choice, base_name="")
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3", "paligemma", "idefics3"])
@@ -104,11 +104,11 @@ def test_a_merged_vision_model_is_the_base_with_its_adapter(kind: str, targets: 
         return AutoModelForImageTextToText.from_pretrained(folder).eval()
 
     choice = TrainingChoice(replace(LORA, targets=targets), freeze_vision=False)
-    trained = train_vision_lm(load(tmp_path / "base"), choice, base_name=kind)
+    trained = train_language_model(load(tmp_path / "base"), choice, VISION_LM, base_name=kind)
     folder = merged(trained, tmp_path, lambda: load(tmp_path / "base"))
     policies = [
         VisionLMPolicy(each, processor, VisionLMSettings(max_completion_length=6))
-        for each in (trained, train_vision_lm(load(folder), TrainingChoice(None), base_name=kind))
+        for each in (trained, train_language_model(load(folder), TrainingChoice(None), VISION_LM, base_name=kind))
     ]
     actions = tiny_families.drawn(policies[0], kind).actions
     found, expected = (each.logprobs(actions).logprobs for each in reversed(policies))

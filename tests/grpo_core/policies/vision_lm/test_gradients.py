@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.loading import train_language_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.policies.vision_lm.loading import language_parameters, train_vision_lm
+from grpo_core.policies.vision_lm.loading import VISION_LM, language_parameters
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
 from tests.grpo_core.policies.vision_lm.tiny_families import KINDS, drawn, make_model, make_policy, plain_logprobs
 
@@ -118,7 +119,7 @@ def test_adapters_are_in_the_language_model_alone_unless_asked_for(kind: str) ->
     expected = {name for name in linears if name.startswith(f"{decoder}.")}
     for frozen in (True, False):
         choice = TrainingChoice(LoraSettings(rank=2), freeze_vision=frozen)
-        names = train_vision_lm(fresh[frozen], choice, base_name=kind).trainable_parameters()
+        names = train_language_model(fresh[frozen], choice, VISION_LM, base_name=kind).trainable_parameters()
         adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in names}
         assert adapted == expected if frozen else adapted > expected
 
@@ -126,7 +127,7 @@ def test_adapters_are_in_the_language_model_alone_unless_asked_for(kind: str) ->
 def test_targets_in_frozen_vision_are_refused() -> None:
     model, _ = make_model("llava")
     with pytest.raises(InputError, match="freeze_vision") as caught:
-        train_vision_lm(model, TrainingChoice(LoraSettings(targets=r".*\.q_proj")), base_name="llava")
+        train_language_model(model, TrainingChoice(LoraSettings(targets=r".*\.q_proj")), VISION_LM, base_name="llava")
     assert caught.value.place == "policy.lora.targets"
 
 

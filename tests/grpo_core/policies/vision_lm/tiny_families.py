@@ -18,8 +18,9 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from grpo_core.actions import Sources, TokenBatch
 from grpo_core.images import SourceImage, encode_png
+from grpo_core.policies.causal_lm.loading import train_language_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.policies.vision_lm.loading import train_vision_lm, with_template
+from grpo_core.policies.vision_lm.loading import VISION_LM, with_template
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from grpo_core.records import SampledTokens
@@ -307,7 +308,9 @@ def make_policy(
 ) -> VisionLMPolicy:
     """A policy with adapters that are not at the zero they start from."""
     model, processor = make_model(kind)
-    trained = train_vision_lm(model, choice or TrainingChoice(LoraSettings(rank=4, alpha=8.0)), base_name=kind)
+    trained = train_language_model(
+        model, choice or TrainingChoice(LoraSettings(rank=4, alpha=8.0)), VISION_LM, base_name=kind
+    )
     policy = VisionLMPolicy(trained, processor, settings or VisionLMSettings(max_completion_length=6))
     disturb(policy.trainable_parameters(), disturbed)
     return policy
