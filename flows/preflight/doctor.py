@@ -22,7 +22,7 @@ from flows.preflight.weights import find_weights
 from flows.preflight.work import describe_work
 from flows.server.reachable import require_pools, require_server, require_ui, server_url, workers_online
 from grpo_core.errors import InputError
-from grpo_core.policies.estimate import GIB, PHASES, MemoryEstimate
+from grpo_core.policies.estimate import ERROR_MARGIN, GIB, PHASES, MemoryEstimate
 from grpo_core.policies.protocol import policy_family
 from grpo_core.streams import ImageSize
 from tasks.models.initial import training_choices
@@ -80,7 +80,7 @@ class Diagnosis:
         """Return each finding with its hint, and the verdict.
 
         Args:
-            tables: whether the memory estimate is shown part by part and phase by phase.
+            tables: whether the memory estimate is shown by part and phase.
         """
         notes = []
         for each in self.findings:
@@ -89,10 +89,7 @@ class Diagnosis:
         problems = sum(not each.healthy for each in self.findings)
         notes.append(f"{counted(problems, 'problem')} to fix first" if problems else "ready to train")
         memory = self.memory if tables else None
-        estimate = [
-            Table("GPU memory by part, estimated", memory.part_rows() if memory else [], ("from",)),
-            Table("GPU memory by phase, estimated", memory.phase_rows() if memory else [], ("on the GPU",)),
-        ]
+        estimate = [_memory_table(memory)] if memory else []
         return Report("", tables=estimate, notes=notes)
 
 
@@ -274,9 +271,22 @@ def _memory(config: RunConfig, memory: MemoryEstimate, moved: MemoryEstimate) ->
     return Finding("memory", needed * GIB <= free, message, "" if needed * GIB <= free else hint)
 
 
+def _memory_table(memory: MemoryEstimate) -> Table:
+    """Return what each part takes in each phase, and their sums."""
+    rows = [
+        {"part": part.name, "counted": "exactly" if part.exact else "about"}
+        | {PHASES[each]: f"{part.bytes / GIB:.2f}" if each in part.phases else "" for each in memory.phases}
+        for part in memory.parts
+    ]
+    sums = {PHASES[each]: f"{memory.in_phase(each) / GIB:.2f}" for each in memory.phases}
+    margin = f"the largest phase and {ERROR_MARGIN:.0%} for workspaces and fragmentation"
+    note = f"a GPU should have {memory.needed / GIB:.3g} GiB: {margin}"
+    return Table("GPU memory, estimated, in GiB", [*rows, {"part": "all", "counted": "about"} | sums], note=note)
+
+
 def _largest_phase(memory: MemoryEstimate) -> str:
     """Name the phase that decides the memory, and the parts that take the most of it."""
-    phase = max(memory.phases, key=lambda each: memory.in_phase(each, exact=True) + memory.in_phase(each, exact=False))
+    phase = max(memory.phases, key=memory.in_phase)
     parts = sorted((part for part in memory.parts if phase in part.phases), key=lambda part: -part.bytes)
     largest = ", ".join(f"{part.name} {part.bytes / GIB:.2g} GiB" for part in parts[:PARTS_SHOWN])
     return f"the most in {PHASES[phase]}: {largest}; --memory shows all parts and phases"

@@ -3,27 +3,28 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.streams import ImageSize, Stream
 
+Phase = Literal["encoding", "sampling", "decoding", "tokens update", "denoising update"]
+
 _ATTENTION = re.compile(r"(.+?\.\d+)\.\w*att\w*\.")
 
 
 @dataclass(frozen=True)
 class ComponentSizes:
-    """The sizes of a component that is trained; positions are those of the longest row.
+    """The sizes of a component that is trained.
 
     Attributes:
         trained: the model with its trained part.
         width: hidden width of a position.
         blocks: number of transformer blocks.
-        positions: of a row: ids, or patches of the image and ids of the prompt.
-        steps: passes over a row that one backward pass goes through: noisy steps; 1 for tokens.
-        passes: of the model for each of them; 2 with classifier-free guidance.
+        positions: of the longest row: ids, or patches of the image and ids of the prompt.
+        passes: over a row that one backward pass goes through: noisy steps, twice with classifier-free guidance.
         scored: tokens of a row that are scored; 0 for denoising.
         vocabulary: ids that they can be.
         whole_logits: all logits are computed at once, because another operation follows the output head.
@@ -34,7 +35,6 @@ class ComponentSizes:
     width: int
     blocks: int
     positions: int
-    steps: int = 1
     passes: int = 1
     scored: int = 0
     vocabulary: int = 0
@@ -49,32 +49,30 @@ class ModelSizes:
     Attributes:
         networks: parameters of each network by the name of its part, adapters left out.
         components: the trained ones.
-        described: the model in a few words, with its number of parameters.
+        prompt: ids that a prompt is counted as.
         cached: values in the key-value cache of a sampled row; 0 without tokens.
         head: width of the output head; 0 without tokens.
         image_values: hidden values of an image, over all passes that run at once; 0 for texts.
         image_pixels: pixels of an image.
         image_channels: of the autoencoder at full resolution, in the block before its last.
         state_values: numbers in the latents of one image; None where the configuration does not say it.
-        kept_bytes: bytes of what is kept beside the weights, by the name of its part.
         tokens: number of tokens of an image by its size; empty for texts.
-        quantized: of networks in 4 bits: their quantized parameters, and the bytes of these with scales.
-        needed: the phases of an estimate that need a network, of those that can be offloaded.
+        quantized: parameters in 4 bits of each network that has some.
+        needed: the phases that need a network, of those that can be offloaded.
     """
 
     networks: Mapping[str, int]
     components: Mapping[Stream, ComponentSizes]
-    described: str
+    prompt: int
     cached: int = 0
     head: int = 0
     image_values: int = 0
     image_pixels: int = 0
     image_channels: int = 0
     state_values: int | None = None
-    kept_bytes: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[ImageSize, int] = field(default_factory=dict)
-    quantized: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    needed: Mapping[str, frozenset[Any]] = field(default_factory=dict)
+    quantized: Mapping[str, int] = field(default_factory=dict)
+    needed: Mapping[str, frozenset[Phase]] = field(default_factory=dict)
 
 
 def count_parameters(module: nn.Module) -> int:
@@ -102,8 +100,29 @@ def hidden_width(config: Mapping[str, Any]) -> int:
     return int(config["num_attention_heads"] * config["attention_head_dim"])
 
 
+def image_channels(vae: Mapping[str, Any]) -> int:
+    """Return the channels of an autoencoder at full resolution, in the block before its last, by its configuration."""
+    channels = vae.get("block_out_channels") or vae.get("decoder_block_out_channels") or (256,)
+    return int(channels[min(1, len(channels) - 1)])
+
+
 def cached_values(config: Any) -> int:
     """Return how many values the key-value cache of a transformers model has for one id."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * head_dim)
+
+
+def token_sizes(trained: TrainedModel, text: Any, prompt: int, tokens: int, **others: Any) -> ComponentSizes:
+    """Return the sizes of a language model.
+
+    Args:
+        text: its configuration, of transformers.
+        prompt: ids of the longest prompt.
+        tokens: that are sampled at most; the last one is never fed back.
+        others: fields that differ from those of a language model that samples from its whole vocabulary.
+    """
+    sizes = {"vocabulary": text.vocab_size, **others}
+    return ComponentSizes(
+        trained, text.hidden_size, text.num_hidden_layers, prompt + tokens - 1, scored=tokens, **sizes
+    )

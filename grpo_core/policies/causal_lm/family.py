@@ -11,7 +11,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.pipeline_files import CONFIG_FILE, ONE_NETWORK, Parts, find_model_file
 from grpo_core.policies.protocol import PolicyFamily, first_numbers, numbered_prompt
-from grpo_core.policies.trained.quantization import quantized_sizes
+from grpo_core.policies.trained.quantization import count_quantized
 from grpo_core.streams import Stream
 
 if TYPE_CHECKING:
@@ -176,34 +176,45 @@ class CausalLMFamily(PolicyFamily):
         longest: int | None = None,
     ) -> "ModelSizes":
         """Count the model, with the longest prompt as PROMPT_TOKENS unless it is known."""
-        from grpo_core.policies.causal_lm.loading import CAUSAL_LM, on_meta, read_config
-        from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters, shown_count
+        from grpo_core.policies.causal_lm.loading import CAUSAL_LM, read_config
 
-        config, choice = read_config(model), choices["tokens"]
-        network = on_meta(config, CAUSAL_LM)
-        quantized = quantized_sizes(model, ONE_NETWORK, {"": network}, choice.quantization)
-        text, trained = config.get_text_config(), self.train("tokens", network, choice, model)
-        adapters = trained.trainable_parameters().values() if choice.lora is not None else ()
-        parameters = count_parameters(trained.model) - sum(each.numel() for each in adapters)
-        # The last sampled token is never fed back.
-        prompt = longest or PROMPT_TOKENS
-        length = prompt + settings.max_completion_length - 1
-        component = ComponentSizes(
-            trained=trained,
-            width=text.hidden_size,
-            blocks=text.num_hidden_layers,
-            positions=length,
-            scored=settings.max_completion_length,
-            vocabulary=text.vocab_size,
-            whole_logits=after_head(text),
+        return self.language_sizes(
+            model, read_config(model), CAUSAL_LM, settings, choices["tokens"], longest or PROMPT_TOKENS
         )
+
+    def language_sizes(
+        self,
+        model: str,
+        config: Any,
+        kind: "ModelKind",
+        settings: CausalLMSettings,
+        choice: "TrainingChoice",
+        prompt: int,
+        encoder_values: int = 0,
+    ) -> "ModelSizes":
+        """Return the sizes of a language model, with or without images in its prompts.
+
+        Args:
+            model: folder or hub name, for errors.
+            config: of transformers.
+            prompt: ids of the longest prompt.
+            encoder_values: as in ComponentSizes.
+        """
+        from grpo_core.policies.causal_lm.loading import on_meta
+        from grpo_core.policies.sizes import ModelSizes, cached_values, count_parameters, token_sizes
+
+        network, text = on_meta(config, kind), config.get_text_config()
+        counts = {"weights": count_parameters(network)}
+        quantized = count_quantized(model, ONE_NETWORK, {"": network}, choice.quantization, kind.outside)
+        trained, tokens = self.train("tokens", network, choice, model), settings.max_completion_length
+        whole = after_head(text)
+        component = token_sizes(trained, text, prompt, tokens, whole_logits=whole, encoder_values=encoder_values)
         return ModelSizes(
-            networks={"weights": parameters},
+            networks=counts,
             quantized={"weights": quantized[""]} if quantized else {},
             components={"tokens": component},
-            described=f"{shown_count(parameters)} parameters in {text.num_hidden_layers} layers, prompts counted as "
-            f"{prompt} ids",
-            cached=length * cached_values(text),
+            prompt=prompt,
+            cached=component.positions * cached_values(text),
             head=text.vocab_size,
         )
 

@@ -17,12 +17,12 @@ from grpo_core.policies.diffusers.saved_pipeline import (
 from grpo_core.policies.diffusers.source_images import refuse_sources
 from grpo_core.policies.pipeline_files import Parts, find_model_file, refuse_missing_weights
 from grpo_core.policies.protocol import PolicyFamily, first_numbers
-from grpo_core.policies.trained.quantization import quantized_sizes
+from grpo_core.policies.trained.quantization import count_quantized
 from grpo_core.streams import Stream
 
 if TYPE_CHECKING:
     from grpo_core.policies.diffusers.policy import DiffusersPolicy
-    from grpo_core.policies.sizes import ModelSizes
+    from grpo_core.policies.sizes import ModelSizes, Phase
     from grpo_core.policies.trained.model import TrainedModel
     from grpo_core.policies.trained.settings import TrainingChoice
     from grpo_core.streams import ImageSize
@@ -152,7 +152,6 @@ class DiffusersFamily(PolicyFamily):
     ) -> "ModelSizes":
         """Count every network of the pipeline, and the positions of the image that has most, with a source if usual."""
         from grpo_core.policies.diffusers.loading import TRANSFORMER, require_saved_pipeline
-        from grpo_core.policies.diffusers.prompt_cache import MAX_BYTES
         from grpo_core.policies.pipeline_loading import build_on_meta, is_network
         from grpo_core.policies.sizes import (
             ComponentSizes,
@@ -160,7 +159,7 @@ class DiffusersFamily(PolicyFamily):
             count_blocks,
             count_parameters,
             hidden_width,
-            shown_count,
+            image_channels,
         )
 
         saved = require_saved_pipeline(model)
@@ -168,7 +167,7 @@ class DiffusersFamily(PolicyFamily):
         networks = {part: build_on_meta(saved.folder, saved.parts, part) for part in parts}
         transformer = networks[TRANSFORMER]
         counts = {f"{part} weights": count_parameters(network) for part, network in networks.items()}
-        quantized = quantized_sizes(model, saved.parts, networks, choices["denoising"].quantization)
+        quantized = count_quantized(model, saved.parts, networks, choices["denoising"].quantization)
         width, blocks = hidden_width(saved.transformer), count_blocks(transformer)
         patches = {size: saved.patches(size) for size in images or (settings.size,)}
         largest = max(patches, key=lambda size: patches[size])
@@ -177,36 +176,26 @@ class DiffusersFamily(PolicyFamily):
         positions = patches[largest] + read
         if (sources := saved.pipeline_class.sources) is not None and sources.usual:
             positions += sources.area(largest) // (saved.pixel_unit or 16) ** 2
-        denoising = frozenset({"denoising backward", "denoising step"})
-        needed = {
-            TRANSFORMER: denoising | {"decoding"},
-            # Source images are encoded by each call.
-            "vae": frozenset({"decoding"}) | (denoising if sources is not None and sources.usual else frozenset()),
-            **{part: frozenset({"encoding"}) for part in networks if part.startswith("text_encoder")},
-        }
-        component = ComponentSizes(
-            trained=self.train("denoising", transformer, choices["denoising"], model),
-            width=width,
-            blocks=blocks,
-            positions=positions,
-            # Without noisy steps a microbatch has rows at one noise level each (DiffusionNFT).
-            steps=max(1, settings.sde_window_size),
-            passes=passes_per_step(saved, settings),
-        )
+        trained = self.train("denoising", transformer, choices["denoising"], model)
+        guided = passes_per_step(saved, settings)
+        # Without noisy steps a microbatch has rows at one noise level each (DiffusionNFT).
+        passes = guided * max(1, settings.sde_window_size)
+        encodes: frozenset[Phase] = frozenset({"encoding"})
+        denoises: frozenset[Phase] = frozenset({"decoding", "denoising update"})
+        # Source images are encoded by each call.
+        decodes: frozenset[Phase] = denoises if sources is not None and sources.usual else frozenset({"decoding"})
+        needed = {TRANSFORMER: denoises, "vae": decodes}
+        needed |= {part: encodes for part in networks if part.startswith("text_encoder")}
         return ModelSizes(
             networks=counts,
             quantized={f"{part} weights": size for part, size in quantized.items()},
             needed={f"{part} weights": phases for part, phases in needed.items()},
-            components={"denoising": component},
-            described=(
-                f"transformer {shown_count(counts[f'{TRANSFORMER} weights'])} parameters in {blocks} blocks, prompts "
-                f"counted as {read} ids"
-            ),
-            image_values=component.passes * positions * width,
+            components={"denoising": ComponentSizes(trained, width, blocks, positions, passes)},
+            prompt=read,
+            image_values=guided * positions * width,
             image_pixels=largest.pixels,
-            image_channels=saved.vae_width,
+            image_channels=image_channels(saved.vae),
             state_values=saved.latent_values(largest),
-            kept_bytes={"prompt embeddings": MAX_BYTES},
             tokens=patches,
         )
 

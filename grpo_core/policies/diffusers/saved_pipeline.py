@@ -108,12 +108,6 @@ class SavedPipeline:
         unit = self.pixel_unit or 16
         return -(-size.height // unit) * -(-size.width // unit)
 
-    @property
-    def vae_width(self) -> int:
-        """Channels of the autoencoder's block before its last, at full resolution."""
-        widths = self.vae.get("block_out_channels") or self.vae.get("decoder_block_out_channels")
-        return int(widths[min(1, len(widths) - 1)] if widths else self.vae.get("base_dim", 128))
-
     def latent_values(self, size: ImageSize) -> int | None:
         """Return how many numbers an image's latents are; None where the configuration does not say it."""
         scale, channels = self.vae_scale, self.vae.get("latent_channels", self.vae.get("z_dim"))

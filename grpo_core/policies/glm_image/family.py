@@ -28,12 +28,12 @@ from grpo_core.policies.pipeline_files import (
     refuse_missing_weights,
 )
 from grpo_core.policies.protocol import PolicyFamily
-from grpo_core.policies.trained.quantization import quantized_sizes
+from grpo_core.policies.trained.quantization import count_quantized
 from grpo_core.streams import ImageSize, Stream
 
 if TYPE_CHECKING:
     from grpo_core.policies.glm_image.policy import GlmImagePolicy
-    from grpo_core.policies.sizes import ModelSizes
+    from grpo_core.policies.sizes import ModelSizes, Phase
     from grpo_core.policies.trained.model import TrainedModel
     from grpo_core.policies.trained.settings import TrainingChoice
 
@@ -138,7 +138,8 @@ class GlmImageFamily(PolicyFamily):
             count_blocks,
             count_parameters,
             hidden_width,
-            shown_count,
+            image_channels,
+            token_sizes,
         )
 
         networks, config = {part: self.build_on_meta(model, part) for part in PARTS}, read_token_config(model)
@@ -151,7 +152,7 @@ class GlmImageFamily(PolicyFamily):
         }
         counts = {name: count_parameters(networks[part]) for part, name in names.items()}
         quantization = next((choice.quantization for choice in choices.values()), None)
-        quantized = quantized_sizes(model, PARTS, networks, quantization, left_alone)
+        quantized = count_quantized(model, PARTS, networks, quantization, left_alone)
         vae, width, blocks = networks[VAE].config, hidden_width(decoder.config), count_blocks(decoder)
         scale = 2 ** (len(vae.block_out_channels) - 1)
         unit = 2 * decoder.config.patch_size * scale
@@ -159,48 +160,33 @@ class GlmImageFamily(PolicyFamily):
         tokens, pixels = max(each.tokens for each in grids.values()), max(size.pixels for size in grids)
         # The decoder has four patches per large token.
         patches = 4 * max(each.large.tokens for each in grids.values())
-        # The last sampled token is never fed back.
-        length = PROMPT_TOKENS + tokens - 1
         components: dict[Stream, ComponentSizes] = {}
         if choice := choices.get("tokens"):
-            components["tokens"] = ComponentSizes(
-                trained=self.train("tokens", networks[AUTOREGRESSIVE], choice, model),
-                width=text.hidden_size,
-                blocks=text.num_hidden_layers,
-                positions=length,
-                scored=tokens,
-                vocabulary=config.vq_config.num_embeddings,
-            )
+            trained = self.train("tokens", networks[AUTOREGRESSIVE], choice, model)
+            codes = config.vq_config.num_embeddings
+            components["tokens"] = token_sizes(trained, text, PROMPT_TOKENS, tokens, vocabulary=codes)
         if choice := choices.get("denoising"):
-            components["denoising"] = ComponentSizes(
-                trained=self.train("denoising", decoder, choice, model),
-                width=width,
-                blocks=blocks,
-                positions=patches,
-                steps=max(1, settings.sde_window_size),
-                passes=2 if settings.guidance_scale > 1 else 1,
-            )
+            trained = self.train("denoising", decoder, choice, model)
+            passes = max(1, settings.sde_window_size) * (2 if settings.guidance_scale > 1 else 1)
+            components["denoising"] = ComponentSizes(trained, width, blocks, patches, passes)
+        denoises: frozenset[Phase] = frozenset({"decoding", "denoising update"})
         return ModelSizes(
             networks=counts,
             quantized={names[part]: size for part, size in quantized.items()},
             needed={
-                "autoregressive weights": frozenset({"sampling", "tokens backward", "tokens step"}),
-                "decoder weights": frozenset({"decoding", "denoising backward", "denoising step"}),
+                "autoregressive weights": frozenset({"sampling", "tokens update"}),
+                "decoder weights": denoises,
                 "autoencoder weights": frozenset({"decoding"}),
-                "glyph encoder weights": frozenset({"decoding", "denoising backward", "denoising step"}),
+                "glyph encoder weights": denoises,
             },
             components=components,
-            described=(
-                f"token model {shown_count(counts['autoregressive weights'])} parameters, decoder "
-                f"{shown_count(counts['decoder weights'])}, images in units of {unit} pixels, prompts counted as "
-                f"{PROMPT_TOKENS} ids"
-            ),
-            cached=length * cached_values(text),
+            prompt=PROMPT_TOKENS,
+            cached=(PROMPT_TOKENS + tokens - 1) * cached_values(text),
             head=text.vision_vocab_size,
             # The passes of guidance run one after the other.
             image_values=patches * width,
             image_pixels=pixels,
-            image_channels=vae.block_out_channels[min(1, len(vae.block_out_channels) - 1)],
+            image_channels=image_channels(vae),
             state_values=vae.latent_channels * pixels // scale**2,
             tokens={size: each.tokens for size, each in grids.items()},
         )

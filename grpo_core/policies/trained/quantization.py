@@ -1,12 +1,10 @@
 """Frozen networks in 4 bits under adapters: their settings, what is refused, and the layers of bitsandbytes."""
 
 import json
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Strict
@@ -25,11 +23,8 @@ PLACE = "policy.quantization"
 _LARGE = ("transformer", "text_encoder", "vision_language_encoder")
 """Beginnings of the names of the parts of a pipeline that are quantized unless the settings name others."""
 
-_BLOCK, _NESTED_BLOCK = 64, 256
-"""Weights, and scales of weights, that share a scale."""
-
-_TABLES: Mapping[bool, int] = MappingProxyType({False: 16 * 4, True: (16 + 256 + 1) * 4})
-"""Bytes of the tables of a matrix, by double_quant: its 16 levels, the 256 of its scales, their mean."""
+BYTES_IN_4_BITS = 0.53
+"""Bytes of a weight in 4 bits with its share of the scales."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +74,6 @@ class QuantizationSettings:
             "bnb_4bit_compute_dtype": self.compute_dtype or dtype,
             **({"llm_int8_skip_modules": skipped} if skipped else {}),
         }
-
-    def bytes_of(self, rows: int, columns: int) -> int:
-        """Return the bytes of a matrix with its scales."""
-        blocks = -(-rows * columns // _BLOCK)
-        scales = blocks + 4 * -(-blocks // _NESTED_BLOCK) if self.double_quant else 4 * blocks
-        return math.ceil(rows * columns / 2) + scales + _TABLES[self.double_quant]
 
     @property
     def description(self) -> str:
@@ -220,14 +209,14 @@ def skipped_modules(network: Any, left_alone: Callable[[Any], Iterable[Any]] = l
     return sorted(get_keys_to_not_convert(network)) + found
 
 
-def quantized_sizes(
+def count_quantized(
     model: str,
     parts: Parts,
     networks: Mapping[str, Any],
     quantization: QuantizationSettings | None,
     left_alone: Callable[[Any], Iterable[Any]] = lambda network: (),
-) -> dict[str, tuple[int, int]]:
-    """Return the number of quantized weights of each quantized part, and their bytes with scales.
+) -> dict[str, int]:
+    """Return the number of quantized weights of each quantized part.
 
     Args:
         networks: on the meta device, by the part's name; not quantized, without adapters.
@@ -244,12 +233,8 @@ def quantized_sizes(
         own = skipped_modules(network, left_alone) if parts[part][0] == "transformers" else []
         linear = ((name, each) for name, each in network.named_modules() if type(each) is nn.Linear)
         skip = [*own, *settings.skip_modules]
-        layers = {id(each.weight): each for name, each in linear if should_convert_module(name, skip)}
-        sizes = [(each.out_features, each.in_features) for each in layers.values()]
-        found[part] = (
-            sum(rows * columns for rows, columns in sizes),
-            sum(settings.bytes_of(*each) for each in sizes),
-        )
+        weights = {id(each.weight): each.weight for name, each in linear if should_convert_module(name, skip)}
+        found[part] = sum(weight.numel() for weight in weights.values())
     return found
 
 

@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_core.policies.causal_lm.family import PROMPT_TOKENS, CausalLMFamily, after_head
-from grpo_core.policies.pipeline_files import CONFIG_FILE, ONE_NETWORK, find_model_file
+from grpo_core.policies.causal_lm.family import PROMPT_TOKENS, CausalLMFamily
+from grpo_core.policies.pipeline_files import CONFIG_FILE, find_model_file
 from grpo_core.policies.protocol import PolicyFamily, first_numbers, numbered_prompt
-from grpo_core.policies.trained.quantization import quantized_sizes
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from grpo_core.streams import Stream
 
@@ -118,54 +117,18 @@ class VisionLMFamily(CausalLMFamily):
         import torch
         from PIL import Image
 
-        from grpo_core.policies.causal_lm.loading import on_meta, read_config
-        from grpo_core.policies.sizes import ComponentSizes, ModelSizes, cached_values, count_parameters, shown_count
-        from grpo_core.policies.vision_lm.loading import VISION_LM, language_parameters, load_processor
+        from grpo_core.policies.causal_lm.loading import read_config
+        from grpo_core.policies.vision_lm.loading import VISION_LM, load_processor
         from grpo_core.policies.vision_lm.prompts import find_placeholders, process_prompt
 
         config, choice, processor = read_config(model, VISION_LM), choices["tokens"], load_processor(model)
-        network = on_meta(config, VISION_LM)
-        quantized = quantized_sizes(model, ONE_NETWORK, {"": network}, choice.quantization, VISION_LM.outside)
-        text, trained = config.get_text_config(), self.train("tokens", network, choice, model)
-        adapted: Any = trained.model
-        base = adapted.get_base_model() if choice.lora is not None else adapted
-        language = language_parameters(base)
-        encoder = sum(each.numel() for each in base.parameters() if id(each) not in language)
-        adapters = sum(each.numel() for each in trained.trainable_parameters().values()) if choice.lora else 0
-        parameters = count_parameters(base) - adapters
-        if not choice.freeze_vision:
-            encoder -= sum(
-                each.numel() for each in base.parameters() if each.requires_grad and id(each) not in language
-            )
         # Models are counted on the meta device, where there are no pixels.
         with torch.device("cpu"):
             image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE))
             processed = process_prompt(processor, settings, "", [image], find_placeholders(config, processor))
-        of_image = processed.ids.count(config.image_token_id)
-        # The last sampled token is never fed back.
-        assumed = f"{PROMPT_TOKENS} ids and {of_image} for an image of {IMAGE_SIDE}x{IMAGE_SIDE}"
-        length = (longest or PROMPT_TOKENS + of_image) + settings.max_completion_length - 1
-        component = ComponentSizes(
-            trained=trained,
-            width=text.hidden_size,
-            blocks=text.num_hidden_layers,
-            positions=length,
-            scored=settings.max_completion_length,
-            vocabulary=text.vocab_size,
-            whole_logits=after_head(text),
-            encoder_values=0 if choice.freeze_vision else _encoder_values(config, processed.pixels),
-        )
-        return ModelSizes(
-            quantized={"language model": quantized[""]} if quantized else {},
-            networks={"language model": parameters - encoder, "image encoder": encoder},
-            components={"tokens": component},
-            described=(
-                f"{shown_count(parameters)} parameters in {text.num_hidden_layers} layers and an image encoder of "
-                f"{shown_count(encoder)}, prompts counted as {f'{longest} ids' if longest else assumed}"
-            ),
-            cached=length * cached_values(text),
-            head=text.vocab_size,
-        )
+        prompt = longest or PROMPT_TOKENS + processed.ids.count(config.image_token_id)
+        encoder_values = 0 if choice.freeze_vision else _encoder_values(config, processed.pixels)
+        return self.language_sizes(model, config, VISION_LM, settings, choice, prompt, encoder_values)
 
 
 def _encoder_values(config: Any, pixels: Mapping[str, Any]) -> int:

@@ -77,7 +77,13 @@ def test_nothing_is_wrong_with_the_tiny_model(tmp_path: Path) -> None:
     printed = json.loads(result.stdout.splitlines()[-1])
     assert (result.exit_code, printed["healthy"]) == (0, True)
     assert {finding["subject"] for finding in printed["findings"]} >= {*CHECKS, "weights", "memory", "disk", "server"}
-    assert not any("exact GiB" in table.rows[0] for table in examine(read_config(TINY)).report().tables if table.rows)
+    diagnosis = examine(read_config(TINY))
+    assert diagnosis.memory is not None
+    assert diagnosis.report().tables == []
+    (table,) = diagnosis.report(tables=True).tables
+    needed = float(table.rows[-1]["update of tokens"]) * 1.15
+    assert table.note.startswith("a GPU should have ")
+    assert float(table.note.split()[4]) == pytest.approx(needed, abs=0.02) == diagnosis.memory.needed / 2**30
     assert not (tmp_path / "runs").exists()
 
 
@@ -501,7 +507,8 @@ def test_memory_is_that_of_the_longest_prompt(tmp_path: Path) -> None:
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     rows = rollout.prompts_per_batch * rollout.group_size
     assert diagnosis.memory is not None
-    assert diagnosis.memory.part("key-value cache") == rows * (longest + 20 - 1) * values * 4
+    parts = {part.name: part.bytes for part in diagnosis.memory.parts}
+    assert parts["key-value cache"] == rows * (longest + 20 - 1) * values * 4
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, GlmImageForConditionalGeneration
 
-from grpo_core.policies.estimate import MemoryEstimate, TrainingEstimate, Workload, estimate_resources
+from grpo_core.policies.estimate import MemoryPart, Workload, estimate_resources, training_parts
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, score_tokens
 from grpo_core.policies.glm_image.loading import (
     LANGUAGE_MODEL_LINEARS,
@@ -22,7 +23,7 @@ from grpo_core.policies.glm_image.loading import (
     train_half,
 )
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.sizes import ComponentSizes, cached_values, shown_count
+from grpo_core.policies.sizes import cached_values, shown_count, token_sizes
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.streams import ImageSize
@@ -76,10 +77,14 @@ def trained_model(config: Any, choice: TrainingChoice, dtype: str = "float32") -
     return trained
 
 
-def training_of(trained: TrainedModel, config: Any, choice: TrainingChoice, dtype: Any) -> TrainingEstimate:
-    text, codes = config.text_config, config.vq_config.num_embeddings
-    sizes = ComponentSizes(trained, text.hidden_size, text.num_hidden_layers, LENGTH, scored=TOKENS, vocabulary=codes)
-    return TrainingEstimate(sizes, choice, dataclasses.replace(WORKLOAD, dtype=dtype))
+def sized(parts: Iterable[MemoryPart]) -> Mapping[str, int]:
+    return {part.name: part.bytes for part in parts}
+
+
+def training_of(trained: TrainedModel, config: Any, choice: TrainingChoice, dtype: Any) -> Mapping[str, int]:
+    codes = config.vq_config.num_embeddings
+    sizes = token_sizes(trained, config.text_config, PROMPT, TOKENS, vocabulary=codes)
+    return sized(training_parts("tokens", sizes, choice, dataclasses.replace(WORKLOAD, dtype=dtype)))
 
 
 def bytes_of(parameters: Any) -> int:
@@ -91,7 +96,7 @@ def test_weights_are_the_bytes_of_a_loaded_pipeline(tiny_folder: Path, dtype: An
     pipeline = load_pipeline(str(tiny_folder), dtype=getattr(torch, dtype), device=torch.device("cpu"))
     workload = dataclasses.replace(WORKLOAD, dtype=dtype)
     choices = {"tokens": choice_of(lora=True)}
-    memory = estimate_resources("glm_image", str(tiny_folder), SETTINGS, choices, {"tokens": workload}).memory
+    memory = estimate_resources("glm_image", str(tiny_folder), SETTINGS, choices, {"tokens": workload}).memory.parts
     networks: dict[str, nn.Module] = {
         "autoregressive weights": pipeline.vision_language_encoder,
         "decoder weights": pipeline.transformer,
@@ -99,7 +104,7 @@ def test_weights_are_the_bytes_of_a_loaded_pipeline(tiny_folder: Path, dtype: An
         "glyph encoder weights": pipeline.text_encoder,
     }
     for name, network in networks.items():
-        assert memory.part(name) == bytes_of(network.parameters())
+        assert sized(memory)[name] == bytes_of(network.parameters())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,13 +118,21 @@ def test_training_state_is_what_adamw_and_autograd_make(tiny_config: Any, dtype:
     adamw = torch.optim.AdamW(parameters)
     adamw.step()
     moments = [state[key] for state in adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    training = training_of(trained, tiny_config, choice, dtype)
-    memory = MemoryEstimate(tuple(training.parts()))
-    assert memory.part("optimizer moments") == bytes_of(moments)
-    assert memory.part("gradients") == bytes_of(parameters)
-    assert memory.part("adapters" if lora else "reference model") == bytes_of(parameters)
-    saved = bytes_of(parameters) if lora else bytes_of(trained.model.parameters())
-    assert training.checkpoint == saved + bytes_of(moments)
+    parts = training_of(trained, tiny_config, choice, dtype)
+    assert parts["tokens moments"] == bytes_of(moments)
+    assert parts["tokens gradients"] == bytes_of(parameters)
+    assert parts["tokens adapters" if lora else "tokens reference"] == bytes_of(parameters)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_checkpoint_has_what_is_saved(tiny_folder: Path, tiny_config: Any, lora: bool) -> None:
+    choice = choice_of(lora)
+    trained = trained_model(tiny_config, choice)
+    parameters = bytes_of(trained.trainable_parameters().values())
+    workload = dataclasses.replace(WORKLOAD, averages=1)
+    found = estimate_resources("glm_image", str(tiny_folder), SETTINGS, {"tokens": choice}, {"tokens": workload})
+    saved = parameters if lora else bytes_of(trained.model.parameters())
+    assert found.checkpoint == 2 * saved + 2 * parameters
 
 
 def stored_rows(support: int) -> tuple[EncodedPrompts, torch.Tensor, torch.Tensor]:
@@ -150,7 +163,7 @@ def test_a_backward_pass_peaks_near_the_estimate(tiny_config: Any, dtype: str, l
             trained.model, encoded, tokens, mask, vocabulary=codes, temperature=1.0, entropy="differentiable"
         )
         scored.logprobs.sum().backward()
-    estimated = sum(part.bytes for part in training_of(trained, tiny_config, choice, dtype).backward_parts())
+    estimated = training_of(trained, tiny_config, choice, dtype)["tokens activations"]
     # The estimate is for blocks with a wider MLP than the tiny model's.
     assert 1 < estimated / watched.peak < 2.1
 
@@ -184,7 +197,19 @@ def test_the_autoencoder_peaks_at_three_quarters_of_the_estimate() -> None:
         vae.decode(latents)
     settings = GlmImageSettings(height=size.height, width=size.width, decode_batch_size=1)
     found = estimate_resources("glm_image", RELEASED_MODEL, settings, {"tokens": choice_of(True)}, {"tokens": WORKLOAD})
-    assert found.memory.part("decoding") * 3 == watched.peak * 4
+    assert sized(found.memory.parts)["decoding"] * 3 == watched.peak * 4
+
+
+def test_images_are_decoded_at_once_or_one_by_one() -> None:
+    def decoding(**sizes: int) -> int:
+        settings, choices = GlmImageSettings(**sizes), {"tokens": choice_of(True)}
+        workload = dataclasses.replace(WORKLOAD, group_size=8)
+        found = estimate_resources("glm_image", RELEASED_MODEL, settings, choices, {"tokens": workload})
+        return sized(found.memory.parts)["decoding"]
+
+    one = decoding(height=512, width=512, decode_batch_size=1)
+    assert decoding(height=512, width=512, decode_batch_size=4) == 4 * one
+    assert decoding(height=512, width=512, decode_batch_size=5) < 2 * one
 
 
 def test_numbers_of_parameters_have_the_unit_that_they_are_read_in() -> None:

@@ -23,7 +23,7 @@ from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.glm_image.family import FAMILY as GLM_IMAGE
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.trained.quantization import QuantizationSettings, quantized_layers
+from grpo_core.policies.trained.quantization import BYTES_IN_4_BITS, QuantizationSettings, quantized_layers
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.policies.vision_lm.loading import vision_parameters
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
@@ -187,7 +187,7 @@ def test_packed_weights_have_other_gradients(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_estimate_counts_the_bytes_that_are_loaded(kind: str) -> None:
+def test_the_estimate_counts_what_is_loaded(kind: str) -> None:
     settings = CausalLMSettings(max_completion_length=12)
     model = load_model(str(TEXT_MODEL), dtype=torch.float32, device=CPU, quantization=KINDS[kind])
     with torch.device("meta"):
@@ -195,7 +195,9 @@ def test_the_estimate_counts_the_bytes_that_are_loaded(kind: str) -> None:
     layers = list(quantized_layers(model))
     count = sum(layer.in_features * layer.out_features for layer in layers)
     held = sum(each.untyped_storage().nbytes() for layer in layers for each in tensors_of(layer.weight))
-    assert sizes.quantized == {"weights": (count, held)}
+    assert sizes.quantized == {"weights": count}
+    # Tables of a tiny matrix weigh more than those of a large one.
+    assert 0.97 < held / (BYTES_IN_4_BITS * count) < 1.35
 
 
 def tensors_of(weight: Any) -> Iterator[Tensor]:
