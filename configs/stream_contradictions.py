@@ -164,7 +164,7 @@ def _bounds_that_never_bind(place: str, update: UpdateSection) -> Iterator[Input
         "clip_range": (update.clip_range if clips else None, 0.0),
         "clip_range_high": (update.clip_range_high if clips else None, 0.0),
         "delta": (update.delta, 1.0),
-        "ratio_cap": (update.ratio_cap if update.loss == "cispo" else None, 1.0),
+        "loss_settings.ratio_cap": (update.own.get("ratio_cap"), 1.0),
         "mismatch.cap": (update.mismatch.cap if weighted else None, 1.0),
     }
     for name, (bound, center) in bounds.items():

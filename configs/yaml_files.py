@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from grpo_core.errors import InputError
+from grpo_core.losses.settings import LOSSES
 from grpo_core.streams import STREAMS
 
 TRL_NAMES: Mapping[str, str] = MappingProxyType(
@@ -36,8 +37,14 @@ TRL_NAMES: Mapping[str, str] = MappingProxyType(
         "update.off_policy_mask_threshold": "update.off_policy_threshold",
         "update.per_device_train_batch_size": "update.micro_batch_size",
         "update.ref_model_mixup_alpha": "update.reference.mix",
+        "update.sapo_temperature_neg": "update.loss_settings.sapo_temperature_neg",
+        "update.sapo_temperature_pos": "update.loss_settings.sapo_temperature_pos",
         "update.top_entropy_quantile": "update.entropy_quantile",
         "update.use_bias_correction_kl": "update.kl_importance_correction",
+        "update.vespo_k_neg": "update.loss_settings.vespo_k_neg",
+        "update.vespo_k_pos": "update.loss_settings.vespo_k_pos",
+        "update.vespo_lambda_neg": "update.loss_settings.vespo_lambda_neg",
+        "update.vespo_lambda_pos": "update.loss_settings.vespo_lambda_pos",
         "update.vllm_importance_sampling_clip_max": "update.mismatch.cap",
         "update.vllm_importance_sampling_clip_min": "update.mismatch.floor",
     }
@@ -133,7 +140,7 @@ def _translate(found: dict[str, Any], place: str, name: str) -> list[InputError]
         return []
     path, value = f"{place.partition('.')[0]}.{name}", found.pop(name)
     if path == "update.epsilon_high" and "cispo" in (found.get("loss"), found.get("loss_type")):
-        hint = f"With cispo TRL's epsilon_high caps the ratio itself; set {place}.ratio_cap."
+        hint = f"With cispo TRL's epsilon_high caps the ratio itself; set {place}.loss_settings.ratio_cap."
         return [InputError(f"{place}.{name}", value, hint)]
     if path in OTHER_MEANING:
         return [InputError(f"{place}.{name}", value, OTHER_MEANING[path].replace("`", ""))]
@@ -164,6 +171,8 @@ def nearest_key(
     if ".".join(location) in ("update.tokens", "update.denoising"):
         return "Only a run that trains both streams (policy.train) has one update each; give its keys in update itself."
     section, name = tuple(part for part in location[:-1] if not part.isdigit()), location[-1]
+    if section[:1] == ("update",) and any(name in loss.settings for loss in LOSSES.values()):
+        return f"Only one loss reads it; set {'.'.join((*section, 'loss_settings', name))}."
     paths = list(_paths(model, chosen))
     here = [path for path in paths if path[:-1] == section]
     elsewhere = [path for path in paths if path[:-1] != section]

@@ -95,8 +95,9 @@ def cispo(inputs: TermInputs, settings: LossSettings) -> PolicyTerm:
     active at r > ratio_cap with A > 0: it holds back a token that is to become likelier.
     """
     ratio, advantage = inputs.ratio.detach(), inputs.advantages.unsqueeze(-1)
-    values = -ratio.clamp(max=settings.ratio_cap) * advantage * inputs.logprobs
-    return PolicyTerm(values, clipped_high=(ratio > settings.ratio_cap) & (advantage > 0))
+    cap = settings.own["ratio_cap"]
+    values = -ratio.clamp(max=cap) * advantage * inputs.logprobs
+    return PolicyTerm(values, clipped_high=(ratio > cap) & (advantage > 0))
 
 
 def sapo(inputs: TermInputs, settings: LossSettings) -> PolicyTerm:
@@ -106,7 +107,7 @@ def sapo(inputs: TermInputs, settings: LossSettings) -> PolicyTerm:
     sapo_temperature_neg elsewhere; a larger one pushes unlikely tokens down less far.
     """
     ratio, advantage = inputs.ratio, inputs.advantages.unsqueeze(-1)
-    positive, negative = settings.sapo_temperature_pos, settings.sapo_temperature_neg
+    positive, negative = settings.own["sapo_temperature_pos"], settings.own["sapo_temperature_neg"]
     temperature = torch.where(advantage > 0, positive, negative).to(ratio.dtype)
     values = -torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature * advantage
     return PolicyTerm(values)
@@ -129,9 +130,9 @@ def vespo_weights(inputs: TermInputs, settings: LossSettings) -> Float[Tensor, "
     if inputs.mismatch_weights is not None:
         log_w = log_w + inputs.mismatch_weights.log().clamp(VESPO_LOWEST, VESPO_HIGHEST).sum(-1)
     log_w = log_w.clamp(VESPO_LOWEST, VESPO_HIGHEST)
-    positive = inputs.advantages >= 0
-    k = torch.where(positive, settings.vespo_k_pos, settings.vespo_k_neg).to(log_w.dtype)
-    decay = torch.where(positive, settings.vespo_lambda_pos, settings.vespo_lambda_neg).to(log_w.dtype)
+    positive, own = inputs.advantages >= 0, settings.own
+    k = torch.where(positive, own["vespo_k_pos"], own["vespo_k_neg"]).to(log_w.dtype)
+    decay = torch.where(positive, own["vespo_lambda_pos"], own["vespo_lambda_neg"]).to(log_w.dtype)
     return (decay + k * log_w - decay * log_w.exp()).exp()
 
 
@@ -153,7 +154,7 @@ def flow_dppo(inputs: TermInputs, settings: LossSettings) -> PolicyTerm:
     Flow-DPPO, 2026 (arXiv:2606.11025). Such a step counts as clipped.
     """
     ratio, advantage = inputs.ratio, inputs.advantages.unsqueeze(-1)
-    moved = _gaussians(inputs).drift.detach() >= settings.dppo_threshold
+    moved = _gaussians(inputs).drift.detach() >= settings.own["dppo_threshold"]
     low, high = moved & (ratio < 1) & (advantage < 0), moved & (ratio > 1) & (advantage > 0)
     return PolicyTerm(torch.where(low | high, 0.0, -ratio * advantage), clipped_low=low, clipped_high=high)
 

@@ -54,6 +54,7 @@ class LossTraits:
         clips: whether the ratio is clipped, so that `delta` has a meaning.
         uses_mismatch_weights: the term contains the mismatch weights; otherwise it is multiplied by them.
         reads_gaussians: the term needs the Gaussians of denoising steps, which tokens do not have.
+        settings: defaults of the numbers that only this loss has, all of them above 0.
     """
 
     term: str = "clipped"
@@ -62,7 +63,11 @@ class LossTraits:
     clips: bool = False
     uses_mismatch_weights: bool = False
     reads_gaussians: bool = False
+    settings: Mapping[str, float] = field(default_factory=dict)
 
+
+_SAPO = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+_VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 
 LOSSES: Mapping[str, LossTraits] = MappingProxyType(
     {
@@ -72,11 +77,15 @@ LOSSES: Mapping[str, LossTraits] = MappingProxyType(
         "dapo": LossTraits(reduction="mean_of_expected_tokens", clips=True),
         "gspo": LossTraits(importance_levels=("sequence",), clips=True),
         "luspo": LossTraits(reduction="mean_of_row_sums", importance_levels=("sequence",), clips=True),
-        "cispo": LossTraits("cispo", "mean_of_expected_tokens", ("token",)),
-        "sapo": LossTraits("sapo"),
-        "vespo": LossTraits("vespo", "mean_of_expected_tokens", ("token",), uses_mismatch_weights=True),
+        "cispo": LossTraits("cispo", "mean_of_expected_tokens", ("token",), settings={"ratio_cap": 5.0}),
+        "sapo": LossTraits("sapo", settings=_SAPO),
+        "vespo": LossTraits(
+            "vespo", "mean_of_expected_tokens", ("token",), uses_mismatch_weights=True, settings=_VESPO
+        ),
         "grpo_guard": LossTraits("grpo_guard", importance_levels=("token",), clips=True, reads_gaussians=True),
-        "flow_dppo": LossTraits("flow_dppo", importance_levels=("token",), reads_gaussians=True),
+        "flow_dppo": LossTraits(
+            "flow_dppo", importance_levels=("token",), reads_gaussians=True, settings={"dppo_threshold": 1e-5}
+        ),
     }
 )
 """By the name in `update.loss`."""
@@ -84,7 +93,7 @@ LOSSES: Mapping[str, LossTraits] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Select the loss and its coefficients; coefficients of other losses have no effect.
+    """Select the loss and its coefficients.
 
     Attributes:
         loss: a name in LOSSES, or a user's function as `package.module:function`.
@@ -92,15 +101,11 @@ class LossSettings:
         clip_range: the ratio is clipped from below at 1 - clip_range; in (0, 1).
         clip_range_high: and from above at 1 + clip_range_high; None is the same as clip_range.
         delta: cap on the ratio of the unclipped branch, above 1 + clip_range_high; None is no cap.
-        ratio_cap: cispo's cap on the ratio itself, at least 1; TRL reads it from epsilon_high.
-        sapo_temperature_pos: of the gate where A > 0.
-        sapo_temperature_neg: of the gate elsewhere.
-        vespo_k_pos: power of the row's ratio where A >= 0.
-        vespo_lambda_pos: its decay where A >= 0.
-        vespo_k_neg: power of the row's ratio where A < 0.
-        vespo_lambda_neg: its decay where A < 0.
-        dppo_threshold: KL(policy || policy before the update) of a denoising step from which flow_dppo lets it move no
-            further, in nats.
+        loss_settings: numbers that only this loss has; of cispo ratio_cap, its cap on the ratio itself, at least 1; of
+            sapo sapo_temperature_pos, of the gate where A > 0, and sapo_temperature_neg, elsewhere; of vespo
+            vespo_k_pos and vespo_lambda_pos, the power and the decay of the row's ratio where A >= 0, and vespo_k_neg
+            and vespo_lambda_neg, elsewhere; of flow_dppo dppo_threshold, the nats of KL(policy || policy before the
+            update) from which it lets a step move no further. A user's function reads any.
         kl_coef: weight of the KL to the reference, added after masks, clipping and weights; 0 or above.
         kl_estimator: k1, k2 or k3 of the sampled actions, or the exact KL of their distributions, of denoising steps
             only. On policy, k1 in the loss has zero expected gradient unless it is corrected.
@@ -120,14 +125,7 @@ class LossSettings:
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_range_high: PositiveFloat | None = None
     delta: PositiveFloat | None = None
-    ratio_cap: PositiveFloat = 5.0
-    sapo_temperature_pos: PositiveFloat = 1.0
-    sapo_temperature_neg: PositiveFloat = 1.05
-    vespo_k_pos: PositiveFloat = 2.0
-    vespo_lambda_pos: PositiveFloat = 3.0
-    vespo_k_neg: PositiveFloat = 3.0
-    vespo_lambda_neg: PositiveFloat = 2.0
-    dppo_threshold: PositiveFloat = 1e-5
+    loss_settings: Mapping[str, float] = field(default_factory=dict)
     kl_coef: NonNegativeFloat = 0.0
     kl_estimator: LossKlEstimator = "k3"
     kl_importance_correction: bool = True
@@ -140,7 +138,13 @@ class LossSettings:
         if self.loss not in LOSSES:
             _require_reference(self.loss)
         self._check_level()
+        self._check_loss_settings()
         self._check_bounds()
+
+    @property
+    def own(self) -> Mapping[str, float]:
+        """The numbers that only this loss has, defaults included."""
+        return {**self.traits.settings, **self.loss_settings}
 
     @property
     def traits(self) -> LossTraits:
@@ -172,10 +176,20 @@ class LossSettings:
             hint = f"{self.loss} multiplies the token weights of a row itself; set it to token, or choose another loss."
             raise InputError("update.mismatch.level", self.mismatch.level, hint)
 
+    def _check_loss_settings(self) -> None:
+        known = self.traits.settings
+        for name, value in self.loss_settings.items() if self.loss in LOSSES else ():
+            place = f"update.loss_settings.{name}"
+            if name not in known:
+                owned = f"only {', '.join(known)}" if known else "none"
+                raise InputError(place, value, f"{self.loss} has {owned}; leave it out.")
+            if value <= 0:
+                raise InputError(place, value, "It has to be above 0.")
+            if name == "ratio_cap" and value < 1:
+                hint = "It caps the ratio itself, not its distance from 1; give at least 1, for example 5.0."
+                raise InputError(place, value, hint)
+
     def _check_bounds(self) -> None:
-        if self.loss == "cispo" and self.ratio_cap < 1:
-            hint = "It caps the ratio itself, not its distance from 1; give at least 1, for example 5.0."
-            raise InputError("update.ratio_cap", self.ratio_cap, hint)
         if self.delta is None:
             return
         if not self.traits.clips:

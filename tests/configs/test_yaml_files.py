@@ -43,8 +43,14 @@ VALUES: dict[str, Any] = {
     "update.off_policy_mask_threshold": 0.5,
     "update.per_device_train_batch_size": 4,
     "update.ref_model_mixup_alpha": 0.9,
+    "update.sapo_temperature_neg": 1.2,
+    "update.sapo_temperature_pos": 1.1,
     "update.top_entropy_quantile": 0.2,
     "update.use_bias_correction_kl": False,
+    "update.vespo_k_neg": 2.5,
+    "update.vespo_k_pos": 1.5,
+    "update.vespo_lambda_neg": 2.2,
+    "update.vespo_lambda_pos": 3.3,
     "update.vllm_importance_sampling_clip_max": 2.0,
     "update.vllm_importance_sampling_clip_min": 0.5,
 }
@@ -65,7 +71,7 @@ def written(path: Path, *settings: tuple[str, Any]) -> Path:
 
 def value_at(config: object, path: str) -> Any:
     for part in path.split("."):
-        config = getattr(config, part)
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
     return config
 
 
@@ -85,8 +91,10 @@ def test_every_name_is_trls_and_not_ours() -> None:
 def test_a_name_of_trl_sets_ours_in_the_file_and_as_an_option(tmp_path: Path, name: str) -> None:
     ours, value = TRL_NAMES[name], VALUES[name]
     without = [("policy.model", None)] if name == "policy.model_name_or_path" else []
-    in_file = read_config(written(tmp_path / "a.yaml", *without, (name, value)))
-    as_option = read_config(written(tmp_path / "b.yaml"), [f"{name}={value}"])
+    # Numbers of one loss alone are refused with another.
+    loss = [f"update.loss={name.split('.')[1].split('_')[0]}"] if "loss_settings" in ours else []
+    in_file = read_config(written(tmp_path / "a.yaml", *without, (name, value)), loss)
+    as_option = read_config(written(tmp_path / "b.yaml"), [f"{name}={value}", *loss])
     assert value_at(in_file, ours) == value
     assert value_at(as_option, ours) == value
     assert in_file.model_dump() == as_option.model_dump()
@@ -116,10 +124,16 @@ def test_a_name_that_means_something_else_is_explained(tmp_path: Path, name: str
     assert set(problems(written(tmp_path / "b.yaml"), f"{name}=7")) == {name}
 
 
+@pytest.mark.parametrize("name", ["ratio_cap", "dppo_threshold"])
+def test_a_setting_of_one_loss_stands_with_the_loss(tmp_path: Path, name: str) -> None:
+    (error,) = problems(written(tmp_path / "a.yaml", (f"update.{name}", 1.5))).values()
+    assert f"update.loss_settings.{name}" in error.hint
+
+
 @pytest.mark.parametrize("loss", ["loss", "loss_type"])
 def test_the_upper_bound_of_cispo_is_another_one(tmp_path: Path, loss: str) -> None:
     (error,) = problems(written(tmp_path / "a.yaml"), "update.epsilon_high=5.0", f"update.{loss}=cispo").values()
-    assert "update.ratio_cap" in error.hint
+    assert "update.loss_settings.ratio_cap" in error.hint
 
 
 def test_the_document_has_every_field_once_and_says_what_is_accepted() -> None:

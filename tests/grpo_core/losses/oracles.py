@@ -145,7 +145,8 @@ class TrlLoss:
 
 def configured(loss: str, **options: Any) -> LossSettings:
     """Settings that both sides have; the level is the loss's own unless given."""
-    return LossSettings(loss, clip_range_high=0.28, ratio_cap=1.4, **{"kl_importance_correction": False} | options)
+    cap = {"ratio_cap": 1.4} if loss == "cispo" else {}
+    return LossSettings(loss, clip_range_high=0.28, loss_settings=cap, **{"kl_importance_correction": False} | options)
 
 
 def trl_trainer(settings: LossSettings, *, accumulation: int, per_generation: int, quantile: float) -> Any:
@@ -155,7 +156,7 @@ def trl_trainer(settings: LossSettings, *, accumulation: int, per_generation: in
         "loss_type": "grpo" if settings.loss == "gspo" else settings.loss,
         "importance_sampling_level": settings.level,
         "epsilon_low": settings.clip_range,
-        "epsilon_high": settings.ratio_cap if settings.loss == "cispo" else settings.upper_clip_range,
+        "epsilon_high": settings.own.get("ratio_cap", settings.upper_clip_range),
         "beta": settings.kl_coef,
         "entropy_coef": settings.entropy_coef,
         "_entropy_bonus_enabled": settings.entropy_coef != 0.0,
@@ -173,12 +174,7 @@ def trl_trainer(settings: LossSettings, *, accumulation: int, per_generation: in
         "args": SimpleNamespace(
             delta=settings.delta,
             use_bias_correction_kl=settings.kl_importance_correction,
-            sapo_temperature_pos=settings.sapo_temperature_pos,
-            sapo_temperature_neg=settings.sapo_temperature_neg,
-            vespo_k_pos=settings.vespo_k_pos,
-            vespo_lambda_pos=settings.vespo_lambda_pos,
-            vespo_k_neg=settings.vespo_k_neg,
-            vespo_lambda_neg=settings.vespo_lambda_neg,
+            **{name: value for name, value in settings.own.items() if name != "ratio_cap"},
             steps_per_generation=per_generation,
         ),
     }

@@ -93,7 +93,7 @@ def everything(loss: str, estimator: Any = "k3") -> LossSettings:
         loss,
         clip_range_high=0.28,
         delta=1.5 if LOSSES[loss].clips else None,
-        ratio_cap=1.4,
+        loss_settings={"ratio_cap": 1.4} if loss == "cispo" else {},
         kl_coef=0.1,
         kl_estimator=estimator,
         kl_importance_correction=True,
@@ -150,7 +150,10 @@ ROOT = math.sqrt(0.75)
         (plain("luspo"), (-2 * ROOT + 2) / 2),
         (LossSettings("dapo", "sequence"), (-2 * ROOT + 2) / 3),
         # cispo: ratio times log-prob.
-        (plain("cispo", ratio_cap=1.4), (-1.4 * math.log(0.3) - 0.5 * math.log(0.2) + 2 * math.log(0.5)) / 3),
+        (
+            plain("cispo", loss_settings={"ratio_cap": 1.4}),
+            (-1.4 * math.log(0.3) - 0.5 * math.log(0.2) + 2 * math.log(0.5)) / 3,
+        ),
         # The mean entropy of three tokens is 7 / 3, whatever the loss's reduction.
         (plain("dapo", entropy_coef=0.3), (-1.7 + 2) / 3 - 0.3 * 7 / 3),
         (plain("grpo", entropy_coef=0.3), (-0.85 + 2) / 2 - 0.3 * 7 / 3),

@@ -28,14 +28,14 @@ from grpo_core.losses.settings import LossSettings, MismatchSettings, load_custo
         ({"loss": "vespo", "delta": 4.0}, "delta"),
         ({"delta": 1.2}, "delta"),
         ({"delta": math.nan}, "delta"),
-        ({"loss": "cispo", "ratio_cap": 0.28}, "ratio_cap"),
+        ({"loss": "cispo", "loss_settings": {"ratio_cap": 0.28}}, "loss_settings.ratio_cap"),
         ({"clip_range": 0.0}, "clip_range"),
         ({"clip_range": 1.0}, "clip_range"),
         ({"clip_range_high": -0.1}, "clip_range_high"),
         ({"clip_range_high": math.nan}, "clip_range_high"),
-        ({"sapo_temperature_pos": 0.0}, "sapo_temperature_pos"),
-        ({"sapo_temperature_neg": -1.0}, "sapo_temperature_neg"),
-        ({"vespo_lambda_neg": 0.0}, "vespo_lambda_neg"),
+        ({"loss": "sapo", "loss_settings": {"sapo_temperature_pos": 0.0}}, "loss_settings.sapo_temperature_pos"),
+        ({"loss": "sapo", "loss_settings": {"ratio_cap": 2.0}}, "loss_settings.ratio_cap"),
+        ({"loss_settings": {"vespo_lambda_neg": 1.0}}, "loss_settings.vespo_lambda_neg"),
         ({"kl_coef": -0.1}, "kl_coef"),
         ({"kl_coef": math.inf}, "kl_coef"),
         ({"entropy_coef": -0.1}, "entropy_coef"),
@@ -72,9 +72,14 @@ def test_settings_run_no_code(tmp_path: Path) -> None:
         {"loss": "grpo", "importance_level": "sequence", "clip_range": 3e-4, "clip_range_high": 4e-4},
         {"loss": "dapo", "importance_level": "token", "delta": 1.21},
         {"loss": "gspo", "importance_level": "sequence", "delta": 2.0, "kl_coef": 0.1, "kl_estimator": "k1"},
-        {"loss": "cispo", "importance_level": "token", "ratio_cap": 1.0, "kl_importance_correction": True},
-        # The cap is cispo's; what another loss would make of it is nothing.
-        {"loss": "grpo", "importance_level": "token", "ratio_cap": 0.5},
+        {
+            "loss": "cispo",
+            "importance_level": "token",
+            "loss_settings": {"ratio_cap": 1.0},
+            "kl_importance_correction": True,
+        },
+        # A user's function reads what it likes.
+        {"loss": "package.module:function", "loss_settings": {"anything": -0.5}},
     ],
 )
 def test_accepted(settings: dict[str, Any]) -> None:
