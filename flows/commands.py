@@ -130,8 +130,7 @@ def _all_machines(given: "RunConfig", *, progress: bool) -> Iterator[None]:
         return
 
     def take_part() -> None:
-        with Machines(rendezvous) as machines:
-            take_part_in_updates(machines, given.placement)
+        take_part_in_updates(Machines(rendezvous), given.placement)
 
     _reporting(take_part, progress=progress)
     raise SystemExit(0)

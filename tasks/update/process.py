@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
@@ -90,7 +91,7 @@ class UpdateGroup:
     def __init__(self) -> None:
         self._name: str | None = None
         self._starts: tuple[int, ...] = ()
-        self._number = self._port = 0
+        self._port = 0
         self._store: TCPStore | None = None
 
     def lead(
@@ -101,8 +102,8 @@ class UpdateGroup:
         others = {} if machines is None else machines.others()
         if not self._is_complete(devices):
             self._leave(devices)
-            self._number += 1
-            self._name = f"group {self._number}"
+            # torchrun's store outlives this process.
+            self._name = f"group {uuid.uuid4().hex}"
             self._open_store(alone=machines is None)
         assert self._name is not None, "the group has been named"
         first = [len(devices)]
@@ -210,7 +211,7 @@ def take_part_in_updates(machines: Machines, placement: PlacementSection) -> Non
 
     Raises:
         InputError: this machine cannot run them.
-        LostStageError: the first machine has died, or its training has failed.
+        LostStageError: the training on the first machine has failed, or torchrun has ended there.
     """
     refuse_missing_devices(placement.devices)
     group = UpdateGroup()
@@ -225,7 +226,7 @@ def take_part_in_updates(machines: Machines, placement: PlacementSection) -> Non
             except Exception as error:
                 log(f"update of version {job.shared.job.version}: {error}")
                 failure = record_of(error)
-            machines.finish(machines.number, failure)
+            machines.finish(job.number, failure)
 
 
 def _end(devices: Sequence[DeviceProcess]) -> None:

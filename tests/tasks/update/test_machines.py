@@ -1,8 +1,9 @@
-"""Two machines share an update, here two threads over a port of this one: what starts, ends and interrupts them."""
+"""Two machines share an update, here two threads over a store of this one: what starts, ends and interrupts them."""
 
+import gc
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from configs.sections import PlacementSection
 from grpo_core.errors import InputError
@@ -30,20 +32,16 @@ ONE = PlacementSection(devices="cpu")
 
 def torchrun(**changes: str) -> dict[str, str]:
     given = {"MASTER_ADDR": "first", "MASTER_PORT": "29400", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    return given | changes
+    return given | {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"} | changes
 
 
-SLURM = {"MASTER_ADDR": "first", "SLURM_PROCID": "0", "SLURM_NTASKS": "3", "OTHER": "kept"}
+SLURM = {"MASTER_ADDR": "first", "SLURM_PROCID": "0", "SLURM_NTASKS": "3"}
 
 
-def test_variables_of_torchrun_and_slurm() -> None:
-    variables = torchrun(LOCAL_WORLD_SIZE="1", OTHER="kept")
-    assert claim_rendezvous(variables) == Rendezvous(rank=1, count=2, host="first", port=29400, serves=False)
-    assert variables == {"OTHER": "kept"}
-    assert claim_rendezvous(torchrun(RANK="0")) == Rendezvous(0, 2, "first", 29400, serves=True)
-    agent = torchrun(RANK="0", TORCHELASTIC_USE_AGENT_STORE="True")
-    assert claim_rendezvous(agent) == Rendezvous(0, 2, "first", 29400, serves=False)
-    assert claim_rendezvous(dict(SLURM)) == Rendezvous(0, 3, "first", 29500, serves=True)
+def test_variables_of_torchrun_are_taken() -> None:
+    variables = torchrun(OTHER="kept")
+    assert claim_rendezvous(variables) == Rendezvous(rank=1, count=2, host="first", port=29400)
+    assert variables == {"OTHER": "kept", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     alone: list[dict[str, str]] = [{}, torchrun(WORLD_SIZE="1", RANK="0"), {"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}]
     assert [claim_rendezvous(each) for each in alone] == [None] * 3
 
@@ -51,25 +49,37 @@ def test_variables_of_torchrun_and_slurm() -> None:
 @pytest.mark.parametrize(
     ("variables", "place", "value"),
     [
-        (torchrun(RANK="2"), "RANK", 2),
-        (torchrun(RANK="first"), "RANK", "first"),
-        ({"MASTER_ADDR": "first", "WORLD_SIZE": "2"}, "RANK", None),
-        (torchrun(MASTER_PORT="http"), "MASTER_PORT", "http"),
         (torchrun(LOCAL_WORLD_SIZE="4"), "LOCAL_WORLD_SIZE", 4),
-        ({**SLURM, "SLURM_NTASKS_PER_NODE": "8"}, "SLURM_NTASKS_PER_NODE", 8),
+        (torchrun(TORCHELASTIC_USE_AGENT_STORE="False"), "MASTER_ADDR", "first"),
+        ({"MASTER_ADDR": "first", "WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR", "first"),
+        (SLURM, "MASTER_ADDR", "first"),
     ],
 )
-def test_variables_that_are_refused(variables: dict[str, str], place: str, value: object) -> None:
+def test_other_launchers_are_refused_with_the_command(variables: dict[str, str], place: str, value: object) -> None:
     with pytest.raises(InputError) as caught:
         claim_rendezvous(variables)
     assert (caught.value.place, caught.value.value) == (place, value)
+    assert place != "MASTER_ADDR" or "torchrun --nnodes" in caught.value.hint
 
 
 @pytest.fixture
 def places() -> tuple[Rendezvous, Rendezvous]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return Rendezvous(0, 2, "127.0.0.1", port, serves=True), Rendezvous(1, 2, "127.0.0.1", port, serves=False)
+    """Two machines, and the store of torchrun's agent, which both of them only reach."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port, descriptor = listening.getsockname()[1], listening.detach()
+    agent = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    _AGENTS.append(agent)
+    return Rendezvous(0, 2, "127.0.0.1", port), Rendezvous(1, 2, "127.0.0.1", port)
+
+
+_AGENTS: list[TCPStore] = []
+
+
+def in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    threads = ThreadPoolExecutor(1)
+    future = threads.submit(call, *arguments)
+    threads.shutdown(wait=False)
+    return future
 
 
 def shared_job(store: ArtifactStore, staged: Path, **placement: Any) -> SharedJob:
@@ -82,59 +92,93 @@ def posted(store: ArtifactStore, tmp_path: Path) -> MachineJob:
     return MachineJob(first=(0, 1), count=2, group="group 1", shared=shared_job(store, tmp_path))
 
 
-def test_a_job_and_how_it_ends(
+def test_a_job_and_how_it_ends(store: ArtifactStore, tmp_path: Path, places: tuple[Rendezvous, Rendezvous]) -> None:
+    job, (first, second) = posted(store, tmp_path), (Machines(place) for place in places)
+    second.arrive(3)
+    assert first.others() == {1: 3}
+    number = first.post(job)
+    assert second.next_job() == job.model_copy(update={"number": number})
+    second.require_not_cancelled()
+    second.finish(number, None)
+    first.wait(number, 1)
+    number = first.post(job)
+    # What was said of the job before does not count.
+    waiting = in_thread(first.wait, number, 1)
+    second.finish(number, record_of(LostStageError("killed")))
+    with pytest.raises(LostStageError, match="machine 1: killed"):
+        waiting.result(30)
+    assert second.next_job() == job.model_copy(update={"number": number})
+    waiting = in_thread(first.wait, first.post(job), 1)
+    cancelled = second.next_job()
+    assert cancelled is not None
+    first.cancel(cancelled.number)
+    with pytest.raises(StageCancelledError):
+        second.require_not_cancelled()
+    with pytest.raises(StageCancelledError):
+        waiting.result(30)
+    first.end(failed=False)
+    assert second.next_job() is None
+
+
+def test_machines_that_were_started_again_find_each_other_in_the_store_that_outlived_them(
+    store: ArtifactStore, tmp_path: Path, places: tuple[Rendezvous, Rendezvous]
+) -> None:
+    job, (first, second) = posted(store, tmp_path), (Machines(place) for place in places)
+    second.arrive(3)
+    first.others()
+    number = first.post(job)
+    again = Machines(places[1])
+    again.arrive(2)
+    with pytest.raises(LostStageError, match="machine 1 was started again"):
+        first.wait(number, 1)
+    assert first.others() == {1: 2}
+    number = first.post(job)
+    found = again.next_job()
+    assert found is not None
+    assert found.number == number
+    # The first machine too.
+    later = Machines(places[0])
+    assert later.others() == {1: 2}
+    waiting = in_thread(again.next_job)
+    number = later.post(job)
+    found = waiting.result(30)
+    assert found is not None
+    assert found.number == number
+
+
+def test_other_code_is_refused(
     store: ArtifactStore, tmp_path: Path, places: tuple[Rendezvous, Rendezvous], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = posted(store, tmp_path)
-    with ThreadPoolExecutor(1) as threads, Machines(places[0]) as first:
-        waiting = threads.submit(first.others)
-        with Machines(places[1]) as second:
-            second.arrive(3)
-            assert waiting.result(30) == {1: 3}
-            number = first.post(job)
-            assert second.next_job() == job
-            second.require_not_cancelled()
-            second.finish(number, None)
-            first.wait(number, 1)
-            assert second.finish(first.post(job), record_of(LostStageError("killed"))) is None
-            with pytest.raises(LostStageError, match="machine 1: killed"):
-                first.wait(2, 1)
-            assert second.next_job() == job
-            first.cancel(2)
-            with pytest.raises(StageCancelledError):
-                second.require_not_cancelled()
-            monkeypatch.setattr("tasks.update.machines.SECONDS_WITHOUT_BEAT", -1.0)
-            with pytest.raises(LostStageError, match="machine 1 has not answered"):
-                first.wait(first.post(job), 1)
-            monkeypatch.undo()
-            ended = threads.submit(lambda: [second.next_job(), second.next_job()])
-            first.__exit__(None, None, None)
-            assert ended.result(30) == [job, None]
+    second = Machines(places[1])
+    monkeypatch.setattr("tasks.update.machines.code_of", lambda roots: "0" * 64)
+    second.arrive(1)
+    monkeypatch.undo()
+    with pytest.raises(InputError) as caught, first_machine(places[0]):
+        UpdateGroup().lead([], shared_job(store, tmp_path), lambda done, total: None)
+    assert caught.value.place == "machine 1"
+    with pytest.raises(LostStageError, match="has failed"):
+        second.next_job()
 
 
-def test_other_code_is_refused(places: tuple[Rendezvous, Rendezvous], monkeypatch: pytest.MonkeyPatch) -> None:
-    with ThreadPoolExecutor(1) as threads, Machines(places[0]) as first, Machines(places[1]) as second:
-        monkeypatch.setattr("tasks.update.machines.code_of", lambda roots: "0" * 64)
-        second.arrive(1)
-        monkeypatch.undo()
-        waiting = threads.submit(second.next_job)
-        with pytest.raises(InputError) as caught:
-            first.others()
-        assert caught.value.place == "machine 1"
-        first.__exit__(type(caught.value), caught.value, None)
-        with pytest.raises(LostStageError, match="has failed"):
-            waiting.result(30)
+def test_the_others_end_where_torchrun_has_ended(places: tuple[Rendezvous, Rendezvous]) -> None:
+    second = Machines(places[1])
+    waiting = in_thread(second.next_job)
+    _AGENTS.clear()
+    gc.collect()
+    with pytest.raises(LostStageError, match="store of torchrun"):
+        waiting.result(30)
 
 
 def test_a_machine_that_fails_waits_for_no_other(
-    store: ArtifactStore, tmp_path: Path, places: tuple[Rendezvous, Rendezvous], monkeypatch: pytest.MonkeyPatch
+    store: ArtifactStore, tmp_path: Path, places: tuple[Rendezvous, Rendezvous]
 ) -> None:
-    monkeypatch.setattr("tasks.update.machines.SECONDS_TO_LEAVE", 0.1)
     dies, shared = DeviceProcess(ChildProcess(("-c", "raise SystemExit(1)")), "cpu"), shared_job(store, tmp_path)
-    with ThreadPoolExecutor(1) as threads, first_machine(places[0]), Machines(places[1]) as second:
+    with first_machine(places[0]):
+        second = Machines(places[1])
         second.arrive(1)
-        leading = threads.submit(copy_context().run, UpdateGroup().lead, [dies], shared, lambda done, total: None)
-        assert second.next_job() is not None
+        leading = in_thread(copy_context().run, UpdateGroup().lead, [dies], shared, lambda done, total: None)
+        job = second.next_job()
+        assert job is not None
         try:
             # The other one computes, and would wait for the one that is gone.
             with pytest.raises(LostStageError, match="ended with code 1"):
@@ -142,18 +186,12 @@ def test_a_machine_that_fails_waits_for_no_other(
             with pytest.raises(StageCancelledError):
                 second.require_not_cancelled()
         finally:
-            second.finish(1, None)
-
-
-@pytest.fixture
-def in_context() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as threads:
-        yield threads
+            second.finish(job.number, None)
 
 
 @pytest.mark.slow
 def test_two_machines_compute_the_weights_of_one_also_after_a_kill(
-    store: ArtifactStore, tmp_path: Path, places: tuple[Rendezvous, Rendezvous], in_context: ThreadPoolExecutor
+    store: ArtifactStore, tmp_path: Path, places: tuple[Rendezvous, Rendezvous]
 ) -> None:
     (tmp_path / "two").mkdir()
     shared = shared_job(store, tmp_path / "two")
@@ -161,8 +199,7 @@ def test_two_machines_compute_the_weights_of_one_also_after_a_kill(
     killed = threading.Event()
 
     def follower() -> None:
-        with Machines(places[1]) as machines:
-            take_part_in_updates(machines, ONE)
+        take_part_in_updates(Machines(places[1]), ONE)
 
     def kill() -> None:
         children = [each for each in psutil.Process().children() if each.cmdline()[-1:] == ["device"]]
@@ -179,9 +216,9 @@ def test_two_machines_compute_the_weights_of_one_also_after_a_kill(
                 group.lead(devices, shared, lambda done, total: log.advance("update", done, total))
             return group.lead(devices, shared, lambda done, total: None)
 
-    futures: list[Future[Any]] = [in_context.submit(copy_context().run, each) for each in (follower, leader)]
-    outcome = futures[1].result(600)
-    futures[0].result(60)
+    following, leading = in_thread(copy_context().run, follower), in_thread(copy_context().run, leader)
+    outcome = leading.result(600)
+    following.result(60)
     assert killed.is_set()
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-6
     assert outcome.rows == one.rows
