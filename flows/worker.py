@@ -29,11 +29,12 @@ from flows.pipeline.requests import EvaluateRequest
 from flows.server.heartbeat_automation import ensure_automation
 from flows.server.reachable import KIND
 from grpo_core.errors import InputError, first_line
-from tasks.execution.call import STAGES, carry_out_in, read_call
+from tasks.execution.call import carry_out_in, read_call
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import LostStageError, StageCancelledError, StageTimeoutError, record_of
 from tasks.execution.resources import resource, run_resources
+from tasks.execution.stage import STAGES
 from tasks.process import CHECKOUT
 from tasks.progress import log
 from tasks.runs.lookup import find_run

@@ -18,8 +18,9 @@ from flows.pipeline.changes import HELDOUT, INPUTS, identity_difference, inputs_
 from flows.preflight.model import trained_model
 from grpo_core.errors import InputError, raise_all
 from tasks.execution.caching import accept_code, accepted_fingerprint
-from tasks.execution.call import STAGES, clear_calls, stage_named
+from tasks.execution.call import clear_calls
 from tasks.execution.fingerprint import code_fingerprint
+from tasks.execution.stage import STAGES, stage_named
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptSet

@@ -28,8 +28,8 @@ from flows.server.temporary import require_not_lost
 from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import with_quoted_arguments, with_retries
-from tasks.execution.call import clear_shards
 from tasks.execution.resources import resource, run_resources
+from tasks.execution.stage import clear_shards
 from tasks.execution.stopping import Cancellable, StopSignals, stages_cancelled_on_interrupt, stopping_after_stage
 from tasks.progress import listen, listener
 from tasks.rewards.score_rewards import failed_scores, score_reward_task

@@ -9,7 +9,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import PrefectHTTPStatusError
 
 from flows.server.reachable import is_cloud
-from tasks.execution.call import STAGES
+from tasks.execution.stage import STAGES
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient

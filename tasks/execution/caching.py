@@ -27,11 +27,11 @@ from prefect.utilities.annotations import quote
 from pydantic import BaseModel
 
 from configs.sections import PlacementSection
-from tasks.execution.call import Arguments, Kind, Part, Sharding, Stage, register
 from tasks.execution.dispatch import dispatch
 from tasks.execution.errors import Retryable, retryable_kind
 from tasks.execution.fingerprint import code_fingerprint
 from tasks.execution.resources import resource
+from tasks.execution.stage import Arguments, Kind, Part, Sharding, Stage, register
 from tasks.execution.stopping import StopSignals
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef

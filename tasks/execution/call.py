@@ -1,163 +1,29 @@
-"""The stages by name, and a stage with its arguments as JSON, for another process or machine, and its outcome.
+"""A stage with its arguments as JSON, for another process or machine, and its outcome.
 
 A call for another machine is a file in the run's folder until the stage is recorded there, or the call is withdrawn.
 """
 
 import contextlib
 import hashlib
-import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from configs.sections import PlacementSection, ShardedStagePlacement, StagePlacement, StorageSection
+from configs.sections import StorageSection
 from grpo_core.errors import InputError
-from grpo_core.user_code import UserCode, follow_code
+from grpo_core.user_code import follow_code
 from tasks.execution.child_process import ChildProcess
 from tasks.execution.devices import DeviceProcesses
 from tasks.execution.errors import ErrorRecord, LostStageError, StageCancelledError, StageTimeoutError, record_of
 from tasks.execution.fingerprint import code_fingerprint, library_versions
 from tasks.execution.resources import resource
+from tasks.execution.stage import STAGES, Arguments, Device, Reference, Stage, place, stage_named
 from tasks.progress import listener
-from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, described, open_store_elsewhere, use_store
 from tasks.storage.files import dump_checked, load_checked, remove_folder
-
-Kind = Literal["rollouts", "rewards", "advantages", "update"]
-Arguments = Mapping[str, Any]
-Reference = ArtifactRef | PolicyRef
-
-_MODULES: Mapping[str, str] = MappingProxyType(
-    {
-        "collect rollouts": "tasks.rollouts.collect_rollouts",
-        "score reward": "tasks.rewards.score_rewards",
-        "compute advantages": "tasks.advantages.compute_advantages",
-        "update policy": "tasks.update.update_policy",
-    }
-)
-STAGES = tuple(_MODULES)
-"""Kinds of stages that may run in another process."""
-SHARDS = "shards"
-"""Folder for the parts of the artifacts next to it."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One shard of a stage: the name of its task run, and the arguments of the stage's function."""
-
-    title: str
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How a stage is cut into parts.
-
-    Attributes:
-        cut: returns the parts in order, given the arguments and the maximum number of shards.
-        join: returns the artifact that the uncut stage would have made, given the arguments and the parts' artifacts.
-    """
-
-    cut: Callable[[Arguments, int], list[Part]]
-    join: Callable[[Arguments, list[ArtifactRef]], ArtifactRef]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage that can run in several places.
-
-    Attributes:
-        kind: section of the placement; None if it always runs in the run's process.
-        modules: returns the modules that the function imports by a name composed at run time, given the arguments.
-        functions: returns the references of the user's functions that it calls, given the arguments.
-        uses_policy: returns whether it computes with the policy that its process keeps, given the arguments; such
-            stages take turns in one process.
-    """
-
-    name: str
-    kind: Kind | None
-    function: Callable[..., Reference]
-    modules: Callable[[Arguments], tuple[str, ...]]
-    sharding: Sharding | None = None
-    uses_policy: Callable[[Arguments], bool] = lambda arguments: False
-    functions: Callable[[Arguments], tuple[str, ...]] = lambda arguments: ()
-
-    def roots(self, arguments: Arguments) -> tuple[str, ...]:
-        """Return where the stage's code begins: its function, and modules that are not imported by a fixed name."""
-        used = dict.fromkeys(each for code in self.user_code(arguments).values() for each in code.project)
-        return f"{self.function.__module__}:{self.function.__qualname__}", *self.modules(arguments), *used
-
-    def user_code(self, arguments: Arguments) -> dict[str, UserCode]:
-        """Return the code of the user's functions that it calls, by their references; what has none is left out."""
-        found = {}
-        for reference in self.functions(arguments):
-            # Loading it says that there is no such file.
-            with contextlib.suppress(OSError):
-                found[reference] = follow_code(reference)
-        return found
-
-    def where(self, arguments: Arguments) -> StagePlacement:
-        """Return its section of the placement; a reward may name another pool."""
-        if self.kind is None:
-            return StagePlacement()
-        placement: PlacementSection = arguments["placement"]
-        where: StagePlacement = getattr(placement, self.kind)
-        pool = getattr(arguments.get("section"), "pool", None)
-        return where.model_copy(update={"pool": pool}) if pool else where
-
-    def shards(self, arguments: Arguments) -> int:
-        """Return the number of parts that the placement requests."""
-        where = self.where(arguments)
-        if self.sharding is None or not isinstance(where, ShardedStagePlacement):
-            return 1
-        placement: PlacementSection = arguments["placement"]
-        return placement.shards_of(where) if where.pool or self.runs_on_devices(arguments) else 1
-
-    def runs_on_devices(self, arguments: Arguments) -> bool:
-        """Return whether the stage computes with models of its own, in the processes of devices if there are any."""
-        return self.kind == "rewards" or self.uses_policy(arguments)
-
-
-_REGISTERED: dict[str, Stage] = {}
-
-
-def register(stage: Stage) -> None:
-    """Make a stage known by its name."""
-    _REGISTERED[stage.name] = stage
-
-
-def stage_named(name: str) -> Stage:
-    """Import a stage's module and return the stage.
-
-    Raises:
-        ValueError: no stage of this name may run in another process.
-    """
-    if name not in _MODULES:
-        raise ValueError(f"no stage {name!r}; there are {', '.join(_MODULES)}")
-    importlib.import_module(_MODULES[name])
-    return _REGISTERED[name]
-
-
-def shard_folder(folder: str, index: int, count: int) -> str:
-    """Return where the stages of a folder store one part, by its index from 0, until the parts are joined."""
-    return f"{folder}/{SHARDS}/{index + 1:02d}of{count:02d}"
-
-
-def clear_shards(store: ArtifactStore, folder: str) -> None:
-    """Remove the parts of a folder's stages once their joined artifacts have been recorded."""
-    remove_folder(store.filesystem, store.path(f"{folder}/{SHARDS}"))
-
-
-def unsharded(arguments: Arguments) -> PlacementSection:
-    """Return the placement of a shard, which is not cut again."""
-    placement: PlacementSection = arguments["placement"]
-    return placement.uncut()
-
 
 CALLS = ".calls"
 """Folder of a run for the calls of its stages to other machines."""
@@ -269,7 +135,11 @@ def carry_out(call: StageCall) -> StageOutcome:
         stage = stage_named(call.stage)
         _require_same_functions(call)
         store.requested = call_file(call.digest) if call.key else None
-        reference = _made(stage, arguments_of(call, stage), store)
+        arguments = arguments_of(call, stage)
+        if isinstance(place(stage, arguments, on_worker=True), Device):
+            reference = run_on_device(stage, arguments, None, store)
+        else:
+            reference = stage.function(**arguments)
         if call.key is not None:
             record_stage(store, call.key, reference)
             remove_call(store, call.digest)
@@ -288,13 +158,6 @@ def _require_same_functions(call: StageCall) -> None:
                     "one, or has changed since the run began. Bring them to the same state, and start both again."
                 )
                 raise InputError("worker", reference, hint)
-
-
-def _made(stage: Stage, arguments: dict[str, Any], store: ArtifactStore) -> Reference:
-    """Run a stage's function; rollouts in the process of a device if there are any, as the update that follows."""
-    if stage.kind == "rollouts" and stage.uses_policy(arguments) and arguments["placement"].in_processes:
-        return run_on_device(stage, arguments, None, store)
-    return stage.function(**arguments)
 
 
 def run_on_device(stage: Stage, arguments: Arguments, timeout: float | None, store: ArtifactStore) -> Reference:

@@ -7,11 +7,24 @@ from collections.abc import Callable
 from prefect.futures import PrefectFuture
 from prefect.transactions import CommitMode, get_transaction, transaction
 
-from tasks.execution.call import Arguments, Part, Reference, Stage, call_of, run_in_child, run_on_device
+from tasks.execution.call import call_of, run_in_child, run_on_device
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import RetriesExhaustedError, retryable_kind
 from tasks.execution.resources import resource
+from tasks.execution.stage import (
+    Arguments,
+    Child,
+    Device,
+    Devices,
+    Here,
+    Part,
+    Pool,
+    Reference,
+    Shards,
+    Stage,
+    place,
+)
 from tasks.execution.stopping import stages_cancelled_on_interrupt
 from tasks.execution.work_pool import carry_out_on_pool
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -36,40 +49,40 @@ def dispatch(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
         LostStageError: the process or the worker that ran it has died.
         StageCancelledError: it was cancelled.
     """
-    where, store = stage.where(arguments), current_store()
+    store, where = current_store(), place(stage, arguments)
     # Another process would not know that the artifact may exist.
     store.require_read()
-    if stage.shards(arguments) > 1:
-        return run_in_shards(stage, arguments, submit)
-    if where.pool is not None:
-        task = get_transaction()
-        assert task is not None, "a stage is a Prefect task, whose transaction has the stage's key"
-        return carry_out_on_pool(call_of(stage, arguments, store, task.key), where.pool, where.timeout, store)
-    on_devices = stage.runs_on_devices(arguments) and arguments["placement"].names_devices_here
-    if on_devices and stage.kind != "update":
-        return run_on_device(stage, arguments, where.timeout, store)
-    # An update is divided among the devices' processes by its own function.
-    if where.timeout is not None and not on_devices:
-        call = call_of(stage, arguments, store)
-        # Rollouts and updates share a child, and so its model, as long as they take turns.
-        group = "policy" if stage.uses_policy(arguments) else f"{call.stage} {call.arguments.get('section')}"
-        with resource(ChildProcesses).borrow(group, call.stage, child_command("stage")) as process:
-            return run_in_child(process, call, where.timeout, store)
-    with resource(_PolicyLock).lock if stage.uses_policy(arguments) else contextlib.nullcontext():
-        return stage.function(**arguments)
+    match where:
+        case Shards(count):
+            return run_in_shards(stage, arguments, count, submit)
+        case Pool(name, timeout):
+            task = get_transaction()
+            assert task is not None, "a stage is a Prefect task, whose transaction has the stage's key"
+            return carry_out_on_pool(call_of(stage, arguments, store, task.key), name, timeout, store)
+        case Device(timeout):
+            return run_on_device(stage, arguments, timeout, store)
+        case Child(timeout):
+            call = call_of(stage, arguments, store)
+            # Rollouts and updates share a child, and so its model, as long as they take turns.
+            group = "policy" if stage.uses_policy(arguments) else f"{call.stage} {call.arguments.get('section')}"
+            with resource(ChildProcesses).borrow(group, call.stage, child_command("stage")) as process:
+                return run_in_child(process, call, timeout, store)
+        case Here() | Devices():
+            with resource(_PolicyLock).lock if stage.uses_policy(arguments) else contextlib.nullcontext():
+                return stage.function(**arguments)
 
 
-def run_in_shards(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
+def run_in_shards(stage: Stage, arguments: Arguments, count: int, submit: Submit) -> Reference:
     """Cut the stage, run the parts concurrently as stages with their own records, and join them in order.
 
-    Parts that succeed are kept when another one fails.
+    There are at most `count` parts. Parts that succeed are kept when another one fails.
 
     Raises:
         RetriesExhaustedError: the first part that failed met a retryable error more often than it is retried.
         Exception: what the first part that failed raised otherwise; both once the other parts have ended.
     """
     assert stage.sharding is not None, "only a stage with sharding is cut"
-    parts = stage.sharding.cut(arguments, stage.shards(arguments))
+    parts = stage.sharding.cut(arguments, count)
     # Each part is recorded when it ends; inside the stage's own task Prefect would record it at the end of that task.
     with transaction(commit_mode=CommitMode.EAGER):
         futures = [submit(part) for part in parts]

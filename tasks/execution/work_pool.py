@@ -20,7 +20,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Cancelled, Cancelling, Crashed, Scheduled
 
 from grpo_core.errors import InputError
-from tasks.execution.call import Reference, StageCall, call_file, naming_timeout, remove_call, write_call
+from tasks.execution.call import StageCall, call_file, naming_timeout, remove_call, write_call
 from tasks.execution.child_process import SECONDS_TO_START
 from tasks.execution.errors import (
     ErrorRecord,
@@ -31,6 +31,7 @@ from tasks.execution.errors import (
     retryable_kind,
 )
 from tasks.execution.resources import resource
+from tasks.execution.stage import Reference
 from tasks.execution.stopping import StopSignals
 from tasks.progress import log
 from tasks.storage.artifacts.store import ArtifactStore

@@ -22,7 +22,7 @@ from grpo_core.rewards.registry import build_reward, reward_reference
 from grpo_core.rewards.reward import provenance_of
 from grpo_core.user_code import code_kept
 from tasks.execution.caching import stage_task
-from tasks.execution.call import SHARDS, Arguments, Part, Sharding, shard_folder, unsharded
+from tasks.execution.stage import SHARDS, Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.metrics import LOGGED, pool_logged
 from tasks.models.resident import set_threads
 from tasks.progress import progress_of

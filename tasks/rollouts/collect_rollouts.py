@@ -18,8 +18,8 @@ from grpo_core.images import encode_png
 from grpo_core.policies.protocol import family_module
 from grpo_core.streams import Stream
 from tasks.execution.caching import stage_task
-from tasks.execution.call import Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.execution.resources import halve_on_out_of_memory, peak_memory, reset_peak_memory
+from tasks.execution.stage import Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.metrics import offload_metrics
 from tasks.models.resident import ModelSpec
 from tasks.progress import progress_of

@@ -9,8 +9,8 @@ from typing import Any
 from configs.sections import PlacementSection, PolicySection, RolloutSection, TextRolloutSection
 from grpo_core.policies.engines.settings import EngineName, EngineRecord, Progress
 from grpo_core.policies.protocol import Policy
-from tasks.execution.call import Arguments
 from tasks.execution.resources import resource
+from tasks.execution.stage import Arguments
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.storage.artifacts.reference import PolicyRef
 

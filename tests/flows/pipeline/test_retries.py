@@ -14,8 +14,8 @@ from configs.sections import PlacementSection, RetrySection, ShardedStagePlaceme
 from grpo_core.errors import InputError
 from tasks.execution import call as stages
 from tasks.execution.caching import retry_options, stage_task, with_retries
-from tasks.execution.call import Arguments, Part, Sharding
 from tasks.execution.errors import LostStageError, RetriesExhaustedError, StageTimeoutError
+from tasks.execution.stage import Arguments, Part, Sharding
 from tasks.rollouts import collect_rollouts as rollouts
 from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef

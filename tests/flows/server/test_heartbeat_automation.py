@@ -9,7 +9,7 @@ from prefect.client.orchestration import get_client
 from prefect.events.schemas.automations import Automation
 
 from flows.server.heartbeat_automation import FLOWS, NAME, ensure_automation, heartbeat_automation
-from tasks.execution.call import STAGES
+from tasks.execution.stage import STAGES
 from tests.flows.conftest import REPOSITORY
 
 

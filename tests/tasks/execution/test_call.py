@@ -10,17 +10,9 @@ from configs.sections import PlacementSection
 from configs.training import AdvantagesSection, RewardSection
 from grpo_core.errors import InputError
 from grpo_core.user_code import follow_code
-from tasks.execution.call import (
-    StageCall,
-    arguments_of,
-    call_of,
-    carry_out,
-    naming_timeout,
-    read_call,
-    stage_named,
-    write_call,
-)
+from tasks.execution.call import StageCall, arguments_of, call_of, carry_out, naming_timeout, read_call, write_call
 from tasks.execution.errors import StageTimeoutError
+from tasks.execution.stage import stage_named
 from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore

@@ -18,10 +18,11 @@ from configs.sections import PlacementSection
 from configs.training import RewardSection
 from grpo_core.errors import InputError
 from tasks.execution import child_process
-from tasks.execution.call import StageCall, StageOutcome, call_of, carry_out_in, stage_named
+from tasks.execution.call import StageCall, StageOutcome, call_of, carry_out_in
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcess, ChildProcesses
 from tasks.execution.errors import LostStageError, RemoteStageError, StageCancelledError, StageTimeoutError
+from tasks.execution.stage import stage_named
 from tasks.progress import listen
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.runs.layout import SCORES_FILE

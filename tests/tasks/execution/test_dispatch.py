@@ -10,8 +10,19 @@ import pytest
 from configs.sections import PlacementSection, ShardedStagePlacement
 from configs.training import RewardSection
 from grpo_core.errors import FailedSamplesError
-from tasks.execution.call import Part, clear_shards, stage_named
 from tasks.execution.dispatch import run_in_shards
+from tasks.execution.stage import (
+    Child,
+    Device,
+    Devices,
+    Here,
+    Part,
+    Pool,
+    Shards,
+    clear_shards,
+    place,
+    stage_named,
+)
 from tasks.rewards.score_rewards import score_reward_task
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
@@ -107,9 +118,42 @@ def collected(shared_store: ArtifactStore) -> tuple[ArtifactRef, ArtifactRef]:
     use_store(shared_store)
     whole = collect_rollouts_task.fn(**rollout_arguments("uncut", LOCAL_PLACEMENT))
     stage = stage_named("collect rollouts")
-    joined = run_in_shards(stage, rollout_arguments("cut", POOLED), here(collect_rollouts_task))
+    joined = run_in_shards(stage, rollout_arguments("cut", POOLED), 3, here(collect_rollouts_task))
     assert isinstance(joined, ArtifactRef)
     return whole, joined
+
+
+POLICY = {"rollout": IMAGES.rollout, "with_reference": False}
+
+
+@pytest.mark.parametrize(
+    ("stage", "placement", "expected"),
+    [
+        ("collect rollouts", {"devices": "cpu"}, Here()),
+        ("collect rollouts", {"devices": ["cpu", "cpu"]}, Shards(2)),
+        ("collect rollouts", {"devices": [1], "rollouts": {"timeout": 9}}, Device(9)),
+        ("collect rollouts", {"rollouts": {"timeout": 9}}, Child(9)),
+        ("collect rollouts", {"rollouts": {"pool": "far", "shards": 3}}, Shards(3)),
+        ("collect rollouts", {"rollouts": {"pool": "far", "timeout": 9}}, Pool("far", 9)),
+        ("update policy", {"devices": [0, 1], "update": {"timeout": 9}}, Devices()),
+        ("update policy", {"update": {"timeout": 9}}, Child(9)),
+        ("score reward", {"devices": [0]}, Device(None)),
+        ("compute advantages", {"devices": [0, 1]}, Here()),
+        ("compute advantages", {"devices": [0, 1], "advantages": {"timeout": 9}}, Child(9)),
+    ],
+)
+def test_where_a_stage_runs(stage: str, placement: dict[str, Any], expected: object) -> None:
+    arguments = {**POLICY, "placement": PlacementSection.model_validate(placement)}
+    assert place(stage_named(stage), arguments) == expected
+    pooled = {**arguments, "section": RewardSection(reward="jpeg", pool="judges")}
+    if stage == "score reward":
+        assert place(stage_named(stage), pooled) == Pool("judges", None)
+
+
+@pytest.mark.parametrize(("devices", "expected"), [("cpu", Here()), (["cpu", "cpu"], Device(None))])
+def test_where_rollouts_run_on_a_worker(devices: object, expected: object) -> None:
+    far = PlacementSection.model_validate({"devices": devices, "rollouts": {"pool": "far"}})
+    assert place(stage_named("collect rollouts"), {**POLICY, "placement": far}, on_worker=True) == expected
 
 
 def test_rollouts(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]) -> None:
@@ -150,7 +194,7 @@ def test_scores(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]
     folder = f"scores_{SECTIONS.index(section)}"
     whole = score_reward_task.fn(rollouts, section, f"{folder}/whole/rewards", "an iteration", LOCAL_PLACEMENT)
     arguments = reward_arguments(rollouts, section, f"{folder}/cut/rewards", POOLED)
-    joined = run_in_shards(stage_named("score reward"), arguments, here(score_reward_task))
+    joined = run_in_shards(stage_named("score reward"), arguments, 3, here(score_reward_task))
     assert isinstance(joined, ArtifactRef)
     assert (joined.digest, joined.rows, joined.metrics) == (whole.digest, whole.rows, whole.metrics)
     tables = [pl.read_parquet(store.local_files(each) / SCORES_FILE).drop("seconds") for each in (whole, joined)]
@@ -165,11 +209,11 @@ def test_failures_count_over_all_shards(store: ArtifactStore, collected: tuple[A
 
     stage = stage_named("score reward")
     # Every sample of the first shard fails: above the limit of its own samples, within that of all.
-    joined = run_in_shards(stage, arguments(0.6), here(score_reward_task))
+    joined = run_in_shards(stage, arguments(0.6), 3, here(score_reward_task))
     assert isinstance(joined, ArtifactRef)
     assert joined.metrics["rewards/fails_for_reds/failed"] == 6
     with pytest.raises(FailedSamplesError, match="of 10 samples"):
-        run_in_shards(stage, arguments(0.5), here(score_reward_task))
+        run_in_shards(stage, arguments(0.5), 3, here(score_reward_task))
 
 
 def test_parts_are_removed_and_nothing_else(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]) -> None:

@@ -16,8 +16,8 @@ from configs.training import AdvantagesSection, RewardSection
 from grpo_core.syntax import SyntaxWalk, parse
 from grpo_core.user_code import PROJECT_PACKAGES
 from tasks.execution import fingerprint
-from tasks.execution.call import STAGES, stage_named
 from tasks.execution.fingerprint import ORCHESTRATION, code_fingerprint, is_orchestration, reached_modules
+from tasks.execution.stage import STAGES, stage_named
 from tasks.process import CHECKOUT
 from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore

@@ -15,7 +15,7 @@ from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.policies.protocol import policy_family
 from grpo_core.records import RolloutGroup
 from grpo_core.streams import Stream
-from tasks.execution.call import stage_named
+from tasks.execution.stage import stage_named
 from tasks.rollouts.collect_rollouts import background
 from tasks.rollouts.streams import StatesWriter
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from configs.sections import StorageSection
 from configs.training import RewardSection
 from grpo_core.errors import InputError
-from tasks.execution.call import StageCall, call_of, carry_out, stage_named
+from tasks.execution.call import StageCall, call_of, carry_out
+from tasks.execution.stage import stage_named
 from tasks.progress import listen
 from tasks.storage.artifacts.files import ArtifactFiles, ReadCache, default_cache
 from tasks.storage.artifacts.reference import ArtifactRef, Manifest, read_manifest
