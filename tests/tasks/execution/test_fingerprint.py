@@ -56,7 +56,7 @@ print("imported")
     "grpo_core/offered.py": "OFFERED = 1\n",
     "grpo_core/other.py": "OTHER = 1\n",
     "grpo_core/lazy.py": "def late(x):\n    # Twice.\n    return helper(x)\n\n\ndef helper(x):\n    return x * 2\n",
-    "grpo_core/losses.py": "def clipped(x):\n    return x\n",
+    "grpo_core/losses.py": "from math import sin as wave\n\n\ndef clipped(x):\n    return x\n",
     "grpo_core/kl.py": "def k3(x):\n    return x\n",
 }
 EDITS = [
@@ -69,6 +69,7 @@ EDITS = [
     ("grpo_core/offered.py", "OFFERED = 1", "OFFERED = 3", True),
     ("grpo_core/lazy.py", "    # Twice.\n", "", False),
     ("grpo_core/lazy.py", "x * 2", "x * 3", True),
+    ("grpo_core/losses.py", "import sin as", "import cos as", True),
     ("grpo_core/losses.py", "def clipped(x):\n    return x", "def clipped(x):\n    return 2 * x", True),
     ("grpo_core/losses.py", "def clipped", "\n\n# One more.\ndef clipped", False),
     ("grpo_core/other.py", "OTHER = 1", "OTHER = 2", False),

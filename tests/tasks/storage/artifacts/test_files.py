@@ -53,14 +53,24 @@ def cache(tmp_path: Path) -> ReadCache:
 
 
 class TestContents:
-    def test_the_least_recently_read_is_evicted_first(self, cache: ReadCache, tmp_path: Path) -> None:
-        for number, content in enumerate(CONTENTS[:2]):
+    @pytest.mark.parametrize("read", [0, 1])
+    def test_the_least_recently_read_is_evicted_first(self, cache: ReadCache, tmp_path: Path, read: int) -> None:
+        for content in CONTENTS[:2]:
             keep(cache, tmp_path, content)
-            os.utime(kept(cache)[sha256(content)], (number, number))
-        assert cache.take(sha256(CONTENTS[0]), tmp_path / "read")
+            os.utime(kept(cache)[sha256(content)], (1, 1))
+        assert cache.take(sha256(CONTENTS[read]), tmp_path / "read")
+        keep(cache, tmp_path, CONTENTS[2])
+        assert set(kept(cache)) == {sha256(CONTENTS[read]), sha256(CONTENTS[2])}
+        assert not cache.take(sha256(CONTENTS[1 - read]), tmp_path / "read")
+
+    def test_a_file_counts_as_read_when_it_is_kept(self, cache: ReadCache, tmp_path: Path) -> None:
+        (tmp_path / "old").write_bytes(CONTENTS[0])
+        keep(cache, tmp_path, CONTENTS[1])
+        os.utime(kept(cache)[sha256(CONTENTS[1])], (1, 1))
+        os.utime(tmp_path / "old", (0, 0))
+        cache.keep(tmp_path / "old", sha256(CONTENTS[0]))
         keep(cache, tmp_path, CONTENTS[2])
         assert set(kept(cache)) == {sha256(CONTENTS[0]), sha256(CONTENTS[2])}
-        assert not cache.take(sha256(CONTENTS[1]), tmp_path / "read")
 
     def test_it_never_exceeds_its_limit(self, cache: ReadCache, tmp_path: Path) -> None:
         for content in [*CONTENTS, bytes(251), bytes(250)]:
