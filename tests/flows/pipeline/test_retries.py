@@ -12,7 +12,7 @@ from prefect import flow, task
 
 from configs.sections import PlacementSection, RetrySection, ShardedStagePlacement
 from grpo_core.errors import InputError
-from tasks.execution import call as stages
+from tasks.execution import stage as stages
 from tasks.execution.caching import retry_options, stage_task, with_retries
 from tasks.execution.errors import LostStageError, RetriesExhaustedError, StageTimeoutError
 from tasks.execution.stage import Arguments, Part, Sharding
