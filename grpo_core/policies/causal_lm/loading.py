@@ -3,7 +3,6 @@
 import pickle
 import re
 import shutil
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.quantization import QuantizationSettings, prepare_layers, quantized_loading
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.policies.trained.whole import OF_TRANSPOSED_WEIGHTS
 
 _TOKENIZER_FILES = (
     "*processor_config.json",
@@ -220,17 +218,14 @@ def train_language_model(
             would be trained.
     """
     frozen = {id(each) for each in kind.outside(base)} if choice.freeze_vision else set()
-    with warnings.catch_warnings():
-        # One for each layer.
-        warnings.filterwarnings("ignore", message=OF_TRANSPOSED_WEIGHTS, category=UserWarning)
-        trained = train_model(
-            base,
-            choice,
-            base_name=base_name,
-            default_targets=decoder_linears(base) if frozen else ALL_LINEAR,
-            own_frozen=tuple(name for name, each in base.named_parameters() if id(each) in frozen),
-            initial_state=initial_state,
-        )
+    trained = train_model(
+        base,
+        choice,
+        base_name=base_name,
+        default_targets=decoder_linears(base) if frozen else ALL_LINEAR,
+        own_frozen=tuple(name for name, each in base.named_parameters() if id(each) in frozen),
+        initial_state=initial_state,
+    )
     # With adapters, which are parameters of their own.
     frozen = {id(each) for each in kind.outside(base)} if frozen else frozen
     if matched := [name for name, each in trained.trainable_parameters().items() if id(each) in frozen]:

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.component import merged_adapters
-from grpo_core.policies.trained.model import CPU, TrainedModel, copied, differing_shapes
+from grpo_core.policies.trained.model import CPU, TrainedModel, copied, refuse_differing
 from grpo_core.policies.trained.quantization import is_quantized
 from grpo_core.policies.trained.settings import ADAPTER_FILE, MOVING, PLACE, LoraSettings, TrainingChoice
-from grpo_core.policies.trained.whole import FULL_WEIGHTS, OF_TIED_WEIGHTS, tied_layers
+from grpo_core.policies.trained.whole import FULL_WEIGHTS, expected_warnings, tied_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -113,9 +112,8 @@ class FullModel(TrainedModel):
                 state.update(load_file(shard))
         # Of tied weights only one is stored.
         tied = (getattr(self.model, "all_tied_weights_keys", None) or {}).keys() - state.keys()
-        differing = [name for name in differing_shapes(state, self.model.state_dict()) if name not in tied]
-        if differing:
-            raise InputError("policy", differing[:3], "The stored weights are for another model.")
+        expected = {name: value for name, value in self.model.state_dict().items() if name not in tied}
+        refuse_differing(state, expected, "policy", "The stored weights are for another model.")
         self.model.load_state_dict(state, strict=False)
 
 
@@ -169,9 +167,8 @@ class LoraModel(TrainedModel):
 
     def _start_from(self, folder: Path) -> None:
         state = load_file(folder / ADAPTER_FILE)
-        if differing := differing_shapes(state, self._initial):
-            hint = f"Its weights do not fit the model: {', '.join(differing[:3])}. Give an adapter of this model."
-            raise InputError(PLACE, str(folder), hint)
+        hint = "Its weights do not fit the model; give an adapter of this model."
+        refuse_differing(state, self._initial, PLACE, hint, str(folder))
         self._initial = {name: value.to(self._initial[name].dtype) for name, value in state.items()}
         if not any(parameter.is_meta for parameter in self.model.parameters()):
             self.load(None)
@@ -191,11 +188,9 @@ class LoraModel(TrainedModel):
         from peft import set_peft_model_state_dict
 
         state = self._initial if folder is None else load_file(folder / ADAPTER_FILE)
-        # Compared first: peft would load only the matching part, and the policy would mix two versions.
-        differing = differing_shapes(state, self._initial)
-        if differing:
-            hint = "The stored adapter is for another model, rank or targets; set policy as it was for that adapter."
-            raise InputError("policy.lora", differing[:3], hint)
+        # peft would load only the matching part, and the policy would mix two versions.
+        hint = "The stored adapter is for another model, rank or targets; set policy as it was for that adapter."
+        refuse_differing(state, self._initial, "policy.lora", hint)
         set_peft_model_state_dict(self.model, state)
 
     def merged(self) -> AbstractContextManager[None]:
@@ -282,12 +277,7 @@ def _with_adapters(base: nn.Module, config: "LoraConfig", choice: TrainingChoice
     if any(parameter.is_meta for parameter in base.parameters()):
         # There are no values to be decomposed.
         config = replace(config, init_lora_weights=True)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft reads an attribute of transformers by its previous name.
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        warnings.filterwarnings("ignore", message=OF_TIED_WEIGHTS, category=UserWarning)
-        # peft looks among modules for its own pattern of experts, which are parameters.
-        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
+    with torch.random.fork_rng(devices=[]), expected_warnings():
         torch.manual_seed(choice.seed)
         try:
             return get_peft_model(base, config)

@@ -309,10 +309,14 @@ def _run(layer: nn.Module, function: Callable[..., Any], *inputs: Any) -> Any:
     return checkpoint(evaluated, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def differing_shapes(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Return the names that one side lacks or has in another shape."""
-    return sorted(
-        name
-        for name in stored.keys() | expected.keys()
-        if name not in stored or name not in expected or stored[name].shape != expected[name].shape
-    )
+def refuse_differing(
+    stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], place: str, hint: str, value: str | None = None
+) -> None:
+    """Raise InputError with the first names that one side lacks or has in another shape.
+
+    Args:
+        value: of the error; None: these names alone.
+    """
+    shapes = [{(name, value.shape) for name, value in side.items()} for side in (stored, expected)]
+    if differing := sorted({name for name, _ in shapes[0] ^ shapes[1]}):
+        raise InputError(place, value or differing[:3], f"{hint} ({', '.join(differing[:3])} differ.)")

@@ -4,9 +4,11 @@ import json
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.policies.pipeline_files import INDEX_FILE, pipeline_parts
@@ -18,13 +20,29 @@ if TYPE_CHECKING:
 FULL_WEIGHTS = ("model*.safetensors", "diffusion_pytorch_model*.safetensors")
 """Patterns of the files with every weight of a model, as transformers and diffusers name them."""
 
-OF_TIED_WEIGHTS = ".*(`tie_word_embeddings=True`|no longer tied)"
-"""What peft warns of where adapters are at tied weights, as a regular expression."""
-
-OF_TRANSPOSED_WEIGHTS = "fan_in_fan_out is set to"
-"""What peft warns of where it transposes matrices, as those of GPT-2's layers, or those of other layers back."""
+_EXPECTED: Mapping[str, type[Warning]] = MappingProxyType(
+    {
+        # peft reads an attribute of transformers by its previous name.
+        "`is_gradient_checkpointing`": FutureWarning,
+        ".*(`tie_word_embeddings=True`|no longer tied)": UserWarning,
+        # It transposes matrices as those of GPT-2's layers, and says so for each.
+        "fan_in_fan_out is set to": UserWarning,
+        # It looks among modules for its own pattern of experts, which are parameters.
+        "The following (rank|alpha)_pattern keys": RuntimeWarning,
+    }
+)
+"""What peft warns of while it adds or merges adapters, as regular expressions."""
 
 _COPIED = (*(f"{pattern}*" for pattern in FULL_WEIGHTS), "config.json", "generation_config.json")
+
+
+@contextmanager
+def expected_warnings() -> Iterator[None]:
+    """Leave out what peft says of models as they are meant to be."""
+    with warnings.catch_warnings():
+        for message, category in _EXPECTED.items():
+            warnings.filterwarnings("ignore", message=message, category=category)
+        yield
 
 
 @dataclass(frozen=True)
@@ -58,11 +76,7 @@ def save_whole(weights: Path, folder: Path, load_base: Callable[[], Any]) -> Non
         return
     from peft import PeftModel
 
-    with warnings.catch_warnings():
-        # peft reads an attribute of transformers by its previous name.
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        for message in (OF_TIED_WEIGHTS, OF_TRANSPOSED_WEIGHTS):
-            warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    with expected_warnings():
         adapted: Any = PeftModel.from_pretrained(load_base(), str(weights))
         _untie(adapted)
         merged = adapted.merge_and_unload(safe_merge=True)
