@@ -137,13 +137,13 @@ def refuse_unusable_weights(
     """
     chosen = quantized_parts(parts, quantization)
     for name, (library, _) in parts.items():
-        stored, where = stored_quantization(model, name), f"{model}, {name}" if name else model
+        stored, where = stored_kind(model, name), f"{model}, {name}" if name else model
         own = quantization if name in chosen else None
         if stored is not None and own is not None:
-            hint = f"The weights of {where} are stored in {stored.kind} already; leave policy.quantization out."
+            hint = f"The weights of {where} are stored in {stored} already; leave policy.quantization out."
             raise InputError(f"{PLACE}.kind", own.kind, hint)
         if stored is not None and name in trained and not adapters:
-            hint = f"The weights of {where} are stored in {stored.kind} and cannot be trained; set policy.lora."
+            hint = f"The weights of {where} are stored in {stored} and cannot be trained; set policy.lora."
             raise InputError("policy.lora", None, hint)
         if stored is None and own is None:
             continue
@@ -160,8 +160,8 @@ def refuse_unusable_weights(
             raise InputError(place, value, hint)
 
 
-def stored_quantization(model: str, part: str) -> QuantizationSettings | None:
-    """Return how the stored weights of a part of a model are quantized; None if they are not.
+def stored_kind(model: str, part: str) -> str | None:
+    """Return the kind in which the stored weights of a part of a model are quantized; None if they are not.
 
     Raises:
         InputError: it is a method under which nothing was trained here.
@@ -170,10 +170,7 @@ def stored_quantization(model: str, part: str) -> QuantizationSettings | None:
     if not values:
         return None
     if values.get("load_in_4bit"):
-        kind: Any = values.get("bnb_4bit_quant_type", "fp4")
-        compute = str(values.get("bnb_4bit_compute_dtype", "float32")).removeprefix("torch.")
-        double = bool(values.get("bnb_4bit_use_double_quant", False))
-        return QuantizationSettings(kind, double, "bfloat16" if compute == "bfloat16" else None)
+        return str(values.get("bnb_4bit_quant_type", "fp4"))
     how = f"{values.get('quant_method')}{' in 8 bits' if values.get('load_in_8bit') else ''}"
     hint = (
         f"Its weights are quantized by {how}, over which no adapters were tried here; give the model without that, and "
@@ -227,12 +224,11 @@ def count_quantized(
 
     chosen, found = quantized_parts(parts, quantization), {}
     for part, network in networks.items():
-        settings = quantization if part in chosen else stored_quantization(model, part)
-        if settings is None:
+        if part not in chosen and stored_kind(model, part) is None:
             continue
         own = skipped_modules(network, left_alone) if parts[part][0] == "transformers" else []
         linear = ((name, each) for name, each in network.named_modules() if type(each) is nn.Linear)
-        skip = [*own, *settings.skip_modules]
+        skip = [*own, *(quantization.skip_modules if quantization is not None else ())]
         weights = {id(each.weight): each.weight for name, each in linear if should_convert_module(name, skip)}
         found[part] = sum(weight.numel() for weight in weights.values())
     return found
