@@ -15,7 +15,7 @@ from tasks.reports.report import require_page_path, write_page
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunSummary, summary_of
-from tasks.runs.stored import chosen_version
+from tasks.runs.stored_policies import chosen_version
 from tasks.storage.artifacts.store import ArtifactStore
 
 

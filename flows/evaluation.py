@@ -46,7 +46,8 @@ from tasks.runs.layout import (
     evaluation_folder,
 )
 from tasks.runs.lookup import find_run, read_description
-from tasks.runs.stored import choose_policy, chosen_version, find_evaluation, stored_config
+from tasks.runs.stored import find_evaluation, stored_config
+from tasks.runs.stored_policies import choose_policy, chosen_version
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.run_lock import locked

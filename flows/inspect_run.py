@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_core.errors import InputError
+from tasks.reports.groups import LARGE, read_groups
 from tasks.reports.images import PromptImages
 from tasks.reports.report import Report, require_page_path, write_page
 from tasks.reports.run_page import (
@@ -16,7 +17,6 @@ from tasks.reports.run_page import (
     run_report,
     stage_shares,
 )
-from tasks.reports.samples import LARGE, read_groups
 from tasks.reports.text import relative
 from tasks.runs.hacking import Verdict, hacking_verdict
 from tasks.runs.layout import ROLLOUTS

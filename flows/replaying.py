@@ -29,14 +29,8 @@ from tasks.progress import log
 from tasks.reports.text import counted
 from tasks.runs.layout import RECOMPUTED, STORED, StoredIteration, iteration_folder
 from tasks.runs.lookup import CONFIG_FILE, find_run, spans
-from tasks.runs.stored import (
-    chosen_version,
-    first_iteration,
-    read_iterations,
-    read_policy,
-    read_range,
-    stored_config,
-)
+from tasks.runs.stored import first_iteration, read_iterations, read_range, stored_config
+from tasks.runs.stored_policies import chosen_version, read_policy
 from tasks.storage.artifacts.commit import STATES_REMOVED, removed_by
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore

@@ -30,9 +30,9 @@ from grpo_core.streams import STREAMS
 from tasks.models.initial import RECORD_FILE, model_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy, configure_torch, load_policy
 from tasks.prompts.marks import mark_images, require_match
-from tasks.prompts.sources import load_source
+from tasks.prompts.source_images import load_source
 from tasks.runs.lookup import find_run, read_description
-from tasks.runs.stored import adapter_version, choose_policy, chosen_version
+from tasks.runs.stored_policies import adapter_version, choose_policy, chosen_version
 from tasks.runs.trust import uses_of
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, use_store

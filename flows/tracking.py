@@ -21,9 +21,9 @@ from configs.schema import RunConfig
 from grpo_core.errors import InputError, first_line
 from tasks.metrics import HELDOUT
 from tasks.progress import log
+from tasks.reports.groups import Row, read_shown_samples
 from tasks.reports.images import PromptImages, padded
 from tasks.reports.iteration import IterationRecord
-from tasks.reports.samples import Row, read_samples
 from tasks.reports.text import one_line
 from tasks.runs.layout import ADVANTAGES, ROLLOUTS, STATES, TENSORBOARD, TRACKERS_FILE
 from tasks.runs.read_run import evaluation_metrics
@@ -162,7 +162,7 @@ def read_images(store: ArtifactStore, evaluation: EvaluationView) -> Images:
     """
     with store.reading(without=(STATES,)) as read:
         try:
-            table = read_samples(read, evaluation.stages[ROLLOUTS], (), evaluation.stages[ADVANTAGES], _COLUMNS)
+            table = read_shown_samples(read, evaluation.stages[ROLLOUTS], (), evaluation.stages[ADVANTAGES], _COLUMNS)
         except PrunedArtifactError:
             return {}
         groups = [] if table.is_text else [group[:MAX_SAMPLES] for group in table.groups[:MAX_PROMPTS]]

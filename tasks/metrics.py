@@ -72,7 +72,7 @@ def offload_metrics(stage: str, moved: "Moved") -> dict[str, float]:
     return {f"{OFFLOAD}{stage}/moved_gib": moved.bytes / 2**30, f"{OFFLOAD}{stage}/moved_seconds": moved.seconds}
 
 
-Stages = Mapping[tuple[str, str], Sequence[ArtifactRef]]
+ByLabel = Mapping[tuple[str, str], Sequence[ArtifactRef]]
 """An artifact per sampling round, by stage and reward label (empty for other stages), in the order of the stages."""
 
 _POOLED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
@@ -89,7 +89,7 @@ _POOLED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
 )
 
 
-def stage_metrics(stages: Stages, previous: Mapping[str, float] | None, *, sampling: str) -> dict[str, float]:
+def stage_metrics(stages: ByLabel, previous: Mapping[str, float] | None, *, sampling: str) -> dict[str, float]:
     """Pool the metrics of each stage over the sampling rounds; add num_tokens, times, speeds and memory.
 
     As in TRL, num_tokens is the number of tokens of prompts and completions since the start of the run, with a prompt
@@ -122,7 +122,7 @@ def stage_metrics(stages: Stages, previous: Mapping[str, float] | None, *, sampl
     return metrics | of_functions
 
 
-def _speeds(stages: Stages, sampling: str) -> dict[str, float]:
+def _speeds(stages: ByLabel, sampling: str) -> dict[str, float]:
     """Return samples and sampled tokens per second of sampling; empty where nothing was sampled."""
     sampled = [part for (stage, _), rounds in stages.items() if stage == sampling for part in rounds]
     seconds = sum(part.seconds for part in sampled)
@@ -136,7 +136,7 @@ def _speeds(stages: Stages, sampling: str) -> dict[str, float]:
     return speeds
 
 
-def _memory(stages: Stages) -> dict[str, float]:
+def _memory(stages: ByLabel) -> dict[str, float]:
     """Return the peak of each stage that ran on a GPU, in GiB."""
     peaks: dict[str, float] = {}
     for (stage, _), rounds in stages.items():

@@ -12,7 +12,7 @@ from grpo_core.policies.trained.quantization import read_stored
 from tasks.models.initial import initial_digest, model_folder
 from tasks.runs.lookup import find_run, read_description
 from tasks.runs.origin import Origin, origin_of
-from tasks.runs.stored import adapter_version, choose_policy, chosen_version, stored_versions
+from tasks.runs.stored_policies import adapter_version, choose_policy, chosen_version, stored_versions
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import require_writable

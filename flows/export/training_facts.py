@@ -13,7 +13,8 @@ from tasks.reports.report import Fact, Table
 from tasks.reports.text import number, reward_origin
 from tasks.runs.layout import RECOMPUTED, StoredEvaluation, evaluation_folder
 from tasks.runs.lookup import spans
-from tasks.runs.stored import choose_policy, find_evaluation
+from tasks.runs.stored import find_evaluation
+from tasks.runs.stored_policies import choose_policy
 
 
 def training_facts(plan: ExportPlan) -> list[Fact]:

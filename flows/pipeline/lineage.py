@@ -29,7 +29,8 @@ from tasks.rewards.score_rewards import scores_key
 from tasks.runs.layout import is_result
 from tasks.runs.lookup import CONFIG_FILE, find_run, read_description
 from tasks.runs.reader import RunReader
-from tasks.runs.stored import START, choose_policy, chosen_version, paths_beside_root, stored_config, stored_start
+from tasks.runs.stored import paths_beside_root, stored_config
+from tasks.runs.stored_policies import START, choose_policy, chosen_version, stored_start
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import LINEAGE, RUN_FILE, ArtifactStore, open_store
 from tasks.storage.files import matching

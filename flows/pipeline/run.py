@@ -39,11 +39,11 @@ from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
 from tasks.progress import Silence, listen, log
 from tasks.prompts.curriculum import PromptSet, PromptStatistics, draw_prompts
-from tasks.prompts.sources import SourceReference
+from tasks.prompts.source_images import SourceReference
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS
 from tasks.runs.lookup import record_start, require_schema, write_description
-from tasks.runs.stored import START
+from tasks.runs.stored_policies import START
 from tasks.runs.trust import remember, uses_of
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import LINEAGE, RUN_FILE, ArtifactStore, open_store

@@ -35,9 +35,9 @@ from tasks.progress import listen, listener
 from tasks.rewards.score_rewards import failed_scores, score_reward_task
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
-from tasks.rollouts.sources import store_sources
 from tasks.runs.hacking import HackingSign
 from tasks.runs.layout import SamplingRound, StoredEvaluation
+from tasks.runs.sources import store_sources
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, StageContext, current_store, stage_context, use_stage_context
 from tasks.storage.prefect_results import registered_records
@@ -76,7 +76,7 @@ R = TypeVar("R", ArtifactRef, PolicyRef)
 def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan, rollout: RolloutSection) -> ArtifactRef:
     """Sample every group of a plan with a policy, by these settings: stage 1."""
     config, stage = run.config, as_task(collect_rollouts_task, plan.title, run.config.placement)
-    store_sources(run.store, plan, run.source_references, run.stored_sources)
+    store_sources(run.store, plan.named_sources, run.source_references, run.stored_sources)
     with_reference = config.advantages.kl_coef > 0
     rollouts = stage(policy, plan, run.model, rollout, with_reference, config.placement)
     if config.placement.shards_of(config.placement.rollouts) > 1:

@@ -29,7 +29,7 @@ from tasks.models.initial import training_choices
 from tasks.reports.report import Report, Table
 from tasks.reports.text import counted
 from tasks.rollouts.engines import uses_resident_policy
-from tasks.runs.stored import adapter_version
+from tasks.runs.stored_policies import adapter_version
 from tasks.storage.artifacts.store import open_store
 from tasks.storage.files import is_local, nearest_existing
 

@@ -22,7 +22,7 @@ from grpo_core.policies.trained.settings import LoraSettings
 from grpo_core.services import Service, ServiceError, read_token
 from tasks.models.initial import model_digest, training_choices
 from tasks.prompts.read import Prompt
-from tasks.runs.stored import adapter_version
+from tasks.runs.stored_policies import adapter_version
 from tasks.storage.artifacts.store import open_store
 from tasks.storage.files import is_local, nearest_existing
 

@@ -18,7 +18,7 @@ from grpo_core.streams import ImageSize, Stream
 from grpo_core.update.optimizer import refuse_unavailable
 from tasks.models.initial import initial_digest, local_source, training_choices
 from tasks.models.resident import ModelSpec, refuse_missing_devices, torch_device
-from tasks.runs.stored import adapter_version
+from tasks.runs.stored_policies import adapter_version
 from tasks.storage.artifacts.store import open_store
 from tasks.update.job import refuse_unusable_placement
 from tasks.update.machines import machine_count

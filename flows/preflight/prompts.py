@@ -13,7 +13,7 @@ from grpo_core.streams import MAX_PIXELS, ImageSize
 from tasks.prompts.curriculum import PromptSet
 from tasks.prompts.hub import DatasetChoice
 from tasks.prompts.read import LONG_PROMPT, Prompt, PromptFile, read_prompts
-from tasks.prompts.sources import SourceColumns
+from tasks.prompts.source_images import SourceColumns
 from tasks.prompts.targets import pair_targets, read_sizes, size_place
 from tasks.reports.text import counted, one_line, printable
 

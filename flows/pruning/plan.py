@@ -33,7 +33,8 @@ from tasks.runs.layout import (
     policy_folder,
 )
 from tasks.runs.reader import RunReader
-from tasks.runs.stored import find_evaluation, heldout_rewards
+from tasks.runs.stored import find_evaluation
+from tasks.runs.stored_policies import heldout_rewards
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, STATES_REMOVED
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore

@@ -17,7 +17,8 @@ from tasks.reports.text import size
 from tasks.runs.layout import LOCKED_APART, OTHER_EVALUATIONS, evaluation_folder, policy_folder
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
-from tasks.runs.stored import heldout_rewards, stored_config
+from tasks.runs.stored import stored_config
+from tasks.runs.stored_policies import heldout_rewards
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import matching

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from flows.terminal.output import plain, show_report, table_of
 from grpo_core.messages import shown_question
+from tasks.reports.groups import Group, Groups, Row
 from tasks.reports.images import PRUNED
 from tasks.reports.report import Report, Table
 from tasks.reports.run_page import Heldout, plotted_metrics
-from tasks.reports.samples import Group, Groups, Row
 from tasks.reports.text import (
     ASCII_BLOCKS,
     SPARK_WIDTH,

@@ -25,8 +25,8 @@ from flows.preflight.prompts import read_prompt_files
 from flows.pruning.prune import PolicyKeeper
 from flows.training.history import TrainingHistory
 from grpo_core.errors import InputError
+from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
 from tasks.reports.images import image_uri, shrunk
-from tasks.reports.iteration import write_contact_sheet, write_heldout_texts
 from tasks.reports.report import Report, reward_facts, seconds_facts, signs_notice
 from tasks.reports.text import counted, relative
 from tasks.runs.layout import (
@@ -42,7 +42,8 @@ from tasks.runs.layout import (
 )
 from tasks.runs.lookup import CONFIG_SHA256, read_config_file
 from tasks.runs.run_view import RunSummary, summary_of
-from tasks.runs.stored import find_evaluation, read_iterations, read_policy
+from tasks.runs.stored import find_evaluation, read_iterations
+from tasks.runs.stored_policies import read_policy
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, open_store
 from tasks.storage.prefect_results import note_copied

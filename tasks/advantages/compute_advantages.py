@@ -14,7 +14,7 @@ from configs.training import AdvantagesSection, RewardSection
 from grpo_core.advantages.compute import GroupAdvantages, compute_advantages, reward_metrics
 from grpo_core.rewards.mix import RunningMoments
 from grpo_core.streams import Stream
-from tasks.advantages.samples import Samples, read_samples, samples_of
+from tasks.advantages.compared_samples import Samples, read_compared_samples, samples_of
 from tasks.execution.caching import stage_task
 from tasks.metrics import RUNNING, stream_prefix
 from tasks.progress import progress_of
@@ -111,7 +111,6 @@ LOCAL_PLACEMENT = PlacementSection()
 # These fields determine the scores, which are inputs here.
 _OF_SCORING = ("reward", "settings")
 _COPIED = ("sample_id", "iteration", "group_id", "prompt_id", "dataset")
-_TOKENS_ALONE: tuple[Stream, ...] = ("tokens",)
 
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -131,8 +130,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "running": _running(earlier, streams, mix),
         # A rescoring keeps separate tables, even with equal advantages.
         "place": inputs["folder"],
-        # Keys from before there were streams stay valid.
-        **({} if streams == _TOKENS_ALONE else {"streams": streams}),
+        "streams": streams,
     }
 
 
@@ -168,7 +166,7 @@ def compute_advantages_task(
     rows = sum(each.rollouts.rows for each in rounds)
     report_progress = progress_of(f"{title}: {STAGE}", rows)
     with store.staging() as staged:
-        samples = read_samples(store, rounds, mix, advantages)
+        samples = read_compared_samples(store, rounds, mix, advantages)
         tables: list[pa.Table] = []
         metrics: dict[str, float] = {}
         for stream in streams:

@@ -1,8 +1,8 @@
 """Prompts of an iteration.
 
-read        prompt files and `datasets` repositories -> prompts with stable names
-files       finding and decoding input files; formats turns them into tables, and hub `datasets` repositories
-sources     the images in prompts; marks says where they stand in the text, images which files are read
-targets     target images, and the image size of each prompt
-curriculum  which prompts an iteration samples, equally often or by measured difficulty
+read           prompt files and `datasets` repositories -> prompts with stable names
+files          finding and decoding input files; formats turns them into tables, and hub `datasets` repositories
+source_images  the images in prompts; marks says where they stand in the text, images which files are read
+targets        target images, and the image size of each prompt
+curriculum     which prompts an iteration samples, equally often or by measured difficulty
 """

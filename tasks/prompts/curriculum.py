@@ -198,6 +198,8 @@ def choose_sets(weights: Sequence[float], *, seed: int, first: int, count: int) 
     Returns:
         The index of the set, and how often it was served before, for each place.
     """
+    if len(weights) == 1:
+        return tuple((0, place) for place in range(first, first + count))
     uniform = (_raw(derive_seed(seed, "sets"), first + count) >> np.uint64(11)) * 2.0**-53
     # The last bound is left out: rounded sums must not leave a gap below 1.
     chosen = np.searchsorted(np.cumsum(weights)[:-1] / math.fsum(weights), uniform, side="right")

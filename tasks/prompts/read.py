@@ -19,12 +19,12 @@ from grpo_core.streams import has_visible_text
 from tasks.prompts.files import PromptRow, file_ending, find_files, nearest_names
 from tasks.prompts.formats import ENDINGS, ImageRow, PromptTable, convert_numbers, open_table
 from tasks.prompts.hub import DatasetChoice, names_dataset, open_dataset
-from tasks.prompts.sources import (
+from tasks.prompts.source_images import (
     PromptWithSources,
     SourceColumns,
     SourceReference,
     choose_source_columns,
-    read_sources,
+    read_source_images,
 )
 
 PROMPT_COLUMNS = (("prompt",), ("prompt_en",), ("prompt_raw",), ("prompts",), ("instruction",), ("caption", "text"))
@@ -155,7 +155,7 @@ def read_prompts(
     else:
         read = chain.from_iterable(table.read_images(of_images) for table in tables)
         cells = read if of_images else repeat(ImageRow({}))
-        contents = read_sources(rows, texts, cells, images, folder)
+        contents = read_source_images(rows, texts, cells, images, folder)
     if captions:
         contents = _as_captions(rows, contents, roles.get("", ""))
     return PromptFile(folder, ", ".join(roles.values()), _named(rows, contents, roles), commit, of_images)

@@ -10,8 +10,8 @@ from tasks.metrics import HELDOUT
 from tasks.reports.compared_runs import PairedDifference
 from tasks.reports.comparison import Comparison
 from tasks.reports.curves import line_plot
+from tasks.reports.groups import TRAITS, varying
 from tasks.reports.report import Cells, Notice, Report, Table, render
-from tasks.reports.samples import TRAITS, varying
 from tasks.reports.text import change, counted, number, one_line, reward_origin
 from tasks.runs.run_view import summary_of
 

@@ -16,8 +16,8 @@ from tasks.reports.compared_runs import (
     provenances,
 )
 from tasks.reports.curves import Curve
+from tasks.reports.groups import MEDIUM, Group, Row, Samples, read_stages, show_groups
 from tasks.reports.images import PromptImages
-from tasks.reports.samples import MEDIUM, Group, Row, Samples, read_stages, show_groups
 from tasks.reports.text import counted
 from tasks.runs.layout import EVALUATIONS, GUARDRAILS, OTHER_EVALUATIONS, REWARDS, ROLLOUTS, stage_folder
 from tasks.runs.lookup import spans

@@ -8,7 +8,7 @@ that no font has is written as its code point.
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,10 @@ FONTS_HINT = (
 )
 
 _STYLES = re.compile(r"bold|italic|oblique|light|thin|black|medium|condensed|serif|mono", re.IGNORECASE)
+_WIDE = r"[\p{EA=W}\p{EA=F}]"
+_PIECES = regex.compile(rf"(\s*)((?={_WIDE})\X|(?:(?!{_WIDE}|\s)\X)+)")
+"""What a line may be folded between, with the space before it: words, and wide letters such as Chinese ones in them."""
+
 _JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
 _ELLIPSIS = "…"
 _DOTS_PER_INCH = 72
@@ -64,8 +68,8 @@ class Fonts:
         more than `count` lines is cut.
         """
         lines = [""]
-        for space, piece in _pieces(self.shown(text)):
-            longer = f"{lines[-1]}{space}{piece}".lstrip()
+        for space, piece in _PIECES.findall(self.shown(text)):
+            longer = f"{lines[-1]}{space and ' '}{piece}".lstrip()
             if self.width(longer, size) <= width:
                 lines[-1] = longer
                 continue
@@ -156,20 +160,3 @@ def _script(letter: str) -> str:
         return "symbols"
     script = unicodedata.name(letter, "unnamed").partition(" ")[0]
     return script if script == "CJK" else script.capitalize()
-
-
-def _pieces(text: str) -> Iterator[tuple[str, str]]:
-    """Yield what a line may be folded between, each with the space before it: words, and wide letters in them."""
-    for word in text.split():
-        space, narrow = " ", ""
-        for cluster in regex.findall(r"\X", word):
-            if unicodedata.east_asian_width(cluster[0]) not in "FW":
-                narrow += cluster
-                continue
-            if narrow:
-                yield space, narrow
-                space, narrow = "", ""
-            yield space, cluster
-            space = ""
-        if narrow:
-            yield space, narrow

@@ -22,6 +22,9 @@ from tasks.storage.artifacts.store import ArtifactStore
 PRUNED = "image removed"
 """Shown in place of an image that `grpo prune` deleted."""
 
+THUMBNAIL = 112
+"""Longest side of an image in Markdown, in pixels."""
+
 LOSSLESS_SIDE = 128
 """Images up to this many pixels per side are embedded without loss, because each of their pixels matters."""
 
@@ -178,3 +181,8 @@ def image_uri(image: Image.Image, *, lossless_side: int = LOSSLESS_SIDE, quality
     lossless = max(image.size) <= lossless_side
     image.save(content, "WEBP", lossless=lossless, quality=20 if lossless else quality, method=2, exact=True)
     return data_uri(content.getvalue(), "image/webp")
+
+
+def embedded(name: str, image: Image.Image) -> str:
+    """Write a small image into Markdown."""
+    return f"![{name}]({image_uri(fitted(image, THUMBNAIL), lossless_side=0, quality=80)})"

@@ -9,8 +9,8 @@ from PIL import Image
 
 from grpo_core.messages import shown_question
 from grpo_core.streams import STREAMS
-from tasks.reports import samples as outputs_of
 from tasks.reports.curves import bar_plot, joint_plot
+from tasks.reports.groups import read_shown_samples
 from tasks.reports.report import Cells, Fact, Report, Table, render
 from tasks.reports.statistics import (
     BINS,
@@ -25,7 +25,7 @@ from tasks.reports.statistics import (
 )
 from tasks.reports.text import correlation, counted, number, one_line, percent
 from tasks.runs.layout import ADVANTAGE_COLUMN, REWARD_COLUMN, SCORES_FILE, STATES, StoredIteration
-from tasks.runs.samples import read_samples, tables_of, with_advantages, with_scores
+from tasks.runs.samples import join_samples, tables_of, with_advantages, with_scores
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -58,7 +58,7 @@ def read_rescored(
     with store.reading(without=(STATES,)) as read:
         for each in previous:
             pairs, rollouts = _scores(each), [part.rollouts for part in each.rounds]
-            samples = read_samples(read, rollouts, pairs, [each.advantages], (*COLUMNS, TOKEN_SAMPLE))
+            samples = join_samples(read, rollouts, pairs, [each.advantages], (*COLUMNS, TOKEN_SAMPLE))
             sides.append(samples.with_columns(iteration=each.number))
         samples = _with_token_samples_apart(pl.concat(sides, how="diagonal"))
         samples = _renamed(samples, "before", BEFORE)
@@ -102,7 +102,7 @@ def read_outputs(store: ArtifactStore, iterations: Sequence[StoredIteration], sa
             if not names:
                 continue
             rollouts = [part.rollouts for part in each.rounds]
-            table = outputs_of.read_samples(read, rollouts, (), (), ("sample_id", "completion"))
+            table = read_shown_samples(read, rollouts, (), (), ("sample_id", "completion"))
             if table.is_text:
                 texts = {row["sample_id"]: row["completion"] for row in table.rows}
                 outputs |= {(store.run, name): texts[name] for name in names}

@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeVar
 
 from tasks.metrics import HELDOUT, split_stream
 from tasks.reports.curves import Curve, line_plot
+from tasks.reports.groups import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
 from tasks.reports.images import PromptImages
 from tasks.reports.report import Notice, Report, render, reward_facts, signs_notice
-from tasks.reports.samples import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
 from tasks.reports.text import PLOTTED, metric_rows, metric_title, with_streams
 from tasks.runs.hacking import Verdict
 from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, UPDATE

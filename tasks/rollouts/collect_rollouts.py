@@ -24,10 +24,9 @@ from tasks.metrics import offload_metrics
 from tasks.models.resident import ModelSpec
 from tasks.progress import progress_of
 from tasks.prompts.targets import TargetReference, load_target
+from tasks.rollouts.columns import rollout_columns
 from tasks.rollouts.engines import engine_modules, opened_sampler, uses_resident_policy
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
-from tasks.rollouts.rows import rollout_columns
-from tasks.rollouts.sources import named_by
 from tasks.rollouts.streams import StatesWriter, state_digests, token_metrics
 from tasks.runs.layout import (
     IMAGES,
@@ -164,7 +163,7 @@ def collect_rollouts_task(
         started = time.perf_counter()
         reset_peak_memory()
         report_progress = progress_of(title, len(plan.groups) * plan.group_size)
-        sources = read_sources(store, named_by(plan))
+        sources = read_sources(store, plan.named_sources)
         requests = [plan.request(group, sources) for group in plan.groups]
         modality, noisy = model.family.modality, plan.window_start is not None
         opened = opened_sampler(

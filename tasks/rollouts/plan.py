@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from grpo_core.images import SourceImage
 from grpo_core.records import GroupRequest
@@ -38,8 +38,7 @@ class GroupPlan(BaseModel):
     target_uri: str | None
     target_sha256: str | None
     size: ImageSize | None = None
-    # Left out of JSON where there are none, so that digests of such plans do not depend on it.
-    sources: tuple[str, ...] = Field((), exclude_if=lambda digests: not digests)
+    sources: tuple[str, ...] = ()
 
 
 class Place(NamedTuple):
@@ -74,9 +73,8 @@ class RolloutPlan(BaseModel):
     group_size: int
     shared_noise: bool
     groups: tuple[GroupPlan, ...]
-    # Left out of JSON where they say nothing, so that digests of such plans do not depend on them.
-    images_of_samples: tuple[int, ...] = Field((), exclude_if=lambda counts: not counts)
-    window_start: int | None = Field(None, exclude_if=lambda start: start is None)
+    images_of_samples: tuple[int, ...] = ()
+    window_start: int | None = None
 
     @model_validator(mode="after")
     def _require_every_sample(self) -> Self:
@@ -89,6 +87,15 @@ class RolloutPlan(BaseModel):
         """The place of each sample of a group."""
         counts = self.images_of_samples or (1,) * self.group_size
         return tuple(Place(sample, image) for sample, count in enumerate(counts) for image in range(count))
+
+    @property
+    def named_sources(self) -> dict[str, str]:
+        """The digests of the images in its prompts, each with the first prompt that has it."""
+        found: dict[str, str] = {}
+        for group in self.groups:
+            for digest in group.sources:
+                found.setdefault(digest, f"prompt {group.prompt_id}")
+        return found
 
     def request(self, group: GroupPlan, sources: Mapping[str, SourceImage] | None = None) -> GroupRequest:
         """Return the ids and seeds of a group's samples; images of a token sample have one token seed.

@@ -22,7 +22,7 @@ from tasks.runs.layout import (
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
-from tasks.runs.samples import IMAGE, read_samples, scan_table, tables_of
+from tasks.runs.samples import IMAGE, join_samples, scan_table, tables_of
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, Read
 from tasks.storage.files import scratch_folder
@@ -176,7 +176,7 @@ class StoredRun:
             with self._reading(folder) as (found, read):
                 scores = [(each.folder.rsplit("/", 1)[-1], each) for each in found(REWARDS)]
                 tables.append(
-                    read_samples(read, found(ROLLOUTS), scores, found(ADVANTAGES), columns, where, extra=True)
+                    join_samples(read, found(ROLLOUTS), scores, found(ADVANTAGES), columns, where, extra=True)
                 )
         samples = _joined(tables).select(pl.exclude("dropped", "streams"))
         streams = [name for name in samples.columns if name.startswith(ADVANTAGE_COLUMN)]

@@ -13,7 +13,7 @@ from grpo_core.errors import InputError
 from tasks.runs.layout import REWARDS_FILE, rescoring_folder
 from tasks.runs.lookup import CONFIG_FILE, read_config_file, read_description
 from tasks.runs.run_view import rescoring_of
-from tasks.runs.stored import START
+from tasks.runs.stored_policies import START
 from tasks.storage.artifacts.store import ArtifactStore
 
 

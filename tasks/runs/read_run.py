@@ -27,7 +27,7 @@ from tasks.runs.layout import (
 )
 from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256, read_starts
 from tasks.runs.reader import RunReader, StoredArtifact
-from tasks.runs.run_view import EvaluationView, IterationView, RunView, Stages, means_of, rescoring_of
+from tasks.runs.run_view import EvaluationView, IterationView, RunView, StageArtifacts, means_of, rescoring_of
 from tasks.runs.signs import find_signs
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
@@ -121,21 +121,12 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
     Args:
         shown: iteration to show; None for the last one with advantages, or without one the last that has any stage.
     """
-    iterations = {number: _find_stages(reader, iteration_folder(number)) for number in reader.iterations()}
-    for version in reader.policies():
-        if found := reader.find(policy_folder(version)):
-            iterations.setdefault(version, {})[UPDATE] = {(1, ""): found}
-    policies = {number: stages[UPDATE][1, ""] for number, stages in iterations.items() if UPDATE in stages}
+    iterations, policies = _find_iterations(reader)
     evaluations = {version: _find_stages(reader, evaluation_folder(version)) for version in reader.evaluations()}
-    begun = [number for number in sorted(iterations) if iterations[number]]
-    rated = [number for number in begun if ADVANTAGES in iterations[number]]
-    chosen = next(reversed(rated or begun), None) if shown is None else shown
-    scored = [version for version, stages in evaluations.items() if ADVANTAGES in stages]
-    _drop_damaged(reader, [iterations.get(chosen or 0, {})], always=True)
-    _drop_damaged(reader, [evaluations[version] for version in {*scored[:1], *scored[-1:]}], always=True)
-    _drop_damaged(reader, [*iterations.values(), *evaluations.values()], always=False)
-    kept = {version: found for version, found in policies.items() if UPDATE in iterations[version]}
+    chosen = _choose_shown(iterations) if shown is None else shown
+    _verify(reader, iterations, evaluations, chosen)
     described = _read_description(reader)
+    kept = {version: found for version, found in policies.items() if UPDATE in iterations[version]}
     latest = _last_policy(reader, kept)
     if latest is None and described is None:
         reader.report_damage(RUN_FILE, "it is missing")
@@ -144,13 +135,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
         EvaluationView(number, _references(stages), _read_guardrails(reader, evaluation_folder(number)))
         for number, stages in evaluations.items()
     )
-    rewards = {view.version: view.reward for view in heldout}
-    views: list[IterationView] = []
-    for number, stages in sorted(iterations.items()):
-        before = views[-1].metrics if views and views[-1].iteration == number - 1 else {}
-        if stages:
-            previous = None if number == 1 else before
-            views.append(_iteration_view(reader, number, stages, rewards.get(number), previous))
+    views = _iteration_views(reader, iterations, {view.version: view.reward for view in heldout})
     config_text, config = _read_config(reader, (described or {}).get(CONFIG_SHA256))
     run = RunView(
         name=reader.store.run,
@@ -158,7 +143,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
         starts=read_starts(reader),
         config_text=config_text,
         config=config,
-        iterations=tuple(views),
+        iterations=views,
         shown=next((view for view in views if view.iteration == chosen), None),
         evaluations=heldout,
         evaluated_last=reader.has_evaluated(version, config),
@@ -172,6 +157,32 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
     )
     run.signs = (*find_signs(run.iterations, run.stream), *hacking_verdict(run).signs)
     return run
+
+
+def _find_iterations(reader: RunReader) -> tuple[dict[int, Found], dict[int, StoredArtifact]]:
+    """Find the artifacts of each iteration, its update among them, and the policy of each version."""
+    iterations = {number: _find_stages(reader, iteration_folder(number)) for number in reader.iterations()}
+    policies = {version: found for version in reader.policies() if (found := reader.find(policy_folder(version)))}
+    for version, found in policies.items():
+        iterations.setdefault(version, {})[UPDATE] = {(1, ""): found}
+    return iterations, policies
+
+
+def _choose_shown(iterations: Mapping[int, Found]) -> int | None:
+    """Return the last iteration with advantages, or without one the last that has any stage."""
+    begun = [number for number in sorted(iterations) if iterations[number]]
+    rated = [number for number in begun if ADVANTAGES in iterations[number]]
+    return next(reversed(rated or begun), None)
+
+
+def _verify(
+    reader: RunReader, iterations: Mapping[int, Found], evaluations: Mapping[int, Found], shown: int | None
+) -> None:
+    """Drop what is damaged of the shown iteration and of both ends of the evaluations, then as the budget allows."""
+    scored = [version for version, stages in evaluations.items() if ADVANTAGES in stages]
+    _drop_damaged(reader, [iterations.get(shown or 0, {})], always=True)
+    _drop_damaged(reader, [evaluations[version] for version in {*scored[:1], *scored[-1:]}], always=True)
+    _drop_damaged(reader, [*iterations.values(), *evaluations.values()], always=False)
 
 
 def _find_stages(reader: RunReader, folder: str) -> Found:
@@ -213,7 +224,7 @@ def _read_baselines(reader: RunReader) -> dict[str, float]:
     return {name: metrics["reward"] for name, metrics in valid.items() if "reward" in metrics}
 
 
-def _references(stages: Found) -> Stages:
+def _references(stages: Found) -> StageArtifacts:
     return {stage: tuple(part.reference for part in stages[stage].values()) for stage in STAGES if stages.get(stage)}
 
 
@@ -238,14 +249,25 @@ def _last_policy(reader: RunReader, policies: Mapping[int, StoredArtifact]) -> t
     return None
 
 
-def _iteration_view(
-    reader: RunReader, number: int, stages: Found, heldout: float | None, previous: Mapping[str, float] | None
-) -> IterationView:
-    metrics = stage_metrics(_covered_rounds(stages), previous, sampling=ROLLOUTS)
-    _compare_with_table(reader, number, metrics)
-    if heldout is not None:
-        metrics[HELDOUT] = heldout
-    return IterationView(number, _references(stages), metrics)
+def _iteration_views(
+    reader: RunReader, iterations: Mapping[int, Found], rewards: Mapping[int, float | None]
+) -> tuple[IterationView, ...]:
+    """Return the iterations that have a stage, in order; each continues the metrics of the one before.
+
+    Args:
+        rewards: mean held-out reward by policy version.
+    """
+    views: list[IterationView] = []
+    for number, stages in sorted(iterations.items()):
+        if not stages:
+            continue
+        before = views[-1].metrics if views and views[-1].iteration == number - 1 else {}
+        metrics = stage_metrics(_covered_rounds(stages), None if number == 1 else before, sampling=ROLLOUTS)
+        _compare_with_table(reader, number, metrics)
+        if (reward := rewards.get(number)) is not None:
+            metrics[HELDOUT] = reward
+        views.append(IterationView(number, _references(stages), metrics))
+    return tuple(views)
 
 
 def _covered_rounds(stages: Found) -> dict[tuple[str, str], list[ArtifactRef]]:

@@ -16,7 +16,7 @@ from tasks.storage.artifacts.reference import ArtifactRef
 
 Noun = Literal["image", "completion"]
 
-Stages = Mapping[str, tuple[ArtifactRef, ...]]
+StageArtifacts = Mapping[str, tuple[ArtifactRef, ...]]
 """Valid artifacts by stage: one of rollouts per sampling round, one of rewards per round and label, one of others."""
 
 
@@ -31,7 +31,7 @@ class IterationView:
     """
 
     iteration: int
-    stages: Stages
+    stages: StageArtifacts
     metrics: Mapping[str, float]
 
     @property
@@ -54,7 +54,7 @@ class EvaluationView:
     """
 
     version: int
-    stages: Stages
+    stages: StageArtifacts
     guardrails: Mapping[str, float]
 
     @classmethod

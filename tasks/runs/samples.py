@@ -19,7 +19,7 @@ ONE_EACH: Mapping[str, Any] = {"on": "sample_id", "how": "left", "validate": "1:
 """How a table of samples is joined with another that has at most one row for each of them."""
 
 
-def read_samples(
+def join_samples(
     read: Read,
     rollouts: Iterable[ArtifactRef],
     rewards: Iterable[tuple[str, ArtifactRef]],
@@ -99,7 +99,7 @@ def with_extra(samples: pl.DataFrame, scores: Mapping[str, Sequence[Path]]) -> p
 
 
 def with_advantages(samples: pl.DataFrame, files: Sequence[Path]) -> pl.DataFrame:
-    """Join what tables of advantages say of each sample, as :func:`read_samples` does; unchanged without tables."""
+    """Join what tables of advantages say of each sample, as :func:`join_samples` does; unchanged without tables."""
     if not files:
         return samples
     rated = pl.DataFrame(read_advantages(files, ("sample_id", "reward", "advantage", "dropped")))

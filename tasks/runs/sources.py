@@ -1,15 +1,19 @@
 """The images in prompts as a run keeps them: one file each, named by its digest, verified when it is read.
 
-Every stage reads them by the digests in the rows of the rollouts.
+They are stored before they are sampled for, and again where one is damaged. Every stage reads them by the digests in
+the rows of the rollouts.
 """
 
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
+from tasks.progress import log
 from tasks.runs.layout import source_file
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import MAX_SOURCE_BYTES
@@ -19,8 +23,10 @@ if TYPE_CHECKING:
     import polars as pl
 
     from grpo_core.actions import Sources
+    from tasks.prompts.source_images import SourceReference
 
 
+_THREADS = 16
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -80,3 +86,41 @@ def missing_source(store: ArtifactStore, digest: str, where: str, found: str) ->
 def sha256_of(content: bytes) -> str:
     """Return the digest that names a file of this content."""
     return hashlib.sha256(content).hexdigest()
+
+
+def store_sources(
+    store: ArtifactStore, named: Mapping[str, str], references: Mapping[str, "SourceReference"], known: set[str]
+) -> None:
+    """Make sure that the run has these images of prompts, and that each is valid; a damaged one is set aside.
+
+    Args:
+        named: who has each, by digest, for errors.
+        references: the images of the prompts that were read, by digest.
+        known: digests that this process has stored or verified, to which these are added.
+
+    Raises:
+        InputError: an image is neither stored nor in the prompts, or cannot be decoded.
+    """
+    wanted = {digest: where for digest, where in named.items() if digest not in known}
+
+    def ensure(digest: str, where: str) -> None:
+        content = store.read_file(source_file(digest))
+        if content is not None and sha256_of(content) == digest:
+            return
+        if content is not None:
+            store.quarantine([source_file(digest)], reason=f"it has sha256 {sha256_of(content)[:12]}")
+            log(f"{store.run}/{source_file(digest)} is damaged and was set aside; it is read from the prompts again")
+        reference = references.get(digest)
+        if reference is None:
+            raise missing_source(store, digest, where, "missing")
+        content = reference.load()
+        # The complete image, which may not have been decoded before: the error names its row.
+        SourceImage(digest, content).open(reference.place)
+        store.write_file(source_file(digest), content)
+
+    if wanted:
+        # Files of a bucket take long one after another.
+        with ThreadPoolExecutor(min(len(wanted), _THREADS)) as pool:
+            for done in [pool.submit(copy_context().run, ensure, *each) for each in wanted.items()]:
+                done.result()
+    known.update(wanted)

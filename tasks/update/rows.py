@@ -21,7 +21,7 @@ from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.step import RatioStepMetrics, StepMetrics, UpdateResult
-from tasks.rollouts.rows import STORED_STREAMS
+from tasks.rollouts.columns import STORED_STREAMS
 from tasks.rollouts.streams import sample_files
 from tasks.runs.sources import digests_in, read_sources, sources_of
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef

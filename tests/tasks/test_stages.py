@@ -195,7 +195,9 @@ def test_a_kl_in_the_reward_needs_reference_logprobs_with_the_rollouts(store: Ar
     first = update(base(), without, compare(score(without)))
     rollouts = collect(first, plan(2), with_reference=True)
     scored = score(rollouts)
-    table = table_of(store, compare(scored, kl_coef=0.5))
+    advantages = compare(scored, kl_coef=0.5)
+    table = table_of(store, advantages)
+    assert advantages.metrics["kl_penalty"] == pytest.approx(table["kl_penalty"].mean())
     drawn = table_of(store, rollouts)
     scores = scores_of(store, scored)["value"].to_list()
     for row, penalty, reward, value in zip(

@@ -21,7 +21,7 @@ from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from tasks.runs.layout import evaluation_folder
 from tasks.runs.lookup import read_config_file, read_description, write_description
-from tasks.runs.stored import stored_versions
+from tasks.runs.stored_policies import stored_versions
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.run_lock import locked
 from tests.flows.conftest import REPOSITORY, Runs, Start, refused

@@ -12,7 +12,7 @@ from flows.pipeline.requests import ReplayRequest
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from flows.replaying import replay
-from tasks.runs.stored import stored_versions
+from tasks.runs.stored_policies import stored_versions
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import Runs, Start
 from tests.flows.pruning.conftest import (

@@ -26,7 +26,7 @@ from grpo_core.policies.causal_lm.prompts import encode_prompts, prompt_ids
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
 from grpo_core.rewards.functions import FunctionReward
 from grpo_core.rewards.reward import ScoringBatch
-from tasks.prompts.sources import SourceColumns
+from tasks.prompts.source_images import SourceColumns
 from tests.grpo_core.policies.causal_lm.model_types import make_tokenizer
 from tests.grpo_core.rewards.functions.conftest import spied
 from tests.tasks.stage_calls import read, refusal

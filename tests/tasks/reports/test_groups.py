@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from tasks.reports.groups import LARGE, Group, Groups, read_groups
 from tasks.reports.images import PromptImages
-from tasks.reports.samples import LARGE, Group, Groups, read_groups
 from tasks.runs.layout import source_file
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader

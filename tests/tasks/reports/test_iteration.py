@@ -9,18 +9,10 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from grpo_core.messages import write_messages
-from tasks.reports import iteration
-from tasks.reports.iteration import (
-    HEAD,
-    MAX_SHEET_ROWS,
-    IterationRecord,
-    contact_sheet,
-    iteration_markdown,
-    iteration_table,
-    write_contact_sheet,
-    write_heldout_texts,
-)
-from tasks.reports.samples import Row
+from tasks.reports import heldout
+from tasks.reports.groups import Row
+from tasks.reports.heldout import HEAD, MAX_SHEET_ROWS, contact_sheet, write_contact_sheet, write_heldout_texts
+from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
 from tasks.runs.layout import SamplingRound, source_file
 from tasks.storage.artifacts.reference import ArtifactRef
 from tests.tasks.reports.made_runs import RunMaker, colour, flip_last_byte, png
@@ -274,7 +266,7 @@ def test_images_of_prompts_stand_in_front_of_texts_and_images(tmp_path: Path) ->
 def test_a_sheet_of_many_prompts_and_images_has_the_first_and_can_be_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(iteration, "MAX_SHEET_ROWS", 1)
+    monkeypatch.setattr(heldout, "MAX_SHEET_ROWS", 1)
     maker, before, after = evaluated(tmp_path, sources=OF_SECOND)
     sheet = Image.open(write_contact_sheet(maker.store, before, after, "t")).convert("RGB")
     assert sheet.size == (230 + 114 + 8 * 102 + 18 + 6, 52 + 102 + 6)

@@ -10,6 +10,7 @@ from PIL import Image
 
 from grpo_core.messages import write_messages
 from tasks.reports import report as pages
+from tasks.reports.groups import LARGE, read_groups
 from tasks.reports.images import PromptImages
 from tasks.reports.run_page import (
     PageSamples,
@@ -19,7 +20,6 @@ from tasks.reports.run_page import (
     read_rewards,
     render_run_page,
 )
-from tasks.reports.samples import LARGE, read_groups
 from tasks.reports.text import visible
 from tasks.runs.hacking import hacking_verdict
 from tasks.runs.read_run import read_run

@@ -1,6 +1,5 @@
 """Images in prompts as a run keeps them: stored once, named by every row, verified, and read by an update."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,18 +14,17 @@ from grpo_core.policies.protocol import policy_family
 from grpo_core.streams import ImageSize
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
-from tasks.prompts.sources import SourceReference
+from tasks.prompts.source_images import SourceReference
 from tasks.rollouts.collect_rollouts import collect_rollouts_task, draw_baseline_task
 from tasks.rollouts.plan import RolloutPlan, plan_round
-from tasks.rollouts.sources import store_sources
 from tasks.rollouts.streams import StatesWriter, read_denoising
 from tasks.runs.layout import source_file
-from tasks.runs.sources import read_sources, sources_of
+from tasks.runs.sources import read_sources, sources_of, store_sources
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.update.rows import read_training_rows
 from tests.flows.conftest import heard_of
-from tests.tasks.prompts.test_sources import png
+from tests.tasks.prompts.test_source_images import png
 from tests.tasks.reports.made_runs import flip_last_byte
 from tests.tasks.rollouts.both_streams import PLACEMENT, made_group, random_states
 from tests.tasks.rollouts.both_streams import plan as plan_of_images
@@ -83,49 +81,45 @@ class TestPlan:
         assert [planned.request(group, IMAGES).sources for group in planned.groups] == list(OF_PROMPTS)
         assert RolloutPlan.model_validate_json(planned.model_dump_json()) == planned
 
-    def test_a_plan_without_images_has_the_digest_that_it_had(self) -> None:
-        assert "sources" not in plan(((), (), ())).model_dump_json()
-        assert json.loads(plan().model_dump_json())["groups"][2]["sources"] == [B.digest, A.digest]
-
 
 class TestStoring:
     def test_each_is_stored_once_as_the_file_that_it_is(self, store: ArtifactStore) -> None:
         known: set[str] = set()
-        store_sources(store, plan(((A,), (A, A), ())), REFERENCES, known)
+        store_sources(store, plan(((A,), (A, A), ())).named_sources, REFERENCES, known)
         assert stored(store) == {A.digest: A.content}
         before = Path(store.path(source_file(A.digest))).stat().st_mtime_ns
-        store_sources(store, plan(), REFERENCES, known)
+        store_sources(store, plan().named_sources, REFERENCES, known)
         assert stored(store) == {image.digest: image.content for image in (A, B)}
         # Another start verifies, and needs the prompts no more.
-        store_sources(store, plan(), {}, set())
+        store_sources(store, plan().named_sources, {}, set())
         assert Path(store.path(source_file(A.digest))).stat().st_mtime_ns == before
         assert known == {A.digest, B.digest}
 
     def test_a_damaged_one_is_set_aside_and_restored_from_the_prompts(self, store: ArtifactStore) -> None:
-        store_sources(store, plan(), REFERENCES, set())
+        store_sources(store, plan().named_sources, REFERENCES, set())
         path = Path(store.path(source_file(A.digest)))
         flip_last_byte(path)
         damaged = path.read_bytes()
-        _, heard = heard_of(lambda: store_sources(store, plan(), REFERENCES, set()))
+        _, heard = heard_of(lambda: store_sources(store, plan().named_sources, REFERENCES, set()))
         assert path.read_bytes() == A.content
         assert [each.read_bytes() for each in Path(store.path("quarantine")).rglob(A.digest)] == [damaged]
         assert A.digest in heard.lines[0]
 
     def test_what_the_prompts_lost_too_is_refused(self, store: ArtifactStore) -> None:
         with pytest.raises(InputError, match="prompt id2") as caught:
-            store_sources(store, plan(((), (), (B,))), {}, set())
+            store_sources(store, plan(((), (), (B,))).named_sources, {}, set())
         assert (caught.value.place, caught.value.value) == (f"run/{source_file(B.digest)}", "missing")
 
     def test_one_that_cannot_be_decoded_is_refused_with_its_row_and_not_stored(self, store: ArtifactStore) -> None:
         broken = SourceImage.of(A.content[:-30])
         with pytest.raises(InputError, match=r"set\.jsonl, line 1"):
-            store_sources(store, plan(((broken,),)), {broken.digest: reference(broken)}, set())
+            store_sources(store, plan(((broken,),)).named_sources, {broken.digest: reference(broken)}, set())
         assert stored(store) == {}
 
 
 class TestReading:
     def test_a_file_of_the_run_itself_or_of_the_run_of_the_rollouts(self, store: ArtifactStore) -> None:
-        store_sources(store, plan(), REFERENCES, set())
+        store_sources(store, plan().named_sources, REFERENCES, set())
         wanted = {A.digest: "sample s"}
         assert read_sources(store, wanted) == {A.digest: A}
         other = ArtifactStore(store.root, "other")
@@ -135,7 +129,7 @@ class TestReading:
         assert read_sources(store, wanted)[A.digest].content == A.content
 
     def test_a_flipped_byte_is_refused_with_the_digest_and_the_row(self, store: ArtifactStore) -> None:
-        store_sources(store, plan(), REFERENCES, set())
+        store_sources(store, plan().named_sources, REFERENCES, set())
         flip_last_byte(Path(store.path(source_file(B.digest))))
         assert read_sources(store, {A.digest: "sample s"}) == {A.digest: A}
         with pytest.raises(InputError, match=r"sample s.*restores it") as caught:
@@ -152,7 +146,7 @@ class TestReading:
 class TestStages:
     def test_rollouts_name_them_and_an_update_reads_them(self, store: ArtifactStore, tmp_path: Path) -> None:
         planned = plan()
-        store_sources(store, planned, REFERENCES, set())
+        store_sources(store, planned.named_sources, REFERENCES, set())
         rollouts = collect(planned)
         table = table_of(store, rollouts)
         assert table["sources"].to_list() == [[A.digest]] * 2 + [[]] * 2 + [[B.digest, A.digest]] * 2

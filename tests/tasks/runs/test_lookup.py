@@ -21,7 +21,8 @@ from tasks.runs.lookup import (
     write_description,
 )
 from tasks.runs.reader import RunReader
-from tasks.runs.stored import choose_policy, first_iteration, read_iterations, read_policy, read_range
+from tasks.runs.stored import first_iteration, read_iterations, read_range
+from tasks.runs.stored_policies import choose_policy, read_policy
 from tasks.storage.artifacts.commit import delete_files
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, lineage_of
 from tasks.storage.files import dump_checked

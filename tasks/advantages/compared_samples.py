@@ -16,8 +16,8 @@ from grpo_core.advantages.compared import compared_samples
 from grpo_core.advantages.compute import kl_penalty
 from grpo_core.advantages.settings import AdvantageSettings
 from grpo_core.streams import Stream
-from tasks.runs import samples as runs
 from tasks.runs.layout import IMAGES, REWARD_COLUMN, STATES, SamplingRound
+from tasks.runs.samples import join_samples, tables_of
 from tasks.storage.artifacts.store import ArtifactStore, Read
 from tasks.storage.lists import padded
 from tasks.storage.parquet import scan_tables
@@ -50,7 +50,7 @@ class Samples:
         return tuple(self.table["dataset"].gather_every(self.values.shape[1]))
 
 
-def read_samples(
+def read_compared_samples(
     store: ArtifactStore, rounds: Sequence[SamplingRound], mix: Sequence[RewardSection], settings: AdvantageSettings
 ) -> Samples:
     """Join the rollouts of all sampling rounds with the scores of every reward of the mix."""
@@ -101,12 +101,12 @@ def _read_round(
     read: Read, part: SamplingRound, mix: Sequence[RewardSection], settings: AdvantageSettings
 ) -> pl.DataFrame:
     scored = [(section.label, part.rewards[section.label]) for section in mix]
-    table = runs.read_samples(read, [part.rollouts], scored, (), (*_READ, _DRAFT))
+    table = join_samples(read, [part.rollouts], scored, (), (*_READ, _DRAFT))
     if _DRAFT not in table.columns:
         # Of texts each sample is its own.
         table = table.with_columns(pl.int_range(pl.len(), dtype=pl.Int32).over("group_id").alias(_DRAFT))
     if settings.kl_coef > 0:
-        table = table.with_columns(pl.Series("kl_penalty", _penalties(runs.tables_of(read(part.rollouts)), settings)))
+        table = table.with_columns(pl.Series("kl_penalty", _penalties(tables_of(read(part.rollouts)), settings)))
     return table
 
 

@@ -104,7 +104,7 @@ def choose_source_columns(found: Sequence[str], wanted: SourceColumns, place: st
     return (wanted.column,)
 
 
-def read_sources(
+def read_source_images(
     rows: Sequence[PromptRow], texts: Sequence[str], cells: Iterable[ImageRow], wanted: SourceColumns, folder: str
 ) -> list[PromptWithSources]:
     """Return the text and the images of each prompt, in the order of the rows.

@@ -22,7 +22,7 @@ from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
 from tasks.prompts.hub import DatasetChoice
 from tasks.prompts.read import Prompt, PromptFile, read_prompts
-from tasks.prompts.sources import DECODED, SourceColumns
+from tasks.prompts.source_images import DECODED, SourceColumns
 from tests.tasks.stage_calls import Write
 
 FOUND = SourceColumns()

@@ -15,7 +15,7 @@ from grpo_core.streams import STREAMS, ImageSize, Stream
 from tasks.reports.images import PromptImages, read_images
 from tasks.runs.layout import ADVANTAGE_COLUMN, ADVANTAGES, REWARD_COLUMN, REWARDS, ROLLOUTS
 from tasks.runs.reader import RunReader
-from tasks.runs.run_view import Stages
+from tasks.runs.run_view import StageArtifacts
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import Read
 
@@ -71,19 +71,19 @@ class Samples:
         return {name: image for folder in self.folders for name, image in read_images(folder, names, sides).items()}
 
 
-def read_samples(
+def read_shown_samples(
     read: Read,
     rollouts: Iterable[ArtifactRef],
     rewards: Iterable[tuple[str, ArtifactRef]],
     advantages: Iterable[ArtifactRef],
     columns: Sequence[str],
 ) -> Samples:
-    """Join the stored tables of samples as `tasks.runs.samples.read_samples` does, for reports."""
+    """Join the stored tables of samples as `tasks.runs.samples.join_samples` does, for reports."""
     # Polars takes a tenth of a second to import, which a command that is refused does not need.
     from tasks.runs import samples as stored
 
     parts = list(rollouts)
-    table = stored.read_samples(read, parts, rewards, advantages, columns)
+    table = stored.join_samples(read, parts, rewards, advantages, columns)
     streams = [each for each in STREAMS if f"{ADVANTAGE_COLUMN}{each}" in table.columns] or [STREAMS[0]]
     rows = [_row(row, streams) for row in table.iter_rows(named=True)]
     return Samples(rows, [read(part) for part in parts], streams[0])
@@ -224,13 +224,13 @@ class Groups:
         return f"{self.total} groups in {times}, {self.dropped} without spread left out of the update"
 
 
-def read_stages(reader: RunReader, stages: Stages, fetched: Path) -> Samples:
+def read_stages(reader: RunReader, stages: StageArtifacts, fetched: Path) -> Samples:
     """Join the tables of an iteration or an evaluation that has rollouts.
 
     Of the verified stages, rewards and advantages may be missing; remote ones are copied below the folder `fetched`.
     """
     rewards = [(part.folder.rsplit("/", 1)[-1], part) for part in stages.get(REWARDS, ())]
-    return read_samples(
+    return read_shown_samples(
         lambda reference: reader.local_folder(reference, fetched),
         stages[ROLLOUTS],
         rewards,
@@ -241,7 +241,7 @@ def read_stages(reader: RunReader, stages: Stages, fetched: Path) -> Samples:
 
 def read_groups(
     reader: RunReader,
-    stages: Stages,
+    stages: StageArtifacts,
     fetched: Path,
     images_of: PromptImages,
     *,

@@ -1,0 +1,167 @@
+"""Choose and read stored policy versions for flows that use them again; all verified."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.policy_name import BEST, PolicyName
+from configs.schema import RunConfig
+from grpo_core.errors import InputError
+from tasks.models.initial import copy_digests, model_digest
+from tasks.runs.layout import (
+    ADVANTAGES,
+    EVALUATIONS,
+    STATE_FILE,
+    policy_folder,
+)
+from tasks.runs.lookup import find_run, read_description, spans
+from tasks.runs.reader import RunReader
+from tasks.runs.stored import stored_config
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.files import scratch_folder
+
+START = "start"
+"""Entry of run.json of a run that started from another run's policy: `from`, as RUN@N, and `policy`, the reference."""
+
+
+def stored_versions(store: ArtifactStore) -> list[int]:
+    """Return the policy versions that have a manifest and were not pruned, in order."""
+    return [version for version in RunReader(store).policies() if _pruned(store, version) is None]
+
+
+def _pruned(store: ArtifactStore, version: int) -> Mapping[str, Any] | None:
+    """Return who removed the files of a version and when; None for a version that has them."""
+    manifest = store.manifest_at(store.path(policy_folder(version)))
+    return manifest.pruned if manifest is not None and not manifest.files else None
+
+
+def heldout_rewards(store: ArtifactStore, folder: str = EVALUATIONS) -> dict[int, float]:
+    """Return the mean held-out reward of the evaluations in a folder of the run, by policy version."""
+    rewards: dict[int, float] = {}
+    for version in RunReader(store).evaluations(folder):
+        manifest = store.manifest_at(store.path(f"{folder}/{version:06d}/{ADVANTAGES}"))
+        metrics = manifest.described.get("metrics") if manifest else None
+        reward = metrics.get("reward") if isinstance(metrics, Mapping) else None
+        if isinstance(reward, float):
+            rewards[version] = reward
+    return rewards
+
+
+def chosen_version(store: ArtifactStore, chosen: str | None) -> int | None:
+    """Return the policy version that a person chose: a number as text, `best`, or None for the last valid one.
+
+    The best is the version with the highest mean held-out reward among those that are stored, the initial model
+    included; of equal ones the earliest.
+
+    Raises:
+        InputError: the best one is asked for, and no stored version was evaluated.
+    """
+    if chosen != BEST:
+        return None if chosen is None else int(chosen)
+    stored = {0, *stored_versions(store)}
+    rewards = {version: reward for version, reward in heldout_rewards(store).items() if version in stored}
+    if not rewards:
+        numbers = spans(sorted(stored - {0}))
+        hint = (
+            f"No stored version of {store.run} was evaluated; leave it out for the last one, give a version "
+            f"({numbers}), or run `grpo evaluate`."
+        )
+        raise InputError("RUN", f"{store.run}@{chosen}", hint)
+    return max(rewards, key=rewards.__getitem__)
+
+
+def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) -> tuple[PolicyRef, tuple[str, ...]]:
+    """Return a version of the policy, and a note for every damaged version that was skipped; nothing is changed.
+
+    Args:
+        version: 0 for the initial model; None for the last valid version.
+        model_digest: digest of the initial model.
+
+    Raises:
+        InputError: there is no such version, or it is damaged.
+    """
+    if version:
+        return read_policy(store, version), ()
+    notes: list[str] = []
+    for each in reversed(stored_versions(store) if version is None else []):
+        found = _find_policy(store, each)
+        if isinstance(found, PolicyRef):
+            return found, tuple(notes)
+        notes.append(f"{store.run}: version {each} is skipped: {found}")
+    return stored_start(read_description(store)) or PolicyRef(version=0, digest=model_digest), tuple(notes)
+
+
+def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
+    """Return a version of the policy with its optimizer, to continue from.
+
+    Raises:
+        InputError: there is no such version, or it is damaged; with the versions that there are.
+    """
+    stored = stored_versions(store)
+    found = _find_policy(store, version) if version in stored else None
+    if isinstance(found, PolicyRef):
+        return found
+    if found is not None:
+        hint = f"{found}. Choose another version, or start the run again: damaged files are made again."
+    else:
+        pruned = _pruned(store, version)
+        by, on = (pruned or {}).get("by", "grpo prune"), (pruned or {}).get("on", "an earlier day")
+        gone = f"Its files were removed by `{by}` on {on}; " if pruned is not None else ""
+        hint = f"{gone}{store.run} has policy versions {spans(stored)}. Choose one of these; 0 is the model as given."
+    raise InputError("RUN", f"{store.run}@{version}", hint)
+
+
+def stored_start(described: Mapping[str, Any]) -> PolicyRef | None:
+    """Return version 0 of a run that started from another run's policy; None if it started from its model.
+
+    Args:
+        described: the content of run.json.
+    """
+    start = described.get(START)
+    return PolicyRef.model_validate(start["policy"]) if start is not None else None
+
+
+def adapter_version(config: RunConfig) -> ArtifactRef | None:
+    """Return the checkpoint that `policy.adapter: RUN@VERSION` means; None without one, for a folder and a hub name.
+
+    Raises:
+        InputError: the storage root has no such run, or the run has no such version, perhaps because it was pruned.
+    """
+    name = config.policy.adapter or ""
+    named = PolicyName.parse(name)
+    # The best of a run that goes on would be another one tomorrow.
+    if not (named.version or "").isdigit() or "/" in named.run or Path(name).expanduser().is_dir():
+        return None
+    try:
+        store = find_run(named.run, config.storage.root)
+        version = chosen_version(store, named.version)
+        checkpoint = read_policy(store, version).checkpoint if version else None
+    except InputError as error:
+        raise InputError("policy.adapter", name, error.hint) from error
+    if checkpoint is None:
+        raise InputError("policy.adapter", name, "Version 0 is the model as it was given; leave policy.adapter out.")
+    source, known = stored_config(store).policy, read_description(store).get("model_digest")
+    digest = model_digest(config.policy.model, config.policy.revision)
+    # That of a run that started from an adapter covers the adapter too.
+    if source.adapter is None and known not in (None, digest):
+        hint = (
+            f"It was trained over {source.model} ({known[:12]}), and policy.model is {config.policy.model} "
+            f"({digest[:12]}); set policy.model to that one, with the same files."
+        )
+        raise InputError("policy.adapter", name, hint)
+    return checkpoint
+
+
+def _find_policy(store: ArtifactStore, version: int) -> PolicyRef | str:
+    """Return the version, or what is wrong with its files."""
+    reader = RunReader(store)
+    found = reader.find(policy_folder(version))
+    if found is None or not reader.verify(found):
+        return "; ".join(f"{each.place}: {each.reason}" for each in reader.damages)
+    with scratch_folder() as fetched:
+        folder = reader.local_folder(found.reference, fetched)
+        digest = json.loads((folder / STATE_FILE).read_text())["policy_digest"]
+        copies = copy_digests(folder)
+    return PolicyRef(version=version, digest=digest, checkpoint=found.reference, copies=copies)
