@@ -1,8 +1,10 @@
 """Requests to a service that may be slow, busy or gone: addresses, tokens, time limits, retries with growing pauses.
 
-Rewards that a server computes and engines that sample on one use the same requests.
+Rewards that a server computes and engines that sample on one use the same requests, and wait for them on one loop.
 """
 
+import asyncio
+import atexit
 import email.utils
 import functools
 import json
@@ -10,11 +12,12 @@ import os
 import random
 import re
 import ssl
+import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -30,6 +33,8 @@ MAX_RETRY_AFTER_S = 300.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TOO_MANY_REQUESTS, _SERVER_ERROR, _GATEWAY_TIMEOUT, _OK = 429, 500, 504, 200
+
+_Result = TypeVar("_Result")
 
 # Not the shared generator, whose state belongs to the training.
 _JITTER = random.Random()
@@ -119,6 +124,56 @@ def pause_s(attempt: int, backoff_s: float, retry_after_s: float | None = None) 
     """
     own = min(backoff_s * 2.0 ** (attempt - 1), MAX_PAUSE_S) * _JITTER.uniform(0.5, 1.0)
     return max(own, min(retry_after_s or 0.0, MAX_RETRY_AFTER_S))
+
+
+def run_awaitable(awaitable: Awaitable[_Result]) -> _Result:
+    """Wait for the result from code that is not asynchronous; its exceptions are raised here, an interrupt cancels it.
+
+    One loop serves the whole process, as in TRL's trainer: a client that a user's module keeps open belongs to the
+    loop that it was first used on.
+
+    Raises:
+        RuntimeError: this is the loop's own thread, which would wait for itself.
+    """
+
+    async def wait() -> _Result:
+        try:
+            return await awaitable
+        except SystemExit as error:
+            # It would end the loop, and every caller would wait for ever.
+            raise RuntimeError(f"it called sys.exit({error.code!r})").with_traceback(error.__traceback__) from error
+
+    with _STARTING:
+        # A forked process inherits the loop, but not the thread that runs it.
+        loop, thread = _running_loop(os.getpid())
+    if threading.current_thread() is thread:
+        raise RuntimeError("a coroutine waits for another one that it should await")
+    future = asyncio.run_coroutine_threadsafe(wait(), loop)
+    try:
+        return future.result()
+    finally:
+        future.cancel()
+
+
+_STARTING = threading.Lock()
+
+
+@functools.lru_cache(maxsize=1)
+def _running_loop(process: int) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name=f"awaitables of process {process}", daemon=True)
+    thread.start()
+    atexit.register(_stop, loop, thread, process)
+    return loop, thread
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int) -> None:
+    if os.getpid() != process:
+        return
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(timeout=1.0)
+    if not loop.is_running():
+        loop.close()
 
 
 @dataclass(frozen=True)

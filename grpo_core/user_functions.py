@@ -1,5 +1,6 @@
 """Load a user's function by ``module:function``; errors name its file and line."""
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -8,8 +9,7 @@ import os
 import re
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -47,13 +47,10 @@ class UserFunction:
         return (*self.code.unfollowed, *(f"{path} (read by an import)" for path in read_while_imported(self.code)))
 
     def raised_at(self, error: BaseException) -> str:
-        """Return file and line of the user's statement that caused the error, or of the definition without any."""
-        return self.place if self.refused_call(error) else _origin(error, self.place.rpartition(":")[0])
-
-    def refused_call(self, error: BaseException) -> bool:
-        """Whether `run` raised the error before the function began, because it does not take the arguments."""
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        return frame.f_code is UserFunction.run.__code__
+        """Return file and line of the function's last statement that led to the error, or of its definition."""
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        own = [f"{file}:{line}" for file, line in frames if file == self.place.rpartition(":")[0]]
+        return own[-1] if own else self.place
 
     @property
     def signature(self) -> inspect.Signature | None:
@@ -72,23 +69,7 @@ class UserFunction:
         return self.call(**{**json.loads(self.arguments), **keywords})
 
 
-_LOADING, _LEAVING = threading.RLock(), threading.Lock()
-_FOLDERS: list[str] = []
-
-
-@contextmanager
-def working_directory_kept() -> Iterator[None]:
-    """Return to the working directory after a user's code: other paths of this process are relative to it.
-
-    Of several calls at once each returns to that before the first of them began.
-    """
-    with _LEAVING:
-        _FOLDERS.append(_FOLDERS[0] if _FOLDERS else os.getcwd())
-    try:
-        yield
-    finally:
-        with _LEAVING:
-            os.chdir(_FOLDERS.pop())
+_LOADING = threading.RLock()
 
 
 def load_function(place: str, reference: str, arguments: str = "{}", *, factory: bool = False) -> UserFunction:
@@ -140,7 +121,7 @@ def _build(place: str, reference: str, arguments: str, factory: bool, digest: st
     if factory:
         named = function
         try:
-            with working_directory_kept():
+            with contextlib.chdir(os.curdir):
                 made: object = named(**json.loads(arguments))
         except (Exception, SystemExit) as error:  # whatever a user's code raises is reported with its place
             where = _origin(error, _code_of(place, reference, named).co_filename)
@@ -162,7 +143,7 @@ def _import(place: str, reference: str) -> tuple[UserCode, ModuleType, str]:
         raise InputError(place, reference, f"There is no file {file}. Give its path, from where grpo is started.")
     try:
         code = follow_code(reference)
-        with working_directory_kept():
+        with contextlib.chdir(os.curdir):
             return code, *import_code(code)
     except (Exception, SystemExit) as error:  # whatever a user's code raises is reported with its place
         missing = error.name if isinstance(error, ModuleNotFoundError) else None

@@ -4,12 +4,14 @@ It is called and its answer is read as in TRL 1.16's GRPOTrainer (``_calculate_r
 list entry per sample.
 """
 
+import contextlib
 import copy
 import inspect
 import itertools
 import json
 import math
 import numbers
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -20,12 +22,12 @@ from PIL import Image
 from pydantic import AfterValidator, JsonValue
 from pydantic.dataclasses import dataclass
 
-from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
 from grpo_core.images import to_rgb
 from grpo_core.messages import Message, shown_question, with_images
 from grpo_core.rewards.call_log import CallLog
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Needs, Reward, Score, ScoringBatch, not_finite
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Needs, Reward, Score, ScoringBatch, not_finite, problems_of
+from grpo_core.services import run_awaitable
 from grpo_core.user_functions import (
     REFERENCE,
     UserFunction,
@@ -33,7 +35,6 @@ from grpo_core.user_functions import (
     load_function,
     shown_error,
     signature_of,
-    working_directory_kept,
 )
 from grpo_core.uses import Uses
 
@@ -45,6 +46,11 @@ _HOOKS = ("trainer_state", "log_extra", "log_metric")
 _SOURCES = "source_images"
 _OF_TRL = ("image", "images")
 """What TRL calls the images in prompts; with samples that are images, the second are the samples."""
+
+_FIX = (
+    "Fix the function: a call passes every argument by its name, so let it take the rest as **kwargs. Or set "
+    "`on_error: null` to go on without scores for the samples on which it raises."
+)
 
 _GIVEN = (*_SAMPLES, *_HOOKS, *_OF_TRL, "targets", _SOURCES)
 _LEFT_OUT = ("prompt", "completion", "completion_ids")
@@ -149,16 +155,8 @@ class FunctionReward(Reward):
         }
 
     def preflight(self) -> Sequence[str]:
-        """Report a module or function that is missing, cannot be imported or refuses the keywords of a call."""
-        try:
-            function = self._load()
-        except InputError as error:
-            return [str(error)]
-        refused = _refused_keywords(function)
-        if not refused:
-            return []
-        hint = f"It does not take the keyword(s) {', '.join(refused)}. Let it take **kwargs, as TRL asks too."
-        return [str(InputError(f"{_PLACE}, {function.place}", self.function, hint))]
+        """Report a module or function that is missing or cannot be imported."""
+        return problems_of(self._load)
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample, with one call per group or one call for all."""
@@ -179,9 +177,7 @@ class FunctionReward(Reward):
         except (Exception, SystemExit) as error:  # whatever a user's function raises is reported with its place
             if self.on_error == "raise":
                 place = f"the reward function {self.function}, {function.raised_at(error)}"
-                raise InputError(
-                    place, shown_error(error), _hint_for(function, error, keywords, bool(batch.completions))
-                ) from error
+                raise InputError(place, shown_error(error), _FIX) from error
             if len(batch) > 1 and not self.by_group:
                 return [score for row in range(len(batch)) for score in self._score_rows(function, batch.select([row]))]
             at = Path(function.raised_at(error)).name
@@ -196,29 +192,6 @@ def _is_factory(named: Callable[..., object]) -> bool:
     if inspect.isclass(named) or signature is None:
         return inspect.isclass(named)
     return not _is_open(signature) and not any(name in _GIVEN for name in signature.parameters)
-
-
-def _hint_for(function: UserFunction, error: BaseException, keywords: Mapping[str, object], texts: bool) -> str:
-    """Suggest what fits an error that a call with these keywords raised."""
-    if function.refused_call(error):
-        if "targets" in function.required and "targets" not in keywords:
-            return "Set `with_targets: true`, or give the parameter targets a default."
-        given = f"Every argument is passed by its name, and these are: {', '.join(sorted(keywords))}"
-        return f"{given}. Name those that you need, none before a `/`, and take the rest as **columns."
-    hint, named = "Fix the function", function.signature.parameters if function.signature is not None else ()
-    if isinstance(error, TypeError | AttributeError) and texts:
-        hint += "; or, if it wants messages and got text, or the other way round, set `conversational` (true or false)"
-    after = " trainer_state is None in every call." if "trainer_state" in named and "NoneType" in str(error) else ""
-    return f"{hint}; or set `on_error: null` to go on without scores for the samples on which it raises.{after}"
-
-
-def _refused_keywords(function: UserFunction) -> list[str]:
-    """List the keywords of every call that the function does not take."""
-    if function.signature is None or _is_open(function.signature):
-        return []
-    parameters = function.signature.parameters.values()
-    taken = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
-    return [name for name in (*_SAMPLES, *_HOOKS) if name not in taken]
 
 
 def _call_keywords(
@@ -296,7 +269,7 @@ def _rgb_copies(sample_ids: Sequence[str], images: Sequence[Image.Image | None],
 
 def _call(function: UserFunction, keywords: Mapping[str, object]) -> object:
     """Call the function, await a coroutine and read an iterator to its end."""
-    with working_directory_kept():
+    with contextlib.chdir(os.curdir):
         answer = function.run(keywords)
         answer = run_awaitable(answer) if inspect.isawaitable(answer) else answer
         if not isinstance(answer, Iterator):

@@ -19,14 +19,13 @@ from typing import Any
 import torch
 
 from configs.sections import PolicySection, TextRolloutSection, VllmSection
-from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
 from grpo_core.policies.engines.settings import EngineRecord, Progress, server_command
 from grpo_core.policies.engines.vllm import VllmEngine
 from grpo_core.policies.engines.vllm_server import PLACE, Adapter, Server, adapter_name, find_server
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from grpo_core.services import Service, ServiceError, read_token
+from grpo_core.services import Service, ServiceError, read_token, run_awaitable
 from tasks.execution.resources import resource
 from tasks.models.initial import component_folder, fetched_adapter, weights_folder
 from tasks.models.resident import ModelSpec, load_policy

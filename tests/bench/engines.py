@@ -21,14 +21,13 @@ import psutil
 import torch
 
 from data.recipes.text import prompt_of
-from grpo_core.awaitables import run_awaitable
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.engines.vllm import VllmEngine
 from grpo_core.policies.engines.vllm_server import find_server
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.seeds import derive_seed
-from grpo_core.services import Service
+from grpo_core.services import Service, run_awaitable
 from tasks.metrics import SECONDS
 from tasks.process import CHECKOUT
 from tasks.reports.text import markdown_table

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_core.actions import Sources, TokenBatch, TokenSupport
-from grpo_core.awaitables import run_awaitable
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
 from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule
 from grpo_core.policies.engines.settings import Progress
@@ -34,7 +33,7 @@ from grpo_core.policies.engines.vllm_requests import (
 )
 from grpo_core.policies.engines.vllm_server import Adapter, Server, UnknownAdapterError
 from grpo_core.records import SampledTokens
-from grpo_core.services import ServiceError, pause_s
+from grpo_core.services import ServiceError, pause_s, run_awaitable
 
 ATTEMPTS = 5
 BACKOFF_S = 0.5

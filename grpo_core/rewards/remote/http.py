@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import STRICT, Positive, Reward, ScoringError, problems_of
 from grpo_core.services import (
@@ -20,6 +19,7 @@ from grpo_core.services import (
     check_url,
     pause_s,
     read_token,
+    run_awaitable,
 )
 from grpo_core.uses import Uses
 

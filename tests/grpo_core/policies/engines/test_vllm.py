@@ -21,7 +21,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from grpo_core.awaitables import run_awaitable
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
@@ -35,7 +34,7 @@ from grpo_core.policies.engines.vllm_server import Adapter, Server, find_server
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from grpo_core.records import SampledTokens
-from grpo_core.services import Service, ServiceError
+from grpo_core.services import Service, ServiceError, run_awaitable
 from tests.grpo_core.policies.vision_lm.tiny_families import PROMPTS as QUESTIONS
 from tests.grpo_core.policies.vision_lm.tiny_families import SOURCES, make_policy
 from tests.grpo_core.rewards.stub import Asked, Reply, Stub, serve

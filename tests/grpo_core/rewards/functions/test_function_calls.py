@@ -57,10 +57,9 @@ def test_samples_are_messages_where_their_prompts_are(
 
 @pytest.mark.parametrize("name", ["images", "targets", "source_images", "completions", "trainer_state"])
 def test_a_function_of_what_calls_pass_is_no_factory(write: Callable[..., str], name: str) -> None:
-    """It is refused for what it does not take, before it is called at all."""
     path = write(f"def score({name}): raise AssertionError('called')\n")
-    (problem,) = FunctionReward(function=f"{path}:score").preflight()
-    assert "**kwargs" in problem
+    refused_by_python = refusal(FunctionReward(function=f"{path}:score").score, texts(1))[1]
+    assert str(refused_by_python).startswith("TypeError: score() got an unexpected keyword argument")
     made = write(f"def make({name}): return lambda **kwargs: [1.0]\n", "factory.py")
     reward = FunctionReward(function=f"{made}:make", factory=True, arguments={name: 1})
     assert reward.score(texts(1)) == [Score(1.0, 1.0)]
@@ -142,6 +141,15 @@ def test_coroutines_with_and_without_a_running_loop(
 
     assert [score.value for score in reward.score(texts())] == expected
     assert asyncio.run(inside()) == expected
+
+
+def test_a_coroutine_that_waits_for_another_reward_is_refused_instead_of_waiting_for_itself(
+    write: Callable[..., str],
+) -> None:
+    inner = FunctionReward(function=f"{write(ASYNC)}:score")
+    outer = write("async def score(completions, reward, **kwargs):\n    return reward[0](completions)\n", "outer.py")
+    batch = texts(1, columns={"reward": [inner]})
+    assert "RuntimeError: a coro" in str(refusal(FunctionReward(function=f"{outer}:score").score, batch)[1])
 
 
 def test_one_loop_serves_all_calls(write: Callable[[str], str]) -> None:
