@@ -15,7 +15,7 @@ import ssl
 import threading
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
@@ -147,6 +147,8 @@ def run_awaitable(awaitable: Awaitable[_Result]) -> _Result:
         # A forked process inherits the loop, but not the thread that runs it.
         loop, thread = _running_loop(os.getpid())
     if threading.current_thread() is thread:
+        if isinstance(awaitable, Coroutine):
+            awaitable.close()
         raise RuntimeError("a coroutine waits for another one that it should await")
     future = asyncio.run_coroutine_threadsafe(wait(), loop)
     try:
