@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from data.recipes.shapes import BACKGROUNDS, COLORS
-from grpo_core.rewards.boxes import Box, box_iou
+from grpo_core.rewards.text.boxes import Box, box_iou
 
 SIDE, STEP = 56, 4
 SIZES = (12, 16, 20, 24)

@@ -1,20 +1,19 @@
 """Rewards: named, versioned functions from finished images or texts to scores.
 
-- ``reward``: what a reward gets (``ScoringBatch``), what it returns (``Score``) and what it declares about itself.
+- ``samples``: what a reward gets (``ScoringBatch``) and what it returns (``Score``); ``reward``: what it declares about
+  itself.
 - ``registry``: the names that a configuration may use, ``build_reward``, and what a reward does in the mix.
-- ``model_reward``: rewards computed by a network, its weights and device; ``weights`` finds and checks weight
-  files, ``hub`` those on the Hugging Face Hub.
+- ``model_reward``: rewards computed by a network, its weights and device; ``weights`` finds and checks weight files.
 - ``mix``: several rewards of a sample become one, and what happens where one is missing.
 
-Rewards, one per module, each a frozen dataclass whose fields are its settings:
+Rewards, each a frozen dataclass whose fields are its settings:
 
-- ``similarity``: to a target image: mse, psnr, r2, ssim; ``lpips``; ``tensors`` has the measures.
+- ``similarity``: to a target image: mse, psnr, r2, ssim, lpips.
 - ``ocr``: words that an image should show: text_accuracy.
-- ``clip_rewards``: clip_score, aesthetic; ``clip`` finds the CLIP that settings mean.
-- ``preference``: pickscore, hpsv2; ``judge``: a language model as judge; ``reward_model``: a text reward model.
+- ``embedding``: clip_score, aesthetic, pickscore, hpsv2, diversity.
+- ``judges``: a language model as judge, a text reward model.
 - ``image_statistics``: properties of an image, whatever it shows: jpeg, edge_density, sharpness, colour_entropy.
-- ``diversity``: how unlike one another the images of a group are.
-- ``text``: rewards of texts: answer, format; ``boxes``: of boxes in texts: box_iou.
+- ``text``: answer, format, box_iou.
 - ``functions``: any function written for TRL; ``remote``: any scorer behind HTTP.
 
 To add a reward, write its module and name it in ``registry``; raise its ``version`` whenever the same sample would

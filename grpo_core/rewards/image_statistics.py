@@ -25,7 +25,8 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.images import shown_size
-from grpo_core.rewards.reward import STRICT, Positive, Reward, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.reward import STRICT, Positive, Reward
+from grpo_core.rewards.samples import Score, ScoringBatch, clamp_unit
 
 BYTES_PER_KILOBYTE = 1000
 MAX_JPEG_SIDE = 65_500

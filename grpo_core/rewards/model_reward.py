@@ -23,9 +23,8 @@ from torch.backends import cudnn
 
 from grpo_core.errors import InputError, first_line
 from grpo_core.hub import SAFETENSORS
-from grpo_core.rewards.hub import weights_pattern
 from grpo_core.rewards.reward import STRICT, Reward
-from grpo_core.rewards.weights import Weights
+from grpo_core.rewards.weights import Weights, weights_pattern
 from grpo_core.uses import Uses
 
 _UNREADABLE = (

@@ -22,7 +22,8 @@ from configs.training import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage, decode_stored
 from grpo_core.rewards.registry import build_reward
-from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch, score_samples
+from grpo_core.rewards.reward import Reward, score_samples
+from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import LostStageError

@@ -25,7 +25,7 @@ from configs.schema import RunConfig
 from data.recipes.grounding import PROMPT_FILES, best_constant_box, iou_of, split_scenes
 from data.recipes.vision import TinyVisionRecipe, measure_saved
 from grpo_core.rewards.registry import build_reward
-from grpo_core.rewards.reward import ScoringBatch
+from grpo_core.rewards.samples import ScoringBatch
 from tasks.process import CHECKOUT
 from tasks.reports.text import markdown_table
 from tests.bench.text_iteration import SEEDS, draw, trl_settings

@@ -28,8 +28,8 @@ from configs.loader import read_config
 from configs.schema import RunConfig
 from configs.sections import TextRolloutSection
 from configs.training import UpdateSection
-from grpo_core.rewards.reward import ScoringBatch
-from grpo_core.rewards.text import AnswerReward
+from grpo_core.rewards.samples import ScoringBatch
+from grpo_core.rewards.text.rules import AnswerReward
 from tasks.process import CHECKOUT
 from tasks.prompts.read import read_prompts
 from tasks.reports.text import markdown_table

@@ -21,7 +21,7 @@ from flows.inspect_run import inspect_run
 from flows.pipeline.requests import EvaluateRequest
 from flows.preflight.inputs import check_evaluation
 from grpo_core.errors import InputError
-from grpo_core.rewards.similarity import SsimReward
+from grpo_core.rewards.similarity.pairs import SsimReward
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import dump_checked, load_checked
 from tasks.storage.run_lock import locked

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from grpo_core.images import fit_to, to_rgb
-from grpo_core.rewards.tensors import check_pair, to_tensor
+from grpo_core.rewards.similarity.tensors import check_pair, to_tensor
 from tests.grpo_core.rewards.conftest import noise, refusal
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.losses.settings import custom_loss_digest, load_custom_loss
-from grpo_core.rewards.functions import FunctionReward
+from grpo_core.rewards.functions.reward import FunctionReward
 from grpo_core.rewards.reward import provenance_of
 from grpo_core.user_code import follow_code
 from grpo_core.user_functions import UserFunction, load_function

@@ -12,7 +12,7 @@ from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSecti
 from configs.training import AdvantagesSection, RewardSection, UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.image_statistics import JpegReward
-from grpo_core.rewards.reward import Score, ScoringBatch
+from grpo_core.rewards.samples import Score, ScoringBatch
 from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.models.initial import model_digest

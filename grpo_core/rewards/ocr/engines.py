@@ -20,9 +20,19 @@ from typing import Any
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.ocr.lines import UNREAD, Line, in_reading_order, unread
-from grpo_core.rewards.ocr.overlooked import FAR_SIDE, Rectangle, count_letters, find_giant_writing, find_small_print
-from grpo_core.rewards.reward import ScoringError, problems_of
+from grpo_core.rewards.ocr.lines import (
+    FAR_SIDE,
+    UNREAD,
+    Line,
+    Rectangle,
+    count_letters,
+    find_giant_writing,
+    find_small_print,
+    in_reading_order,
+    unread,
+)
+from grpo_core.rewards.reward import problems_of
+from grpo_core.rewards.samples import ScoringError
 from grpo_core.seeds import file_sha256
 
 MODELS: Mapping[str, str] = {

@@ -10,7 +10,8 @@ from pydantic.dataclasses import dataclass
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.engines import RapidEngine, TesseractEngine
 from grpo_core.rewards.ocr.text_match import MATCHES, quoted_texts
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Needs, Reward, Score, ScoringBatch, ScoringError, Text
+from grpo_core.rewards.reward import STRICT, Needs, Reward, Text
+from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, ScoringError
 from grpo_core.uses import Uses
 
 MAX_ASPECT = 8.0

@@ -10,7 +10,8 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.reward import STRICT, Positive, Reward, ScoringError, problems_of
+from grpo_core.rewards.reward import STRICT, Positive, Reward, problems_of
+from grpo_core.rewards.samples import ScoringError
 from grpo_core.services import (
     RefusedRequestError,
     Service,

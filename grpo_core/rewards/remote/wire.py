@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from grpo_core.errors import InputError
 from grpo_core.images import encode_png, open_image, to_rgb
-from grpo_core.rewards.reward import Score, ScoringBatch
+from grpo_core.rewards.samples import Score, ScoringBatch
 from grpo_core.streams import MAX_PIXELS, Modality
 
 PROTOCOL = 1

@@ -13,12 +13,13 @@ import pytest
 
 from flows.rewards.answers import RequestLimits, answer_request, describe_reward
 from grpo_core.rewards.image_statistics import JpegReward
-from grpo_core.rewards.lpips import LpipsReward
 from grpo_core.rewards.ocr.text_accuracy import MAX_ASPECT, TextAccuracyReward
 from grpo_core.rewards.remote import wire
-from grpo_core.rewards.reward import Needs, Reward, Score, ScoringBatch
-from grpo_core.rewards.similarity import SsimReward
-from grpo_core.rewards.text import AnswerReward
+from grpo_core.rewards.reward import Needs, Reward
+from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.similarity.lpips import LpipsReward
+from grpo_core.rewards.similarity.pairs import SsimReward
+from grpo_core.rewards.text.rules import AnswerReward
 from grpo_core.streams import MAX_PIXELS
 from tasks.progress import listen
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise

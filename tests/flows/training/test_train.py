@@ -23,8 +23,8 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_HOME, temporary_settings
 
 from grpo_core.errors import FailedSamplesError
-from grpo_core.rewards.reward import Score, ScoringBatch
-from grpo_core.rewards.similarity import SsimReward
+from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.similarity.pairs import SsimReward
 from grpo_core.update.optimizer import PolicyOptimizer
 from tests.flows.conftest import EVALUATED, REPOSITORY, Compare, Runs, Start, flip
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor, smart_resize
 
-from grpo_core.rewards.boxes import (
+from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.text.boxes import (
     BoxIouReward,
     Coordinates,
     box_iou,
@@ -24,7 +25,6 @@ from grpo_core.rewards.boxes import (
     resized_size,
     wanted_boxes,
 )
-from grpo_core.rewards.reward import Score, ScoringBatch
 from tests.grpo_core.rewards.conftest import make_texts, refusal, refused
 
 

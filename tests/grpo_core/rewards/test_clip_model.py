@@ -8,9 +8,9 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from grpo_core.rewards import clip_rewards as clip_model
-from grpo_core.rewards.clip import find_architecture
-from grpo_core.rewards.clip_rewards import ClipModel, ClipScoreReward, load_clip
+from grpo_core.rewards.embedding import clip_rewards as clip_model
+from grpo_core.rewards.embedding.clip import find_architecture
+from grpo_core.rewards.embedding.clip_rewards import ClipModel, ClipScoreReward, load_clip
 from tests.grpo_core.rewards.conftest import MEAN, NETWORK, STD, flat, noise, refusal, refused, save_changed
 
 

@@ -12,8 +12,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from grpo_core.rewards.clip_rewards import HEAD, LAYERS, NO_DIRECTION, AestheticReward, ClipScoreReward, load_clip
-from grpo_core.rewards.reward import Reward, Score, ScoringBatch
+from grpo_core.rewards.embedding.clip_rewards import (
+    HEAD,
+    LAYERS,
+    NO_DIRECTION,
+    AestheticReward,
+    ClipScoreReward,
+    load_clip,
+)
+from grpo_core.rewards.reward import Reward
+from grpo_core.rewards.samples import Score, ScoringBatch
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_head, noise, refusal, refused, save_changed
 
 PROMPTS = ("a red heart", "two blue squares", "a red heart", "nothing at all")

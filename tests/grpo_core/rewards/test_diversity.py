@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from grpo_core.rewards.diversity import Distance, DiversityReward, lpips_distance, pixel_distance
-from grpo_core.rewards.lpips import TRUNKS, load_network, perceptual_distance
-from grpo_core.rewards.reward import Score, ScoringBatch
-from grpo_core.rewards.tensors import to_tensor
+from grpo_core.rewards.embedding.diversity import Distance, DiversityReward, lpips_distance, pixel_distance
+from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.similarity.lpips import TRUNKS, load_network, perceptual_distance
+from grpo_core.rewards.similarity.tensors import to_tensor
 from grpo_core.rewards.weights import Weights
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise, refusal
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from grpo_core.rewards.clip import ClipReward
-from grpo_core.rewards.clip_rewards import load_clip
+from grpo_core.rewards.embedding.clip import ClipReward
+from grpo_core.rewards.embedding.clip_rewards import load_clip
 from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.model_reward import exact_inference
 from grpo_core.rewards.registry import REWARDS, build_reward, reward_class
-from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch, score_samples
+from grpo_core.rewards.reward import Reward, score_samples
+from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.seeds import file_sha256
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise, refusal

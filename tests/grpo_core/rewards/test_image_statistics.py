@@ -21,7 +21,8 @@ from grpo_core.rewards.image_statistics import (
     jpeg_bytes,
     laplacian_variance,
 )
-from grpo_core.rewards.reward import Reward, Score, provenance_of
+from grpo_core.rewards.reward import Reward, provenance_of
+from grpo_core.rewards.samples import Score
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise, refusal
 
 

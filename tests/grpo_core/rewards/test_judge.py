@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from grpo_core.rewards.judge import RESPONSE_FORMAT, JudgeReward, fence, read_score
-from grpo_core.rewards.reward import NOT_APPLICABLE, Score, provenance_of
+from grpo_core.rewards.judges.judge import RESPONSE_FORMAT, JudgeReward, fence, read_score
+from grpo_core.rewards.reward import provenance_of
+from grpo_core.rewards.samples import NOT_APPLICABLE, Score
 from tests.grpo_core.rewards.conftest import make_batch, make_texts, noise, refusal
 from tests.grpo_core.rewards.stub import QUICK, Asked, Reply, Stub
 
@@ -128,7 +129,7 @@ def refuse_schema(status: int) -> Callable[[Asked], Reply]:
 
 @pytest.mark.parametrize("status", [400, 422])
 def test_a_schema_is_sent_until_the_server_refuses_it(stub: Stub, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_core.rewards.judge._WITHOUT_SCHEMA", set())
+    monkeypatch.setattr("grpo_core.rewards.judges.judge._WITHOUT_SCHEMA", set())
     stub.respond = refuse_schema(status)
     for _ in range(2):
         assert judge(stub).score(make_texts("x")) == [Score(0.7, 7.0)]

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torchvision
 
-from grpo_core.rewards.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
-from grpo_core.rewards.reward import Score
-from grpo_core.rewards.tensors import to_tensor
+from grpo_core.rewards.samples import Score
+from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
+from grpo_core.rewards.similarity.tensors import to_tensor
 from grpo_core.rewards.weights import Weights
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise, refused
 

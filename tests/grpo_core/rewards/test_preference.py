@@ -10,8 +10,9 @@ from PIL import Image
 from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizerFast
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.preference import HpsV2Reward, PickScoreReward
-from grpo_core.rewards.reward import Reward, Score, ScoringBatch
+from grpo_core.rewards.embedding.preference import HpsV2Reward, PickScoreReward
+from grpo_core.rewards.reward import Reward
+from grpo_core.rewards.samples import Score, ScoringBatch
 from tests.grpo_core.rewards.conftest import SIDE, flat, noise, refused, save_changed
 from tests.grpo_core.rewards.conftest import make_batch as make_image_batch
 

@@ -10,8 +10,8 @@ from trl.data_utils import apply_chat_template
 
 from grpo_core.errors import InputError
 from grpo_core.messages import write_messages
-from grpo_core.rewards.reward import ScoringBatch
-from grpo_core.rewards.reward_model import RewardModelReward, _sigmoid, load_scorer
+from grpo_core.rewards.judges.reward_model import RewardModelReward, _sigmoid, load_scorer
+from grpo_core.rewards.samples import ScoringBatch
 from grpo_core.rewards.weights import Published, Weights
 from tests.grpo_core.rewards.conftest import make_texts, refusal
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from grpo_core.rewards.hub import HubName
-from grpo_core.rewards.weights import Published, Weights
+from grpo_core.rewards.weights import HubName, Published, Weights
 from grpo_core.seeds import file_sha256
 from tests.grpo_core.rewards.conftest import put_into, refusal, refused
 from tests.grpo_core.rewards.stub import (

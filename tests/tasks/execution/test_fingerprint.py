@@ -113,7 +113,7 @@ STAGE_ROOTS = {
 REACHED_BY: dict[str, set[str]] = {
     "grpo_core.losses.microbatch_loss": {"update policy"},
     "grpo_core.logprobs": {"collect rollouts", "update policy"},
-    "grpo_core.rewards.similarity": {"score ssim"},
+    "grpo_core.rewards.similarity.pairs": {"score ssim"},
     "grpo_core.rewards.image_statistics": {"score jpeg"},
     "grpo_core.advantages.compute": {"compute advantages"},
     "tasks.execution.work_pool": set(),

@@ -24,8 +24,8 @@ from grpo_core.messages import answer_begun, shown_prompt, shown_question
 from grpo_core.policies.causal_lm.policy import CPU
 from grpo_core.policies.causal_lm.prompts import encode_prompts, prompt_ids
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
-from grpo_core.rewards.functions import FunctionReward
-from grpo_core.rewards.reward import ScoringBatch
+from grpo_core.rewards.functions.reward import FunctionReward
+from grpo_core.rewards.samples import ScoringBatch
 from tasks.prompts.source_images import SourceColumns
 from tests.grpo_core.policies.causal_lm.model_types import make_tokenizer
 from tests.grpo_core.rewards.functions.conftest import spied

@@ -16,8 +16,8 @@ from grpo_core.parity import ParityTolerance
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.records import GroupRequest, RolloutGroup
-from grpo_core.rewards.reward import ScoringBatch
-from grpo_core.rewards.similarity import MseReward
+from grpo_core.rewards.samples import ScoringBatch
+from grpo_core.rewards.similarity.pairs import MseReward
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings

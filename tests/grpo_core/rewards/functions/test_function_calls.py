@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from grpo_core.messages import write_messages
-from grpo_core.rewards.functions import FunctionReward
-from grpo_core.rewards.reward import NOT_APPLICABLE, Score, score_samples
+from grpo_core.rewards.functions.reward import FunctionReward
+from grpo_core.rewards.reward import score_samples
+from grpo_core.rewards.samples import NOT_APPLICABLE, Score
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise, refusal
 from tests.grpo_core.rewards.functions.conftest import SPY, TEXTS, TOKENS, spied, texts
 

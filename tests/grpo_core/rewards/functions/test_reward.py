@@ -15,8 +15,9 @@ from trl.rewards import accuracy_rewards
 from trl.trainer import grpo_trainer
 
 from grpo_core.messages import read_messages, write_messages
-from grpo_core.rewards.functions import FunctionReward
-from grpo_core.rewards.reward import Score, ScoringBatch, provenance_of
+from grpo_core.rewards.functions.reward import FunctionReward
+from grpo_core.rewards.reward import provenance_of
+from grpo_core.rewards.samples import Score, ScoringBatch
 from tests.grpo_core.rewards.conftest import refusal
 from tests.grpo_core.rewards.functions.conftest import COLUMNS, texts
 

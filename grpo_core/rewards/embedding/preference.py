@@ -21,8 +21,14 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.clip import ClipArchitecture, LongPrompts, check_prompts, find_architecture, is_config_file
-from grpo_core.rewards.clip_rewards import build_network
+from grpo_core.rewards.embedding.clip import (
+    ClipArchitecture,
+    LongPrompts,
+    check_prompts,
+    find_architecture,
+    is_config_file,
+)
+from grpo_core.rewards.embedding.clip_rewards import build_network
 from grpo_core.rewards.model_reward import (
     ModelReward,
     Sha256,
@@ -33,8 +39,9 @@ from grpo_core.rewards.model_reward import (
     load_tokenizer,
     load_weights,
 )
-from grpo_core.rewards.reward import STRICT, Positive, Score, ScoringBatch, clamp_unit, problems_of
-from grpo_core.rewards.tensors import to_tensor
+from grpo_core.rewards.reward import STRICT, Positive, problems_of
+from grpo_core.rewards.samples import Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.similarity.tensors import to_tensor
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.uses import Uses
 

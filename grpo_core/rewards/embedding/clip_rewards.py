@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.images import to_rgb
-from grpo_core.rewards.clip import ClipArchitecture, ClipReward, LongPrompts, check_prompts
+from grpo_core.rewards.embedding.clip import ClipArchitecture, ClipReward, LongPrompts, check_prompts
 from grpo_core.rewards.model_reward import (
     Sha256,
     exact_inference,
@@ -32,8 +32,9 @@ from grpo_core.rewards.model_reward import (
     load_state_dict,
     load_weights,
 )
-from grpo_core.rewards.references import ComparingReward
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.reward import STRICT, Positive
+from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.similarity.pairs import ComparingReward
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.uses import Uses
 

@@ -19,7 +19,8 @@ from torch import nn
 from grpo_core.errors import InputError
 from grpo_core.messages import Message, read_messages
 from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_model, load_once, load_tokenizer
-from grpo_core.rewards.reward import STRICT, Needs, Score, ScoringBatch
+from grpo_core.rewards.reward import STRICT, Needs
+from grpo_core.rewards.samples import Score, ScoringBatch
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.uses import Uses
 

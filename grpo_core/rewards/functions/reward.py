@@ -25,8 +25,9 @@ from pydantic.dataclasses import dataclass
 from grpo_core.errors import InputError
 from grpo_core.images import to_rgb
 from grpo_core.messages import Message, shown_question, with_images
-from grpo_core.rewards.call_log import CallLog
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Needs, Reward, Score, ScoringBatch, not_finite, problems_of
+from grpo_core.rewards.functions.call_log import CallLog
+from grpo_core.rewards.reward import STRICT, Needs, Reward, problems_of
+from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, not_finite
 from grpo_core.services import run_awaitable
 from grpo_core.user_functions import (
     REFERENCE,

@@ -16,9 +16,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, find_tensor, load_once, load_state_dict
-from grpo_core.rewards.reward import STRICT, clamp_unit
-from grpo_core.rewards.similarity import PairReward
-from grpo_core.rewards.tensors import Images, check_pair
+from grpo_core.rewards.reward import STRICT
+from grpo_core.rewards.samples import clamp_unit
+from grpo_core.rewards.similarity.pairs import PairReward
+from grpo_core.rewards.similarity.tensors import Images, check_pair
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.seeds import file_sha256
 from grpo_core.uses import Uses

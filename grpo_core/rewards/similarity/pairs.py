@@ -1,21 +1,71 @@
-"""Rewards for similarity to the target or a source image, pixel by pixel: mse, psnr, r2, ssim.
+"""Rewards that compare an image with its target or with one in its prompt; pixel by pixel: mse, psnr, r2, ssim.
 
-Their settings are checked without torch, which takes seconds to import; `measures` computes.
+Their settings are checked without torch, which takes seconds to import; `tensors` computes.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from PIL import Image
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from grpo_core.errors import InputError
 from grpo_core.images import WINDOW, fit_to, to_rgb
-from grpo_core.rewards.references import ComparingReward
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Needs, Positive, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.reward import STRICT, Needs, Positive, Reward
+from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, clamp_unit
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class ComparingReward(Reward):
+    """A reward that may compare a sample with an image; without that image the sample has no score.
+
+    Attributes:
+        against: target: the target image of the prompt; source: an image in the prompt, of which the sample is an edit;
+            prompt: the text, of rewards that can.
+        source_index: which of the images in the prompt, from 0; with against: source.
+    """
+
+    against: Literal["prompt", "target", "source"] = "target"
+    source_index: Annotated[int, Field(ge=0)] = 0
+
+    def check_reference(self) -> None:
+        """Raise InputError if there is a source_index and no comparison with a source image."""
+        if self.source_index and self.against != "source":
+            hint = f"against is {self.against}; set it to source, or leave this out."
+            raise InputError(f"rewards.{self.name}.source_index", self.source_index, hint)
+
+    @property
+    def needs(self) -> Needs:
+        """The image that it compares with."""
+        if self.against == "source":
+            return Needs(sources="required", source=self.source_index)
+        return Needs(target=self.against == "target")
+
+    def settings(self) -> Mapping[str, object]:
+        """Return what determines the scores; the reference only where it is not the usual one.
+
+        So the scores of a reward that had no such setting are still those of this one.
+        """
+        left_out = {"against"} if self.against == type(self).against else set()
+        left_out |= set() if self.against == "source" else {"source_index"}
+        return {name: value for name, value in super().settings().items() if name not in left_out}
+
+    def reference_images(self, batch: ScoringBatch) -> Sequence[Image.Image | None]:
+        """Return the target or the source image of each sample; None for a sample without it."""
+        if self.against == "target":
+            return batch.targets or [None] * len(batch)
+        index = self.source_index
+        return [each[index] if index < len(each) else None for each in batch.source_images or [()] * len(batch)]
+
+    def reference_place(self, sample_id: str) -> str:
+        """Name the image that a sample is compared with, for an error."""
+        return f"rewards.{self.name}, sample {sample_id}, {self.against}"
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -54,7 +104,7 @@ class PairReward(ComparingReward):
         """Score each sample; a raw quantity that is not finite is a failure."""
         import torch
 
-        from grpo_core.rewards.tensors import to_tensor
+        from grpo_core.rewards.similarity.tensors import to_tensor
 
         scores = [NOT_APPLICABLE] * len(batch)
         references = {row: each for row, each in enumerate(self.reference_images(batch)) if each is not None}
@@ -85,7 +135,7 @@ class MseReward(PairReward):
 
     def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the errors."""
-        from grpo_core.rewards.tensors import mean_squared_error
+        from grpo_core.rewards.similarity.tensors import mean_squared_error
 
         return mean_squared_error(images, targets)
 
@@ -109,7 +159,7 @@ class PsnrReward(PairReward):
 
     def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the ratios."""
-        from grpo_core.rewards.tensors import peak_signal_to_noise_ratio
+        from grpo_core.rewards.similarity.tensors import peak_signal_to_noise_ratio
 
         return peak_signal_to_noise_ratio(images, targets)
 
@@ -132,7 +182,7 @@ class R2Reward(PairReward):
 
     def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the coefficients."""
-        from grpo_core.rewards.tensors import coefficient_of_determination
+        from grpo_core.rewards.similarity.tensors import coefficient_of_determination
 
         return coefficient_of_determination(images, targets)
 
@@ -147,6 +197,6 @@ class SsimReward(PairReward):
 
     def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the similarities."""
-        from grpo_core.rewards.tensors import structural_similarity
+        from grpo_core.rewards.similarity.tensors import structural_similarity
 
         return structural_similarity(images, targets)
