@@ -5,7 +5,7 @@ training        the sections about rewards, guardrails, advantages and the updat
 validation      the base of every section and request; plain values -> one of them, or every error at once
 schema          the complete configuration of a run, of a replay, and of a file of rewards; what identifies a run
 contradictions  combinations of settings that are refused; stream_contradictions those between streams
+policy_name     how people name a policy version: RUN, RUN@N or RUN@best
 yaml_files      a YAML file -> plain values; TRL's names of keys, and suggestions for unknown keys
 loader          a YAML file and overrides -> a checked configuration
-init/           what `grpo init` fills in
 """

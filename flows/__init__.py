@@ -4,7 +4,7 @@ commands       the flows as plain functions for scripts and notebooks: `from flo
 
 training       the loop; start reading at training/train.py
 evaluation, replaying, rescoring, sample, export   `grpo evaluate`, `replay`, `rescore`, `sample`, `export`
-inspect_run, list_runs, compare_runs   `grpo inspect`, `grpo list`, `grpo compare`
+inspect_run, watch_run, list_runs, compare_runs   `grpo inspect`, with `--watch`, `grpo list`, `grpo compare`
 rewards/                     `grpo rewards`: weights, analysis of stored scores, a server that scores for others
 init, pruning, deploy, worker   `grpo init`, `prune`, `deploy`, `worker`
 pipeline       what all flows share: an open run, how a stage is called, requests and forms
@@ -12,6 +12,7 @@ preflight      checks before any model loads, `grpo doctor`
 tracking       metrics and images in TensorBoard, W&B, MLflow, trackio and SwanLab
 server         Prefect's server: `grpo ui`, a temporary one, checks of both
 command_line   the program `grpo`: its commands and options
+http_server    the HTTP servers of this program: on which address, for whom
 terminal       progress bars, tables and summaries that the commands print
 prefect_settings   Prefect's settings, applied before it is imported
 """

@@ -13,6 +13,10 @@ parity       the gate before the first optimizer step: stored against recomputed
 update/      one policy update over stored rollouts, on one process or several; the optimizer
 settings     the ranges and choices of settings, checked from their annotations; how tokens are sampled
 streams      what a policy generates, and the streams of actions that train it
+messages     prompts that are conversations: what models, rewards and people get of them
+hub          repositories of the Hugging Face Hub: files, downloads, a message for each failure
+services     requests to a service that may be slow, busy or gone; awaitables waits for them, addresses hides secrets
+uses         what a setting can make a machine do, marked where the setting is declared
 errors       wrong input, and numbers that are not finite
 
 user_functions loads a user's reward or loss by import path; user_code says which files are its code, user_modules

@@ -2,6 +2,7 @@
 
 start                  `grpo ui`: Prefect's own start, with our settings and a refusal of open hosts
 temporary              the server of a single process: started beside the imports, ended with the process
+database               its database: a copy of an empty one that Prefect has migrated
 heartbeat_automation   the automation that marks a run without heartbeats as crashed
 reachable              checks of other commands: the server answers, its pools exist
 watched                says during a run when the server goes away, and when it is back

@@ -12,5 +12,6 @@ denoising/      the denoising steps of any flow-matching pipeline as actions
 glm_image/      GLM-Image: an autoregressive model over image tokens, then a diffusion decoder
 diffusers/      any text-to-image pipeline of diffusers with a flow-matching Euler scheduler
 causal_lm/      any causal language model of transformers
+engines/        a policy that a vLLM server samples
 vision_lm/      any vision-language model of transformers
 """

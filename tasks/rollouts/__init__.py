@@ -2,6 +2,8 @@
 
 plan               prompts, sample ids and seeds of a sampling round or an evaluation
 collect_rollouts   the stage: a policy and a plan -> stored rollouts; images for baselines
+engines            who samples a plan: the policy in memory, or vLLM servers
+vllm               rollouts by vLLM servers; vllm_server starts one for the run
 columns            groups of rollouts -> the columns that are stored
 streams            tokens and denoising steps in stored rollouts: columns, states, rows for training, metrics
 """
