@@ -1,4 +1,4 @@
-"""Servers that this process starts for itself: awaited until they answer, started again when they die, ended with it.
+"""Servers that this process starts for itself: awaited until they answer, and ended with it.
 
 A server ends when the pipe to its standard input closes, which the system does even if this process is killed. A
 program that does not watch its standard input is started by `guarded_command`.
@@ -24,8 +24,6 @@ _GUARD = Path(__file__).with_name("guard_main.py")
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 1 << 16
 _SECONDS_BETWEEN_LOOKS = 0.25
-_SECONDS_TO_LIVE = 30.0
-"""A server that has died sooner after it was started again would die once more."""
 
 
 class SlowStartError(RuntimeError):
@@ -82,7 +80,6 @@ class ServerProcess:
         self.title, self.port = title, port
         self._command, self._environment, self._pass_fds = list(command), environment, tuple(pass_fds)
         self._log, self._health = log_file, health
-        self._again = float("-inf")
         try:
             self.process = self._started()
         except BaseException:
@@ -180,21 +177,3 @@ class ServerProcess:
         kill_family(self.process)
         code = self.process.wait()
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-    def start_again(self, seconds: float) -> None:
-        """Start a server that has died once more, on the same port, and return once it answers.
-
-        Args:
-            seconds: within which it must answer.
-
-        Raises:
-            RuntimeError: it has died soon after it was started again before, or does not start.
-        """
-        how = self.how_it_ended()
-        if time.monotonic() - self._again < _SECONDS_TO_LIVE:
-            raise RuntimeError(f"{self.title} {how} again")
-        log(f"{self.title} {how}; starting it again, the run waits for it")
-        self._close_pipe()
-        self.process = self._started()
-        self.wait_until_ready(seconds)
-        self._again = time.monotonic()

@@ -20,6 +20,7 @@ from grpo_core.errors import InputError
 from tasks.execution.errors import LostStageError
 from tasks.execution.server_process import ServerProcess, SlowStartError, free_port, guarded_command, is_free
 from tasks.process import kill_family
+from tasks.progress import log
 from tasks.runs.layout import VLLM_LOG
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import is_local
@@ -29,6 +30,8 @@ HOST, PORT = "127.0.0.1", "{port}"
 _SECONDS_TO_END = 15.0
 """The guard gives the server 10 s before it kills it."""
 _SECONDS_TO_ANSWER = 60.0
+_SECONDS_TO_LIVE = 30.0
+"""A server that has died sooner after it was started again would die once more."""
 _SECONDS_BETWEEN_LOOKS = 0.1
 _WITHOUT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that would let packages of this environment, or this checkout, into the server's."""
@@ -75,8 +78,6 @@ class VllmServer:
                     self._command = tuple(command)
                     process.wait_until_ready(seconds)
                 elif not process.is_running or not process.answers(_SECONDS_TO_ANSWER):
-                    # Without its engine a server answers 503 for a while, and loads nothing.
-                    kill_family(process.process)
                     process.start_again(seconds)
             except BaseException:
                 # The next call starts another one.
@@ -103,7 +104,7 @@ class _VllmProcess(ServerProcess):
     """
 
     def __init__(self, command: Sequence[str], port: int, store: ArtifactStore) -> None:
-        self._shown, self._store = " ".join(command), store
+        self._shown, self._store, self._again = " ".join(command), store, float("-inf")
         environment = {name: value for name, value in os.environ.items() if name not in _WITHOUT}
         guarded = guarded_command(command)
         super().__init__("the vLLM server", guarded, {**_SETTINGS, **environment}, _log_file(store), port, "/health")
@@ -128,10 +129,24 @@ class _VllmProcess(ServerProcess):
             raise InputError(PLACE, self._shown, hint) from error
 
     def start_again(self, seconds: float) -> None:
+        """Start the server once more, on the same port, and return once it answers.
+
+        Raises:
+            LostStageError: it has died soon after it was started again before, or does not start.
+        """
+        # Without its engine it lives, answers 503 for a while, and loads nothing.
+        kill_family(self.process)
+        how = self.how_it_ended()
+        if time.monotonic() - self._again < _SECONDS_TO_LIVE:
+            raise LostStageError(f"{self.title} {how} again")
+        log(f"{self.title} {how}; starting it again, the run waits for it")
+        self._close_pipe()
+        self.process = self._started()
         try:
-            super().start_again(seconds)
+            super().wait_until_ready(seconds)
         except RuntimeError as error:
             raise LostStageError(str(error)) from error
+        self._again = time.monotonic()
 
     def log_tail(self) -> list[str]:
         return condensed(self.log_lines())[-_SAID_LINES:]

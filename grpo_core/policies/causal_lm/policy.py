@@ -43,7 +43,7 @@ from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGr
 from grpo_core.streams import ImageSize, Stream
 
 if TYPE_CHECKING:
-    from grpo_core.policies.engines.vllm import Engine
+    from grpo_core.policies.engines.vllm import VllmEngine
 
 
 class CausalLMPolicy(TrainedComponent[TokenBatch]):
@@ -56,7 +56,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     """
 
     forbidden: Tensor | None = None
-    engine: "Engine | None" = None
+    engine: "VllmEngine | None" = None
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
             forbidden=self.forbidden,
             width=self._model.get_input_embeddings().weight.shape[0],
         )
-        sample: Engine = self.engine or partial(sample_completions, self._model)
+        sample = self.engine or partial(sample_completions, self._model)
         with torch.no_grad(), self._sampling():
             encoded, rows = self._distinct(requested, images, by_engine=self.engine is not None)
             return sample(encoded, requested, rows, rule, seeds, images)

@@ -1,4 +1,4 @@
-"""Engines, which sample in place of the policy's own loop; and vLLM servers as one: a request for each row and seed.
+"""vLLM servers as an engine: a request for each row, with its own seed.
 
 A server may die, hang or cut an answer: rows without a usable answer are requested again with the same seeds, from
 another server where there is one. What a server would refuse again is an error at once.
@@ -8,7 +8,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import httpx
 import torch
@@ -39,30 +38,6 @@ ATTEMPTS = 5
 BACKOFF_S = 0.5
 
 
-class Engine(Protocol):
-    """Samples completions; `sample_completions` of a model is one that needs no other engine."""
-
-    def __call__(
-        self,
-        encoded: EncodedPrompts,
-        prompts: tuple[str, ...],
-        rows: Int[Tensor, " rows"],
-        rule: SamplingRule,
-        seeds: Sequence[int],
-        sources: Sources | None = None,
-    ) -> SampledTokens:
-        """Sample one completion per row, each from its own seed, by the rule.
-
-        Args:
-            encoded: distinct prompts.
-            prompts: that each row continues.
-            rows: their indices among the encoded ones.
-            rule: vocabulary, temperature, truncation and ends.
-            seeds: one per row.
-            sources: the source images of each row's prompt; None: no prompt has any.
-        """
-
-
 class EngineError(ServiceError):
     """Servers gave no usable answer for some rows, in every attempt; another start of the stage may succeed."""
 
@@ -87,7 +62,7 @@ class _Job:
 
 @dataclass
 class VllmEngine:
-    """An Engine that asks vLLM servers.
+    """Samples completions from vLLM servers, as `sample_completions` does from a model.
 
     Attributes:
         servers: returns those that are to be asked; one that this process started is started again if it has ended.
@@ -110,7 +85,15 @@ class VllmEngine:
         seeds: Sequence[int],
         sources: Sources | None = None,
     ) -> SampledTokens:
-        """Sample one completion per row, all rows at a time.
+        """Sample one completion per row, each from its own seed, all rows at a time.
+
+        Args:
+            encoded: distinct prompts.
+            prompts: that each row continues.
+            rows: their indices among the encoded ones.
+            rule: vocabulary, temperature, truncation and ends.
+            seeds: one per row.
+            sources: the source images of each row's prompt; None: no prompt has any.
 
         Raises:
             EngineError: some rows have no usable answer after several attempts.

@@ -135,7 +135,7 @@ def test_a_run_has_one_server_which_ends_with_it(server: VllmServer, store: Arti
 def test_a_server_that_dies_is_started_again(
     server: VllmServer, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_process, "_SECONDS_TO_LIVE", 0.0)
+    monkeypatch.setattr(vllm_server, "_SECONDS_TO_LIVE", 0.0)
     url = server.ensure_running(COMMAND, store, SECONDS)
     for killed in ([0], [1, 0], [2], [0, 1, 2]):
         before = processes(url)
