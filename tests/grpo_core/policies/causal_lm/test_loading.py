@@ -33,12 +33,6 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(TEXT_MODEL, tmp_path / "model"))
 
 
-@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "data/models/nowhere", "a/b/c"])
-def test_a_folder_that_is_not_there(model: str) -> None:
-    error = refused(model)
-    assert (error.place, error.value) == ("policy.model", model)
-
-
 def write_config(content: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "config.json").write_text(content)
 
@@ -64,13 +58,6 @@ def test_what_is_no_usable_model_is_refused(folder: Path, case: str) -> None:
     assert (error.place, error.value, named in error.hint) == ("policy.model", str(folder), True)
 
 
-def test_a_hub_name_passes_until_it_is_loaded() -> None:
-    FAMILY.refuse_unusable("nobody/nothing", SETTINGS)
-    with pytest.raises(InputError) as refused:
-        load_model("nobody/nothing", dtype=torch.float32, device=CPU)
-    assert (refused.value.place, refused.value.value) == ("policy.model", "nobody/nothing")
-
-
 def test_a_model_without_its_head(tmp_path: Path) -> None:
     widths = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaModel(LlamaConfig(vocab_size=269, **widths))
@@ -81,15 +68,6 @@ def test_a_model_without_its_head(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": None}))
     with pytest.raises(InputError, match="lm_head"):
         load_model(str(tmp_path), dtype=torch.float32, device=CPU)
-
-
-@pytest.mark.parametrize("content", [None, b"", b"no tensors"])
-def test_weights_that_are_missing_or_damaged(folder: Path, content: bytes | None) -> None:
-    (folder / "model.safetensors").unlink()
-    if content is not None:
-        (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(InputError, match="weights"):
-        load_model(str(folder), dtype=torch.float32, device=CPU)
 
 
 def test_settings_that_the_model_cannot_follow(folder: Path) -> None:

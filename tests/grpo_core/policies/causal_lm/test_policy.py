@@ -1,6 +1,5 @@
 """Completions end where they should, and are rendered as people read them."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -192,13 +191,6 @@ def test_16_bit_arithmetic_over_32_bit_weights_changes_little_and_is_the_same_on
 
 
 # --- the kind of policy
-
-
-def test_settings_come_from_a_configuration_and_from_a_stored_row() -> None:
-    settings = CausalLMSettings(temperature=0.5, top_k=4, stop=("a", "é"), system_prompt="be short")
-    section = {"temperature": 0.5, "top_k": 4, "stop": ("a", "é"), "system_prompt": "be short", "group_size": 8}
-    assert FAMILY.settings(section) == settings
-    assert FAMILY.settings({**section, "stop": json.dumps(["a", "é"])}) == settings
 
 
 def test_prompts_are_refused_by_the_tokenizer_alone() -> None:

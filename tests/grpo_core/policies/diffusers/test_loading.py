@@ -1,6 +1,5 @@
 """What of a pipeline is trained by default, and how a trained pipeline is written and loaded again."""
 
-import shutil
 from pathlib import Path
 
 import diffusers
@@ -9,9 +8,7 @@ import torch
 
 from grpo_core.errors import InputError
 from grpo_core.policies.diffusers.family import FAMILY
-from grpo_core.policies.diffusers.loading import default_targets, load_pipeline
-from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
-from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.policies.diffusers.loading import default_targets
 from tests.grpo_core.policies.diffusers.test_policy import pixels
 from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, SavedFolder, SharedPolicy, load, request, settings
 
@@ -64,14 +61,6 @@ def test_adapters_are_on_attention_and_feed_forward_layers_and_trained(shared_po
     assert without == last
 
 
-def test_unknown_targets_are_refused_before_weights_are_read(saved_folder: SavedFolder) -> None:
-    choice = TrainingChoice(LoraSettings(targets="no_such_layer"))
-    with pytest.raises(InputError) as refused:
-        FAMILY.check_choices(str(saved_folder("sd3")), {"denoising": choice})
-    assert refused.value.place == "policy.lora.targets"
-    assert FAMILY.check_choices(str(saved_folder("sd3")), {"denoising": TrainingChoice(LoraSettings())}) == ()
-
-
 def test_a_transformer_with_names_of_its_own_asks_for_targets() -> None:
     with pytest.raises(InputError) as refused:
         default_targets(torch.nn.Sequential(torch.nn.Linear(2, 2)))
@@ -83,14 +72,6 @@ def test_attention_that_diffusers_lacks_is_refused(saved_folder: SavedFolder) ->
         load(saved_folder("sd3"), settings(), attn_implementation="eager")
     assert (refused.value.place, refused.value.value) == ("policy.attn_implementation", "eager")
     load(saved_folder("sd3"), settings(), attn_implementation="sdpa")
-
-
-def test_a_pipeline_without_weights_is_an_input_error(saved_folder: SavedFolder, tmp_path: Path) -> None:
-    folder = tmp_path / "pipeline"
-    shutil.copytree(saved_folder("sd3"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    with pytest.raises(InputError) as refused:
-        load_pipeline(str(folder), dtype=torch.float32, device=torch.device("cpu"))
-    assert (refused.value.place, refused.value.value) == ("policy.model", str(folder))
 
 
 @pytest.mark.parametrize("lora", [True, False])
@@ -121,21 +102,3 @@ def test_a_trained_pipeline_makes_the_policy_s_images(saved_folder: SavedFolder,
     for image, expected in zip(group.outputs, images, strict=True):
         # Merged weights round differently.
         assert abs(pixels(image) - pixels(expected)).max() <= 1
-
-
-def test_the_meta_device_has_every_parameter(saved_folder: SavedFolder) -> None:
-    for name in MAKE:
-        model = str(saved_folder(name))
-        on_meta = FAMILY.build_on_meta(model, "transformer").state_dict()
-        loaded = load_pipeline(model, dtype=torch.float32, device=torch.device("cpu")).transformer.state_dict()
-        assert {key: value.shape for key, value in on_meta.items()} == {
-            key: value.shape for key, value in loaded.items()
-        }
-
-
-def test_settings_come_from_sections_and_stored_rows() -> None:
-    chosen = settings(sde_window_range=(1, 3), negative_prompt="blur")
-    row = {field: getattr(chosen, field) for field in chosen.__dataclass_fields__}
-    stored = {**row, "sde_window_range": [1, 3], "prompt": "a column of another stage"}
-    assert FAMILY.settings(stored) == chosen
-    assert isinstance(FAMILY.settings(row), DiffusersSettings)

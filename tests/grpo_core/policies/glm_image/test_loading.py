@@ -23,7 +23,6 @@ from grpo_core.policies.glm_image.loading import (
 )
 from grpo_core.policies.glm_image.processor import UnitProcessor
 from grpo_core.policies.glm_image.settings import AUTOREGRESSIVE, PARTS, GlmImageSettings
-from grpo_core.policies.pipeline_loading import initial_state_of
 from grpo_core.policies.sizes import count_parameters
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.rewards.registry import build_reward
@@ -173,49 +172,3 @@ def test_a_processor_for_other_tokens_is_refused(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace('"unit": 8', '"unit": 16'))
     with pytest.raises(InputError, match='"unit": 8'):
         load(tmp_path)
-
-
-def test_initial_state_is_that_of_the_files(shipped_pipeline: GlmImagePipeline) -> None:
-    state = initial_state_of(str(MODEL), PARTS, AUTOREGRESSIVE, torch.float32)()
-    expected = shipped_pipeline.vision_language_encoder.state_dict()
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(state[name], value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize(
-    "name", ["/nowhere/at/all", "./nothing", "nothing", "a/b/c", "data/models/none", "nobody/has-this", "not a/name"]
-)
-def test_a_missing_model_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match="folder") as caught:
-        load(name)
-    assert (caught.value.place, caught.value.value) == ("policy.model", name)
-
-
-@pytest.mark.parametrize(
-    ("path", "kept"),
-    [
-        ("model_index.json", None),
-        ("vae", None),
-        ("processor", None),
-        ("vision_language_encoder/model.safetensors", None),
-        ("model_index.json", 40),
-        ("vae/config.json", 40),
-        ("vision_language_encoder/config.json", 40),
-        ("vision_language_encoder/model.safetensors", 4),
-        ("vision_language_encoder/model.safetensors", 5000),
-        ("vision_language_encoder/model.safetensors", 100_000),
-        ("vae/diffusion_pytorch_model.safetensors", 100),
-    ],
-)
-def test_a_damaged_folder_is_refused(path: str, kept: int | None, tmp_path: Path) -> None:
-    """Without a file or folder, or with the first bytes of a file alone."""
-    folder = tmp_path / "model"
-    shutil.copytree(MODEL, folder)
-    damaged = folder / path
-    if kept is not None:
-        damaged.write_bytes(damaged.read_bytes()[:kept])
-    else:
-        remove(damaged)
-    with pytest.raises(InputError) as caught:
-        load(folder)
-    assert (caught.value.place, caught.value.value) == ("policy.model", str(folder))
