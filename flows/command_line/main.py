@@ -26,6 +26,7 @@ from flows.command_line.options import (
     RESTART,
     Config,
     Json,
+    Load,
     Memory,
     Overrides,
     RunName,
@@ -201,13 +202,15 @@ def deploy(
 
 
 @application.command()
-def doctor(config: Config, overrides: Overrides = None, memory: Memory = False, as_json: Json = False) -> None:
+def doctor(
+    config: Config, overrides: Overrides = None, memory: Memory = False, load: Load = False, as_json: Json = False
+) -> None:
     """Check configuration, weights, memory, storage and server, and suggest a fix for every problem."""
     with handle_errors(as_json):
         checked = resolved(config, None, overrides)
         from flows.preflight.doctor import examine
 
-        diagnosis = examine(checked, partial(typer.echo, err=True))
+        diagnosis = examine(checked, partial(typer.echo, err=True), load=load)
         if diagnosis.healthy:
             from flows.pipeline.run import start_problems
 

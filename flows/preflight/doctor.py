@@ -15,7 +15,13 @@ from configs.sections import ImageRolloutSection
 from flows.preflight.engine import engine_notes
 from flows.preflight.files import prepare_hub
 from flows.preflight.inputs import CHECKS
-from flows.preflight.model import estimate_model, refuse_offload_without_room, refuse_prompt_texts, source_of
+from flows.preflight.model import (
+    estimate_model,
+    refuse_offload_without_room,
+    refuse_prompt_texts,
+    source_of,
+    try_loaded,
+)
 from flows.preflight.prompts import PromptFiles, read_prompt_files
 from flows.preflight.rewards import code_notes, try_functions
 from flows.preflight.weights import find_weights
@@ -38,6 +44,9 @@ SIZES_SHOWN = 8
 
 SERVER_BYTES = 2**26
 """Room for the database of Prefect's temporary server, and for logs."""
+
+TRIED = "models like this one are tried by this project's tests"
+UNTRIED = "models like this one are not tried by this project's tests: `grpo doctor --load` loads it and tries it here"
 
 PARTS_SHOWN = 3
 """Number of parts of the memory that are named."""
@@ -93,11 +102,14 @@ class Diagnosis:
         return Report("", tables=estimate, notes=notes)
 
 
-def examine(config: RunConfig, report_progress: Callable[[str], None] = lambda line: None) -> Diagnosis:
-    """Run every check of a training run and estimate what it needs; nothing is loaded, sampled or changed.
+def examine(
+    config: RunConfig, report_progress: Callable[[str], None] = lambda line: None, *, load: bool = False
+) -> Diagnosis:
+    """Run every check of a training run and estimate what it needs; nothing is changed.
 
     Args:
         report_progress: called with a line before a step that can take long.
+        load: whether the model is loaded and tried, if nothing is wrong with what can be seen before.
     """
     prepare_hub(config)
     weights = find_weights(config)
@@ -120,7 +132,8 @@ def examine(config: RunConfig, report_progress: Callable[[str], None] = lambda l
             policy, version = config.policy, adapter_version(config)
             store = open_store(config.storage, config.run.name) if version else None
             with training_choices(policy, store, version, references=config.references) as choices:
-                notes["model"] = policy_family(policy.kind).check_choices(source_of(config), choices)
+                family, source = policy_family(policy.kind), source_of(config)
+                notes["model"] = (TRIED if family.is_tried(source) else UNTRIED, *family.check_choices(source, choices))
                 estimate = estimate_model(config, choices, tuple(sizes), longest=longest)
                 moved = estimate_model(config, choices, tuple(sizes), offload=True, longest=longest).memory
             memory, checkpoint, states = estimate.memory, estimate.checkpoint, estimate.states
@@ -139,10 +152,21 @@ def examine(config: RunConfig, report_progress: Callable[[str], None] = lambda l
             findings += _problems("model", unread.errors if unread is not None else ())
             if unread is None:
                 findings.append(Finding("weights", True, f"{config.policy.model}, which is checked once it is here"))
+    if load and all(finding.healthy for finding in findings):
+        report_progress(f"loading {config.policy.model}")
+        findings += _trial(config)
     if all(finding.healthy for finding in findings if finding.subject == "storage"):
         findings.append(_disk(config, checkpoint, states, sizes))
     findings += [Finding("work", True, describe_work(config)), _fonts(config, prompts), *_server(config)]
     return Diagnosis(_one_verdict_each(findings, notes), memory)
+
+
+def _trial(config: RunConfig) -> list[Finding]:
+    """Load the model and try it."""
+    try:
+        return [Finding("trial", True, try_loaded(config))]
+    except InputError as error:
+        return _problems("trial", error.errors)
 
 
 def _prompt_length(config: RunConfig, prompts: PromptFiles) -> tuple[int | None, list[Finding]]:

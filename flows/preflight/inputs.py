@@ -17,11 +17,10 @@ from flows.preflight.model import (
     check_model,
     check_trackers,
     check_update,
-    offload_estimates,
-    refuse_offload_without_room,
     refuse_prompt_texts,
     source_of,
     trained_model,
+    with_memory,
 )
 from flows.preflight.prompts import PromptFiles, check_prompts
 from flows.preflight.rewards import check_rewards, code_notes
@@ -126,9 +125,7 @@ def _check_model(config: RunConfig, files: PromptFiles) -> RunInputs:
     store, spec = open_store(config.storage, config.run.name), trained_model(config)
     # What was downloaded can be read, and it is not loaded yet.
     raise_all(check_model(config, files))
-    if estimates := offload_estimates(config):
-        refuse_offload_without_room(config, estimates[True])
-        spec = spec.model_copy(update={"memory": estimates[False].needed})
+    spec = with_memory(config, spec)
     training, heldout = files.usable("data"), files.usable("evaluate")
     refuse_prompt_texts(config, files)
     return RunInputs(store, spec, training, heldout, (*files.notes, *code_notes(config)))

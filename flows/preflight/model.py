@@ -1,25 +1,29 @@
 """Checks of the model that a run trains, and of the devices and processes that it runs on."""
 
 import re
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
+
+import torch
 
 from configs.schema import RunConfig
 from configs.validation import error_at
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
 from grpo_core.errors import InputError, joined
-from grpo_core.policies.estimate import MemoryEstimate, ModelEstimate, Workload, estimate_resources
+from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.component import refuse_unavailable_attention
 from grpo_core.policies.trained.offload import refuse_too_little_room
 from grpo_core.policies.trained.settings import TrainingChoice
+from grpo_core.policies.trial import try_policy
 from grpo_core.seeds import derive_seed
 from grpo_core.streams import ImageSize, Stream
 from grpo_core.update.optimizer import refuse_unavailable
 from tasks.models.initial import initial_digest, local_source, training_choices
-from tasks.models.resident import ModelSpec, refuse_missing_devices, torch_device
+from tasks.models.resident import ModelSpec, configure_torch, load_untried, refuse_missing_devices, torch_device
 from tasks.runs.stored_policies import adapter_version
-from tasks.storage.artifacts.store import open_store
+from tasks.storage.artifacts.store import open_store, use_store
 from tasks.update.job import refuse_unusable_placement
 from tasks.update.machines import machine_count
 
@@ -165,14 +169,38 @@ def estimate_model(
     )
 
 
-def offload_estimates(config: RunConfig) -> Mapping[bool, MemoryEstimate]:
-    """Return the estimate without and with offloaded components; empty where nothing is to be offloaded."""
+def with_memory(config: RunConfig, spec: ModelSpec) -> ModelSpec:
+    """Add the estimate without offloaded components, by which a process decides whether it offloads any.
+
+    Raises:
+        InputError: what is offloaded has no room.
+    """
     if config.policy.offload == "none":
-        return {}
-    adapter = adapter_version(config)
-    store = open_store(config.storage, config.run.name) if adapter else None
-    with training_choices(config.policy, store, adapter, references=config.references) as choices:
-        return {each: estimate_model(config, choices, offload=each).memory for each in (False, True)}
+        return spec
+    store = open_store(config.storage, config.run.name) if spec.adapter else None
+    with training_choices(config.policy, store, spec.adapter, references=config.references) as choices:
+        kept, moved = (estimate_model(config, choices, offload=each).memory for each in (False, True))
+    refuse_offload_without_room(config, moved)
+    return spec.model_copy(update={"memory": kept.needed})
+
+
+def try_loaded(config: RunConfig) -> str:
+    """Load the model as a run does, try it, and say what was measured.
+
+    Raises:
+        InputError: it cannot be loaded, or trained.
+    """
+    spec, device = with_memory(config, trained_model(config)), configure_torch(config.placement)
+    use_store(open_store(config.storage, config.run.name))
+    begun = time.perf_counter()
+    policy = load_untried(spec, config.rollout, device)
+    measured = [f"loaded in {time.perf_counter() - begun:.1f} s"]
+    if (trial := try_policy(config.policy.kind, config.policy.model, policy)) is not None:
+        measured.append(f"tried in {trial.seconds:.1f} s, log-probs within {trial.difference:.2g} nats")
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / GIB
+        measured.append(f"at most {peak:.3g} GiB on {torch.cuda.get_device_name(device)}")
+    return ", ".join(measured)
 
 
 def source_of(config: RunConfig) -> str:

@@ -3,6 +3,7 @@
 protocol        the interfaces of a policy, the base of a kind of policy, and the kinds by name
 sizes           what decides the memory of a model, as its family counts it
 estimate        how much GPU memory and disk space a model needs
+trial           whether a loaded model can be trained: it samples a little and is scored
 drafts          token sequences of groups, each drawn once
 kv_cache        keys and values of sampled tokens, growing in place
 pipeline_files  the files of a saved model or diffusers pipeline

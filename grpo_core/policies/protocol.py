@@ -211,6 +211,10 @@ class PolicyFamily(ABC):
     def refuse_unusable(self, model: str, settings: Any) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
 
+    def is_tried(self, model: str) -> bool:
+        """Return whether this project's tests try models like this one; its configuration is on this machine."""
+        return True
+
     @abstractmethod
     def refuse_prompts(
         self, model: str, settings: Any, prompts: Sequence[str], images: "Sequence[Sequence[ImageSize]]" = ()

@@ -13,6 +13,7 @@ from configs.sections import Device, PlacementSection, PolicySection
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import Policy, PolicyFamily, policy_family
 from grpo_core.policies.trained.settings import Reference
+from grpo_core.policies.trial import try_policy
 from grpo_core.streams import Stream
 from tasks.models.initial import (
     component_folder,
@@ -219,7 +220,25 @@ def _adapter_store(spec: ModelSpec) -> ArtifactStore | None:
 
 
 def load_policy(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
-    """Load a policy with its initial weights; settings are those of the family's sampler."""
+    """Load a policy with its initial weights, and try it; settings are those of the family's sampler.
+
+    Raises:
+        InputError: it cannot be trained; says how long loading it took.
+    """
+    begun = time.perf_counter()
+    policy = load_untried(spec, settings, device)
+    try:
+        try_policy(spec.section.kind, spec.section.model, policy)
+    except InputError as error:
+        found = (
+            f"Found {time.perf_counter() - begun:.0f} s after it began to load; `grpo doctor --load` finds it before."
+        )
+        raise InputError(error.place, error.value, f"{error.hint} {found}") from error
+    return policy
+
+
+def load_untried(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
+    """Load a policy with its initial weights; on the meta device without any."""
     section, seed = spec.section, spec.adapter_seed
     store = _adapter_store(spec)
     with training_choices(section, store, spec.adapter, references=spec.references, seed=seed) as choices:

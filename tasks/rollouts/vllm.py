@@ -28,7 +28,7 @@ from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FIL
 from grpo_core.services import Service, ServiceError, read_token, run_awaitable
 from tasks.execution.resources import resource
 from tasks.models.initial import component_folder, fetched_adapter, weights_folder
-from tasks.models.resident import ModelSpec, load_policy
+from tasks.models.resident import ModelSpec, load_untried
 from tasks.rollouts.vllm_server import VllmServer
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import current_store
@@ -106,7 +106,7 @@ class PoliciesWithoutWeights:
         with self._lock:
             self._idle = [each for each in self._idle if each.spec == model]
             idle = self._idle.pop() if self._idle else None
-            reader = idle or _Reader(model, load_policy(model, rollout, torch.device("meta")))
+            reader = idle or _Reader(model, load_untried(model, rollout, torch.device("meta")))
         reader.policy.sample_with(rollout)
         try:
             yield reader.policy

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 512
 """Assumed number of ids of the longest prompt, where the prompts or the tokenizer are not here."""
 
-UNTRIED = "the model has no small copy to be tried on; a run tries it with its weights before it samples"
-"""What a person should know about such a model."""
-
 _AFTER_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Configuration fields that announce an operation after the output head."""
 
@@ -90,17 +87,25 @@ class CausalLMFamily(PolicyFamily):
 
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
-        from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
         from grpo_core.policies.causal_lm.loading import load_tokenizer, read_config, read_context
+        from grpo_core.policies.causal_lm.model_types import refuse_known
         from grpo_core.policies.causal_lm.prompts import uses_template
 
         self.refuse_missing(model)
         if find_model_file(model, CONFIG_FILE) is None:
             return
         config = read_config(model)
-        refuse_incompatible(model, config)
+        refuse_known(model, config)
         uses_template(load_tokenizer(model), settings)
         read_context(config).refuse_too_long(settings.max_completion_length)
+
+    def is_tried(self, model: str) -> bool:
+        """Return whether this project's tests try models of its type."""
+        from grpo_core.policies.causal_lm.loading import read_config
+        from grpo_core.policies.causal_lm.model_types import TRIED, TRIED_WITH_IMAGES
+
+        tried = TRIED_WITH_IMAGES if self.reads_images else TRIED
+        return read_config(model, self.kind()).model_type in tried
 
     def refuse_prompts(
         self,
@@ -145,27 +150,18 @@ class CausalLMFamily(PolicyFamily):
         copy_tokenizer(base, folder)
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
-        """Return which matrices adapters leave out, and whether the model has yet to be tried."""
+        """Return which matrices adapters leave out."""
         from grpo_core.policies.causal_lm.loading import describe_left_out
 
         choice = choices["tokens"]
         trained = self.train("tokens", self.build_on_meta(model, ""), choice, model)
-        notes = [] if self._tried(model) else [UNTRIED]
-        if choice.lora is not None and choice.lora.targets is None:
-            adapted: Any = trained.model
-            base = adapted.get_base_model()
-            # A frozen encoder of images is meant to have none.
-            notes += filter(
-                None, [describe_left_out(base.get_decoder() if self.reads_images and choice.freeze_vision else base)]
-            )
-        return tuple(notes)
-
-    def _tried(self, model: str) -> bool:
-        """Return whether a small copy of the model was tried; InputError if it cannot be trained here."""
-        from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
-        from grpo_core.policies.causal_lm.loading import read_config
-
-        return refuse_incompatible(model, read_config(model))
+        if choice.lora is None or choice.lora.targets is not None:
+            return ()
+        adapted: Any = trained.model
+        base = adapted.get_base_model()
+        # A frozen encoder of images is meant to have none.
+        left_out = describe_left_out(base.get_decoder() if self.reads_images and choice.freeze_vision else base)
+        return () if left_out is None else (left_out,)
 
     def sizes(
         self,

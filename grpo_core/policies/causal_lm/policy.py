@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from grpo_core.actions import Sources, TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
-from grpo_core.policies.causal_lm.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.causal_lm.loading import (
     CAUSAL_LM,
     load_model,
@@ -23,6 +22,7 @@ from grpo_core.policies.causal_lm.loading import (
     train_language_model,
     vocabulary_size,
 )
+from grpo_core.policies.causal_lm.model_types import refuse_known
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts, answer_start, encode_prompts, uses_template
 from grpo_core.policies.causal_lm.sampling_scoring import (
     SamplingRule,
@@ -95,8 +95,8 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         """Load by folder or hub name; on the meta device without weights, to sample with an engine that has its own.
 
         Raises:
-            InputError: no such model, one that cannot be sampled and scored here, no tokenizer, or adapter targets that
-                match nothing.
+            InputError: no such model, one that is known not to run here, no tokenizer, or adapter targets that match
+                nothing.
         """
         refuse_unscaled_float16(dtype, autocast)
         tokenizer, config, choice = load_tokenizer(model), read_config(model), choices["tokens"]
@@ -105,11 +105,9 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
             return cls(trained, tokenizer, settings)
         adapters = choice.lora is not None
         refuse_unusable_weights(model, ONE_NETWORK, choice.quantization, device, trained=ONE_NETWORK, adapters=adapters)
-        tried = refuse_incompatible(model, config)
+        refuse_known(model, config)
         base = load_model(model, dtype=dtype, device=device, quantization=choice.quantization)
         use_attention(base, attn_implementation)
-        if not tried:
-            refuse_incompatible_model(model, base)
         trained = train_language_model(
             base,
             choice,
@@ -165,6 +163,16 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     def image_arguments(self) -> Mapping[str, Any] | None:
         """Arguments of the image processor with the current settings; None: the model reads no images."""
         return None
+
+    def plain_logits(self, prompt: str, sources: Sequence[SourceImage], written: Tensor) -> Tensor:
+        """Return logits [time, ids] of the ids written after a prompt, of one forward pass over this row alone.
+
+        It is given neither a mask nor positions, nor features of images in place of their pixels.
+        """
+        ids = torch.cat([self.encode_ids([prompt], [sources]).input_ids[0], written.to(self._device)])
+        with self._precision():
+            logits: Tensor = self._model(input_ids=ids.unsqueeze(0)).logits
+        return logits[0, -len(written) - 1 : -1]
 
     def _distinct(
         self, prompts: Sequence[str], sources: Sources | None, *, by_engine: bool = False

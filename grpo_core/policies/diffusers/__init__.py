@@ -6,8 +6,6 @@ loading         the pipeline, its networks on the meta device, default targets o
 prompt_cache    each prompt is encoded once
 source_images   the images of a prompt as the calls of pipelines that edit images take them
 component       the transformer as a component: what the call of its class is given
-small_copy      a pipeline with narrow layers and random weights, from the configuration files alone
-compatibility   the trial on that copy, before weights are read, with the images of trial_sources
 policy          the Policy protocol
 family          checks, without importing the models' libraries; prompts that are too long
 """

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
 from grpo_core.images import without_marks
+from grpo_core.policies.diffusers.pipeline_class import TRIED
 from grpo_core.policies.diffusers.saved_pipeline import (
     DiffusersSettings,
     SavedPipeline,
@@ -104,20 +105,20 @@ class DiffusersFamily(PolicyFamily):
         return train_transformer(network, choice, model, initial_state=dict)
 
     def refuse_unusable(self, model: str, settings: DiffusersSettings) -> None:
-        """Raise InputError if the pipeline cannot be trained, or not with this size or guidance.
-
-        It is tried on a small copy, for which its libraries are imported.
-        """
+        """Raise InputError if the pipeline cannot be trained, or not with this size or guidance."""
         saved = read_saved_pipeline(model)
         if saved is not None:
             refuse_size(saved, settings.size)
             call_settings(saved, settings)
             refuse_missing_weights(model, saved.parts)
-            from grpo_core.policies.diffusers.compatibility import refuse_incompatible
             from grpo_core.policies.diffusers.loading import absent_parts
 
             absent_parts(model, saved)
-            refuse_incompatible(model, settings)
+
+    def is_tried(self, model: str) -> bool:
+        """Return whether this project's tests try pipelines of its class."""
+        saved = read_saved_pipeline(model)
+        return saved is not None and saved.class_name in TRIED
 
     def refuse_prompts(
         self,
@@ -132,15 +133,6 @@ class DiffusersFamily(PolicyFamily):
             refuse_sources(saved.class_name, saved.pipeline_class.sources, saved.pixel_unit, prompts, images)
             texts = [without_marks(prompt) for prompt in prompts] if any(images) else prompts
             refuse_cut_prompts(model, saved, settings, texts)
-
-    def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
-        """Return whether the pipeline has yet to be tried."""
-        from grpo_core.policies.diffusers.compatibility import lacks_small_copy
-
-        super().check_choices(model, choices)
-        if not lacks_small_copy(model):
-            return ()
-        return ("the model has no small copy to be tried on; a run tries it with its weights before it samples",)
 
     def sizes(
         self,

@@ -109,6 +109,17 @@ TRIED: Mapping[str, PipelineClass] = MappingProxyType(
 """Classes of diffusers of which a tiny pipeline with random weights was trained; they are known without an import."""
 
 
+_KNOWN_PROBLEMS: Mapping[str, str] = MappingProxyType(
+    {
+        "Ideogram4Pipeline": (
+            "Its text encoders cannot be called without a grid, so its prompts cannot be encoded once."
+        ),
+        "PRXPixelPipeline": "Its call fails with two prompts and guidance.",
+    }
+)
+"""Of classes whose signature fits and whose tiny pipeline failed."""
+
+
 @cache
 def find_pipeline_class(name: str) -> PipelineClass | None:
     """Find a class of pipeline in the installed diffusers; None if it has none of this name.
@@ -136,7 +147,7 @@ def describe_class(pipeline: Any) -> PipelineClass:
         takes_area="max_area" in call,
         spatial_latents=pipeline.__name__ in _SPATIAL_LATENTS,
         sources=_sources(pipeline, call),
-        problem=_problem(pipeline, call),
+        problem=_KNOWN_PROBLEMS.get(pipeline.__name__) or _problem(pipeline, call),
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from grpo_core.errors import InputError
-from grpo_core.policies.diffusers.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.diffusers.component import DiffusersDenoising
 from grpo_core.policies.diffusers.loading import (
     TRANSFORMER,
@@ -65,10 +64,9 @@ class DiffusersPolicy:
         """Load by folder or hub name.
 
         Raises:
-            InputError: no such model, one that cannot be sampled and scored here, settings that it cannot sample with,
-                or adapter targets that match nothing.
+            InputError: no such model, one that is known not to run here, settings that it cannot sample with, or
+                adapter targets that match nothing.
         """
-        tried = refuse_incompatible(model, settings)
         choice = choices["denoising"]
         saved, quantization = require_saved_pipeline(model), choice.quantization
         adapters = choice.lora is not None
@@ -82,8 +80,6 @@ class DiffusersPolicy:
         denoising = DiffusersDenoising(pipeline, saved, settings, trained, autocast=autocast, offload=mover)
         policy = cls(denoising)
         policy.sample_with(settings)
-        if not tried:
-            refuse_incompatible_model(model, denoising)
         return policy
 
     def sample(self, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:

@@ -5,7 +5,6 @@ loading        a folder or a hub name -> processor; what is trained, with or wit
 prompts        one prompt with its images -> ids, token types and pixels, and the ids that stand for images
 features       pixels -> features that take the place of these ids, computed once and shared
 encoding       prompts with positions and features, padded as the model reads them; those that were read last
-compatibility  whether a model can be sampled and scored and sees its images, tried on a small copy of it
 policy         the Policy protocol on top of these
 family         checks, without importing the models' libraries
 """

@@ -44,9 +44,9 @@ class VisionLMFamily(CausalLMFamily):
     def refuse_unusable(self, model: str, settings: Any) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
         from grpo_core.policies.causal_lm.loading import read_config, read_context
-        from grpo_core.policies.vision_lm.compatibility import refuse_incompatible
+        from grpo_core.policies.causal_lm.model_types import refuse_known
         from grpo_core.policies.vision_lm.loading import VISION_LM, load_processor
-        from grpo_core.policies.vision_lm.prompts import image_sizes, print_prompt
+        from grpo_core.policies.vision_lm.prompts import find_placeholders, image_sizes, print_prompt
 
         self.refuse_missing(model)
         if find_model_file(model, CONFIG_FILE) is None:
@@ -54,7 +54,8 @@ class VisionLMFamily(CausalLMFamily):
         config, processor = read_config(model, VISION_LM), load_processor(model)
         image_sizes(processor, settings)
         print_prompt(processor, settings, "", 1)
-        refuse_incompatible(model, config, processor)
+        find_placeholders(config, processor)
+        refuse_known(model, config)
         read_context(config).refuse_too_long(settings.max_completion_length)
 
     def refuse_prompts(
@@ -97,13 +98,6 @@ class VisionLMFamily(CausalLMFamily):
                 require_room(prompt, printed + of_images, settings, context, of_images=of_images)
                 longest = max(longest, printed + of_images)
         return longest
-
-    def _tried(self, model: str) -> bool:
-        from grpo_core.policies.causal_lm.loading import read_config
-        from grpo_core.policies.vision_lm.compatibility import refuse_incompatible
-        from grpo_core.policies.vision_lm.loading import load_processor
-
-        return refuse_incompatible(model, read_config(model, self.kind()), load_processor(model))
 
     def sizes(
         self,

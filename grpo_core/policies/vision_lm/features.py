@@ -38,6 +38,15 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...
     return tuple(each.to(device) for each in tensors)
 
 
+def moved_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a processor returned on the model's device, numbers that are no ids in its dtype."""
+    device, dtype = model.device, model.dtype
+    return {
+        name: each.to(device, dtype if each.is_floating_point() else None) if isinstance(each, Tensor) else each
+        for name, each in inputs.items()
+    }
+
+
 def image_features(model: Any, pixels: Mapping[str, Any]) -> ImageFeatures:
     """Compute the features of one prompt's images.
 
@@ -45,12 +54,7 @@ def image_features(model: Any, pixels: Mapping[str, Any]) -> ImageFeatures:
         model: without peft's wrapper.
         pixels: as its processor returns them.
     """
-    device, dtype = model.device, model.dtype
-    inputs = {
-        name: each.to(device, dtype if each.is_floating_point() else None) if isinstance(each, Tensor) else each
-        for name, each in pixels.items()
-    }
-    found = model.base_model.get_image_features(**inputs, return_dict=True)
+    found = model.base_model.get_image_features(**moved_inputs(model, pixels), return_dict=True)
     pooled = found.pooler_output if isinstance(found.pooler_output, Tensor) else tuple(found.pooler_output)
     deepstack = getattr(found, "deepstack_features", None) or ()
     return ImageFeatures(pooled, tuple(tuple(layer) for layer in deepstack))

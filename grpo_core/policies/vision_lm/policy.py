@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.loading import load_model, on_meta, read_config, train_language_model
+from grpo_core.policies.causal_lm.model_types import refuse_known
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts, pad_left, require_room
 from grpo_core.policies.pipeline_files import ONE_NETWORK
@@ -15,9 +17,8 @@ from grpo_core.policies.trained.component import refuse_unscaled_float16, use_at
 from grpo_core.policies.trained.model import CPU, TrainedModel
 from grpo_core.policies.trained.quantization import refuse_unusable_weights
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.policies.vision_lm.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.vision_lm.encoding import PromptStore, ReadPrompt, encode_read, read_prompt
-from grpo_core.policies.vision_lm.features import ImageFeatures, image_features
+from grpo_core.policies.vision_lm.features import ImageFeatures, image_features, moved_inputs
 from grpo_core.policies.vision_lm.loading import VISION_LM, is_vision_frozen, load_processor
 from grpo_core.policies.vision_lm.prompts import (
     ProcessedPrompt,
@@ -80,8 +81,8 @@ class VisionLMPolicy(CausalLMPolicy):
         """Load by folder or hub name; on the meta device without weights, to sample with an engine that has its own.
 
         Raises:
-            InputError: no such model, one that cannot be sampled and scored here, no processor, or adapter targets that
-                match nothing.
+            InputError: no such model, one that is known not to run here, no processor, or adapter targets that match
+                nothing.
         """
         refuse_unscaled_float16(dtype, autocast)
         processor, config, choice = load_processor(model), read_config(model, VISION_LM), choices["tokens"]
@@ -91,11 +92,9 @@ class VisionLMPolicy(CausalLMPolicy):
             return cls(trained, processor, settings)
         adapters = choice.lora is not None
         refuse_unusable_weights(model, ONE_NETWORK, choice.quantization, device, trained=ONE_NETWORK, adapters=adapters)
-        tried = refuse_incompatible(model, config, processor)
+        refuse_known(model, config)
         base = load_model(model, dtype=dtype, device=device, kind=VISION_LM, quantization=choice.quantization)
         use_attention(base, attn_implementation)
-        if not tried:
-            refuse_incompatible_model(model, base, processor)
         trained = train_language_model(
             base,
             choice,
@@ -126,6 +125,19 @@ class VisionLMPolicy(CausalLMPolicy):
         ids = [self._processed(prompt, images).ids for prompt, images in given]
         marked = [printed_ids(self.processor, self.settings, prompt, len(images)) for prompt, images in given]
         return replace(pad_left(ids, self._device), marked=tuple(marked))
+
+    def plain_logits(self, prompt: str, sources: Sequence[SourceImage], written: Tensor) -> Tensor:
+        """Return logits of a completion, of one forward pass that is given what the processor returned."""
+        processed, time = self._processed(prompt, sources), len(written)
+        ids = torch.tensor(processed.ids + written.tolist(), device=self._device).unsqueeze(0)
+        types = {
+            name: nn.functional.pad(each, (0, time), value=self.placeholders.completion_type).unsqueeze(0)
+            for name, each in processed.token_types.items()
+        }
+        given = moved_inputs(self._model, {**types, **processed.pixels})
+        with self._precision():
+            logits: Tensor = self._model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits
+        return logits[0, -time - 1 : -1]
 
     @property
     def image_arguments(self) -> Mapping[str, Any]:

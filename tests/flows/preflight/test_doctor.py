@@ -9,15 +9,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from socketserver import StreamRequestHandler, TCPServer
 from threading import Thread
 from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -31,14 +34,17 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from flows.preflight.doctor import Diagnosis, Finding, examine
+from flows.preflight.doctor import TRIED, UNTRIED, Diagnosis, Finding, examine
 from flows.preflight.engine import engine_notes
 from flows.preflight.inputs import CHECKS, check_inputs
+from flows.preflight.model import trained_model
 from flows.preflight.prompts import read_prompt_files
+from grpo_core.errors import InputError
 from grpo_core.hub import loaded_files
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from tasks.models.resident import load_policy
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, Runs, refused
 from tests.grpo_core.rewards.stub import as_a_gated_repository, reach, serve
 from tests.tiny_policies import TEXT_MODEL
@@ -218,7 +224,7 @@ def test_doctor_and_train_refuse_a_model_alike(tmp_path: Path) -> None:
     diagnosis, hints = examined(TINY_TEXT, *overrides)
     (error,) = refused(lambda: check_inputs(read_config(TINY_TEXT, overrides)))
     assert [each.hint for each in diagnosis.findings if each.subject == "model"] == [error.hint] == [hints["model"]]
-    assert "A mamba model cannot be trained here: it gives no cache" in error.hint
+    assert "A mamba model cannot be trained here: layers keep a state" in error.hint
 
 
 ASKED: dict[str, object] = {"role": "user", "content": "2+2?"}
@@ -267,8 +273,31 @@ def test_what_adapters_leave_out_is_said(tmp_path: Path) -> None:
     overrides = text_model(tmp_path, PhimoeConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
     diagnosis, _ = examined(TINY_TEXT, *overrides)
     notes = check_inputs(read_config(TINY_TEXT, overrides)).notes
-    assert [each.notes for each in diagnosis.findings if each.subject == "model"] == [notes]
+    assert [each.notes for each in diagnosis.findings if each.subject == "model"] == [(TRIED, *notes)]
     assert "model.layers.*.mlp.router.weight" in notes[0]
+
+
+def test_the_model_is_loaded_and_tried_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A type that the tests do not try says so; a fault that only its weights show is found before a run, and by it."""
+    config = read_config(TINY_TEXT, (f"storage.root={tmp_path}/runs",))
+    (trial,) = (each for each in examine(config, load=True).findings if each.subject == "trial")
+    assert (trial.healthy, "log-probs within" in trial.message) == (True, True)
+    monkeypatch.setattr("grpo_core.policies.causal_lm.model_types.TRIED", frozenset())
+    (model,) = (each for each in examine(config).findings if each.subject == "model")
+    assert model.notes == (UNTRIED,)
+    score = CausalLMPolicy.logprobs
+
+    def shifted(*arguments: Any, **named: Any) -> Any:
+        scored = score(*arguments, **named)
+        return replace(scored, logprobs=scored.logprobs + 0.01)
+
+    monkeypatch.setattr(CausalLMPolicy, "logprobs", shifted)
+    (trial,) = (each for each in examine(config, load=True).findings if each.subject == "trial")
+    assert "log-probs while scoring differ by 0.01" in trial.hint
+    spec = trained_model(config)
+    with pytest.raises(InputError, match=r"scoring differ by 0\.01.* Found \d+ s after.*grpo doctor --load") as caught:
+        load_policy(spec, config.rollout, torch.device("cpu"))
+    assert caught.value.place == "policy.model"
 
 
 def test_a_subject_with_a_problem_has_no_other_verdict(tmp_path: Path) -> None:

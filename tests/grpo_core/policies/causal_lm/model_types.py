@@ -1,10 +1,9 @@
 """Small language models of several architectures, made in code, with logits that depend on what is read.
 
-`python -m tests.grpo_core.policies.causal_lm.model_types` writes the table and docs/models.md from it.
+`python -m tests.grpo_core.policies.causal_lm.model_types` writes the table and its section of docs/models.md.
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from data.recipes.text import build_tokenizer
-from grpo_core.policies.causal_lm.compatibility import small_copy, try_copy, why_incompatible
+from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.loading import matrices_without_adapter, train_language_model
+from grpo_core.policies.causal_lm.model_types import REFUSED, TRIED, refuse_known
+from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from tests.grpo_core.policies.causal_lm.small_configs import small_values
 from tests.grpo_core.policies.trained.tiny_models import disturb
 
 # Wider than the tokenizer, as heads padded to a round number are.
@@ -90,7 +93,7 @@ def change_inputs(model: Any, change: Callable[[dict[str, Any]], object]) -> Non
 TABLE = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-UNTRIED = "untried"
+BEGIN, END = "<!-- types: begin -->", "<!-- types: end -->"
 
 # What the defaults of transformers lack, and layers of each kind that published hybrids have.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -126,105 +129,90 @@ def configurations(model_type: str) -> list[Any]:
     return found
 
 
-def outcome(model_type: str) -> dict[str, Any]:
-    """Whether the type runs, or why not; and what becomes of adapters on all linear layers."""
+def small_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
+    """A model of this type with narrow layers and random weights, in evaluation mode."""
     for config in configurations(model_type):
-        tried, reason = try_copy(config)
-        if reason is not None:
-            return {"refused": re.sub(r" by [-+.e\d]+ ", " ", reason)}
-        if tried:
-            return {"runs": True, **_adapters(config)}
-    return {UNTRIED: True}
+        values = small_values({**config.to_dict(), **changes})
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            try:
+                return AutoModelForCausalLM.from_config(type(config).from_dict(values)).float().eval()
+            except (AttributeError, ValueError):
+                # Of fewer layers than its configuration names.
+                continue
+    raise AssertionError(f"no small {model_type}")
 
 
-def _adapters(config: Any) -> dict[str, Any]:
-    for seed in range(3):
-        copy = small_copy(config, seed)
-        trained = train_language_model(copy, TrainingChoice(LoraSettings(rank=2, alpha=4.0)), base_name="")
+def small_policy(model: Any, choice: TrainingChoice, **settings: Any) -> CausalLMPolicy:
+    """A policy over a small model, with the tiny tokenizer."""
+    trained = train_language_model(model, choice, base_name="")
+    if choice.lora is not None:
         disturb(trained.trainable_parameters(), 0.05)
-        reason = why_incompatible(copy)
-        if reason is None:
-            break
-    left_out = sorted(matrices_without_adapter(copy))
-    return {"adapters": reason or "fit"} | ({"left_out": left_out} if left_out else {})
+    return CausalLMPolicy(trained, make_tokenizer(), CausalLMSettings(**settings))
 
 
-def page(table: Mapping[str, Mapping[str, Any]]) -> str:
-    """docs/models.md."""
-    runs = [each for each, found in table.items() if "runs" in found]
-    untried = [each for each, found in table.items() if UNTRIED in found]
-    refused: dict[str, list[str]] = {}
-    for each, found in table.items():
-        if "refused" in found:
-            refused.setdefault(found["refused"], []).append(each)
-    left_out: dict[str, list[str]] = {}
-    for each in runs:
-        if "left_out" in table[each]:
-            left_out.setdefault(", ".join(f"`{name}`" for name in table[each]["left_out"]), []).append(each)
-    return f"""# Language models that run
+def section(left_out: Mapping[str, list[str]]) -> str:
+    """The lists of docs/models.md."""
+    refused = {name: reason for name in TYPES if (reason := _why_refused(name)) is not None}
+    reasons = {reason: [name for name in refused if refused[name] == reason] for reason in refused.values()}
+    others = [each for each in TYPES if each not in TRIED and each not in refused]
+    matrices: dict[str, list[str]] = {}
+    for each, names in left_out.items():
+        matrices.setdefault(", ".join(f"`{name}`" for name in names), []).append(each)
+    return f"""{BEGIN}
+Tried with random weights ({len(TRIED)} types of transformers {transformers.__version__}):
 
-A model is tried before any weights are read: a copy of it with random weights and narrow layers samples and scores
-a few tokens, and its log-probs are compared with those of a plain forward pass over each row. It needs a cache that
-the samples of a prompt can share, positions that can be given for padded prompts, and logits of every position.
-`grpo doctor` and the start of a run refuse a model that lacks one of these.
+{", ".join(sorted(TRIED))}
 
-With LongRoPE (Phi-3, Phi-4, PhiMoE) prompt and completion have to fit into the original length, such as 4,096 ids of
-131,072: past it the model has other frequencies, and what was sampled below it cannot be scored in one pass. Longer
-ones are refused before anything is sampled. vLLM takes the long factors for all rows where its context is larger, so
-a server is started with `--max-model-len` of that length.
+Not tried ({len(others)}):
 
-The lists are those of transformers {transformers.__version__}, each type with its default configuration and fewer
-layers. A model of the same type with other layers can differ: the check asks the model's own configuration, not
-this list.
+{", ".join(sorted(others))}
 
-## Runs ({len(runs)})
-
-{", ".join(runs)}
-
-## Refused ({sum(map(len, refused.values()))})
+Refused:
 
 | because | types |
 |---|---|
-{_rows(refused)}
+{_rows(reasons)}
 
-Most decoders of encoder-decoder models take no explicit positions, and those of RoBERTa's kind count theirs from
-another number: they would be trained on log-probs of another text.
-
-## Tried when loaded ({len(untried)})
-
-No small copy of their default configuration can be built. A run tries such a model with its own weights before it
-samples anything.
-
-{", ".join(untried)}
-
-## What adapters leave out
-
-`policy.lora` without `targets` means peft's `all-linear`. In these types some matrices get no adapter; `grpo
-doctor` and the start of a run say how many parameters they have. Experts that are one parameter instead of linear
-layers, routers, and layers that peft takes for experts because they share a name with them are the usual cases.
-`policy.lora.targets` cannot add them: they are trained by full training (`policy.lora: null`) alone.
+Matrices that get no adapter by `policy.lora` without `targets`:
 
 | without an adapter | types |
 |---|---|
-{_rows(left_out)}
-"""
+{_rows(matrices)}
+{END}"""
+
+
+def _why_refused(model_type: str) -> str | None:
+    if model_type in REFUSED:
+        return REFUSED[model_type]
+    try:
+        for config in configurations(model_type)[:1]:
+            refuse_known("", config)
+    except InputError as error:
+        return error.hint.partition(": ")[2].partition(". docs")[0]
+    return None
 
 
 def _rows(types_by_cell: Mapping[str, list[str]]) -> str:
-    return "\n".join(f"| {cell} | {', '.join(types)} |" for cell, types in types_by_cell.items())
+    return "\n".join(f"| {cell} | {', '.join(sorted(types))} |" for cell, types in sorted(types_by_cell.items()))
+
+
+def left_out(model_type: str) -> list[str]:
+    """The matrices that adapters on all linear layers leave out."""
+    model = small_model(model_type)
+    train_language_model(model, TrainingChoice(LoraSettings(rank=2, alpha=4.0)), base_name="")
+    return sorted(matrices_without_adapter(model))
 
 
 def main() -> None:
-    """Write the table and the page."""
+    """Write the table and its section of the page."""
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    table = {}
-    for each in sorted(TYPES):
-        table[each] = outcome(each)
-        print(each, table[each], flush=True)
+    table = {each: found for each in sorted(TRIED) if (found := left_out(each))}
     lines = ",\n".join(f"{json.dumps(each)}: {json.dumps(found)}" for each, found in table.items())
     TABLE.write_text(f"{{\n{lines}\n}}\n")
-    PAGE.write_text(page(table))
+    text = PAGE.read_text()
+    begin, end = text.index(BEGIN), text.index(END) + len(END)
+    PAGE.write_text(text[:begin] + section(table) + text[end:])
 
 
 if __name__ == "__main__":

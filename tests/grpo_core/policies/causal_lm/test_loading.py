@@ -12,10 +12,16 @@ from transformers import BertConfig, LlamaConfig, LlamaModel, T5Config
 from grpo_core.errors import InputError
 from grpo_core.messages import read_messages
 from grpo_core.policies.causal_lm.family import FAMILY
-from grpo_core.policies.causal_lm.loading import load_model, vocabulary_size
+from grpo_core.policies.causal_lm.loading import (
+    load_model,
+    matrices_without_adapter,
+    train_language_model,
+    vocabulary_size,
+)
 from grpo_core.policies.causal_lm.prompts import encode_prompts, prompt_ids
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
-from tests.grpo_core.policies.causal_lm.model_types import make_model, make_tokenizer
+from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from tests.grpo_core.policies.causal_lm.model_types import make_model, make_tokenizer, small_model
 from tests.tiny_policies import TEXT_MODEL, TEXT_PROMPTS
 
 CPU = torch.device("cpu")
@@ -186,3 +192,29 @@ def test_the_longest_prompt_that_fits_passes_and_one_id_more_does_not() -> None:
     with pytest.raises(InputError, match=r"55 .* 54 .* 10 .* 64") as refused:
         encode_prompts(tokenizer, settings, ["ok", "b" * 55], context=Context(64), device=CPU)
     assert (refused.value.place, refused.value.value) == ("prompt", "b" * 55)
+
+
+# --- adapters
+
+
+def test_a_router_that_is_a_linear_layer_by_class_gets_no_adapter() -> None:
+    model = small_model("phimoe")
+    with pytest.raises(InputError, match="router") as caught:
+        train_language_model(model, TrainingChoice(LoraSettings(targets=".*router")), base_name="")
+    assert caught.value.place == "policy.lora.targets"
+    train_language_model(model, TrainingChoice(LoraSettings(rank=2)), base_name="")
+    assert "model.layers.*.mlp.router.weight" in matrices_without_adapter(model)
+    assert not any("router.lora" in name for name, _ in model.named_parameters())
+
+
+def test_matrices_without_an_adapter_are_counted() -> None:
+    """DeepSeek-V3: peft takes its dense MLPs and shared experts for experts."""
+    model = small_model("deepseek_v3")
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    train_language_model(model, TrainingChoice(LoraSettings(rank=2)), base_name="")
+    shared = "model.layers.{}.mlp.shared_experts.gate_proj.weight"
+    expected = sum(sizes.get(shared.format(layer), 0) for layer in range(len(model.model.layers)))
+    assert matrices_without_adapter(model)[shared.format("*")] == expected > 0
+    plain = make_model("llama")
+    train_language_model(plain, TrainingChoice(LoraSettings(rank=2)), base_name="")
+    assert matrices_without_adapter(plain) == {}

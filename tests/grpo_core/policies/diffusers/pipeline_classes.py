@@ -17,11 +17,6 @@ CLASSES = tuple(sorted({name for name in dir(diffusers) if name.endswith("Pipeli
 BEGIN, END = "<!-- classes: begin -->", "<!-- classes: end -->"
 
 _IS_TRIED, _EXPECTED = "tried", "expected"
-_FAILS: Mapping[str, str] = {
-    "Ideogram4Pipeline": "Its text encoders cannot be called without a grid, so its prompts cannot be encoded once.",
-    "PRXPixelPipeline": "Its call fails with two prompts and guidance.",
-}
-"""Classes whose signature fits and whose tiny pipeline failed in the trial."""
 
 _MERGED = (": its call takes", "Its call takes no ")
 """What of a reason is left out of the page, or ends it: which arguments they are."""
@@ -34,7 +29,7 @@ def outcome(name: str) -> str | None:
         return None
     if name in TRIED:
         return _IS_TRIED
-    return _FAILS.get(name) or described.problem or _EXPECTED
+    return described.problem or _EXPECTED
 
 
 def section(table: Mapping[str, str]) -> str:

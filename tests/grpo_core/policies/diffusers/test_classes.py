@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 from grpo_core.collect import collect_rollouts, join_groups
-from grpo_core.policies.diffusers.compatibility import refuse_incompatible
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.prompt_cache import PromptCache, content_digest
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
@@ -73,8 +72,6 @@ def classes() -> Iterator[object]:
 def test_a_class_is_sampled_scored_and_trained(saved_class: SavedFolder, name: str) -> None:
     chosen = settings_of(name)
     policy = load(saved_class(name), chosen)
-    # The small copy that was tried before its weights were read; of this tiny Krea 2 no smaller one can be built.
-    assert refuse_incompatible(str(saved_class(name)), chosen) == (name != "krea2")
     for window_start in (1, 0):
         groups = sampled(policy, window_start)
         for group in groups:

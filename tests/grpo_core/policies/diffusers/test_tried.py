@@ -13,18 +13,16 @@ from torch.utils._pytree import tree_flatten
 
 from grpo_core.collect import collect_rollouts
 from grpo_core.errors import InputError
-from grpo_core.policies.diffusers import policy as policies
 from grpo_core.policies.diffusers.family import FAMILY
 from grpo_core.policies.diffusers.loading import absent_parts, load_pipeline, require_saved_pipeline
 from grpo_core.policies.diffusers.pipeline_class import TRIED
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.prompt_cache import PromptCache
-from grpo_core.policies.diffusers.trial_sources import reduced_sources
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.seeds import make_generator
 from tests.grpo_core.policies.diffusers.test_edits import source
 from tests.grpo_core.policies.diffusers.test_policy import pixels
-from tests.grpo_core.policies.diffusers.tiny_classes import NEED_SOURCES
+from tests.grpo_core.policies.diffusers.tiny_classes import NEED_SOURCES, reduced_sources
 from tests.grpo_core.policies.diffusers.tiny_pipelines import (
     SavedFolder,
     flux,
@@ -190,7 +188,7 @@ def test_rows_of_a_prompt_are_encoded_as_by_the_pipeline(name: str) -> None:
 def test_pairs_of_prompts_are_drawn_as_diffusers_draws_them(saved_tried: SavedFolder, more: tuple[int, int]) -> None:
     """Prompts that fill a multiple of 8 ids have no mask; diffusers pads those of a list to one length."""
     name = "nucleus_moe"
-    policy = shared(saved_tried, name)
+    policy = load(saved_tried(name), settings_of_tried(name))
     prompts = ["x" * (filling(policy.denoising.pipeline) + each) for each in more]
     groups = list(collect_rollouts(policy, [request(each, 2, window_start=1) for each in prompts], prompts_per_batch=2))
     for group in groups:
@@ -220,19 +218,12 @@ def test_pairs_of_prompts_are_drawn_as_diffusers_draws_them(saved_tried: SavedFo
 PRECISIONS: dict[str, dict[str, Any]] = {"weights": {"dtype": torch.bfloat16}, "autocast": {"autocast": torch.bfloat16}}
 
 
-def shared(saved: SavedFolder, name: str, **options: Any) -> DiffusersPolicy:
-    """Load a policy without its trial on a small copy."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policies, "refuse_incompatible", lambda *_: True)
-        return load(saved(name), settings_of_tried(name), **options)
-
-
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", chosen("cogview4", "sd3"))
 def test_steps_in_16_bits_are_scored_as_they_were_sampled(saved_tried: SavedFolder, name: str, precision: str) -> None:
     """From the first latents on, and from a step in the middle."""
-    policy = shared(saved_tried, name, **PRECISIONS[precision])
+    policy = load(saved_tried(name), settings_of_tried(name), **PRECISIONS[precision])
     assert policy.denoising.saved.class_name == CLASSES[name]
     sources = (source(),) if name in NEED_SOURCES else ()
     with reduced_sources(CLASSES[name]):

@@ -3,10 +3,13 @@
 `text_encoder_out_layers` of Flux.2 counts to layer 30, so its text encoders are deep and narrow.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import diffusers
+import pytest
 import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
@@ -307,6 +310,17 @@ NEED_SOURCES = ("qwen_image_edit", "qwen_image_edit_plus")
 # Those that also edit; the one of two takes one image a prompt, the other any number.
 EDITS = ("flux_kontext", "flux2", "flux2_klein", *NEED_SOURCES, "z_image_omni")
 SEVERAL = ("flux2", "flux2_klein", "qwen_image_edit_plus", "z_image_omni")
+
+
+@contextmanager
+def reduced_sources(class_name: str) -> Iterator[None]:
+    """Let a pipeline that scales source images to a megapixel make them small in this context."""
+    module = inspect.getmodule(getattr(diffusers, class_name))
+    own = getattr(module, "calculate_dimensions", None)
+    with pytest.MonkeyPatch.context() as patch:
+        if own is not None:
+            patch.setattr(module, "calculate_dimensions", lambda area, ratio: own(min(area, 64**2), ratio))
+        yield
 
 
 def settings_of(name: str, **changes: Any) -> DiffusersSettings:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.errors import InputError
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
-from grpo_core.policies.diffusers.trial_sources import reduced_sources
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import Policy
@@ -26,7 +25,7 @@ from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
 from tests.grpo_core.policies.diffusers.test_edits import source
-from tests.grpo_core.policies.diffusers.tiny_classes import MAKE_CLASS, settings_of
+from tests.grpo_core.policies.diffusers.tiny_classes import MAKE_CLASS, reduced_sources, settings_of
 from tests.grpo_core.policies.diffusers.tiny_pipelines import request, save, settings
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tiny_policies import MODEL, PROMPTS

@@ -1,20 +1,13 @@
-"""A small copy of a model, with narrow layers and random weights, to be tried in its place.
-
-Layers stay as many and of the kinds that they are, because a single kind can decide whether a model can be sampled.
-"""
+"""Configurations of language models with narrow layers; layers stay of the kinds that they are."""
 
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
+IDS = 288
+"""The models read ids [0, IDS); those that have a meaning, such as the id of an image, are the last."""
 
-IDS = 64
-"""The copy reads ids [0, IDS); those that have a meaning, such as the id of an image, are among the upper half."""
-
-MAX_PARAMETERS = 400_000_000
 _WINDOW = 4
 _EXPERTS = 8
 _STANDARD_DEVIATION = 0.04
@@ -37,45 +30,6 @@ LIMITS: Mapping[str, int] = {
     **dict.fromkeys(WINDOWS, _WINDOW),
     **{"n_group": 2, "num_expert_group": 2, "topk_group": 1},
 }
-
-
-def small_copy(config: Any, seed: int) -> Any | None:
-    """Build the copy of a causal language model, in evaluation mode, in fp32 on the CPU.
-
-    Args:
-        config: of the model.
-        seed: of the random weights.
-
-    Returns:
-        None if there is no small copy of this configuration that can be built and run.
-    """
-    try:
-        model = build_small(AutoModelForCausalLM, type(config).from_dict(small_values(config.to_dict())), seed)
-        if model is not None:
-            with torch.no_grad():
-                model(input_ids=torch.arange(5, 10).unsqueeze(0))
-    except Exception:
-        # Whatever a configuration of other widths, or a model without its defaults, trips over.
-        return None
-    return model
-
-
-def build_small(auto: Any, config: Any, seed: int) -> Any | None:
-    """Build a model with random weights, in evaluation mode, in fp32 on the CPU; None if it is not small.
-
-    Args:
-        auto: the class of transformers that builds it.
-        config: a small one.
-        seed: of the random weights.
-    """
-    with torch.device("meta"):
-        parameters = sum(each.numel() for each in auto.from_config(config).parameters())
-    if parameters > MAX_PARAMETERS:
-        return None
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        # A part may have a dtype of its own.
-        return auto.from_config(config, dtype=torch.float32).float().eval()
 
 
 def small_values(values: Mapping[str, Any], limits: Mapping[str, int] = LIMITS) -> dict[str, Any]:
