@@ -189,27 +189,17 @@ def _mean_entropy(inputs: LossInputs, denominators: Denominators) -> Float[Tenso
     return masked_sum(inputs.entropy, _entropy_tokens(inputs)) / max(denominators.entropy_tokens, 1)
 
 
-@dataclass(frozen=True)
-class ClipCounts:
-    """Clipped tokens of a microbatch, as counts that add up over microbatches and processes.
+def count_clipped(
+    terms: TokenLoss, loss_mask: Bool[Tensor, "batch time"], settings: LossSettings
+) -> Float[Tensor, " low_high_counted"]:
+    """Count where the lower and where the upper bound is active, out of how many; sums over microbatches and processes.
 
-    Attributes:
-        low: where the lower bound is active.
-        high: where the upper bound is active.
-        counted: trained tokens; at sequence level rows, those without trained tokens included.
+    Tokens are counted; where a row has one ratio, rows, those without trained tokens included.
     """
-
-    low: int
-    high: int
-    counted: int
-
-
-def count_clipped(terms: TokenLoss, loss_mask: Bool[Tensor, "batch time"], settings: LossSettings) -> ClipCounts:
-    """Count clipped tokens, or clipped rows where a row has one ratio."""
+    flags = (terms.clipped_low, terms.clipped_high, loss_mask)
     if settings.level == "sequence":
-        low, high = terms.clipped_low.any(-1), terms.clipped_high.any(-1)
-        return ClipCounts(int(low.sum()), int(high.sum()), len(loss_mask))
-    return ClipCounts(int(terms.clipped_low.sum()), int(terms.clipped_high.sum()), int(loss_mask.sum()))
+        flags = (terms.clipped_low.any(-1), terms.clipped_high.any(-1), torch.ones_like(loss_mask[:, 0]))
+    return torch.stack([each.sum() for each in flags]).double()
 
 
 def clipped_share_of_rows(

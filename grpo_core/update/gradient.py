@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_core.losses.microbatch_loss import LossInputs, TokenLoss, compute_microbatch_loss
+from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
 from grpo_core.losses.reductions import Denominators, entropy_threshold, high_entropy_mask, overlong_mask
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.records import Entropies, TrainingRows
@@ -47,8 +47,8 @@ class Passes:
 
     Attributes:
         sums: for the metrics of the step.
-        logprobs: of the weights that the passes ran on, one row for each of the minibatch, on the CPU; zero in rows of
-            other processes.
+        logprobs: of the weights that the passes ran on, one row for each of the minibatch; zero in rows of other
+            processes.
         broken: names of the samples whose loss is not finite.
         of_gaussians: whether the actions are denoising steps.
     """
@@ -107,9 +107,17 @@ def add_up_gradient(
     """Add the gradients of this process's microbatches to those of the parameters."""
     lengths = minibatch.rows.actions.loss_mask[minibatch.indices].sum(-1).tolist()
     passes = Passes(StepSums(minibatch.trained), torch.zeros(minibatch.trained.shape))
+    found = []
     for part, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
-        _backward(component, minibatch, part, settings, passes, counts=counts)
+        logprobs, broken = _backward(component, minibatch, part, settings, passes, counts=counts)
+        if counts:
+            found.append((part, logprobs, broken))
         tick()
+    # Read after the last pass is queued: a GPU would run dry while the host waits after each.
+    for part, logprobs, broken in found:
+        passes.logprobs[part, : logprobs.shape[1]] = logprobs.cpu()
+        names = (minibatch.sample_ids[place] for place in part)
+        passes.broken += [name for name, bad in zip(names, broken.tolist(), strict=True) if bad]
     return passes
 
 
@@ -121,8 +129,12 @@ def _backward(
     passes: Passes,
     *,
     counts: bool,
-) -> None:
-    """Add one microbatch's share of the minibatch gradient; one that does not count adds zeros."""
+) -> tuple[Float[Tensor, "part time"], Bool[Tensor, " part"]]:
+    """Add one microbatch's share of the minibatch gradient; one that does not count adds zeros.
+
+    Returns:
+        Its log-probs, and the rows whose terms are not finite; all, if the loss is not though each of them is.
+    """
     chunk = minibatch.rows.select([minibatch.indices[place] for place in part])
     actions = chunk.actions.trimmed()
     time = actions.loss_mask.shape[1]
@@ -155,15 +167,7 @@ def _backward(
     loss, terms = compute_microbatch_loss(inputs, settings, minibatch.denominators)
     (loss if counts else loss * 0.0).backward()
     passes.of_gaussians = scored.gaussians is not None
-    if not counts:
-        return
-    if not torch.isfinite(loss):
-        passes.broken += _not_finite(chunk.sample_ids, terms)
-    passes.logprobs[part, :time] = logprobs.cpu()
-    passes.sums.add(loss, terms, scored.entropy, mask, settings, part)
-
-
-def _not_finite(sample_ids: tuple[str, ...], terms: TokenLoss) -> list[str]:
-    """Name the rows with a term that is not finite, or all where each of them is."""
-    finite = torch.isfinite(terms.surrogate + terms.kl).all(-1).tolist()
-    return [sample for sample, good in zip(sample_ids, finite, strict=True) if not good] or list(sample_ids)
+    if counts:
+        passes.sums.add(loss, terms, scored.entropy, mask, settings, part)
+    finite = torch.isfinite(terms.surrogate + terms.kl).all(-1)
+    return logprobs, ~torch.isfinite(loss) & (~finite | finite.all())

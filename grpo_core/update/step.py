@@ -230,14 +230,14 @@ class UpdateResult:
 
 
 class StepSums:
-    """Sums over the microbatches of one minibatch; means are taken once, at the end."""
+    """Sums over the microbatches of one minibatch, on their device; they are read, and means taken, once at the end."""
 
     def __init__(self, trained: Bool[Tensor, "rows time"]) -> None:
         """Start at zero."""
-        self._sums = torch.zeros(11, dtype=torch.float64)
         self._rows = trained.any(-1).cpu()
+        self._sums: Tensor | float = 0.0
         # By row: the minimum over processes then comes from a sum in which each row is counted once.
-        self._clipped = torch.zeros(2, len(trained), dtype=torch.float64)
+        self._clipped: list[tuple[list[int], Tensor]] = []
 
     def add(
         self,
@@ -253,37 +253,33 @@ class StepSums:
         Args:
             rows: their indices in the minibatch.
         """
-
-        def over_tokens(values: Float[Tensor, "batch time"]) -> float:
-            return float(torch.where(mask, values.detach(), 0.0).double().sum())
-
-        clipped = count_clipped(terms, mask, settings)
-        tokens = float(mask.sum())
-        weights = terms.mismatch_weights
-        seen = (
-            float(loss.detach()),
-            float(terms.policy_loss),
-            over_tokens(terms.kl),
-            0.0 if entropy is None else over_tokens(entropy),
-            clipped.low,
-            clipped.high,
-            clipped.counted,
-            over_tokens(terms.importance_ratio),
-            float(terms.log_ratio_clamped.sum()),
-            tokens if weights is None else over_tokens(weights),
-            tokens,
+        weights = mask if terms.mismatch_weights is None else terms.mismatch_weights
+        over_tokens = (
+            terms.kl,
+            torch.zeros_like(terms.kl) if entropy is None else entropy.detach(),
+            terms.importance_ratio,
+            terms.log_ratio_clamped,
+            weights,
+            mask,
         )
-        self._sums += torch.tensor(seen, dtype=torch.float64)
-        for index, flags in enumerate((terms.clipped_low, terms.clipped_high)):
-            self._clipped[index, rows] = clipped_share_of_rows(flags, mask).nan_to_num().double().cpu()
+        sums = [torch.where(mask, each, 0.0).double().sum() for each in over_tokens]
+        clipped = count_clipped(terms, mask, settings)
+        losses = [loss.detach().double(), terms.policy_loss.double()]
+        self._sums = self._sums + torch.cat([torch.stack([*losses, *sums]), clipped])
+        shares = [clipped_share_of_rows(flags, mask) for flags in (terms.clipped_low, terms.clipped_high)]
+        self._clipped.append((rows, torch.stack(shares).nan_to_num().double()))
 
     def metrics(
         self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool, with_entropy: bool
     ) -> RatioStepMetrics:
         """Return the means over the tokens of all processes."""
-        sums = process_group.add(self._sums).tolist()
-        loss, policy_loss, kl, entropy, clip_low, clip_high, counted, ratio, clamped, weight, tokens = sums
-        low, high = process_group.add(self._clipped)[:, self._rows]
+        own = self._sums.cpu() if isinstance(self._sums, Tensor) else torch.zeros(11, dtype=torch.float64)
+        sums = process_group.add(own).tolist()
+        loss, policy_loss, kl, entropy, ratio, clamped, weight, tokens, clip_low, clip_high, counted = sums
+        shares = torch.zeros(2, len(self._rows), dtype=torch.float64)
+        for rows, found in self._clipped:
+            shares[:, rows] = found.cpu()
+        low, high = process_group.add(shares)[:, self._rows]
         divisor, counted = max(tokens, 1.0), max(counted, 1.0)
         return RatioStepMetrics(
             loss=loss,
