@@ -259,6 +259,8 @@ def test_either_bound_refuses(tolerance: ParityTolerance) -> None:
         (2.2, 0.1, 4, "position_ids or attention_mask"),
         (0.48, 0.06, 8, "temperature"),
         (0.14, 0.0076, 5, "ids that can be sampled"),
+        (0.14, 0.004, 8, "temperature"),
+        (0.04, 0.006, 8, "temperature"),
         (0.352, 0.0392, 8, "weights other than those that sampled"),
         (0.3, 1e-3, 1, "a few rows only"),
         (9.0, 1.2, 2, "a few rows only"),

@@ -211,6 +211,20 @@ def test_a_group_is_not_rescaled_for_the_rewards_of_another_dataset() -> None:
     assert compute_advantages(values, weighted(1.0, 0.5), settings).advantages[0].tolist() == [-0.75, 0.75]
 
 
+def test_a_reward_of_another_dataset_alone_leaves_a_group_its_advantages() -> None:
+    """Normalised by group, a reward that is null for all of it has no mean, and the other one decides alone."""
+    values = torch.tensor([[[0.0, NAN], [1.0, NAN]], [[0.0, 0.0], [1.0, 8.0]]])
+    terms = [RewardTerm(1.0, normalize="group"), RewardTerm(1.0, normalize="group")]
+    found = compute_advantages(values, terms, AdvantageSettings()).advantages
+    assert found.tolist() == [pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-3)] * 2
+
+
+def test_equal_rewards_beside_a_missing_one_are_a_constant_group() -> None:
+    found = computed([[0.5, 0.5, NAN]], missing="drop", constant_groups="drop")
+    assert (found.constant.tolist(), found.dropped.tolist()) == ([True], [True])
+    assert reward_metrics(found)["frac_reward_zero_std"] == 1.0
+
+
 def test_a_group_with_one_reward_teaches_nothing() -> None:
     result = computed([[NAN, 5.0, NAN]])
     assert result.advantages[0, 1] == 0.0
@@ -238,6 +252,12 @@ def test_an_infinite_reward_is_refused_by_name(value: float) -> None:
     with pytest.raises(NonFiniteError) as caught:
         computed([[0.0, 1.0], [NAN, value]])
     assert (caught.value.quantity, caught.value.sample_ids) == ("reward", ("1/1",))
+
+
+def test_one_reward_has_a_mean_and_no_spread() -> None:
+    metrics = reward_metrics(computed([[2.0, NAN]]))
+    assert metrics["reward"] == 2.0
+    assert "reward_std" not in metrics
 
 
 def test_metrics_by_hand() -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from grpo_core.errors import InputError
-from grpo_core.losses.policy_loss import NoisedImages, nft_terms
+from grpo_core.losses.policy_loss import VESPO_LOWEST, NoisedImages, TermInputs, nft_terms, vespo_weights
 from grpo_core.losses.ratios import estimate_kl, mismatch_weights
-from grpo_core.losses.reductions import entropy_threshold, on_policy_rows
+from grpo_core.losses.reductions import Denominators, entropy_threshold, on_policy_rows
 from grpo_core.losses.settings import LossSettings, MismatchSettings, load_custom_loss
 
 
@@ -78,6 +78,8 @@ def test_settings_run_no_code(tmp_path: Path) -> None:
             "loss_settings": {"ratio_cap": 1.0},
             "kl_importance_correction": True,
         },
+        # Its ratio is clipped, so that a cap on the unclipped branch has a meaning.
+        {"loss": "grpo_guard", "delta": 2.0},
         # A user's function reads what it likes.
         {"loss": "package.module:function", "loss_settings": {"anything": -0.5}},
     ],
@@ -108,6 +110,23 @@ def test_bounds_that_exclude_agreement_are_refused(cap: float, floor: float, pla
     with pytest.raises(InputError) as caught:
         MismatchSettings("truncate", "token", cap, floor)
     assert caught.value.place == f"update.mismatch.{place}"
+
+
+def test_a_masked_mismatch_weight_bounds_the_weight_of_vespos_row() -> None:
+    """log w of tokens of the weights 0 and 4 is log 1e-8 + log 4, which is inside its bounds."""
+    zeros = torch.zeros(1, 2)
+    inputs = TermInputs(
+        zeros,
+        zeros,
+        zeros.exp(),
+        torch.ones(1),
+        zeros.bool().logical_not(),
+        torch.tensor([[0.0, 4.0]]),
+        Denominators(1, 2, 2, 1, 2, 2),
+    )
+    log_w = VESPO_LOWEST + math.log(4)
+    expected = math.exp(3.0 + 2.0 * log_w - 3.0 * math.exp(log_w))
+    assert vespo_weights(inputs, LossSettings("vespo")).item() == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.1, math.nan])

@@ -21,7 +21,7 @@ from grpo_core.records import TrainingRows
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings, microbatches, minibatches
-from grpo_core.update.step import UpdateResult
+from grpo_core.update.step import RatioStepMetrics, UpdateResult
 from tests.grpo_core.policies.trained.tiny_models import same
 from tests.grpo_core.toy_policy import TablePolicy, sampled_rows, training_rows
 from tests.tiny_policies import PROMPTS, build_policy, weights_of
@@ -250,6 +250,25 @@ def test_a_disturbed_log_prob_is_refused_before_any_weight_changes(minibatch_siz
     assert caught.value.report.worst_samples[0] == "s4"
     assert torch.equal(policy.table.detach(), before)
     assert policy.table.grad is None
+
+
+def test_shares_of_rows_are_the_extremes_over_the_steps() -> None:
+    first = RatioStepMetrics(0.5, 0.5, 1.0, 1e-3, None, None, 0.2, 0.3, 0.1, 0.4, 1.0, 2.0, 1.0, 10.0)
+    second = replace(first, clip_low=0.4, clip_low_min=0.3, clip_high_max=0.6, log_ratio_clamped=3.0)
+    metrics = UpdateResult({}, (first, second)).metrics()
+    assert (metrics["clip_ratio/low_min"], metrics["clip_ratio/high_max"]) == (0.1, 0.6)
+    assert (metrics["clip_ratio/low_mean"], metrics["log_ratio_clamped"]) == (pytest.approx(0.3), 5.0)
+
+
+def test_a_minibatch_without_a_trained_token_leaves_finite_metrics() -> None:
+    """Both rows of one of two minibatches are cut, whichever that is."""
+    policy = TablePolicy(4)
+    rows = sampled_rows(policy, ADVANTAGES[:4])
+    (first, _) = minibatches(4, 2, 1, 0)
+    rows = replace(rows, finished=torch.tensor([row not in first for row in range(4)]))
+    result = train(policy, rows, minibatch_size=2, mask_truncated=True)
+    assert sorted(step.trained_tokens > 0 for step in result.steps) == [False, True]
+    assert all(math.isfinite(value) for value in result.metrics().values())
 
 
 def test_a_few_tokens_of_an_engine_may_be_apart_and_no_more() -> None:
