@@ -17,8 +17,8 @@ from grpo_core.seeds import file_sha256
 
 HUB_PREFIX = "hf://"
 
-_FILE = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<first>[\w.-]+))?/(?P<file>[^@]+?)(@(?P<last>[\w./-]+))?")
-_MODEL = re.compile(r"(hf://)?(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+FILE = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<first>[\w.-]+))?/(?P<file>[^@]+?)(@(?P<last>[\w./-]+))?")
+MODEL = re.compile(r"(hf://)?(?P<repo>[\w.-]+/[\w.-]+)(@(?P<last>[\w./-]+))?")
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,14 @@ class HubName:
     revision: str | None
 
     @classmethod
-    def of_file(cls, name: str) -> "HubName | None":
-        """Read the name of a file; None if it is malformed."""
-        match = _FILE.fullmatch(name)
-        if match is None or (match["first"] and match["last"]) or ".." in match["file"].split("/"):
+    def read(cls, name: str, pattern: re.Pattern[str]) -> "HubName | None":
+        """Read a name of this form, FILE or MODEL; None if it is malformed."""
+        match = pattern.fullmatch(name)
+        found = match.groupdict() if match is not None else {}
+        file, first, last = (found.get(part) for part in ("file", "first", "last"))
+        if match is None or (first and last) or ".." in (file or "").split("/"):
             return None
-        return cls(match["repo"], match["file"], match["first"] or match["last"])
-
-    @classmethod
-    def of_model(cls, name: str) -> "HubName | None":
-        """Read the name of a model; None if it is malformed."""
-        match = _MODEL.fullmatch(name)
-        return None if match is None else cls(match["repo"], None, match["revision"])
+        return cls(found["repo"], file, first or last)
 
     def cached(self) -> str | None:
         """Return the file, or the folder of a complete model, in the local cache; None without one. No network."""
@@ -132,18 +128,13 @@ class Weights:
         if self.source is not None and self.published.file:
             self._hub_name()
 
-    @property
-    def setting(self) -> str:
-        """The reward's setting that names them."""
-        return self.place.rpartition(".")[2]
-
     def problem(self) -> InputError | None:
         """Return what is wrong with the weights, without loading or downloading; None where nothing is.
 
         What is on the Hub and not in the local cache is no problem unless the Hub is offline.
         """
         try:
-            self._find()
+            self._find(download=False)
         except InputError as error:
             return error
         return None
@@ -156,14 +147,7 @@ class Weights:
         Raises:
             InputError: missing or wrong weights, or a failure of the Hub.
         """
-        found = self._find()
-        named = self._hub_name() if found is None else None
-        if named is not None:
-            with one_message(self.place, self.source, named.repo):
-                found = named.download()
-            self._check(found)
-        assert found is not None, "only what is on the Hub is not found"
-        return found
+        return self._find(download=True)
 
     def digest(self) -> str:
         """Return the sha256 of the file, or one over the names and bytes of a model's files.
@@ -194,7 +178,7 @@ class Weights:
         note = f" ({published.note})" if published.note else ""
         local = (
             f"Download {published.file}, published by {published.project} at {published.url}{note}, "
-            f"and set `{self.setting}` in the reward's settings to its path"
+            f"and set `{self.place.rpartition('.')[2]}` in the reward's settings to its path"
         )
         return f"{local}, or to {published.hub}." if published.hub else f"{local}."
 
@@ -204,35 +188,35 @@ class Weights:
         if self.published.file:
             if not source.startswith(HUB_PREFIX):
                 return None
-            named = HubName.of_file(source)
+            named = HubName.read(source, FILE)
             hint = "Name one file as hf://owner/repo/path/in/repo; add @revision for another branch, tag or commit."
         else:
             if Path(source).expanduser().is_dir() or source.startswith(("/", "~", ".")):
                 return None
-            named = HubName.of_model(source)
+            named = HubName.read(source, MODEL)
             hint = f"It is neither a folder nor a name on the Hub: {self.published.hub or self.published.note}."
         if named is None:
             raise self.error(hint)
         return named
 
-    def _find(self) -> str | None:
-        """Return the checked file or folder; None where it is on the Hub only. Raises as :meth:`path`."""
+    def _find(self, *, download: bool) -> str:
+        """Return the checked file or folder; empty where it is on the Hub only and not to be downloaded."""
+        import huggingface_hub
+
         if self.source is None:
             raise self._not_set()
         named = self._hub_name()
         found = str(Path(self.source).expanduser()) if named is None else named.cached()
-        if found is None:
-            assert named is not None, "a path is always found"
-            self._require_online(named)
-        else:
-            self._check(found)
+        if named is not None and found is None:
+            if huggingface_hub.is_offline_mode():
+                raise self.error(offline_hint(f"hf download {named.repo} {named.file or ''}".rstrip()))
+            if not download:
+                return ""
+            with one_message(self.place, self.source, named.repo):
+                found = named.download()
+        assert found is not None, "a path, or a name on the Hub"
+        self._check(found)
         return found
-
-    def _require_online(self, named: HubName) -> None:
-        import huggingface_hub
-
-        if huggingface_hub.is_offline_mode():
-            raise self.error(offline_hint(f"hf download {named.repo} {named.file or ''}".rstrip()))
 
     def _check(self, found: str) -> None:
         """Refuse what is missing, incomplete, or of another digest."""

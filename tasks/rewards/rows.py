@@ -43,11 +43,8 @@ LOGGED_BY, EXTRA = "logged", "extra"
 """Beside them in a row: metrics that the call which scored the sample reported, and columns of the sample, by name."""
 
 _READ = ("sample_id", "group_id", "dataset", "prompt", "columns")
-_READ_OF_SOURCES = ("sources",)
-_READ_OF_TOKENS = ("token_ids",)
 _READ_OF_IMAGES = ("target_uri", "target_sha256", "defect")
 _READ_OF_TEXTS = ("completion",)
-_READ_WHERE_KNOWN = ("completion_start",)
 _READ_AT_ONCE = 32
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -117,11 +114,7 @@ def batches_of(
         find_target: returns where a row's target image is; None if they are not needed.
     """
     find = None if find_target is None else functools.cache(find_target)
-    more = (
-        *_READ_WHERE_KNOWN,
-        *(_READ_OF_TOKENS if with_tokens else ()),
-        *(_READ_OF_SOURCES if read_sources else ()),
-    )
+    more = ["completion_start", *(["token_ids"] if with_tokens else []), *(["sources"] if read_sources else [])]
 
     def located(row: Row) -> Row:
         uri = row.get("target_uri")
@@ -152,7 +145,7 @@ def _with_sources(rows: list[Row], read: ReadSources | None) -> list[Row]:
     return [{**row, "sources": [found[digest] for digest in row.get("sources") or ()]} for row in rows]
 
 
-def _rows_of(source: Path, more: tuple[str, ...], wanted: frozenset[str]) -> Iterator[Row]:
+def _rows_of(source: Path, more: Sequence[str], wanted: frozenset[str]) -> Iterator[Row]:
     image_files = sorted(source.glob(IMAGES))
     images = chain.from_iterable(_records(path, ("sample_id", "image"), wanted) for path in image_files)
     for path in sorted(source.glob(PARTS)):

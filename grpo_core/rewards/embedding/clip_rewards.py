@@ -21,7 +21,6 @@ from PIL import Image
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from grpo_core.errors import InputError
 from grpo_core.images import to_rgb
 from grpo_core.rewards.embedding.clip import ClipArchitecture, ClipReward, LongPrompts, check_prompts
 from grpo_core.rewards.model_reward import (
@@ -32,10 +31,10 @@ from grpo_core.rewards.model_reward import (
     load_state_dict,
     load_weights,
 )
-from grpo_core.rewards.reward import STRICT, Positive
+from grpo_core.rewards.reward import STRICT, Positive, problems_of
 from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.similarity.pairs import ComparingReward
-from grpo_core.rewards.weights import Published, Weights
+from grpo_core.rewards.weights import HUB_PREFIX, Published, Weights
 from grpo_core.uses import Uses
 
 CACHED_EMBEDDINGS = 4096
@@ -234,14 +233,9 @@ class AestheticReward(ClipReward):
     def preflight(self) -> Sequence[str]:
         """List missing or wrong weights, a head for another network, a missing device."""
         problems = super().preflight()
-        if self.head is None or self.head.startswith("hf://") or self._head().problem() is not None:
+        if problems or str(self.head).startswith(HUB_PREFIX):
             return problems
-        try:
-            load_head(self._head(), self.architecture().width)
-        except InputError as error:
-            # The check of CLIP has reported an unknown network already.
-            return [*problems, str(error)] if error.place == _PLACE else problems
-        return problems
+        return problems_of(lambda: load_head(self._head(), self.architecture().width))
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the weights."""

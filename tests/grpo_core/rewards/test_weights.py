@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from grpo_core.rewards.weights import HubName, Published, Weights
+from grpo_core.rewards.weights import FILE, HubName, Published, Weights
 from grpo_core.seeds import file_sha256
 from tests.grpo_core.rewards.conftest import put_into, refusal, refused
 from tests.grpo_core.rewards.stub import (
@@ -60,7 +60,7 @@ class TestFiles:
         ],
     )
     def test_names_on_the_hub_are_taken_apart(self, name: str, right: tuple[str, str, str | None]) -> None:
-        assert HubName.of_file(name) == HubName(*right)
+        assert HubName.read(name, FILE) == HubName(*right)
 
     def test_offline_the_cache_is_all_there_is(self, cache: Path) -> None:
         source = "hf://makers/net/sub/net.pth"
