@@ -223,7 +223,7 @@ class StatesWriter:
 def _digest_of(sample_id: str, states: Tensor) -> str:
     digest = hashlib.sha256(f"{sample_id} {states.dtype} {tuple(states.shape)} ".encode())
     # NumPy has no bfloat16.
-    digest.update(states.view(-1).view(torch.uint8).numpy())
+    digest.update(states.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -121,6 +121,7 @@ def store_sources(
     if wanted:
         # Files of a bucket take long one after another.
         with ThreadPoolExecutor(min(len(wanted), _THREADS)) as pool:
-            for done in [pool.submit(copy_context().run, ensure, *each) for each in wanted.items()]:
-                done.result()
+            done = [pool.submit(copy_context().run, ensure, digest, where) for digest, where in wanted.items()]
+            for each in done:
+                each.result()
     known.update(wanted)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -127,21 +126,6 @@ def test_a_killed_run_ends_as_one_that_was_not(
     assert empty.tables() == runs.tables()
 
 
-def test_a_damaged_or_lost_image_is_restored_from_the_prompts(finished: tuple[Runs, Path, Start]) -> None:
-    runs, inputs, start = finished
-    damaged, lost = sorted(EXPECTED)[:2]
-    flip(runs.path("sources", damaged))
-    runs.path("sources", lost).unlink()
-    # What reads them again: everything after the rollouts of the second iteration.
-    shutil.rmtree(runs.path("iteration_000002", "rewards"))
-    shutil.rmtree(runs.path("policies", "000002"))
-    again = runs.start_text("run", file=GROUNDING, **settings(inputs))
-    assert "iteration 2: collect rollouts" not in again.stages
-    assert again.summary.policy_digest == start.summary.policy_digest
-    assert stored(runs) == EXPECTED
-    assert any(damaged in path.name for path in runs.path("quarantine").rglob("*"))
-
-
 @pytest.mark.slow
 def test_a_replay_reads_its_sources_from_the_run_that_has_them(finished: tuple[Runs, Path, Start]) -> None:
     runs, _, start = finished
@@ -178,16 +162,6 @@ def test_pruning_keeps_what_rollouts_name(finished: tuple[Runs, Path, Start]) ->
     assert runs.start_text("run", file=GROUNDING, **settings(inputs)).stages == ()
     summary, _ = run_replay(runs, "evaluate.prompts=null")
     assert summary.policy_digest == start.summary.policy_digest
-
-
-def test_another_image_of_the_same_name_is_another_run(finished: tuple[Runs, Path, Start], folder: Path) -> None:
-    runs, _, start = finished
-    (folder / "a.png").write_bytes(png((200, 0, 0)))
-    again = runs.start_text("run", file=GROUNDING, **settings(folder))
-    assert again.summary.reward_first != start.summary.reward_first
-    assert stored(runs, "run~1") == EXPECTED
-    assert hashlib.sha256(png((200, 0, 0))).hexdigest() in stored(runs)
-    assert inspect_run("run~1", root=str(runs.root)).warnings == ()
 
 
 def test_what_was_read_is_reported_and_what_is_missing_refused_before_a_model_loads(folder: Path) -> None:

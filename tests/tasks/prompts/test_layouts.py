@@ -128,24 +128,20 @@ def _cell(value: object) -> str:
     return "" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def as_table(delimiter: str) -> Callable[[Sequence[Row]], str]:
-    def write(rows: Sequence[Row]) -> str:
-        buffer = io.StringIO(newline="")
-        writer = csv.writer(buffer, delimiter=delimiter, quoting=csv.QUOTE_ALL)
-        writer.writerow(rows[0])
-        writer.writerows([[_cell(each) for each in row.values()] for row in rows])
-        return buffer.getvalue()
-
-    return write
+def as_table(rows: Sequence[Row]) -> str:
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, quoting=csv.QUOTE_ALL)
+    writer.writerow(rows[0])
+    writer.writerows([[_cell(each) for each in row.values()] for row in rows])
+    return buffer.getvalue()
 
 
 WRITERS: dict[str, Callable[[Sequence[Row]], str]] = {
     "set.json": as_json,
     "set.jsonl": as_lines,
-    "set.csv": as_table(","),
-    "tabs.csv": as_table("\t"),
+    "set.csv": as_table,
 }
-FORMATS = (*WRITERS, "set.parquet")
+FORMATS = ("set.json", "set.csv", "set.parquet")
 
 
 def written(folder: Path, name: str, rows: Sequence[Row]) -> Path:
@@ -302,10 +298,9 @@ def test_messages_that_python_printed_into_a_table_are_refused(tmp_path: Path) -
     assert refusal(tmp_path / "set.csv").place.endswith("line 2, column prompt")
 
 
-@pytest.mark.parametrize("name", ["set.csv", "tabs.csv"])
-def test_answers_of_tables_stay_text(tmp_path: Path, name: str) -> None:
+def test_answers_of_tables_stay_text(tmp_path: Path) -> None:
     row = {"prompt": "2+2?", "answer": "4", "Solution": "007", "ground_truth": "1.0", "level": "3", "share": "0.5"}
-    (prompt,) = read(written(tmp_path, name, [row]))
+    (prompt,) = read(written(tmp_path, "set.csv", [row]))
     assert prompt.columns == {"answer": "4", "Solution": "007", "ground_truth": "1.0", "level": 3, "share": 0.5}
 
 

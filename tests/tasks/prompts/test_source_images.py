@@ -357,11 +357,6 @@ def test_what_is_no_usable_image_is_refused_with_its_row(folder: Path, content: 
     [
         ("missing.png", r"no such file.*a\.png"),
         ("../secret.png", "leads out"),
-        ("pictures/../../secret.png", "leads out"),
-        ("/etc/passwd", "leads out"),
-        ("~/a.png", "leads out"),
-        ("file:///etc/a.png", "leads out"),
-        ("s3://bucket/a.png", "leads out"),
         ("https://example.com/a.png", "not fetched from the web"),
         ("a.gif", r"\.webp"),
         ("pictures", r"\.webp"),
