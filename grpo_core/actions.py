@@ -1,8 +1,9 @@
 """Batches of sampled actions, tokens and denoising steps, with what is needed to compute their log-probs again."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -29,8 +30,31 @@ def pad_to_longest(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(padded) if padded else torch.zeros(0, 0)
 
 
+R = TypeVar("R", bound="Rows")
+
+
+class Rows:
+    """A frozen record whose tensors, tuples and records have one entry per row; its other fields are of all rows."""
+
+    def select(self: R, rows: Sequence[int]) -> R:
+        """Return the rows with these indices, in this order."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+
+        def selected(value: Any) -> Any:
+            if isinstance(value, Rows):
+                return value.select(rows)
+            if isinstance(value, Tensor):
+                return value[index]
+            # Fields of what a row may lack are empty.
+            return tuple(value[row] for row in rows) if isinstance(value, tuple) and value else value
+
+        record: Any = self
+        chosen: R = replace(record, **{each.name: selected(getattr(record, each.name)) for each in fields(record)})
+        return chosen
+
+
 @dataclass(frozen=True)
-class TokenSupport:
+class TokenSupport(Rows):
     """The ids that a truncated sampler could choose at each token; log-probs are over these only.
 
     Attributes:
@@ -44,18 +68,20 @@ class TokenSupport:
     def __post_init__(self) -> None:
         assert int(self.counts.sum()) == len(self.ids), "every id belongs to a token"
 
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """Where the ids of each row begin, and where those of the last one end."""
+        return [0, *self.counts.sum(-1).cumsum(0).tolist()]
+
     def select(self, rows: Sequence[int]) -> "TokenSupport":
         """Return the support of the rows with these indices, in this order."""
-        sizes = self.counts.sum(-1)
-        ends = sizes.cumsum(0).tolist()
-        starts = [end - size for end, size in zip(ends, sizes.tolist(), strict=True)]
-        parts = [self.ids[starts[row] : ends[row]] for row in rows]
+        parts = [self.ids[self._bounds[row] : self._bounds[row + 1]] for row in rows]
         index = torch.as_tensor(rows, dtype=torch.long)
         return TokenSupport(torch.cat(parts) if parts else self.ids[:0], self.counts[index])
 
 
 @dataclass(frozen=True)
-class TokenBatch:
+class TokenBatch(Rows):
     """Sampled tokens with what is needed to compute their log-probs again.
 
     Attributes:
@@ -88,19 +114,6 @@ class TokenBatch:
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-    def select(self, rows: Sequence[int]) -> "TokenBatch":
-        """Return the rows with these indices, in this order."""
-        index = torch.as_tensor(rows, dtype=torch.long)
-        return TokenBatch(
-            prompts=tuple(self.prompts[row] for row in rows),
-            token_ids=self.token_ids[index],
-            loss_mask=self.loss_mask[index],
-            temperature=self.temperature,
-            support=None if self.support is None else self.support.select(rows),
-            sizes=None if self.sizes is None else tuple(self.sizes[row] for row in rows),
-            sources=None if self.sources is None else tuple(self.sources[row] for row in rows),
-        )
 
     @classmethod
     def join(cls, batches: Sequence["TokenBatch"]) -> "TokenBatch":
@@ -138,7 +151,7 @@ class TokenBatch:
 
 
 @dataclass(frozen=True)
-class DenoisingBatch:
+class DenoisingBatch(Rows):
     """Noisy denoising steps with what is needed to compute their log-probs again; an action is one step.
 
     Attributes:
@@ -175,17 +188,6 @@ class DenoisingBatch:
         """True everywhere: only noisy steps are stored."""
         steps = len(self.states[0]) - 1 if self.states else 0
         return torch.ones(len(self), steps, dtype=torch.bool)
-
-    def select(self, rows: Sequence[int]) -> "DenoisingBatch":
-        """Return the rows with these indices, in this order."""
-        return DenoisingBatch(
-            prompts=tuple(self.prompts[row] for row in rows),
-            states=tuple(self.states[row] for row in rows),
-            first_steps=tuple(self.first_steps[row] for row in rows),
-            sizes=tuple(self.sizes[row] for row in rows),
-            drafts=None if self.drafts is None else self.drafts.select(rows),
-            sources=None if self.sources is None else tuple(self.sources[row] for row in rows),
-        )
 
     @classmethod
     def join(cls, batches: Sequence["DenoisingBatch"]) -> "DenoisingBatch":

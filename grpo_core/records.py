@@ -1,15 +1,14 @@
 """The data that passes between the stages, as frozen records of tensors with one row per sample."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-import torch
 from jaxtyping import Bool, Float, Int
 from PIL import Image
 from torch import Tensor
 
-from grpo_core.actions import Actions, TokenBatch
+from grpo_core.actions import Actions, Rows, TokenBatch
 from grpo_core.images import SourceImage
 from grpo_core.streams import ImageSize, Stream
 
@@ -35,7 +34,7 @@ Entropies = Literal["none", "constant", "differentiable"]
 
 
 @dataclass(frozen=True)
-class SampledActions:
+class SampledActions(Rows):
     """The actions of one stream as they were sampled.
 
     Attributes:
@@ -66,15 +65,9 @@ class SampledTokens(SampledActions):
 
     def select(self, rows: Sequence[int]) -> "SampledTokens":
         """Return the rows with these indices, in this order, without columns that are padding in all of them."""
-        index = torch.as_tensor(rows, dtype=torch.long)
-        tokens = self.actions.select(rows).trimmed()
-        return SampledTokens(
-            actions=tokens,
-            rollout_logprobs=self.rollout_logprobs[index, : tokens.token_ids.shape[1]],
-            finished=self.finished[index],
-            max_length=self.max_length,
-            prompt_lengths=self.prompt_lengths[index],
-        )
+        chosen = super().select(rows)
+        tokens = chosen.actions.trimmed()
+        return replace(chosen, actions=tokens, rollout_logprobs=chosen.rollout_logprobs[:, : tokens.token_ids.shape[1]])
 
 
 @dataclass(frozen=True)
@@ -134,14 +127,6 @@ class TrainingRows(SampledActions):
 
     def __len__(self) -> int:
         return len(self.sample_ids)
-
-    def select(self, rows: Sequence[int]) -> "TrainingRows":
-        """Return the rows with these indices, in this order."""
-        index = torch.as_tensor(rows, dtype=torch.long)
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors: dict[str, Any] = {name: each[index] for name, each in values.items() if isinstance(each, Tensor)}
-        sample_ids = tuple(self.sample_ids[row] for row in rows)
-        return replace(self, sample_ids=sample_ids, actions=self.actions.select(rows), **tensors)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from diffusers.image_processor import VaeImageProcessor
 from jaxtyping import Float
 from PIL import Image
 
-from grpo_core.actions import DenoisingBatch, Sources, TokenBatch, join_sources
+from grpo_core.actions import DenoisingBatch, Rows, Sources, TokenBatch, join_sources
 from grpo_core.records import BrokenImage, GroupRequest, SampledActions
 from grpo_core.streams import PIXELS_AT_ONCE, ImageSize
 
@@ -46,7 +46,7 @@ class DenoisedGroup:
 
 
 @dataclass(frozen=True)
-class SampleRows:
+class SampleRows(Rows):
     """The samples of several groups, one after another.
 
     Attributes:
@@ -86,19 +86,6 @@ class SampleRows:
             ),
         )
 
-    def select(self, rows: range) -> "SampleRows":
-        """Return consecutive rows."""
-        part = slice(rows.start, rows.stop)
-        return SampleRows(
-            prompts=self.prompts[part],
-            sample_ids=self.sample_ids[part],
-            noise_seeds=self.noise_seeds[part],
-            step_seeds=self.step_seeds[part],
-            window_start=self.window_start,
-            drafts=None if self.drafts is None else self.drafts.select(rows),
-            sources=None if self.sources is None else self.sources[part],
-        )
-
 
 def by_group(
     requests: Sequence[GroupRequest], images: Sequence[Image.Image | BrokenImage], sampled: Sequence[SampledActions]
@@ -108,7 +95,7 @@ def by_group(
     start = 0
     for request in requests:
         rows = range(start, start + len(request.sample_ids))
-        own = None if joined is None else _selected(joined, rows)
+        own = None if joined is None else joined.select(rows)
         yield DenoisedGroup(tuple(images[row] for row in rows), own)
         start = rows.stop
 
@@ -119,15 +106,6 @@ def _joined(sampled: Sequence[SampledActions]) -> SampledActions:
         rollout_logprobs=torch.cat([each.rollout_logprobs for each in sampled]),
         finished=torch.cat([each.finished for each in sampled]),
         max_length=sampled[0].max_length,
-    )
-
-
-def _selected(sampled: SampledActions, rows: range) -> SampledActions:
-    return SampledActions(
-        actions=sampled.actions.select(rows),
-        rollout_logprobs=sampled.rollout_logprobs[rows.start : rows.stop],
-        finished=sampled.finished[rows.start : rows.stop],
-        max_length=sampled.max_length,
     )
 
 
