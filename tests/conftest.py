@@ -54,15 +54,14 @@ _isolate()
 gc.disable()
 # Shapes and dtypes that signatures and records state are checked in these modules, on every call of every test.
 _SHAPED = ("advantages", "logprobs", "losses", "parity", "records", "sampling")
-_SHAPED_GLM = ("autoregressive", "decoding")
+_SHAPED_GLM = ("decode_step", "decoding", "prompts")
 _SHAPED_CAUSAL_LM = ("prompts", "sampling_scoring")
-_SHAPED_VISION_LM = ("encoding", "features")
 install_import_hook(
     [
         *(f"grpo_core.{name}" for name in _SHAPED),
         *(f"grpo_core.policies.glm_image.{name}" for name in _SHAPED_GLM),
         *(f"grpo_core.policies.causal_lm.{name}" for name in _SHAPED_CAUSAL_LM),
-        *(f"grpo_core.policies.vision_lm.{name}" for name in _SHAPED_VISION_LM),
+        "grpo_core.policies.encoded_prompts",
     ],
     "beartype.beartype",
 )

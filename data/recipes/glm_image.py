@@ -33,8 +33,10 @@ from data.recipes.shapes import (
 )
 from data.recipes.trainer import DATA, ProgressCallback, Quality, measure, print_progress, replace_shipped, train
 from grpo_core.images import SourceImage
-from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, score_tokens
+from grpo_core.policies.causal_lm.sampling_scoring import score_completions
+from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.prompts import encode_prompts
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.streams import ImageSize
@@ -85,14 +87,16 @@ def encode_scenes(pipeline: GlmImagePipeline, scenes: Sequence[Scene]) -> Encode
 def token_losses(pipeline: GlmImagePipeline, encoded: EncodedPrompts, tokens: Tensor) -> Tensor:
     """Compute the negative log-likelihood of the given tokens, float [images, tokens], in nats."""
     everything = torch.ones_like(tokens, dtype=torch.bool)
-    scored = score_tokens(
+    scored = score_completions(
         pipeline.vision_language_encoder,
         encoded,
         tokens,
         everything,
         vocabulary=CODEBOOK_SIZE,
-        entropy="none",
         temperature=1.0,
+        support=None,
+        entropy="none",
+        whole_logits=False,
     )
     return -scored.logprobs
 

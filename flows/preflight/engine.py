@@ -185,7 +185,7 @@ def _longest(config: RunConfig, prompts: PromptFiles, policy: Any) -> tuple[int,
     if not tried:
         return rollout.max_completion_length + 1, ()
     sources = tuple(tuple(SourceImage.of(each.load()) for each in prompt.sources) for prompt in tried)
-    encoded = policy.encode_ids([prompt.text for prompt in tried], sources)
+    encoded = policy.encode([prompt.text for prompt in tried], sources, for_engine=True)
     context = int(encoded.lengths.max()) + rollout.max_completion_length
     last = len(tried) - 1
     return context, (served_prompts(encoded, [last], sources[-1:])[last],) if sources[-1] else ()

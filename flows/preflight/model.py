@@ -67,7 +67,7 @@ def _refuse_quantization(config: RunConfig) -> None:
 
 
 def refuse_offload_without_room(config: RunConfig, memory: MemoryEstimate) -> None:
-    """Raise InputError if what is offloaded on this machine has no room in CPU memory, or on the disk without a GPU.
+    """Raise InputError if what is offloaded on this machine has no room in CPU memory.
 
     Args:
         memory: with offloaded components.
@@ -77,7 +77,7 @@ def refuse_offload_without_room(config: RunConfig, memory: MemoryEstimate) -> No
     if config.policy.offload == "components" and not (placement.rollouts.pool or placement.update.pool):
         # Each process has its own.
         copies = {name: count * len(placement.devices) for name, count in memory.offloaded.items()}
-        refuse_too_little_room(copies, torch_device(placement))
+        refuse_too_little_room(copies)
 
 
 def _size_problems(config: RunConfig, prompts: PromptFiles) -> list[InputError]:

@@ -5,6 +5,7 @@ sizes           what decides the memory of a model, as its family counts it
 estimate        how much GPU memory and disk space a model needs
 trial           whether a loaded model can be trained: it samples a little and is scored
 drafts          token sequences of groups, each drawn once
+encoded_prompts one prompt as a model reads it; several, padded; those that were used last
 kv_cache        keys and values of sampled tokens, growing in place
 pipeline_files  the files of a saved model or diffusers pipeline
 pipeline_loading  a diffusers pipeline by folder or hub name: one network, or all of them, frozen

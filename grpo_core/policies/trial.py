@@ -165,7 +165,7 @@ def _questions(policy: "CausalLMPolicy") -> tuple[Sequence[str], Sources | None]
     if policy.image_arguments is None:
         return _TEXTS[:2], None
     try:
-        policy.encode_ids(_TEXTS[-1:])
+        policy.encode(_TEXTS[-1:], for_engine=True)
     except InputError:
         # Some models read no prompt without an image.
         return _TEXTS[:2], tuple((picture(size),) for size in _SIZES)

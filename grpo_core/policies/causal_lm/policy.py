@@ -1,7 +1,7 @@
 """Causal language models behind the Policy protocol. Templates and end tokens are known only in this package."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from grpo_core.policies.causal_lm.loading import (
     vocabulary_size,
 )
 from grpo_core.policies.causal_lm.model_types import refuse_known
-from grpo_core.policies.causal_lm.prompts import EncodedPrompts, answer_start, encode_prompts, uses_template
+from grpo_core.policies.causal_lm.prompts import answer_start, encode_prompt, uses_template
 from grpo_core.policies.causal_lm.sampling_scoring import (
     SamplingRule,
     StopTexts,
@@ -34,6 +34,7 @@ from grpo_core.policies.causal_lm.sampling_scoring import (
 )
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.drafts import sample_drafts
+from grpo_core.policies.encoded_prompts import EncodedPrompt, EncodedPrompts, RecentlyUsed, pad_prompts
 from grpo_core.policies.pipeline_files import ONE_NETWORK
 from grpo_core.policies.trained.component import TrainedComponent, refuse_unscaled_float16, use_attention
 from grpo_core.policies.trained.model import CPU, TrainedModel
@@ -72,6 +73,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
             InputError: tokenizer and model do not belong together, or the settings need a missing template.
         """
         self.trained, self.tokenizer, self.autocast = trained, tokenizer, autocast
+        self._prompts = RecentlyUsed[EncodedPrompt]()
         self.vocabulary = vocabulary_size(self._model, tokenizer)
         self.context = read_context(self._model.config)
         self.ends = tuple(token for token in end_tokens(self._model, tokenizer) if token < self.vocabulary)
@@ -149,40 +151,60 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     def _device(self) -> torch.device:
         return super()._device if self._has_weights else CPU
 
-    def _encode(self, prompts: Sequence[str], sources: Sequence[Sequence[SourceImage]] = ()) -> EncodedPrompts:
-        """Encode prompts, each with its source images; none where they are left out."""
-        if any(sources):
-            raise InputError("prompt", prompts[0], "A model of texts does not see images; use policy.kind vision_lm.")
-        return encode_prompts(self.tokenizer, self.settings, prompts, context=self.context, device=self._device)
-
-    def encode_ids(self, prompts: Sequence[str], sources: Sequence[Sequence[SourceImage]] = ()) -> EncodedPrompts:
-        """Encode prompts for an engine, which reads their images itself; arguments of `_encode`."""
-        return self._encode(prompts, sources)
-
     @property
     def image_arguments(self) -> Mapping[str, Any] | None:
         """Arguments of the image processor with the current settings; None: the model reads no images."""
         return None
+
+    @property
+    def _completion_type(self) -> int:
+        return 0
+
+    def _encode_prompt(self, prompt: str, images: Sequence[SourceImage]) -> EncodedPrompt:
+        if images:
+            raise InputError("prompt", prompt, "A model of texts does not see images; use policy.kind vision_lm.")
+        return encode_prompt(self.tokenizer, self.settings, prompt, context=self.context)
+
+    def _with_features(self, key: Hashable, prompt: EncodedPrompt) -> EncodedPrompt:
+        """Add positions and features of a prompt's images where they are not kept under this key."""
+        return prompt
+
+    def encode(
+        self, prompts: Sequence[str], sources: Sequence[Sequence[SourceImage]] = (), *, for_engine: bool = False
+    ) -> EncodedPrompts:
+        """Encode prompts; one that was encoded before with its images and the current settings is not encoded again.
+
+        Args:
+            prompts: at least one.
+            sources: the source images of each; none where they are left out.
+            for_engine: leave out positions and features, because an engine reads images itself.
+        """
+        found = []
+        for prompt, images in zip(prompts, sources or ((),) * len(prompts), strict=True):
+            key = (prompt, tuple(image.digest for image in images), self.settings)
+            encoded = self._prompts.get(key, partial(self._encode_prompt, prompt, images))
+            found.append(encoded if for_engine else self._with_features(key, encoded))
+        return pad_prompts(found, self._device, completion_type=self._completion_type)
 
     def plain_logits(self, prompt: str, sources: Sequence[SourceImage], written: Tensor) -> Tensor:
         """Return logits [time, ids] of the ids written after a prompt, of one forward pass over this row alone.
 
         It is given neither a mask nor positions, nor features of images in place of their pixels.
         """
-        ids = torch.cat([self.encode_ids([prompt], [sources]).input_ids[0], written.to(self._device)])
+        ids = torch.cat([self.encode([prompt], [sources], for_engine=True).input_ids[0], written.to(self._device)])
         with self._precision():
             logits: Tensor = self._model(input_ids=ids.unsqueeze(0)).logits
         return logits[0, -len(written) - 1 : -1]
 
     def _distinct(
-        self, prompts: Sequence[str], sources: Sources | None, *, by_engine: bool = False
+        self, prompts: Sequence[str], sources: Sources | None, *, for_engine: bool = False
     ) -> tuple[EncodedPrompts, Tensor]:
         """Encode the distinct prompts with their images, and return the index of each given prompt among them."""
-        encode = self.encode_ids if by_engine else self._encode
         given = list(zip(prompts, sources or ((),) * len(prompts), strict=True))
         places = {each: index for index, each in enumerate(dict.fromkeys(given))}
         rows = torch.tensor([places[each] for each in given], device=self._device)
-        return encode([prompt for prompt, _ in places], [images for _, images in places]), rows
+        distinct, images = [prompt for prompt, _ in places], [images for _, images in places]
+        return self.encode(distinct, images, for_engine=for_engine), rows
 
     @property
     def components(self) -> Mapping[Stream, "CausalLMPolicy"]:
@@ -231,7 +253,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         )
         sample = self.engine or partial(sample_completions, self._model)
         with torch.no_grad(), self._sampling():
-            encoded, rows = self._distinct(requested, images, by_engine=self.engine is not None)
+            encoded, rows = self._distinct(requested, images, for_engine=self.engine is not None)
             return sample(encoded, requested, rows, rule, seeds, images)
 
     def decode(self, tokens: TokenBatch) -> list[str]:

@@ -1,28 +1,29 @@
-"""Prompts -> left-padded ids. Positions are given to the model explicitly, always.
-
-Left padding shifts every id of a short prompt. Without explicit positions, a model with absolute positions reads
-another text, and log-probs depend on the batch by nats without a warning.
-"""
+"""Prompts of texts, with images or without -> what the chat template prints -> ids."""
 
 import datetime
 import json
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import torch
-from jaxtyping import Int
 from jinja2 import TemplateError
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_core.errors import InputError
-from grpo_core.messages import Message, filled_blocks, read_messages, refuse_messages, text_of
+from grpo_core.messages import (
+    IMAGE_MARK,
+    Message,
+    filled_blocks,
+    read_messages,
+    refuse_messages,
+    text_of,
+    with_image_blocks,
+)
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
+from grpo_core.policies.encoded_prompts import EncodedPrompt
 
 # Some templates print today's date, so the prompt would differ when it is scored on another day. transformers hands a
 # template no functions but its own, so theirs is hidden by a macro; what each code prints is Python's own.
@@ -43,73 +44,6 @@ _LAST_TAGS = re.compile(r"(?:<[A-Za-z][\w-]*>\s*)+\Z")
 _PRINTED_BLOCK = re.compile(r"""['"]type['"]: *['"]text['"]""")
 
 
-@runtime_checkable
-class PromptInputs(Protocol):
-    """What a model reads of each prompt beside its ids, such as the features of its images."""
-
-    def select(self, rows: Int[Tensor, " rows"]) -> "PromptInputs":
-        """Return those of these prompts, in this order, repetitions allowed."""
-
-    def arguments(self, time: int) -> Mapping[str, Any]:
-        """Return the model's arguments for the prompts with `time` tokens of their completions."""
-
-
-@dataclass(frozen=True)
-class EncodedPrompts:
-    """Encoded prompts, left-padded to one length.
-
-    Attributes:
-        input_ids: zero where padded.
-        attention_mask: 1 for a prompt id, 0 for left padding.
-        position_ids: counted from the first id of the prompt; 0 where padded. For models whose ids have a place in
-            time, height and width, one row of each.
-        further: what else the model reads; None: nothing.
-        marked: the ids of each prompt without padding, with one mark in place of each image's placeholders, for an
-            engine that reads images itself; None: as they are.
-    """
-
-    input_ids: Int[Tensor, "prompts length"]
-    attention_mask: Int[Tensor, "prompts length"]
-    position_ids: Int[Tensor, "prompts length"] | Int[Tensor, "3 prompts length"]
-    further: PromptInputs | None = None
-    marked: tuple[list[int], ...] | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of ids of the padded prompt."""
-        return self.input_ids.shape[1]
-
-    @property
-    def lengths(self) -> Int[Tensor, " prompts"]:
-        """Number of ids of each prompt."""
-        return self.attention_mask.sum(-1)
-
-    @property
-    def first_positions(self) -> Int[Tensor, " prompts"]:
-        """Position of the first token of each prompt's completion, after the last of the prompt."""
-        last = self.position_ids.amax(-1)
-        return (last if last.ndim == 1 else last.amax(0)) + 1
-
-    def positions(self, places: Int[Tensor, "prompts time"]) -> Int[Tensor, "..."]:
-        """Return positions of completions in the form of those of the prompts; all places of a token are the same."""
-        return places if self.position_ids.ndim == 2 else places.expand(3, -1, -1)
-
-    def arguments(self, time: int = 0) -> Mapping[str, Any]:
-        """Return what else the model reads, for the prompts with `time` tokens of their completions."""
-        return {} if self.further is None else self.further.arguments(time)
-
-    def select(self, rows: Int[Tensor, " rows"]) -> "EncodedPrompts":
-        """Return these prompts, in this order, repetitions allowed."""
-        further = None if self.further is None else self.further.select(rows)
-        return EncodedPrompts(
-            self.input_ids[rows],
-            self.attention_mask[rows],
-            self.position_ids[..., rows, :],
-            further,
-            None if self.marked is None else tuple(self.marked[row] for row in rows.tolist()),
-        )
-
-
 def uses_template(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings) -> bool:
     """Return whether prompts are formatted with the tokenizer's chat template.
 
@@ -126,30 +60,110 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings
     return uses
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings, prompt: str) -> list[int]:
-    """Encode one prompt without padding.
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    settings: CausalLMSettings,
+    prompt: str,
+    images: int = 0,
+    mark: str | None = None,
+) -> list[int]:
+    """Encode one prompt without padding, with one mark for each image; arguments and errors of `print_prompt`.
 
     Without a template a plain text is encoded with the special tokens that the tokenizer puts around texts. With one,
-    only the template adds special tokens; a conversation that ends with the assistant's words is continued, as by TRL's
-    `apply_chat_template`. A template that prints the date prints the same one every day.
+    only the template adds special tokens.
 
     Raises:
-        InputError: a conversation without a template, one that the template refuses, or a prompt without any id.
+        InputError: it has no ids.
     """
-    messages = read_messages(prompt)
-    if messages is not None:
-        refuse_messages(messages, "prompt", images=False)
-    if not uses_template(tokenizer, settings):
-        if messages is not None:
-            hint = "It is a conversation and needs a chat template; give plain texts, or another tokenizer."
-            raise InputError("prompt", prompt, hint)
-        ids: list[int] = tokenizer(prompt)["input_ids"]
-    else:
-        text = print_messages(tokenizer, settings, messages or [{"role": "user", "content": prompt}], prompt)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    printed = print_prompt(tokenizer, settings, prompt, images, mark)
+    ids: list[int] = tokenizer(printed, add_special_tokens=not uses_template(tokenizer, settings))["input_ids"]
     if not ids:
         raise InputError("prompt", prompt, "It has no ids: the model needs at least one to start from.")
     return ids
+
+
+def print_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    settings: CausalLMSettings,
+    prompt: str,
+    images: int = 0,
+    mark: str | None = None,
+) -> str:
+    """Format a prompt with the chat template, or without one as it is, with a mark for each image.
+
+    A conversation that ends with the assistant's words is continued, as by TRL's `apply_chat_template`. A template that
+    prints the date prints the same one every day.
+
+    Args:
+        images: how many the prompt has.
+        mark: text that the processor replaces by an image's placeholders; None: the model reads texts alone.
+
+    Raises:
+        InputError: it names another number of images, or a mark of one in its texts, is a conversation without a
+            template, or the template refuses it or prints no images.
+    """
+    given = read_messages(prompt)
+    if mark is not None:
+        messages = image_messages(prompt, images)
+        refuse_inside(prompt, messages, [mark])
+    else:
+        messages = given or [{"role": "user", "content": prompt}]
+        if given is not None:
+            refuse_messages(given, "prompt", images=False)
+    if not uses_template(tokenizer, settings):
+        if given is not None:
+            hint = "It is a conversation and needs a chat template; give plain texts, or another tokenizer."
+            raise InputError("prompt", prompt, hint)
+        if mark is None:
+            return prompt
+        return "".join(mark if block["type"] == "image" else block["text"] for block in messages[0]["content"])
+    printed = print_messages(tokenizer, settings, messages, prompt)
+    found = images if mark is None else printed.count(mark)
+    if images and found != images:
+        hint = f"It prints {found} of {images} images; give a model whose template knows images, or false."
+        raise InputError("rollout.chat_template", settings.chat_template, hint)
+    return printed
+
+
+def image_messages(prompt: str, images: int) -> list[Message]:
+    """Return a prompt as messages whose contents are blocks, with a block for each image.
+
+    A plain text has as many marks `<image>` as images, or none: then the images come before it. A conversation has as
+    many blocks `{"type": "image"}`, or none: then they come first in its first user message.
+
+    Args:
+        prompt: as it was given.
+        images: how many it has.
+
+    Raises:
+        InputError: the prompt names another number of images.
+    """
+    messages = read_messages(prompt)
+    if messages is None:
+        messages = [{"role": "user", "content": _blocks(prompt, images)}]
+    else:
+        refuse_messages(messages, "prompt", images=True)
+    return with_image_blocks(messages, images)
+
+
+def _blocks(text: str, images: int) -> list[dict[str, str]]:
+    parts = text.split(IMAGE_MARK)
+    if len(parts) == 1 or not images:
+        return _text(text)
+    blocks = [[{"type": "image"}, *_text(part)] for part in parts[1:]]
+    return [*_text(parts[0]), *(block for each in blocks for block in each)]
+
+
+def _text(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}] if text else []
+
+
+def refuse_inside(prompt: str, messages: Sequence[Message], tokens: Sequence[str]) -> None:
+    """Raise InputError if the texts of a prompt contain what the model reads as a part of an image."""
+    texts = [block["text"] for each in messages for block in each["content"] if block["type"] == "text"]
+    for token in tokens:
+        if any(token in text for text in texts):
+            raise InputError("prompt", prompt, f"Remove {token!r}: the model reads it as a part of an image.")
 
 
 def print_messages(
@@ -248,35 +262,18 @@ def require_room(prompt: str, length: int, settings: CausalLMSettings, context: 
         raise InputError("prompt", shown, hint)
 
 
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    settings: CausalLMSettings,
-    prompts: Sequence[str],
-    *,
-    context: Context,
-    device: torch.device,
-) -> EncodedPrompts:
-    """Encode prompts, padded on the left to the longest.
-
-    Padding has id 0 outside the attention mask, so a tokenizer without a pad token needs none.
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings, prompt: str, *, context: Context
+) -> EncodedPrompt:
+    """Encode a text.
 
     Args:
         settings: template, system prompt, and the room to leave.
         context: of the model.
 
     Raises:
-        InputError: names the first prompt that cannot be read or is too long.
+        InputError: the prompt cannot be read or is too long.
     """
-    rows = [prompt_ids(tokenizer, settings, prompt) for prompt in prompts]
-    for prompt, row in zip(prompts, rows, strict=True):
-        require_room(prompt, len(row), settings, context)
-    return pad_left(rows, device)
-
-
-def pad_left(rows: Sequence[list[int]], device: torch.device) -> EncodedPrompts:
-    """Pad the ids of prompts on the left to the longest."""
-    length = max(len(row) for row in rows)
-    ids = torch.tensor([[0] * (length - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return EncodedPrompts(ids.to(device), mask.to(device), positions.to(device))
+    ids = prompt_ids(tokenizer, settings, prompt)
+    require_room(prompt, len(ids), settings, context)
+    return EncodedPrompt(ids)

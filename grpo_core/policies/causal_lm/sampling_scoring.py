@@ -3,7 +3,7 @@
 A completion ends at an end token, or at the token that completes a stop text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedTokenizerBase
 
 from grpo_core.actions import Sources, TokenBatch, TokenSupport
 from grpo_core.logprobs import gather_logprobs, score_hidden, vocabulary_logprobs
-from grpo_core.policies.causal_lm.prompts import EncodedPrompts
+from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.kv_cache import grow_in_place
 from grpo_core.records import ActionLogprobs, Entropies, SampledTokens
 from grpo_core.sampling import SupportRecorder, draw_tokens, truncate, uniform_numbers
@@ -114,6 +114,11 @@ class SamplingRule:
     forbidden: Int[Tensor, " forbidden"] | None = None
     width: int = 0
 
+    @property
+    def can_end(self) -> bool:
+        """Whether a row can end before its last token."""
+        return bool(self.ends or self.stops)
+
     @cached_property
     def never_sampled(self) -> tuple[int, ...]:
         """The ids that the model has logits for and that cannot be sampled."""
@@ -130,6 +135,11 @@ def without_router_losses(model: Any) -> dict[str, bool]:
     return {"output_router_logits": False} if asked else {}
 
 
+StepByStep = Callable[[Any, Cache, Tensor | None, Tensor], Callable[[Tensor, int], Tensor]]
+"""The model, the cache of its rows, their attention mask with all tokens to come (None: no row is padded) and the
+positions of these tokens -> a function of the last ids [rows] and their index that returns the next logits."""
+
+
 @torch.no_grad()
 def sample_completions(
     model: Any,
@@ -139,6 +149,7 @@ def sample_completions(
     rule: SamplingRule,
     seeds: Sequence[int],
     sources: Sources | None = None,
+    step_by_step: StepByStep | None = None,
 ) -> SampledTokens:
     """Sample one completion per row; the loop ends when every row has ended.
 
@@ -147,9 +158,11 @@ def sample_completions(
         prompts: that each row continues.
         rows: their indices among the encoded ones.
         sources: the source images of each row's prompt; None: no prompt has any.
+        step_by_step: for rows of one length; None: the model's own forward pass.
     """
+    assert step_by_step is None or not rule.can_end, "all rows have one length"
     plain = without_router_losses(model)
-    step = model(
+    prefill = model(
         input_ids=encoded.input_ids,
         attention_mask=encoded.attention_mask,
         position_ids=encoded.position_ids,
@@ -158,28 +171,38 @@ def sample_completions(
         **encoded.arguments(),
         **plain,
     )
-    cache, logits = step.past_key_values, step.logits[rows, -1]
+    cache, logits = prefill.past_key_values, prefill.logits[rows, -1]
     # The samples of a prompt share its prefill.
     cache.batch_select_indices(rows)
     grow_in_place(cache, encoded.length + rule.max_tokens)
-    attention = encoded.attention_mask[rows]
-    attention = nn.functional.pad(attention, (0, rule.max_tokens), value=1)
-    positions = encoded.first_positions[rows]
+    # Without a mask the model looks for padding no more in each step.
+    attention = None if encoded.attention_mask.all() else encoded.attention_mask[rows]
+    if attention is not None:
+        attention = nn.functional.pad(attention, (0, rule.max_tokens), value=1)
+    positions = encoded.positions(rule.max_tokens)[..., rows, :]
     written = _Written(len(rows), rule, uniform_numbers(seeds, rule.max_tokens), logits.device)
+    step = None if step_by_step is None else step_by_step(model, cache, attention, positions)
     for index in range(rule.max_tokens):
         written.add(index, logits)
-        kept = written.active.nonzero()[:, 0]
-        if index + 1 == rule.max_tokens or not len(kept):
+        if index + 1 == rule.max_tokens:
             break
-        # Each time copies the cache, so a row does not leave at once when it ends.
-        if len(kept) <= 0.75 * len(written.rows):
-            written.keep(kept)
-            cache.batch_select_indices(kept)
-            positions, attention = positions[kept], attention[kept]
+        if rule.can_end:
+            kept = written.active.nonzero()[:, 0]
+            if not len(kept):
+                break
+            # Each time copies the cache, so a row does not leave at once when it ends.
+            if len(kept) <= 0.75 * len(written.rows):
+                written.keep(kept)
+                cache.batch_select_indices(kept)
+                positions = positions[..., kept, :]
+                attention = None if attention is None else attention[kept]
+        if step is not None:
+            logits = step(written.ids[:, index], index)
+            continue
         logits = model(
             input_ids=written.ids[written.rows, index : index + 1],
-            attention_mask=attention[:, : encoded.length + index + 1],
-            position_ids=encoded.positions((positions + index).unsqueeze(-1)),
+            attention_mask=None if attention is None else attention[:, : encoded.length + index + 1],
+            position_ids=positions[..., index : index + 1],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
@@ -305,13 +328,13 @@ def _inputs(
     encoded: EncodedPrompts, token_ids: Int[Tensor, "rows fed"], loss_mask: Bool[Tensor, "rows fed"]
 ) -> dict[str, Any]:
     """Join prompts with the completions' tokens, each with its position."""
-    places = torch.arange(token_ids.shape[1], device=token_ids.device)
-    positions = encoded.first_positions.unsqueeze(-1) + places
+    time = token_ids.shape[1]
+    positions = torch.where(loss_mask, encoded.positions(time), 0)
     return {
         "input_ids": torch.cat([encoded.input_ids, torch.where(loss_mask, token_ids, 0)], 1),
         "attention_mask": torch.cat([encoded.attention_mask, loss_mask.to(encoded.attention_mask.dtype)], 1),
-        "position_ids": torch.cat([encoded.position_ids, encoded.positions(torch.where(loss_mask, positions, 0))], -1),
-        **encoded.arguments(token_ids.shape[1]),
+        "position_ids": torch.cat([encoded.position_ids, positions], -1),
+        **encoded.arguments(time),
     }
 
 

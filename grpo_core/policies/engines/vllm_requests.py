@@ -14,8 +14,8 @@ import httpx
 from grpo_core.actions import Sources
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage, encode_png
-from grpo_core.policies.causal_lm.prompts import EncodedPrompts
 from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule
+from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.engines.vllm_server import Server, post
 
 _LOWEST = -9000.0

@@ -3,7 +3,8 @@
 settings        how images are sampled, the token grids of an image size, and checks of files that load no weights
 loading         the networks' configurations, the networks on the meta device, and the pipeline
 processor       grids of tokens of any size in a prompt; a saved pipeline carries this file
-autoregressive  prompts -> ids with their positions; the sampling loop; log-probs of stored tokens
+prompts         one prompt -> its ids, and the positions of all tokens of its grids
+decode_step     one token of every row through the layers, with mask and positions made once
 sources         codes of source images, and their keys and values in the decoder
 decoding        the decoder as a component
 policy          the token model as a component, and the Policy protocol over both

@@ -17,8 +17,8 @@ from transformers import GlmImageProcessor
 
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies import pipeline_loading
-from grpo_core.policies.glm_image.autoregressive import refuse_reserved_tokens
 from grpo_core.policies.glm_image.processor import UnitProcessor
+from grpo_core.policies.glm_image.prompts import refuse_reserved_tokens
 from grpo_core.policies.glm_image.settings import (
     AUTOREGRESSIVE,
     DECODER,

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch import nn
 
 from grpo_core.actions import Sources, TokenBatch
 from grpo_core.images import SourceImage, without_marks
+from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule, sample_completions, score_completions
 from grpo_core.policies.drafts import sample_drafts
-from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, sample_tokens, score_tokens
+from grpo_core.policies.encoded_prompts import EncodedPrompt, EncodedPrompts, RecentlyUsed, pad_prompts
+from grpo_core.policies.glm_image.decode_step import DecodeStep
 from grpo_core.policies.glm_image.decoding import GlmImageDecoder, require_fit
 from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, train_half
+from grpo_core.policies.glm_image.prompts import encode_prompt
 from grpo_core.policies.glm_image.settings import (
     AUTOREGRESSIVE,
     PARTS,
@@ -58,8 +62,8 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         """
         self.pipeline, self.offload = pipeline, offload
         self.sources = sources or SourceEncoder(pipeline, offload)
-        self.trained = trained
-        self.autocast = autocast
+        self.trained, self.autocast = trained, autocast
+        self._prompts = RecentlyUsed[EncodedPrompt]()
         self.sample_with(settings)
 
     def sample_with(self, settings: GlmImageSettings) -> None:
@@ -99,30 +103,22 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         """Return the size of each row's image."""
         return tokens.sizes or (self.settings.size,) * len(tokens)
 
-    def _encode(self, prompts: Sequence[str], size: ImageSize, sources: Sources | None = None) -> EncodedPrompts:
-        """Encode prompts for one size; all of them have source images, or none has."""
-        model, processor = self._base.model, self.pipeline.processor
-        if sources is None:
-            return encode_prompts(model, processor, prompts, size)
-        codes = [[self.sources.codes(source) for source in own] for own in sources]
-        return encode_prompts(model, processor, [without_marks(prompt) for prompt in prompts], size, codes)
+    def encode(self, prompts: Sequence[str], sizes: Sequence[ImageSize], sources: Sources | None) -> EncodedPrompts:
+        """Encode prompts, each for an image of its size; one that was encoded before is not encoded again.
 
-    def _encode_rows(self, tokens: TokenBatch) -> EncodedPrompts:
-        """Encode the prompt of each row for the size of its image; each distinct combination is encoded once."""
-        sources = tokens.sources or ((),) * len(tokens)
-        inputs = list(zip(self.sizes_of(tokens), tokens.prompts, sources, strict=True))
-        # The processor reads prompts of one size at a time, all with source images or all without.
-        alike: dict[tuple[ImageSize, bool], dict[tuple[str, tuple[SourceImage, ...]], None]] = {}
-        for size, prompt, own in inputs:
-            alike.setdefault((size, bool(own)), {})[prompt, own] = None
-        distinct = ((size, prompt, own) for (size, _), prompts in alike.items() for prompt, own in prompts)
-        place = {each: index for index, each in enumerate(distinct)}
-        rows = torch.tensor([place[each] for each in inputs], device=self._device)
-        encoded = [
-            self._encode([prompt for prompt, _ in pairs], size, tuple(own for _, own in pairs) if edited else None)
-            for (size, edited), pairs in alike.items()
-        ]
-        return EncodedPrompts.join(encoded).select(rows)
+        Args:
+            sources: the source images of each prompt; None: no prompt has any.
+        """
+        given = zip(prompts, sizes, sources or ((),) * len(prompts), strict=True)
+        return pad_prompts([self._encoded(*each) for each in given], self._device)
+
+    def _encoded(self, prompt: str, size: ImageSize, sources: tuple[SourceImage, ...]) -> EncodedPrompt:
+        def encode() -> EncodedPrompt:
+            codes = [self.sources.codes(source) for source in sources]
+            text = without_marks(prompt) if sources else prompt
+            return encode_prompt(self._base.model, self.pipeline.processor, text, size, codes)
+
+        return self._prompts.get((prompt, size, tuple(source.digest for source in sources)), encode)
 
     def sample(
         self,
@@ -141,46 +137,50 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         """
         assert sources is None or all(sources), "an image drawn from text alone has other tokens than an edit"
         size = size or self.settings.size
+        rule = SamplingRule(
+            vocabulary=self.vocabulary,
+            temperature=self.settings.temperature,
+            truncation=self.settings,
+            ends=(),
+            stops=None,
+            max_tokens=self.grids_of(size, edit=sources is not None).tokens,
+        )
+        requested = tuple(prompt for prompt in prompts for _ in range(group_size))
+        images = None if sources is None else tuple(each for each in sources for _ in range(group_size))
         with self.offload.using(*self.parts):
-            encoded = self._encode(list(prompts), size, sources)
+            encoded = self.encode(prompts, (size,) * len(prompts), sources)
+            rows = torch.arange(len(prompts), device=self._device).repeat_interleave(group_size)
             with self._sampling():
-                ids, logprobs, support = sample_tokens(
-                    self.trained.model,
-                    encoded,
-                    group_size=group_size,
-                    tokens=self.grids_of(size, edit=sources is not None).tokens,
-                    seeds=seeds,
-                    vocabulary=self.vocabulary,
-                    temperature=self.settings.temperature,
-                    truncation=self.settings,
-                )
-        rows = tuple(prompt for prompt in prompts for _ in range(group_size))
-        mask = torch.ones(ids.shape, dtype=torch.bool)
-        own = None if sources is None else tuple(each for each in sources for _ in range(group_size))
-        tokens = TokenBatch(rows, ids.cpu(), mask, self.settings.temperature, support, (size,) * len(rows), own)
-        lengths = encoded.attention_mask.sum(-1).repeat_interleave(group_size).cpu()
-        # The size of an image determines its number of tokens.
-        finished = torch.ones(len(rows), dtype=torch.bool)
-        return SampledTokens(tokens, logprobs.cpu(), finished, self.max_length, lengths)
+                sampled = sample_completions(self._base, encoded, requested, rows, rule, seeds, images, DecodeStep)
+        return replace(
+            sampled,
+            actions=replace(sampled.actions, sizes=(size,) * len(requested)),
+            # The size of an image determines its number of tokens.
+            finished=torch.ones(len(requested), dtype=torch.bool),
+            max_length=self.max_length,
+        )
 
     def _score(self, model: nn.Module, actions: TokenBatch, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
+        # `model` is the pipeline's own, whose adapters or values the caller has exchanged.
         assert not kl, "the KL over image codes is estimated from log-probs"
+        sizes = self.sizes_of(actions)
         edited = [bool(own) for own in actions.sources or ((),) * len(actions)]
-        kinds = list(zip(self.sizes_of(actions), edited, strict=True))
+        kinds = list(zip(sizes, edited, strict=True))
         for size, edit in dict.fromkeys(kinds):
             alike = actions.select([row for row, own in enumerate(kinds) if own == (size, edit)])
             require_fit(alike, self.grids_of(size, edit=edit), size)
         device = self._device
         with self._precision():
-            return score_tokens(
-                model,
-                self._encode_rows(actions),
+            return score_completions(
+                self._base,
+                self.encode(actions.prompts, sizes, actions.sources),
                 actions.token_ids.to(device),
                 actions.loss_mask.to(device),
                 vocabulary=self.vocabulary,
                 temperature=actions.temperature,
                 support=actions.support,
                 entropy=entropy,
+                whole_logits=False,
             )
 
 

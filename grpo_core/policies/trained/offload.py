@@ -1,19 +1,16 @@
-"""Frozen weights off the device while other components work: pinned in CPU memory, or in a file where there is no GPU.
+"""Frozen weights off the device while other components work: in CPU memory, pinned where the device is a GPU.
 
 A policy encloses its work in `ComponentOffload.using`. Components stay on the device after it, until another one is
 needed there, so a stage that uses one component after the other moves each once. Values never change on the way: with
 and without offload the results are equal to the bit.
 """
 
-import hashlib
-import mmap
-import tempfile
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -24,82 +21,8 @@ from grpo_core.policies.trained.quantization import is_quantized
 
 PLACE = "policy.offload"
 GIB = 1024**3
-
-
-class _Host(Protocol):
-    def load(self, device: torch.device) -> Tensor:
-        """Return the values on the device."""
-
-    def placeholder(self) -> Tensor:
-        """Return what stands in the place of the values while they are off the device."""
-
-
-@dataclass(frozen=True)
-class _Pinned:
-    """Values in CPU memory that is never paged out, from which a GPU copies at full speed."""
-
-    values: Tensor
-
-    @classmethod
-    def of(cls, values: Tensor) -> "_Pinned":
-        pinned = torch.empty_like(values, device="cpu", pin_memory=True)
-        return cls(pinned.copy_(values))
-
-    def load(self, device: torch.device) -> Tensor:
-        return self.values.to(device, non_blocking=True)
-
-    def placeholder(self) -> Tensor:
-        # On another device than the inputs: a pass over it raises.
-        return self.values
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """Values in a file that has no name, so that it is gone with the process, however that ends."""
-
-    file: IO[bytes]
-    start: int
-    sha256: str
-    form: Tensor
-    stand_in: Tensor
-    misalignment: int
-
-    @classmethod
-    def of(cls, values: Tensor, file: IO[bytes]) -> "_Stored":
-        start, content = file.seek(0, 2), _bytes(values.contiguous())
-        file.write(content)
-        file.flush()
-        # NaN without memory: whatever is computed with it is not finite, which no stage accepts.
-        stand_in = torch.full((), float("nan") if values.is_floating_point() else 0, dtype=values.dtype)
-        form = torch.empty_like(values, device="meta")
-        sha256 = hashlib.sha256(content).hexdigest()
-        return cls(file, start, sha256, form, stand_in.expand(values.shape), values.data_ptr() % _ALIGNMENT)
-
-    def load(self, device: torch.device) -> Tensor:
-        # Matrix products on a CPU round differently over other addresses, and files are mapped to any.
-        # What malloc gives to a thread goes back to it when it is free, not to the system.
-        pages = mmap.mmap(-1, self.form.nbytes + self.misalignment, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory = torch.frombuffer(pages, dtype=torch.uint8)[self.misalignment :]
-        values, content = memory.view(self.form.dtype).view(self.form.shape), memory.numpy().data
-        self.file.seek(self.start)
-        self.file.readinto(content)  # type: ignore[attr-defined]
-        if hashlib.sha256(content).hexdigest() != self.sha256:
-            raise ValueError(f"weights that were written to a file in {tempfile.gettempdir()} came back changed")
-        if self.form.is_contiguous():
-            return values
-        return torch.empty_like(self.form, device=device).copy_(values)
-
-    def placeholder(self) -> Tensor:
-        return self.stand_in
-
-
-_ALIGNMENT = 64
-"""Bytes; torch allocates at multiples of it."""
-
-
-def _bytes(values: Tensor) -> Any:
-    """Return the memory of contiguous values as a writable buffer."""
-    return values.detach().reshape(-1).view(torch.uint8).numpy().data
+_ALIGNMENT = 256
+"""Bytes; a GPU's allocations start at multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +38,86 @@ class _Slot:
         return value
 
 
-@dataclass(frozen=True)
-class Moved:
-    """What was moved between the device and its host.
+class _Parked:
+    """The frozen values of a component, in one buffer of CPU memory, from which they are copied to the device at once.
 
     Attributes:
-        bytes: in both directions. Frozen weights are written to the host once, and then only read.
+        nbytes: of the values.
+    """
+
+    def __init__(self, name: str, component: nn.Module, device: torch.device) -> None:
+        """Copy the values from where they are, and leave placeholders there.
+
+        Args:
+            name: of the component, for errors.
+            device: where it computes.
+
+        Raises:
+            InputError: CPU memory is too small.
+        """
+        slots = {(id(slot.owner), slot.name): slot for slot in _frozen_slots(component)}.values()
+        self._device, self._slots = device, [(slot, _key(slot.value)) for slot in slots]
+        # Modules share parameters, and layers their scales.
+        values = {key: slot.value for slot, key in self._slots}
+        self._forms = {key: torch.empty_like(value, device="meta") for key, value in values.items()}
+        self._starts, end = dict[_Key, int](), 0
+        for key, value in values.items():
+            # Matrix products on a CPU round differently over addresses that are aligned otherwise.
+            self._starts[key] = -(-end // _ALIGNMENT) * _ALIGNMENT + value.data_ptr() % _CPU_ALIGNMENT
+            end = self._starts[key] + value.nbytes
+        self.nbytes = sum(value.nbytes for value in values.values())
+        refuse_too_little_room({name: end})
+        self._buffer = torch.empty(end, dtype=torch.uint8)
+        if device.type == "cuda":
+            _pin(self._buffer)
+        for key, value in values.items():
+            self._view(self._buffer, key).copy_(value)
+        self.remove()
+
+    def load(self) -> None:
+        """Bring the values to the device."""
+        loaded = self._buffer.to(self._device, non_blocking=True)
+        self._fill({key: self._view(loaded, key) for key in self._forms})
+
+    def remove(self) -> None:
+        """Leave placeholders on the CPU; frozen values never change, so nothing is copied."""
+        if self._device.type == "cpu":
+            self._fill({key: _placeholder(form) for key, form in self._forms.items()})
+        else:
+            # On another device than the inputs: a pass over them raises.
+            self._fill({key: self._view(self._buffer, key) for key in self._forms})
+
+    def _fill(self, values: Mapping["_Key", Tensor]) -> None:
+        for slot, key in self._slots:
+            setattr(slot.owner, slot.name, values[key])
+
+    def _view(self, buffer: Tensor, key: "_Key") -> Tensor:
+        form, start = self._forms[key], self._starts[key]
+        return buffer[start : start + form.nbytes].view(form.dtype).as_strided(form.shape, form.stride())
+
+
+_CPU_ALIGNMENT = 64
+"""Bytes; torch allocates CPU memory at multiples of it."""
+
+
+def _pin(buffer: Tensor) -> None:
+    """Pin memory that is there: memory that torch allocates pinned is rounded up to a power of two."""
+    address = buffer.data_ptr()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0))
+    weakref.finalize(buffer, torch.cuda.cudart().cudaHostUnregister, address)
+
+
+def _placeholder(form: Tensor) -> Tensor:
+    """Return NaN without memory: whatever is computed with it is not finite, which no stage accepts."""
+    return torch.full((), float("nan") if form.is_floating_point() else 0, dtype=form.dtype).expand(form.shape)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What was moved to the device.
+
+    Attributes:
+        bytes: to the device. Frozen weights leave it once, and are then only read.
         seconds: that it took.
     """
 
@@ -147,21 +144,15 @@ class ComponentOffload:
                 share; empty: nothing is ever moved.
 
         Raises:
-            InputError: CPU memory, or the disk, is too small for them.
+            InputError: CPU memory is too small for them.
         """
         self.device, self.enabled = device, bool(components)
         self.present: set[str] = set()
-        self._components, self._in_use, self._moved = dict(components), list[frozenset[str]](), Moved()
-        self._file: IO[bytes] | None = None
-        # By what stands in a component's slots, which is kept here so that nothing else gets its address.
-        self._hosts: dict[str, dict[_Key, tuple[_Host, Tensor]]] = {}
-        if components and device.type == "cpu":
-            self._file = tempfile.TemporaryFile(prefix="grpo-offload-")  # noqa: SIM115
-            weakref.finalize(self, self._file.close)
+        self._parked, self._in_use, self._moved = dict[str, _Parked](), list[frozenset[str]](), Moved()
         for name, component in components.items():
             for parameter in (each for each in component.parameters() if each.requires_grad):
                 parameter.data = parameter.data.to(device)
-            self._remove(name)
+            self._parked[name] = _Parked(name, component, device)
 
     @contextmanager
     def using(self, *names: str, evict: bool = True) -> Iterator[None]:
@@ -174,7 +165,7 @@ class ComponentOffload:
         if not self.enabled:
             yield
             return
-        self._in_use.append(frozenset(names) & self._components.keys())
+        self._in_use.append(frozenset(names) & self._parked.keys())
         try:
             self._move(evict=evict and len(self._in_use) == 1)
             yield
@@ -190,69 +181,34 @@ class ComponentOffload:
         needed = frozenset[str]().union(*self._in_use)
         if needed == self.present or (needed <= self.present and not evict):
             return
-        begun = time.perf_counter()
-        count = sum(self._remove(name) for name in sorted(self.present - needed))
-        count += sum(self._load(name) for name in sorted(needed - self.present))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._moved = Moved(self._moved.bytes + count, self._moved.seconds + time.perf_counter() - begun)
-
-    def _remove(self, name: str) -> int:
-        """Replace a component's weights by what stands for them; return the bytes that were written for it."""
-        slots = _distinct(_frozen_slots(self._components[name]))
-        known = self._hosts.get(name, {})
-        sizes = {_key(slot.value): slot.value.nbytes for slot in slots}
-        written = sum(count for key, count in sizes.items() if key not in known)
-        refuse_too_little_room({name: written}, self.device)
-        hosts: dict[_Key, _Host] = {}
-        for slot in slots:
-            # Two slots may have one tensor.
-            key = _key(slot.value)
-            if key not in hosts:
-                hosts[key] = known[key][0] if key in known else self._host(slot.value)
-            setattr(slot.owner, slot.name, hosts[key].placeholder())
-        self._hosts[name] = {_key(host.placeholder()): (host, host.placeholder()) for host in hosts.values()}
-        self.present.discard(name)
+        begun, loaded = time.perf_counter(), needed - self.present
+        for name in sorted(self.present - needed):
+            self._parked[name].remove()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return written
-
-    def _load(self, name: str) -> int:
-        """Bring a component's weights to the device; return their bytes."""
-        known, loaded = self._hosts[name], dict[_Key, Tensor]()
-        for slot in _distinct(_frozen_slots(self._components[name])):
-            key = _key(slot.value)
-            if key not in loaded:
-                loaded[key] = known[key][0].load(self.device)
-            setattr(slot.owner, slot.name, loaded[key])
-        self._hosts[name] = {_key(values): (known[key][0], values) for key, values in loaded.items()}
-        self.present.add(name)
-        return sum(values.nbytes for values in loaded.values())
-
-    def _host(self, values: Tensor) -> _Host:
-        return _Pinned.of(values) if self._file is None else _Stored.of(values, self._file)
+        for name in sorted(loaded):
+            self._parked[name].load()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.present = set(needed)
+        count = sum(self._parked[name].nbytes for name in loaded)
+        self._moved = Moved(self._moved.bytes + count, self._moved.seconds + time.perf_counter() - begun)
 
 
-def refuse_too_little_room(components: Mapping[str, int], device: torch.device) -> None:
-    """Refuse weights that have no room off the device.
+def refuse_too_little_room(components: Mapping[str, int]) -> None:
+    """Refuse weights that have no room in CPU memory.
 
     Args:
         components: bytes of the weights by component.
-        device: where they compute. Those of a GPU are kept in CPU memory, others in the folder of temporary files.
 
     Raises:
         InputError: they are more than there is.
     """
-    needed = sum(components.values())
-    if device.type == "cpu":
-        room, where = psutil.disk_usage(tempfile.gettempdir()).free, f"the disk of {tempfile.gettempdir()}"
-        hint = "Free some space, let the variable TMPDIR name a folder on a larger disk"
-    else:
-        room, where, hint = psutil.virtual_memory().available, "the CPU's memory", "Free some memory, quantize the base"
+    needed, room = sum(components.values()), psutil.virtual_memory().available
     if needed > room:
-        names = ", ".join(components)
-        text = f"{names}: {needed / GIB:.3g} GiB do not fit into {where}, where {room / GIB:.3g} are free"
-        raise InputError(PLACE, "components", f"{text}. {hint}, or use none.")
+        text = f"{', '.join(components)}: {needed / GIB:.3g} GiB do not fit into the CPU's memory"
+        hint = f"{text}, where {room / GIB:.3g} are free. Free some memory, quantize the base, or use none."
+        raise InputError(PLACE, "components", hint)
 
 
 _Key = tuple[int, torch.Size, torch.dtype]
@@ -260,11 +216,6 @@ _Key = tuple[int, torch.Size, torch.dtype]
 
 def _key(values: Tensor) -> _Key:
     return values.data_ptr(), values.shape, values.dtype
-
-
-def _distinct(slots: Iterable[_Slot]) -> list[_Slot]:
-    """Leave out repetitions: modules share parameters, and layers their scales."""
-    return list({(id(slot.owner), slot.name): slot for slot in slots}.values())
 
 
 def _frozen_slots(component: nn.Module) -> Iterator[_Slot]:
@@ -305,6 +256,6 @@ def offload_parts(pipeline: Any, names: Collection[str], device: torch.device) -
     """Move these parts of a pipeline of diffusers off the device; without names nothing is ever moved.
 
     Raises:
-        InputError: CPU memory, or the disk, is too small for them.
+        InputError: CPU memory is too small for them.
     """
     return ComponentOffload({name: getattr(pipeline, name) for name in names}, device) if names else NO_OFFLOAD

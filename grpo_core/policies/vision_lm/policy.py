@@ -1,6 +1,6 @@
 """Vision-language models behind the Policy protocol: a causal language model that reads features of images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,20 +11,20 @@ from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.loading import load_model, on_meta, read_config, train_language_model
 from grpo_core.policies.causal_lm.model_types import refuse_known
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
-from grpo_core.policies.causal_lm.prompts import EncodedPrompts, pad_left, require_room
+from grpo_core.policies.causal_lm.prompts import require_room
+from grpo_core.policies.encoded_prompts import EncodedPrompt
 from grpo_core.policies.pipeline_files import ONE_NETWORK
 from grpo_core.policies.trained.component import refuse_unscaled_float16, use_attention
 from grpo_core.policies.trained.model import CPU, TrainedModel
 from grpo_core.policies.trained.quantization import refuse_unusable_weights
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.policies.vision_lm.encoding import PromptStore, ReadPrompt, encode_read, read_prompt
-from grpo_core.policies.vision_lm.features import ImageFeatures, image_features, moved_inputs
 from grpo_core.policies.vision_lm.loading import VISION_LM, is_vision_frozen, load_processor
 from grpo_core.policies.vision_lm.prompts import (
-    ProcessedPrompt,
     find_placeholders,
+    image_features,
     image_sizes,
-    printed_ids,
+    moved_inputs,
+    place_prompt,
     process_prompt,
 )
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
@@ -58,7 +58,7 @@ class VisionLMPolicy(CausalLMPolicy):
         Raises:
             InputError: processor and model do not belong together, or the settings need what the processor lacks.
         """
-        self.processor, self._held = processor, PromptStore()
+        self.processor = processor
         super().__init__(trained, processor.tokenizer, settings, autocast=autocast)
         self.placeholders = find_placeholders(self._model.config, processor)
         left_out = [token for token in self.placeholders.ids if token < self.vocabulary and token not in self.ends]
@@ -109,26 +109,9 @@ class VisionLMPolicy(CausalLMPolicy):
         image_sizes(self.processor, settings)
         super().sample_with(settings)
 
-    def _encode(self, prompts: Sequence[str], sources: Sequence[Sequence[SourceImage]] = ()) -> EncodedPrompts:
-        """Encode prompts, each with its source images; none where they are left out."""
-        given = [tuple(images) for images in sources] if sources else [()] * len(prompts)
-        read, features = [], []
-        for prompt, images in zip(prompts, given, strict=True):
-            each, own = self._read(prompt, images)
-            read.append(each)
-            features.append(own)
-        return encode_read(self._model, read, features, self.placeholders.completion_type)
-
-    def encode_ids(self, prompts: Sequence[str], sources: Sequence[Sequence[SourceImage]] = ()) -> EncodedPrompts:
-        """Encode prompts for an engine, which reads their images itself: no features are computed."""
-        given = list(zip(prompts, sources or [()] * len(prompts), strict=True))
-        ids = [self._processed(prompt, images).ids for prompt, images in given]
-        marked = [printed_ids(self.processor, self.settings, prompt, len(images)) for prompt, images in given]
-        return replace(pad_left(ids, self._device), marked=tuple(marked))
-
     def plain_logits(self, prompt: str, sources: Sequence[SourceImage], written: Tensor) -> Tensor:
         """Return logits of a completion, of one forward pass that is given what the processor returned."""
-        processed, time = self._processed(prompt, sources), len(written)
+        processed, time = self._encode_prompt(prompt, sources), len(written)
         ids = torch.tensor(processed.ids + written.tolist(), device=self._device).unsqueeze(0)
         types = {
             name: nn.functional.pad(each, (0, time), value=self.placeholders.completion_type).unsqueeze(0)
@@ -145,28 +128,26 @@ class VisionLMPolicy(CausalLMPolicy):
         arguments: Mapping[str, Any] = image_sizes(self.processor, self.settings).get("images_kwargs", {})
         return arguments
 
-    def _processed(self, prompt: str, images: Sequence[SourceImage]) -> ProcessedPrompt:
-        opened = [image.open() for image in images]
-        processed = process_prompt(self.processor, self.settings, prompt, opened, self.placeholders)
-        count = processed.ids.count(self.placeholders.image)
-        require_room(prompt, len(processed.ids), self.settings, self.context, of_images=count)
-        return processed
+    @property
+    def _completion_type(self) -> int:
+        return self.placeholders.completion_type
 
-    def _read(self, prompt: str, images: tuple[SourceImage, ...]) -> tuple[ReadPrompt, ImageFeatures | None]:
-        """Return a prompt and the features of its images, those that are kept or computed now."""
-        settings = self.settings
-        # All that a prompt's ids and pixels depend on.
-        own = (settings.system_prompt, settings.chat_template, settings.min_pixels, settings.max_pixels)
-        key = (prompt, tuple(image.digest for image in images), own)
-        if (read := self._held.get(key)) is None:
-            read = read_prompt(self._model, self._processed(prompt, images))
-            self._held.put(key, read)
-        if read.features is not None:
-            return read, read.features.to(self._device)
-        if not read.processed.pixels:
-            return read, None
+    def _encode_prompt(self, prompt: str, images: Sequence[SourceImage]) -> EncodedPrompt:
+        opened = [image.open() for image in images]
+        encoded = process_prompt(self.processor, self.settings, prompt, opened, self.placeholders)
+        of_images = encoded.ids.count(self.placeholders.image)
+        require_room(prompt, len(encoded.ids), self.settings, self.context, of_images=of_images)
+        return encoded
+
+    def _with_features(self, key: Hashable, prompt: EncodedPrompt) -> EncodedPrompt:
+        """Add positions and features of a prompt's images, and keep features while what computes them is frozen."""
+        if prompt.positions is None:
+            prompt = place_prompt(self._model, prompt)
+            self._prompts.put(key, prompt)
+        if not prompt.pixels:
+            return prompt
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
-            features = image_features(self._model, read.processed.pixels)
+            features = image_features(self._model, prompt.pixels)
         if self.vision_frozen:
-            self._held.put(key, read.keeping(features))
-        return read, features
+            self._prompts.put(key, prompt.keeping(features))
+        return replace(prompt, features=features)

@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 from grpo_core.errors import InputError, first_line
-from grpo_core.messages import IMAGE_MARK, Message, read_messages, refuse_messages, with_image_blocks
-from grpo_core.policies.causal_lm.prompts import print_messages, uses_template
+from grpo_core.policies.causal_lm import prompts as texts
+from grpo_core.policies.causal_lm.prompts import image_messages, refuse_inside, uses_template
+from grpo_core.policies.encoded_prompts import EncodedPrompt, ImageFeatures
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 
 _TOKEN_TYPES = "token_type_ids"
@@ -41,21 +42,6 @@ class Placeholders:
     image: int
     ids: tuple[int, ...]
     completion_type: int
-
-
-@dataclass(frozen=True)
-class ProcessedPrompt:
-    """One prompt as its processor returns it.
-
-    Attributes:
-        ids: with a placeholder for each feature of its images.
-        token_types: by the model's argument, one for each id.
-        pixels: arguments of the model's image encoder; empty without images.
-    """
-
-    ids: list[int]
-    token_types: Mapping[str, Tensor]
-    pixels: Mapping[str, Any]
 
 
 def placeholder_fields(config: Any) -> dict[str, int]:
@@ -116,70 +102,14 @@ def image_mark(processor: Any) -> str:
     return mark
 
 
-def image_messages(prompt: str, images: int) -> list[Message]:
-    """Return a prompt as messages whose contents are blocks, with a block for each image.
-
-    A plain text has as many marks `<image>` as images, or none: then the images come before it. A conversation has as
-    many blocks `{"type": "image"}`, or none: then they come first in its first user message.
-
-    Args:
-        prompt: as it was given.
-        images: how many it has.
-
-    Raises:
-        InputError: the prompt names another number of images.
-    """
-    messages = read_messages(prompt)
-    if messages is None:
-        messages = [{"role": "user", "content": _blocks(prompt, images)}]
-    else:
-        refuse_messages(messages, "prompt", images=True)
-    return with_image_blocks(messages, images)
-
-
-def _blocks(text: str, images: int) -> list[dict[str, str]]:
-    parts = text.split(IMAGE_MARK)
-    if len(parts) == 1 or not images:
-        return _text(text)
-    blocks = [[{"type": "image"}, *_text(part)] for part in parts[1:]]
-    return [*_text(parts[0]), *(block for each in blocks for block in each)]
-
-
-def _text(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}] if text else []
-
-
 def print_prompt(processor: Any, settings: VisionLMSettings, prompt: str, images: int) -> str:
-    """Format a prompt with the chat template, or without one as its texts with the processor's marks of images.
-
-    Raises:
-        InputError: it names another number of images, or a mark of one in its texts, is a conversation without a
-            template, or the template refuses it or prints no images.
-    """
-    messages = image_messages(prompt, images)
-    _refuse_inside(prompt, messages, [image_mark(processor)])
-    if not uses_template(processor.tokenizer, settings):
-        if len(messages) > 1 or read_messages(prompt) is not None:
-            hint = "It is a conversation and needs a chat template; give plain texts, or another processor."
-            raise InputError("prompt", prompt, hint)
-        mark = image_mark(processor)
-        return "".join(mark if block["type"] == "image" else block["text"] for block in messages[0]["content"])
-    printed = print_messages(processor.tokenizer, settings, messages, prompt)
-    mark = image_mark(processor)
-    if images and printed.count(mark) != images:
-        hint = (
-            f"It prints {printed.count(mark)} of {images} images; give a model whose template knows images, or false."
-        )
-        raise InputError("rollout.chat_template", settings.chat_template, hint)
-    return printed
+    """Format a prompt as that of a text, with the processor's mark for each image; errors are the same."""
+    return texts.print_prompt(processor.tokenizer, settings, prompt, images, image_mark(processor))
 
 
-def _refuse_inside(prompt: str, messages: Sequence[Message], tokens: Sequence[str]) -> None:
-    """Raise InputError if the texts of a prompt contain what the model reads as a part of an image."""
-    texts = [block["text"] for each in messages for block in each["content"] if block["type"] == "text"]
-    for token in tokens:
-        if any(token in text for text in texts):
-            raise InputError("prompt", prompt, f"Remove {token!r}: the model reads it as a part of an image.")
+def printed_ids(processor: Any, settings: VisionLMSettings, prompt: str, images: int) -> list[int]:
+    """Encode a prompt as the tokenizer does, with one mark for each image; errors are those of `print_prompt`."""
+    return texts.prompt_ids(processor.tokenizer, settings, prompt, images, image_mark(processor))
 
 
 def image_sizes(processor: Any, settings: VisionLMSettings) -> dict[str, Any]:
@@ -204,21 +134,14 @@ def image_sizes(processor: Any, settings: VisionLMSettings) -> dict[str, Any]:
         raise InputError(f"rollout.{next(iter(given))}", next(iter(given.values())), hint)
     # Where frames are counted, an image is as many as a patch is long.
     frames = images.temporal_patch_size if "num_frames" in inspect.signature(resize).parameters else 1
-    size = {
-        "shortest_edge": own["shortest_edge"] if settings.min_pixels is None else settings.min_pixels * frames,
-        "longest_edge": own["longest_edge"] if settings.max_pixels is None else settings.max_pixels * frames,
-    }
-    size["shortest_edge"] = min(size.values()) if settings.min_pixels is None else size["shortest_edge"]
-    size["longest_edge"] = max(size.values()) if settings.max_pixels is None else size["longest_edge"]
-    return {"images_kwargs": {"size": size}}
-
-
-def printed_ids(processor: Any, settings: VisionLMSettings, prompt: str, images: int) -> list[int]:
-    """Encode a prompt as the tokenizer does, with one mark for each image; errors are those of `print_prompt`."""
-    special = not uses_template(processor.tokenizer, settings)
-    printed = print_prompt(processor, settings, prompt, images)
-    ids: list[int] = processor.tokenizer(printed, add_special_tokens=special)["input_ids"]
-    return ids
+    low = own["shortest_edge"] if settings.min_pixels is None else settings.min_pixels * frames
+    high = own["longest_edge"] if settings.max_pixels is None else settings.max_pixels * frames
+    # Bounds of the settings go before those of the processor.
+    if settings.min_pixels is None:
+        low = min(low, high)
+    if settings.max_pixels is None:
+        high = max(low, high)
+    return {"images_kwargs": {"size": {"shortest_edge": low, "longest_edge": high}}}
 
 
 def process_prompt(
@@ -227,8 +150,8 @@ def process_prompt(
     prompt: str,
     images: Sequence[Image.Image],
     placeholders: Placeholders,
-) -> ProcessedPrompt:
-    """Encode one prompt with its images.
+) -> EncodedPrompt:
+    """Encode one prompt with its images; `place_prompt` adds positions.
 
     Args:
         images: RGB, in the order of the prompt.
@@ -239,7 +162,7 @@ def process_prompt(
     """
     printed = print_prompt(processor, settings, prompt, len(images))
     tokens = processor.tokenizer.convert_ids_to_tokens(list(placeholders.ids))
-    _refuse_inside(prompt, image_messages(prompt, len(images)), tokens)
+    refuse_inside(prompt, image_messages(prompt, len(images)), tokens)
     try:
         found = _call(
             processor,
@@ -262,4 +185,52 @@ def process_prompt(
     if images and not (ids == placeholders.image).any():
         raise InputError("prompt", prompt, f"Its {len(images)} images have no place in {printed[:80]!r}.")
     types = {name: torch.as_tensor(values.pop(name))[0] for name in list(values) if name.endswith(_TOKEN_TYPES)}
-    return ProcessedPrompt(ids.tolist(), types, values if images else {})
+    return EncodedPrompt(
+        ids=ids.tolist(),
+        token_types=types,
+        pixels=values if images else {},
+        marked=printed_ids(processor, settings, prompt, len(images)),
+    )
+
+
+def place_prompt(model: Any, prompt: EncodedPrompt) -> EncodedPrompt:
+    """Add the positions of a prompt's ids by the model's rule for images, if any, and leave out types that it ignores.
+
+    Args:
+        model: without peft's wrapper.
+    """
+    taken = inspect.signature(model.base_model.forward).parameters
+    kept = {name: each for name, each in prompt.token_types.items() if name in taken}
+    rule = getattr(model.base_model, "get_rope_index", None)
+    if rule is None:
+        return replace(prompt, positions=torch.arange(len(prompt.ids)), token_types=kept)
+    # The processor names its outputs as the model names what they are for.
+    known = inspect.signature(rule).parameters
+    given = {name: each for name, each in prompt.pixels.items() if name in known}
+    types = {name: each.unsqueeze(0) for name, each in prompt.token_types.items() if name in known}
+    ids = torch.tensor([prompt.ids])
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types, **given}
+    positions, _ = rule(**{name: each.to(model.device) for name, each in arguments.items()})
+    return replace(prompt, positions=positions[:, 0].cpu(), token_types=kept)
+
+
+def moved_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a processor returned on the model's device, numbers that are no ids in its dtype."""
+    device, dtype = model.device, model.dtype
+    return {
+        name: each.to(device, dtype if each.is_floating_point() else None) if isinstance(each, Tensor) else each
+        for name, each in inputs.items()
+    }
+
+
+def image_features(model: Any, pixels: Mapping[str, Any]) -> ImageFeatures:
+    """Compute the features of one prompt's images.
+
+    Args:
+        model: without peft's wrapper.
+        pixels: as its processor returns them.
+    """
+    found = model.base_model.get_image_features(**moved_inputs(model, pixels), return_dict=True)
+    pooled = found.pooler_output if isinstance(found.pooler_output, Tensor) else tuple(found.pooler_output)
+    deepstack = getattr(found, "deepstack_features", None) or ()
+    return ImageFeatures(pooled, tuple(tuple(layer) for layer in deepstack))

@@ -100,7 +100,7 @@ def test_the_adapter_gives_our_logprobs_in_plain_peft(root: Path, adapted: Causa
     folder = exported(root, "adapted@best", tmp_path / "adapter")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TEXT_MODEL), str(folder))
     tokens = adapted.sample_tokens(TEXT_PROMPTS[:1], 1, [3]).actions
-    prompt = adapted._encode(TEXT_PROMPTS[:1]).input_ids
+    prompt = adapted.encode(TEXT_PROMPTS[:1]).input_ids
     logits = model(torch.cat([prompt, tokens.token_ids], 1)).logits[:, prompt.shape[1] - 1 : -1]
     plain = logits.log_softmax(-1).gather(-1, tokens.token_ids[..., None])[..., 0]
     ours = build_text_policy(CausalLMSettings(max_completion_length=24))

@@ -21,8 +21,7 @@ from trl.data_utils import apply_chat_template, is_conversational, prepare_multi
 
 from grpo_core.images import SourceImage
 from grpo_core.messages import answer_begun, shown_prompt, shown_question
-from grpo_core.policies.causal_lm.policy import CPU
-from grpo_core.policies.causal_lm.prompts import encode_prompts, prompt_ids
+from grpo_core.policies.causal_lm.prompts import encode_prompt, prompt_ids
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
 from grpo_core.rewards.functions.reward import FunctionReward
 from grpo_core.rewards.samples import ScoringBatch
@@ -188,8 +187,7 @@ def test_messages_are_read_as_in_trl(tmp_path: Path, case: str, name: str) -> No
         ids = as_trl(row["prompt"], tokenizer)
         assert prompt_ids(tokenizer, CausalLMSettings(), prompt.text) == ids
         # What engines are asked for.
-        encoded = encode_prompts(tokenizer, CausalLMSettings(), [prompt.text], context=Context(), device=CPU)
-        assert encoded.input_ids.tolist() == [ids]
+        assert encode_prompt(tokenizer, CausalLMSettings(), prompt.text, context=Context()).ids == ids
     assert given_to_rewards(tmp_path, prompt.text) == (row["prompt"], turns(("assistant", "4")))
     assert shown_prompt(prompt.text) == "\n".join(f"{each['role']}: {each['content']}" for each in row["prompt"])
     assert shown_question(prompt.text) == [each["content"] for each in row["prompt"] if each["role"] == "user"][-1]

@@ -18,8 +18,9 @@ from grpo_core.policies.causal_lm.loading import (
     train_language_model,
     vocabulary_size,
 )
-from grpo_core.policies.causal_lm.prompts import encode_prompts, prompt_ids
+from grpo_core.policies.causal_lm.prompts import encode_prompt, prompt_ids
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
+from grpo_core.policies.encoded_prompts import pad_prompts
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tests.grpo_core.policies.causal_lm.model_types import make_model, make_tokenizer, small_model
 from tests.tiny_policies import TEXT_MODEL, TEXT_PROMPTS
@@ -101,7 +102,7 @@ def stored(*messages: tuple[str, str]) -> str:
 
 def test_rows_are_what_the_tokenizer_pads_by_itself() -> None:
     tokenizer = make_tokenizer()
-    encoded = encode_prompts(tokenizer, PLAIN, TEXT_PROMPTS, context=Context(), device=CPU)
+    encoded = pad_prompts([encode_prompt(tokenizer, PLAIN, each, context=Context()) for each in TEXT_PROMPTS], CPU)
     padded = tokenizer(list(TEXT_PROMPTS), padding=True, return_tensors="pt")
     assert torch.equal(encoded.attention_mask, padded["attention_mask"])
     assert torch.equal(encoded.input_ids * encoded.attention_mask, padded["input_ids"] * padded["attention_mask"])
@@ -188,9 +189,9 @@ def test_what_a_template_refuses_is_named() -> None:
 
 def test_the_longest_prompt_that_fits_passes_and_one_id_more_does_not() -> None:
     tokenizer, settings = make_tokenizer(), CausalLMSettings(chat_template=False, max_completion_length=10)
-    encode_prompts(tokenizer, settings, ["b" * 54], context=Context(64), device=CPU)
+    encode_prompt(tokenizer, settings, "b" * 54, context=Context(64))
     with pytest.raises(InputError, match=r"55 .* 54 .* 10 .* 64") as refused:
-        encode_prompts(tokenizer, settings, ["ok", "b" * 55], context=Context(64), device=CPU)
+        encode_prompt(tokenizer, settings, "b" * 55, context=Context(64))
     assert (refused.value.place, refused.value.value) == ("prompt", "b" * 55)
 
 

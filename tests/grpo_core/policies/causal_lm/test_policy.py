@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -29,6 +29,8 @@ FEW = TOKENIZER.convert_tokens_to_ids(["a", "b", "<|user|>", "<|assistant|>"])
 SPECIAL = [TOKENIZER.convert_tokens_to_ids(mark) for mark in ("<|user|>", "<|assistant|>")]
 
 
+@example(" of the", {})
+@example("a of the", {2: SPECIAL[0]})
 @given(st.text(alphabet="ab\né! ofthe", max_size=24), st.dictionaries(st.integers(0, 30), st.sampled_from(SPECIAL)))
 def test_a_row_stops_where_generate_stops_it(text: str, marks: dict[int, int]) -> None:
     ids = TOKENIZER(text)["input_ids"]
@@ -38,6 +40,12 @@ def test_a_row_stops_where_generate_stops_it(text: str, marks: dict[int, int]) -
     ends = [bool(CRITERIA(each, torch.empty(0))) for each in read]
     first = ends.index(True) if True in ends else len(ids)
     assert [STOPS.completed(ids[: end + 1]) for end in range(first + 1) if end < len(ids)] == ends[: first + 1]
+
+
+def test_a_long_stop_beside_a_short_one_is_found() -> None:
+    stops = StopTexts(TOKENIZER, ("x", "twelve words"))
+    ids = TOKENIZER("these twelve words")["input_ids"]
+    assert [end for end in range(1, len(ids) + 1) if stops.completed(ids[:end])] == [len(ids)]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +88,7 @@ def test_generate_stops_at_the_same_tokens(stop: str) -> None:
     policy.forbidden = torch.tensor([token for token in others if token < policy.vocabulary])
     lengths = []
     for prompt in (*TEXT_PROMPTS, "a", "b", "ba", "of"):
-        encoded = policy._encode([prompt])
+        encoded = policy.encode([prompt])
         expected = model.generate(
             input_ids=encoded.input_ids,
             attention_mask=encoded.attention_mask,

@@ -116,7 +116,7 @@ def difference_to_plain(policy: CausalLMPolicy) -> float:
     tokens, scored = sampled.actions, policy.logprobs(sampled.actions).logprobs
     differences = []
     for row, prompt in enumerate(tokens.prompts):
-        asked = policy._encode([prompt]).input_ids
+        asked = policy.encode([prompt]).input_ids
         logits = policy._model(torch.cat([asked, tokens.token_ids[row : row + 1]], 1)).logits[
             0, asked.shape[1] - 1 : -1
         ]
@@ -142,7 +142,7 @@ def test_greedy_tokens_of_the_longest_rows_are_those_of_generate(kind: str) -> N
     policy = made_policy(kind, room(kind), temperature=1e-6)
     sampled = policy.sample_tokens(PROMPTS, group_size=1, seeds=range(len(PROMPTS))).actions
     for row, prompt in enumerate(PROMPTS):
-        asked = policy._encode([prompt])
+        asked = policy.encode([prompt])
         likeliest = policy._model.generate(
             input_ids=asked.input_ids,
             attention_mask=asked.attention_mask,

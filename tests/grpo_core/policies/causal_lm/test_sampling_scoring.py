@@ -120,7 +120,7 @@ def test_greedy_tokens_are_those_of_generate(kind: str) -> None:
     policy = made_policy(kind, CausalLMSettings(max_completion_length=10, temperature=1e-5))
     model = policy._model
     for prompt in TEXT_PROMPTS[:2]:
-        encoded = policy._encode([prompt])
+        encoded = policy.encode([prompt])
         likeliest = model.generate(
             input_ids=encoded.input_ids,
             attention_mask=encoded.attention_mask,
@@ -141,7 +141,7 @@ def test_log_probs_are_those_of_an_unpadded_forward_pass(kind: str) -> None:
     tokens = sampled.actions
     for row, prompt in enumerate(tokens.prompts):
         ids = tokens.token_ids[row, tokens.loss_mask[row]]
-        requested = policy._encode([prompt]).input_ids
+        requested = policy.encode([prompt]).input_ids
         logits = policy._model(torch.cat([requested, ids.unsqueeze(0)], 1)).logits[0, requested.shape[1] - 1 : -1]
         expected = (
             torch.log_softmax(logits[:, : policy.vocabulary].float() / 0.7, -1).gather(1, ids.unsqueeze(1)).squeeze(1)
@@ -152,6 +152,13 @@ def test_log_probs_are_those_of_an_unpadded_forward_pass(kind: str) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_what_follows_the_head_is_found(kind: str) -> None:
     assert head_gives_logits(make_model(kind)) == (kind not in AFTER_HEAD)
+
+
+def test_a_cap_on_tiny_logits_is_found() -> None:
+    model = make_model("gemma2")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e-3)
+    assert not head_gives_logits(model)
 
 
 @pytest.mark.parametrize("kind", sorted(AFTER_HEAD))

@@ -309,8 +309,8 @@ def look(policy: VisionLMPolicy, server: Server) -> SampledTokens:
 
 def seen_by(looker: VisionLMPolicy) -> Callable[[dict[str, Any], int], Reply]:
     """How a server answers that reads images as the policy does."""
-    known = prompt_ids_of(looker.encode_ids(QUESTIONS, SOURCES))
-    marked = looker.encode_ids(QUESTIONS, SOURCES).marked or ()
+    known = prompt_ids_of(looker.encode(QUESTIONS, SOURCES, for_engine=True))
+    marked = looker.encode(QUESTIONS, SOURCES, for_engine=True).marked or ()
     expanded = {tuple(few): many for few, many in zip(marked, known, strict=True)}
 
     def reply(body: dict[str, Any], number: int) -> Reply:
@@ -342,7 +342,7 @@ def test_prompts_with_images_go_as_marks_and_the_pixels_that_the_policy_sees(
     for seed, body in by_seed.items():
         images = SOURCES[seed // 2]
         if not images:
-            assert body["prompt"] == prompt_ids_of(looker.encode_ids(QUESTIONS[-1:], SOURCES[-1:]))[0]
+            assert body["prompt"] == prompt_ids_of(looker.encode(QUESTIONS[-1:], SOURCES[-1:], for_engine=True))[0]
             continue
         assert body["token_ids"].count(mark) == len(images)
         for part, image in zip(body["content_parts"], images, strict=True):
@@ -375,7 +375,7 @@ def test_a_server_that_reads_images_otherwise_or_not_at_all_is_refused(looker: V
         with pytest.raises(InputError) as refused:
             look(looker, served.server())
         assert (refused.value.place, refused.value.value) == ("rollout.vllm.url", served.stub.url)
-        asked = served_prompts(looker.encode_ids(QUESTIONS[:1], SOURCES[:1]), [0], SOURCES[:1])[0]
+        asked = served_prompts(looker.encode(QUESTIONS[:1], SOURCES[:1], for_engine=True), [0], SOURCES[:1])[0]
         needs = Needs(context=64, top_k=0, adapter=None, prompt=asked)
         found = run_awaitable(server_problems(served.server(), needs))
         assert [(error.place, error.value) for error in found] == [("rollout.vllm.url", served.stub.url)]

@@ -142,10 +142,12 @@ def test_ids_and_positions_are_those_of_the_processor_and_the_model(
         inputs["input_ids"], inputs["image_grid_thw"], inputs["images_per_sample"], inputs["attention_mask"]
     )
     decoded = model._cached_decode_position_ids.permute(1, 0, 2)
-    encoded = policy.tokens._encode([text for text, _ in prompts], SETTINGS.size, tuple(own for _, own in prompts))
-    assert torch.equal(encoded.input_ids, ids)
-    assert torch.equal(encoded.attention_mask, inputs["attention_mask"])
-    assert torch.equal(encoded.position_ids, torch.cat([expected, decoded], -1))
+    encoded = policy.tokens.encode([text for text, _ in prompts], [SETTINGS.size] * 2, tuple(own for _, own in prompts))
+    attended = inputs["attention_mask"]
+    assert torch.equal(encoded.input_ids, ids * attended)
+    assert torch.equal(encoded.attention_mask, attended)
+    assert torch.equal(encoded.position_ids, expected * attended)
+    assert torch.equal(encoded.positions(decoded.shape[-1]), decoded)
 
 
 @torch.no_grad()

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, GlmImageForConditionalGeneration
 
+from grpo_core.policies.causal_lm.sampling_scoring import score_completions
+from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.estimate import MemoryPart, Workload, estimate_resources, training_parts
-from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, score_tokens
 from grpo_core.policies.glm_image.loading import (
     LANGUAGE_MODEL_LINEARS,
     RELEASED_MODEL,
@@ -140,7 +141,7 @@ def stored_rows(support: int) -> tuple[EncodedPrompts, torch.Tensor, torch.Tenso
     ids = torch.randint(support, (ROWS, PROMPT), generator=generator)
     mask = torch.ones_like(ids)
     mask[:, :3] = 0
-    positions = torch.arange(PROMPT + TOKENS + 1).expand(3, ROWS, -1).contiguous()
+    positions = torch.arange(PROMPT).expand(3, ROWS, -1).contiguous()
     tokens = torch.randint(support, (ROWS, TOKENS), generator=generator)
     return EncodedPrompts(ids, mask, positions), tokens, torch.ones_like(tokens, dtype=torch.bool)
 
@@ -159,8 +160,16 @@ def test_a_backward_pass_peaks_near_the_estimate(tiny_config: Any, dtype: str, l
     weights = [*trained.model.parameters(), *trained.model.buffers()]
     stored = [encoded.input_ids, encoded.attention_mask, encoded.position_ids, tokens, mask]
     with PeakBytes([*weights, *gradients, *stored]) as watched:
-        scored = score_tokens(
-            trained.model, encoded, tokens, mask, vocabulary=codes, temperature=1.0, entropy="differentiable"
+        scored = score_completions(
+            trained.model.get_base_model() if lora else trained.model,
+            encoded,
+            tokens,
+            mask,
+            vocabulary=codes,
+            temperature=1.0,
+            support=None,
+            entropy="differentiable",
+            whole_logits=False,
         )
         scored.logprobs.sum().backward()
     estimated = training_of(trained, tiny_config, choice, dtype)["tokens activations"]

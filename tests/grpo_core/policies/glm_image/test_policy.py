@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grpo_core.actions import TokenBatch
 from grpo_core.errors import InputError
-from grpo_core.policies.glm_image.autoregressive import score_tokens
+from grpo_core.policies.causal_lm.sampling_scoring import score_completions
 from grpo_core.policies.glm_image.loading import FROZEN_PARTS
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
@@ -48,14 +48,19 @@ def test_adapters_are_on_the_language_model_and_change_nothing_yet(shipped_pipel
     assert all("language_model.layers" in name and "lora_" in name for name in parameters)
     sampled = drawn(policy)
     rows = zip(sampled.actions.prompts, sampled.actions.sizes, strict=True)
-    assert sampled.prompt_lengths.tolist() == [policy.tokens._encode([prompt], size).length for prompt, size in rows]
-    untouched = score_tokens(
+    assert sampled.prompt_lengths.tolist() == [
+        policy.tokens.encode([prompt], [size], None).length for prompt, size in rows
+    ]
+    untouched = score_completions(
         shipped_pipeline.vision_language_encoder,
-        policy.tokens._encode_rows(sampled.actions),
+        policy.tokens.encode(sampled.actions.prompts, sampled.actions.sizes, None),
         sampled.actions.token_ids,
         sampled.actions.loss_mask,
         vocabulary=policy.tokens.vocabulary,
         temperature=1.0,
+        support=None,
+        entropy="none",
+        whole_logits=False,
     )
     torch.testing.assert_close(untouched.logprobs, sampled.rollout_logprobs, rtol=0, atol=1e-4)
     assert policy.tokens.vocabulary == shipped_pipeline.vision_language_encoder.config.vq_config.num_embeddings

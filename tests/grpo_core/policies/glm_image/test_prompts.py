@@ -11,8 +11,9 @@ from transformers import GlmImageProcessor
 from transformers.models.glm_image.image_processing_pil_glm_image import smart_resize
 
 from grpo_core.errors import InputError
-from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts
+from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.glm_image.processor import UnitProcessor
+from grpo_core.policies.glm_image.prompts import encode_prompts
 from grpo_core.policies.glm_image.settings import (
     Grid,
     SourceLimits,
@@ -130,7 +131,7 @@ def test_ids_end_with_the_tags_of_both_grids(shipped_pipeline: GlmImagePipeline)
 def test_positions_by_hand(shipped_pipeline: GlmImagePipeline) -> None:
     """Text counts up on all three axes; a grid has its start in time and its cell in height and width."""
     prompt = encoded(shipped_pipeline, PROMPTS[0])
-    length, positions = prompt.length, prompt.position_ids[:, 0]
+    length, positions = prompt.length, torch.cat([prompt.position_ids, prompt.positions(2 * 5 + 4 * 8 + 1)], -1)[:, 0]
     assert positions.shape[1] == length + 2 * 5 + 4 * 8 + 1
     assert torch.equal(positions[:, :length], torch.arange(length).expand(3, -1))
     preview = [(length, length + row, length + column) for row in range(2) for column in range(5)]
@@ -148,6 +149,7 @@ def test_left_padding_moves_no_position(shipped_pipeline: GlmImagePipeline) -> N
         assert together.attention_mask[row].tolist() == [0] * pad + [1] * alone.length
         assert torch.equal(together.input_ids[row, pad:], alone.input_ids[0])
         assert torch.equal(together.position_ids[:, row, pad:], alone.position_ids[:, 0])
+        assert torch.equal(together.positions(43)[:, row], alone.positions(43)[:, 0])
 
 
 def test_nothing_is_left_on_the_model(shipped_pipeline: GlmImagePipeline) -> None:

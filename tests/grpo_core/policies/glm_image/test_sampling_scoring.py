@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers import GlmImagePipeline
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo_core.actions import TokenBatch
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
-from grpo_core.policies.glm_image.autoregressive import sample_tokens, score_tokens
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.trained.settings import LoraSettings
 from grpo_core.records import SampledTokens
@@ -109,31 +108,6 @@ def test_log_probs_over_the_stored_ids_agree_and_the_gate_catches_others(
 # --- the model's parts
 
 
-class Wrapped(nn.Module):
-    """As those that shard weights: it acts on a forward pass of its own."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.passes = 0
-
-    def forward(self, **inputs: Any) -> Any:
-        self.passes += 1
-        return self.inner(**inputs)
-
-
-def test_a_wrapper_sees_the_forward_pass(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
-    policy, sampled = warm
-    wrapped = Wrapped(policy.tokens.trained.model)
-    encoded = policy.tokens._encode_rows(sampled.actions)
-    with torch.no_grad():
-        scored_through = score_tokens(
-            wrapped, encoded, sampled.actions.token_ids, sampled.actions.loss_mask, vocabulary=CODES, temperature=0.9
-        )
-        assert torch.equal(scored_through.logprobs, policy.tokens.logprobs(sampled.actions).logprobs)
-    assert wrapped.passes == 1
-
-
 def test_adapters_on_the_output_head_are_sampled_scored_and_trained(shipped_pipeline: GlmImagePipeline) -> None:
     lora = LoraSettings(4, 8.0, r"lm_head|.*layers\.0\.mlp\.down_proj")
     policy = build_policy(shipped_pipeline, lora=lora, disturbed=0.1)
@@ -175,13 +149,13 @@ def test_half_precision_over_fp32_weights_agrees_in_half_precision(
 
 def by_hand(policy: GlmImagePolicy, tokens: TokenBatch) -> dict[str, Any]:
     """Arguments of one forward pass over prompt and tokens, as they should be."""
-    encoded = policy.tokens._encode_rows(tokens)
+    encoded = policy.tokens.encode(tokens.prompts, policy.tokens.sizes_of(tokens), None)
     ids = torch.cat([encoded.input_ids, tokens.token_ids[:, :-1]], 1)
     sampled = torch.ones_like(tokens.token_ids[:, :-1])
     return {
         "input_ids": ids,
         "attention_mask": torch.cat([encoded.attention_mask, sampled], 1),
-        "position_ids": encoded.position_ids[:, :, : ids.shape[1]],
+        "position_ids": torch.cat([encoded.position_ids, encoded.positions(sampled.shape[1])], -1),
         "temperature": tokens.temperature,
         "vocabulary": CODES,
     }
@@ -293,19 +267,9 @@ def test_log_probs_are_those_of_the_models_own_prefill_and_decode(shipped_pipeli
 
 def test_a_shared_prefill_equals_one_a_sibling(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
     policy, shared = warm
-    ids, logprobs, support = sample_tokens(
-        policy.tokens.trained.model,
-        policy.tokens._encode(PROMPTS, policy.settings.size).select(torch.arange(4).repeat_interleave(2)),
-        group_size=1,
-        tokens=policy.tokens.grids.tokens,
-        seeds=range(8),
-        vocabulary=CODES,
-        temperature=0.9,
-        truncation=Truncation(),
-    )
-    assert support is None
-    assert torch.equal(ids, shared.actions.token_ids)
-    torch.testing.assert_close(logprobs, shared.rollout_logprobs, rtol=0, atol=1e-5)
+    alone = policy.tokens.sample(shared.actions.prompts, group_size=1, seeds=range(8))
+    assert torch.equal(alone.actions.token_ids, shared.actions.token_ids)
+    torch.testing.assert_close(alone.rollout_logprobs, shared.rollout_logprobs, rtol=0, atol=1e-5)
 
 
 def test_siblings_differ_by_seed_alone(shipped_pipeline: GlmImagePipeline) -> None:

@@ -93,22 +93,10 @@ def test_a_buffer_that_was_loaded_as_a_view_does_not_keep_the_rest() -> None:
         assert component.get_buffer("part").tolist() == [2, 3, 4, 5]
 
 
-def test_a_flipped_byte_of_the_file_is_noticed() -> None:
-    offload = ComponentOffload({"a": nn.Linear(2, 2).requires_grad_(False)}, CPU)
-    assert offload._file is not None
-    offload._file.seek(5)
-    byte = offload._file.read(1)
-    offload._file.seek(5)
-    offload._file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(ValueError, match="came back changed"), offload.using("a"):
-        pass
-
-
 def test_weights_that_have_no_room_off_the_device_are_refused() -> None:
-    for device in (CPU, torch.device("cuda")):
-        with pytest.raises(InputError) as error:
-            refuse_too_little_room({"transformer": 10**17}, device)
-        assert (error.value.place, error.value.value) == ("policy.offload", "components")
+    with pytest.raises(InputError, match="do not fit into the CPU's memory") as error:
+        refuse_too_little_room({"transformer": 10**17})
+    assert (error.value.place, error.value.value) == ("policy.offload", "components")
 
 
 def result(

@@ -74,7 +74,7 @@ def test_features_are_computed_once_and_give_the_gradients_of_those_of_every_pas
     found = []
     for once in (True, False):
         policy.vision_frozen = once
-        policy._held.held.clear()
+        policy._prompts.clear()
         calls.clear()
         for _ in range(2):
             policy.logprobs(actions).logprobs.sum().backward()

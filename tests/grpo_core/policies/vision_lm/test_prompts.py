@@ -7,16 +7,9 @@ import torch
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.policies.vision_lm.encoding import PromptStore, ReadPrompt
-from grpo_core.policies.vision_lm.features import ImageFeatures
-from grpo_core.policies.vision_lm.prompts import (
-    ProcessedPrompt,
-    find_placeholders,
-    image_messages,
-    image_sizes,
-    print_prompt,
-    process_prompt,
-)
+from grpo_core.policies.causal_lm.prompts import image_messages
+from grpo_core.policies.encoded_prompts import EncodedPrompt, ImageFeatures, RecentlyUsed
+from grpo_core.policies.vision_lm.prompts import find_placeholders, image_sizes, print_prompt, process_prompt
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from tests.grpo_core.policies.vision_lm.tiny_families import KINDS, build, make_policy, source
 
@@ -71,7 +64,7 @@ def test_the_ids_are_those_of_the_processor_with_the_system_prompt(kind: str) ->
     printed = print_prompt(processor, settings, "where?", 1)
     assert printed.startswith("system:be short;user:")
     assert printed.endswith("where?;assistant:")
-    features = make_policy(kind)._read("where?", (source(84, 56, 1),))[1]
+    (features,) = make_policy(kind).encode(["where?"], [(source(84, 56, 1),)]).features
     assert features is not None
     pooled = features.pooled.flatten(0, 1) if isinstance(features.pooled, torch.Tensor) else torch.cat(features.pooled)
     assert found.ids.count(config.image_token_id) == len(pooled)
@@ -125,14 +118,22 @@ def test_without_a_template_images_stand_in_the_text() -> None:
 
 
 def test_what_was_used_last_is_kept_within_the_limit() -> None:
-    def prompt(numbers: int) -> ReadPrompt:
-        read = ReadPrompt(ProcessedPrompt([1], {}, {"pixel_values": torch.zeros(1000)}), torch.arange(1))
-        return read.keeping(ImageFeatures((torch.zeros(numbers),)))
+    made: list[str] = []
 
-    store = PromptStore(limit=200)
-    for name in "abc":
-        store.put(name, prompt(4))
-        store.get("a")
-    assert list(store.held) == ["c", "a"]
-    store.put("large", prompt(40))
-    assert not store.held
+    def get(name: str, numbers: int = 4) -> None:
+        def encode() -> EncodedPrompt:
+            made.append(name)
+            prompt = EncodedPrompt([1], pixels={"pixel_values": torch.zeros(1000)})
+            return prompt.keeping(ImageFeatures((torch.zeros(numbers),)))
+
+        cache.get(name, encode)
+
+    cache = RecentlyUsed[EncodedPrompt](limit=200)
+    for name in "abacab":
+        get(name)
+    # Two fit: c takes the place of b, which was used before a.
+    assert made == ["a", "b", "c", "b"]
+    get("large", 40)
+    assert len(cache) == 1
+    get("large", 40)
+    assert made[4:] == ["large"]

@@ -10,6 +10,7 @@ from grpo_core.actions import Sources
 from grpo_core.errors import NonFiniteError
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
+from grpo_core.policies.vision_lm.prompts import process_prompt
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from grpo_core.records import SampledTokens
 from tests.grpo_core.policies.vision_lm.tiny_families import (
@@ -119,16 +120,16 @@ def test_placeholders_are_never_drawn_and_have_no_mass(kind: str) -> None:
 def test_greedy_tokens_are_those_of_generate(kind: str) -> None:
     policy = make_policy(kind, VisionLMSettings(max_completion_length=6, temperature=1e-5))
     prompts, sources = requested(kind)
-    read, _ = policy._read(prompts[2], sources[2])
+    read = process_prompt(policy.processor, policy.settings, prompts[2], [sources[2][0].open()], policy.placeholders)
     likeliest = policy._model.generate(
-        input_ids=torch.tensor([read.processed.ids]),
-        attention_mask=torch.ones(1, len(read.processed.ids), dtype=torch.long),
-        **{name: each.unsqueeze(0) for name, each in read.processed.token_types.items()},
+        input_ids=torch.tensor([read.ids]),
+        attention_mask=torch.ones(1, len(read.ids), dtype=torch.long),
+        **{name: each.unsqueeze(0) for name, each in read.token_types.items()},
         **policy.processor.image_processor([[sources[2][0].open()]], return_tensors="pt"),
         do_sample=False,
         max_new_tokens=6,
         pad_token_id=0,
         suppress_tokens=list(policy.placeholders.ids),
-    )[0, len(read.processed.ids) :].tolist()
+    )[0, len(read.ids) :].tolist()
     sampled = policy.sample_tokens([prompts[2]], 1, [0], sources=(sources[2],)).actions
     assert sampled.token_ids[0, sampled.loss_mask[0]].tolist() == likeliest
