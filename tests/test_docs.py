@@ -73,9 +73,6 @@ def test_a_goal_is_met_by_the_median_of_the_ratios_or_of_the_figures_alone(row: 
 def test_storing_a_module_replaces_its_table_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "FIGURES", tmp_path / "figures.json")
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(page, "README", tmp_path / "readme.md")
-    monkeypatch.setattr(page, "SPEED", (("start", "first line"), ("step", "another step"), ("update", "a step")))
-    page.README.write_text(f"before\n{page.SPEED_BEGIN}{page.SPEED_END}after\n")
     page.PAGE.write_text(f"before\n{page.BEGIN}{page.END}after\n")
     page.store("start", replace(MEASURED, title="The start", rows=(replace(RATIO, what="first line"),)))
     page.store("step", MEASURED)
@@ -88,11 +85,6 @@ def test_storing_a_module_replaces_its_table_and_nothing_else(tmp_path: Path, mo
         f"| {what} | 2 s | 4 s | TRL | 0.25 | 0.25 to 0.875 | at most 0.25 | yes |"
         for what in ("first line", "another step")
     ]
-    lines = page.README.read_text().splitlines()
-    assert [line for line in lines if "TRL" in line] == [
-        "| first line | 2 s | TRL: 4 s |",
-        "| another step | 2 s | TRL: 4 s |",
-    ]
 
 
 @pytest.mark.parametrize("shown", sorted((DOCS.parent / "README.md", *DOCS.glob("*.md"))), ids=lambda path: path.name)
@@ -102,8 +94,8 @@ def test_every_digest_of_a_run_names_the_processor_that_gave_it(shown: Path) -> 
     assert all(("policy digest " in each) == ("\nThe digest is that of " in each) for each in found)
 
 
-def test_the_readme_has_the_figures_that_are_stored() -> None:
-    assert page.speed_table(page.read_figures()) in page.README.read_text(encoding="utf-8")
+def test_the_page_has_the_figures_that_are_stored() -> None:
+    assert page.tables(page.read_figures()) in page.PAGE.read_text(encoding="utf-8")
 
 
 def test_the_image_has_every_page_that_a_message_names() -> None:

@@ -1,13 +1,13 @@
 """`make figures`: what README.md and docs/ show of runs, made again: outputs, tables and pictures.
 
-The trainings of docs/results.md run with each seed, here and in TRL, those of docs/engines.md with two engines (`make
-test-engines` installs the server), and their tables replace what stands between
-`<!-- results: NAME -->` and `<!-- end -->`. README.md and docs/tutorial.md run from their first block to their last in
-a folder of their own, as a person would in a new checkout. There, what stands between `<!-- output: last 9 -->` and
-`<!-- end -->` becomes the last (or first) nine lines that the block above prints, without those that have a word (`last
-9 without seconds`, which leaves out the times of progress lines too); `<!-- picture: NAME from PATH at WIDTHxHEIGHT
--->` makes docs/NAME from an image or a page of that folder; and what stands between `<!-- made: begin -->` and `<!--
-made: end -->` says when, where and from which commit.
+The trainings of docs/performance.md run with each seed, here and in TRL, and with two engines (`make test-engines`
+installs the server), and their tables replace what stands between `<!-- results: NAME -->` and `<!-- end -->`.
+README.md and docs/tutorial.md run from their first block to their last in a folder of their own, as a person would in a
+new checkout. There, what stands between `<!-- output: last 9 -->` and `<!-- end -->` becomes the last (or first) nine
+lines that the block above prints, without those that have a word (`last 9 without seconds`, which leaves out the times
+of progress lines too); `<!-- picture: NAME from PATH at WIDTHxHEIGHT -->` makes docs/NAME from an image or a page of
+that folder; and what stands between `<!-- made: begin -->` and `<!-- made: end -->` says when, where and from which
+commit.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The tiny vision model beside TRL's GRPOTrainer: learning curves of finding shapes in drawn images.
 
 `make figures ONLY=grounding` trains it here and in TRL with the same model, prompts, images, rewards and three seeds,
-and writes docs/grounding_curves.png and the table of docs/results.md, with what can be reached without the image;
+and writes docs/grounding_curves.png and the table of docs/performance.md, with what can be reached without the image;
 `grounding_two` does the same with two shapes in each image. The two draw their samples from other random streams, so
 their curves agree in distribution, not point by point.
 """

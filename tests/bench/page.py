@@ -111,22 +111,6 @@ PAGE = CHECKOUT / "docs" / "performance.md"
 BEGIN, END = "<!-- written by make bench -->\n", "<!-- end of what make bench writes -->\n"
 HEADINGS = ("", "here", "beside it", "", "ratio", "quartiles", "goal", "met")
 
-README = CHECKOUT / "README.md"
-SPEED_BEGIN, SPEED_END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
-SPEED = (
-    ("text_iteration", "text iteration, 64 rows of 64 tokens, 4.5 M parameters"),
-    ("text_iteration", "text iteration, 32 rows of 64 tokens, 42 M parameters, vocabulary 151,936"),
-    ("update", "update, 64 rows of 64 tokens, vocabulary 151,936"),
-    ("update", "its memory, 64 rows of 64 tokens, vocabulary 151,936"),
-    ("denoising", "denoising iteration, 72 images of 64 pixels, 3 noisy of 8 steps"),
-    ("sampling", "GLM-Image token sampling, 8 rows of 1,040 tokens"),
-    ("storage", "1,024 texts of 64 tokens"),
-    ("storage", "re-score 100,000 rollouts with a new reward"),
-    ("start", "grpo train to its first line"),
-    ("start", "grpo train to its first rollouts, used PREFECT_HOME"),
-)
-"""Part and row of each line of the README's table; of several rows with one name, the first."""
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -193,9 +177,7 @@ def store(name: str, measured: Measured) -> None:
     FIGURES.write_bytes(_FILE.dump_json(figures, indent=1) + b"\n")
     before, _, rest = PAGE.read_text().partition(BEGIN)
     assert END in rest, f"{PAGE} has no line {END!r} after {BEGIN!r}"
-    tables = "\n".join(line for each in figures.values() for line in _section(each))
-    PAGE.write_text(f"{before}{BEGIN}\n{tables}\n{END}{rest.partition(END)[2]}")
-    write_speed(figures)
+    PAGE.write_text(f"{before}{BEGIN}\n{tables(figures)}\n{END}{rest.partition(END)[2]}")
 
 
 def read_figures() -> dict[str, Measured]:
@@ -203,21 +185,18 @@ def read_figures() -> dict[str, Measured]:
     return _FILE.validate_json(FIGURES.read_bytes())
 
 
-def write_speed(figures: Mapping[str, Measured]) -> None:
-    """Write the README's table again."""
-    before, _, rest = README.read_text().partition(SPEED_BEGIN)
-    README.write_text(f"{before}{SPEED_BEGIN}{speed_table(figures)}{SPEED_END}{rest.partition(SPEED_END)[2]}")
-
-
-def speed_table(figures: Mapping[str, Measured]) -> str:
-    """Return the README's table, of medians; parts that were not measured are left out."""
-    rows = []
-    for part, what in SPEED:
-        row = next((each for each in figures[part].rows if each.what == what), None) if part in figures else None
-        if row is not None:
-            name, ours, theirs, peer, *_ = next(cells([row]))
-            rows.append((name, ours, f"{peer}: {theirs}" if peer else ""))
-    return "\n".join([*markdown_table(HEADINGS[:3], rows), ""])
+def tables(figures: Mapping[str, Measured]) -> str:
+    """Return a table of each part's rows that have a goal, each machine named where it first stands."""
+    lines: list[str] = []
+    places: set[str] = set()
+    for measured in figures.values():
+        if rows := [row for row in measured.rows if row.met is not None]:
+            place = place_of(measured.machine)
+            where = "" if place in places else f"; {place}"
+            places.add(place)
+            lines += [f"### {measured.title}", "", *markdown_table(HEADINGS, list(cells(rows))), ""]
+            lines += [f"{measured.day}, commit {measured.commit}{where}", ""]
+    return "\n".join(lines)
 
 
 def cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
@@ -245,13 +224,6 @@ def _quartiles(rounds: Sequence[float]) -> str:
         return ""
     low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")
     return f"{_number(low)} to {_number(high)}"
-
-
-def _section(measured: Measured) -> Iterator[str]:
-    """A heading, the table, and where it was measured."""
-    machine = measured.machine
-    yield from (f"### {measured.title}", "", *markdown_table(HEADINGS, list(cells(measured.rows))), "")
-    yield from (f"{measured.day}, commit {measured.commit}; {place_of(machine)}", "")
 
 
 def place_of(machine: Machine) -> str:

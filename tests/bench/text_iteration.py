@@ -1,8 +1,8 @@
 """The tiny text model beside TRL's GRPOTrainer at the same settings: seconds of an iteration, and learning curves.
 
 `make figures ONLY=tiny_text` trains it here and in TRL with the same model, prompts, reward and three seeds, and
-writes docs/learning_curves.png and the table of docs/results.md. The two draw their samples from other random streams,
-so their curves agree in distribution, not point by point.
+writes docs/learning_curves.png and its table in docs/performance.md. The two draw their samples from other random
+streams, so their curves agree in distribution, not point by point.
 """
 
 import asyncio
