@@ -33,7 +33,11 @@ from tests.bench.page import place_of, this_machine
 from tests.pages import blocks, prepare, run
 
 DOCS = CHECKOUT / "docs"
-PAGES = {"readme": CHECKOUT / "README.md", "tutorial": DOCS / "tutorial.md"}
+PAGES = {
+    "readme": CHECKOUT / "README.md",
+    "tutorial": DOCS / "tutorial.md",
+    "coming_from_trl": DOCS / "coming_from_trl.md",
+}
 SEEDS = (0, 1, 2)
 TRAININGS = {
     "tiny": ("r2",),
