@@ -13,7 +13,7 @@ CONFIG ?= configs/tiny.yaml
 
 .PHONY: help install train test test-postgresql test-slow test-chaos test-attacks test-engines check format bench bench-pools tiny-model tiny-edit-model tiny-text-model tiny-vision-model tiny-sd3 figures ui lock clean
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 18
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 18
 
 install: $(STAMP)  ## install the locked packages into .venv
 

@@ -409,7 +409,7 @@ class VllmSection(Section, VllmSettings):
 def _engine_of_a_run(engine: object) -> object:
     """Say what replaces an engine that files and stored runs may still name."""
     if engine == "continuous_batching":
-        hint = "Write policy, the model itself, or vllm with its servers in rollout.vllm (docs/engines.md)"
+        hint = "Write policy, the model itself, or vllm with its servers in rollout.vllm (docs/operations.md)"
         raise PydanticCustomError("engine", hint)
     return engine
 

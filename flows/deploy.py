@@ -108,7 +108,7 @@ class DeployedRun(BaseModel):
         notes += [f"  grpo worker {self.pool}" if own else f"  prefect worker start --pool {self.pool}"]
         if not self.watched:
             refused = "The server refused the automation that marks runs without heartbeats as crashed"
-            notes += [f"{refused} (docs/prefect.md)."]
+            notes += [f"{refused} (docs/operations.md)."]
         notes += ["A run by hand:", f"  prefect deployment run '{self.deployments[0].name}'"]
         if "://" not in self.root and not self.root.startswith(("/", "~")):
             notes += [f"Runs are kept in {self.root}/ of the worker's checkout."]

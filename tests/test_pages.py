@@ -43,6 +43,8 @@ def known_keys() -> dict[str, str]:
     for line in SETTINGS.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ")
+        elif line.startswith("As in `data`: "):
+            found |= {f"{section}.{key}": f"data.{key}" for key in re.findall(r"`(\w+)`", line)[1:]}
         elif line.startswith("| `"):
             key, kind = line.split("|")[1:3]
             same = re.search(r"keys as of `([\w.]+)`", line)

@@ -291,7 +291,7 @@ def _memory(config: RunConfig, memory: MemoryEstimate, moved: MemoryEstimate) ->
     name = torch.cuda.get_device_name(device)
     message = f"about {needed:.3g} GiB of {free / GIB:.3g} free ({total / GIB:.3g} in total) on {name}"
     hint = "Lower rollout.prompts_per_batch, decode_batch_size or micro_batch_size, or set gradient_checkpointing"
-    hint += ", policy.offload or policy.quantization: docs/memory.md."
+    hint += ", policy.offload or policy.quantization: docs/first_gpu.md."
     return Finding("memory", needed * GIB <= free, message, "" if needed * GIB <= free else hint)
 
 

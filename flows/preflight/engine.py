@@ -42,7 +42,7 @@ def check_engine(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError
         return
     if section.words:
         if shutil.which(section.words[0]) is None:
-            hint = "There is no such program here. vLLM is installed in an environment of its own: docs/engines.md."
+            hint = "There is no such program here. vLLM is installed in an environment of its own: docs/operations.md."
             yield InputError(f"{PLACE}.command", section.words[0], hint)
         return
     with _reader(config) as reader:

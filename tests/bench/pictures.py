@@ -1,7 +1,7 @@
 """Pictures of what runs show in a browser: their pages, Prefect's UI and TensorBoard.
 
 `python -m tests.bench.pictures` trains small runs in a folder of its own with a server of its own, and writes the
-pictures that docs/commands.md, docs/prefect.md, docs/trackers.md and README.md show. It needs Chromium
+pictures that docs/runs.md and docs/operations.md show. It needs Chromium
 (apt-get install chromium).
 """
 

@@ -33,7 +33,7 @@ from configs.training import (
     RewardSection,
     UpdateSection,
 )
-from configs.yaml_files import OTHER_MEANING, TRL_NAMES
+from configs.yaml_files import OTHER_MEANING
 from configs.yaml_files import PAGE as TRL_PAGE
 
 PAGE = Path(configs.__file__).parent.parent / "docs" / "settings.md"
@@ -74,9 +74,15 @@ _VARIANTS: Mapping[str, tuple[str, ...]] = {
     "rollout": tuple(ROLLOUTS),
     "update": ("tokens", "grpo", "nft"),
 }
+_SAME_AS: Mapping[str, tuple[str, ...]] = {
+    title: tuple(name for name in section.model_fields if name in DataSection.model_fields and name != "datasets")
+    for title, section in (("data.datasets.N", DatasetSection), ("evaluate", EvaluateSection))
+}
+"""Title of a table -> the keys that it has from `data`."""
 _ATTRIBUTE = re.compile(r"^        (\w+): (.+(?:\n {12}.+)*)", re.MULTILINE)
+_CITED = re.compile(r"\([A-Z][^()]*, (arXiv:[\d.]+)\)")
 _WORDS = {"string": "text", "boolean": "true or false", "null": "null", "object": "mapping"}
-_BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 
 
 def page() -> str:
@@ -96,25 +102,30 @@ def trl_page() -> str:
 
 
 def _table(title: str) -> Iterator[str]:
+    """Yield the section's heading and rows: those of all its variants, then those of some of them under a heading."""
     note, sections = SECTIONS[title]
     names = _VARIANTS.get(title, ("",))
     rows: dict[str, dict[str, tuple[str, str, str]]] = {}
     for name, section in zip(names, sections, strict=True):
         for path, *cells in _rows(section, "", {}):
             rows.setdefault(path, {})[name] = (cells[0], cells[1], cells[2])
+    same = _SAME_AS.get(title, ())
     yield from (f"## {title}", "", *([textwrap.fill(note, 150), ""] if note else []))
-    trl = {ours: theirs.partition(".")[2] for theirs, ours in TRL_NAMES.items()}
-    named = any(f"{title}.{path}" in trl for path in rows)
-    yield "| key | type | default | effect |" + (" TRL's name |" if named else "")
-    yield "|---|---|---|---|" + ("---|" if named else "")
-    for path, by_variant in rows.items():
-        only = "" if len(by_variant) == len(names) else f"{', '.join(by_variant)} only: "
-        kind, default = _one_of(by_variant, 0), _one_of(by_variant, 1)
-        effect = next(iter(by_variant.values()))[2]
-        theirs = trl.get(f"{title}.{path}", "")
-        last = f" {f'`{theirs}`' if theirs else ''} |" if named else ""
-        yield f"| `{path}` | {kind} | {default} | {only}{effect} |{last}"
-    yield ""
+    shown = {path: cells for path, cells in rows.items() if path.partition(".")[0] not in same}
+    if same:
+        keys = ", ".join(f"`{key}`" for key in same if key in rows)
+        yield from (f"As in `data`: {keys}.", "")
+    groups: dict[tuple[str, ...], list[str]] = {names: []}
+    for path, by_variant in shown.items():
+        groups.setdefault(tuple(by_variant), []).append(path)
+    for variants, paths in groups.items():
+        if variants != names:
+            yield from (f"### {title}: {', '.join(variants)}", "")
+        yield from ("| key | type | default | effect |", "|---|---|---|---|")
+        for path in paths:
+            kind, default = _one_of(shown[path], 0), _one_of(shown[path], 1)
+            yield f"| `{path}` | {kind} | {default} | {next(iter(shown[path].values()))[2]} |"
+        yield ""
 
 
 def _one_of(by_variant: Mapping[str, tuple[str, str, str]], index: int) -> str:
@@ -132,15 +143,12 @@ def _rows(
     for name, field in section.model_fields.items():
         path, inner = f"{prefix}{name}", _inner(field.annotation)
         effect = re.sub(r"\bNone\b", "null", field.description or effects.get(name, ""))
-        effect = " ".join(effect.replace("|", "\\|").split()).rstrip(".")
+        effect = _CITED.sub(r"(\1)", " ".join(effect.replace("|", "\\|").split()).rstrip("."))
         if inner is None:
             factory: Any = field.default_factory
-            yield (
-                path,
-                _type(schema["properties"][name], schema),
-                _shown(factory() if factory else field.default),
-                effect,
-            )
+            default = _shown(factory() if factory else field.default)
+            kind = _type(schema["properties"][name], schema)
+            yield path, kind.removesuffix(" or null") if default == "null" else kind, default, effect
             continue
         kind, default = ("section or null", "null") if field.default is None else ("section", "")
         effect = effect or (inspect.getdoc(inner) or "").partition(".")[0]
@@ -200,10 +208,14 @@ def _type(part: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
         case "array":
             return f"list of {_type(part.get('items', {}), schema)}"
         case "integer" | "number" as kind:
-            bounds = [f"{words} {part[bound]:g}" for bound, words in _BOUNDS.items() if bound in part]
+            bounds = [f"{words}{_number(part[bound])}" for bound, words in _BOUNDS.items() if bound in part]
             return " ".join([kind, ", ".join(bounds)]).strip()
         case kind:
             return _WORDS.get(kind or "", "any value")
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if value == int(value) else f"{value:g}"
 
 
 def write() -> None:

@@ -68,7 +68,7 @@ def test_an_engine_of_files_in_use_is_refused_with_what_replaces_it(kind: str) -
         check_config({"run": {"name": "x", "iterations": 1}, "data": {"prompts": "p"}, **sections})
     (error,) = refused.value.errors
     assert (error.place, error.value) == ("rollout.engine", "continuous_batching")
-    assert {"policy", "vllm", "rollout.vllm", "docs/engines.md"} <= set(re.findall(r"[\w./]+\w", error.hint))
+    assert {"policy", "vllm", "rollout.vllm", "docs/operations.md"} <= set(re.findall(r"[\w./]+\w", error.hint))
 
 
 def test_everything_is_reported_at_once() -> None:

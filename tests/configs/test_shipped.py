@@ -115,7 +115,7 @@ def test_it_fits_the_gpu_it_is_for_and_states_the_estimate(name: str, memory: in
 
 @pytest.mark.slow
 def test_gpus_hold_what_the_page_says_with_its_settings() -> None:
-    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "first_gpu.md").read_text(encoding="utf-8")
     nf4 = "policy.quantization={kind: nf4, double_quant: true}"
     variants: dict[int, tuple[str, ...]] = {
         80: (),
