@@ -58,8 +58,8 @@ OTHER_MEANING: Mapping[str, str] = MappingProxyType(
         "`num_generations`: it counts prompts, not completions.",
         "rollout.steps_per_generation": "Set `update.minibatch_size` to the rows of one optimizer step.",
         "rollout.use_transformers_continuous_batching": "Leave it out; `rollout.engine` is `policy` or `vllm`.",
-        "rollout.use_vllm": "Set `rollout.engine` to `vllm` and `rollout.vllm` to its server (docs/operations.md), or the "
-        "engine to `policy`.",
+        "rollout.use_vllm": "Set `rollout.engine` to `vllm` and `rollout.vllm` to its server (docs/operations.md), or "
+        "the engine to `policy`.",
         "run.log_completions": "Leave it out: every sample is stored, and trackers get the held-out ones.",
         "run.max_steps": "Set `run.iterations`: it counts rounds of sampling and training, `max_steps` optimizer "
         "steps. An iteration has `update.epochs` x its rows / `update.minibatch_size` of them.",

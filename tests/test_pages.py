@@ -45,10 +45,9 @@ def known_keys() -> dict[str, str]:
             section = line.removeprefix("## ")
         elif line.startswith("As in `data`: "):
             found |= {f"{section}.{key}": f"data.{key}" for key in re.findall(r"`(\w+)`", line)[1:]}
-        elif line.startswith("| `"):
-            key, kind = line.split("|")[1:3]
+        elif row := re.match(r"- `([\w.]+)` \((.*?)\): ", line):
             same = re.search(r"keys as of `([\w.]+)`", line)
-            found[f"{section}.{key.strip(' `')}"] = f"{section}.{same[1]}" if same else kind
+            found[f"{section}.{row[1]}"] = f"{section}.{same[1]}" if same else row[2]
     return found
 
 

@@ -121,10 +121,10 @@ def _table(title: str) -> Iterator[str]:
     for variants, paths in groups.items():
         if variants != names:
             yield from (f"### {title}: {', '.join(variants)}", "")
-        yield from ("| key | type | default | effect |", "|---|---|---|---|")
         for path in paths:
             kind, default = _one_of(shown[path], 0), _one_of(shown[path], 1)
-            yield f"| `{path}` | {kind} | {default} | {next(iter(shown[path].values()))[2]} |"
+            given = ", ".join(each for each in (kind, default and f"default {default}") if each)
+            yield f"- `{path}` ({given}): {next(iter(shown[path].values()))[2]}"
         yield ""
 
 
@@ -143,7 +143,7 @@ def _rows(
     for name, field in section.model_fields.items():
         path, inner = f"{prefix}{name}", _inner(field.annotation)
         effect = re.sub(r"\bNone\b", "null", field.description or effects.get(name, ""))
-        effect = _CITED.sub(r"(\1)", " ".join(effect.replace("|", "\\|").split()).rstrip("."))
+        effect = _CITED.sub(r"(\1)", " ".join(effect.split()).rstrip("."))
         if inner is None:
             factory: Any = field.default_factory
             default = _shown(factory() if factory else field.default)
@@ -182,7 +182,7 @@ def _documented(section: type[BaseModel]) -> dict[str, str]:
 
 def _shown(default: object) -> str:
     if default is PydanticUndefined:
-        return "required"
+        return ""
     if isinstance(default, BaseModel):
         return ""
     if isinstance(default, str):
