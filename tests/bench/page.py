@@ -7,7 +7,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -186,17 +186,30 @@ def read_figures() -> dict[str, Measured]:
 
 
 def tables(figures: Mapping[str, Measured]) -> str:
-    """Return a table of each part's rows that have a goal, each machine named where it first stands."""
+    """Return a table of each part's rows that have a goal, each machine named where it first stands.
+
+    Of many figures with one goal the worst stands for all.
+    """
     lines: list[str] = []
     places: set[str] = set()
     for measured in figures.values():
-        if rows := [row for row in measured.rows if row.met is not None]:
+        if rows := _with_worst([row for row in measured.rows if row.met is not None]):
             place = place_of(measured.machine)
             where = "" if place in places else f"; {place}"
             places.add(place)
             lines += [f"### {measured.title}", "", *markdown_table(HEADINGS, list(cells(rows))), ""]
             lines += [f"{measured.day}, commit {measured.commit}{where}", ""]
     return "\n".join(lines)
+
+
+def _with_worst(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows, and of more than four without a peer that share a goal the one with the largest median."""
+    shared = [row for row in rows if not row.theirs and row.at_most is not None and row.at_most == rows[0].at_most]
+    if len(shared) <= 4 or len({row.unit for row in shared}) > 1:
+        return list(rows)
+    worst = max(shared, key=lambda row: statistics.median(row.ours))
+    kept = [row for row in rows if row not in shared]
+    return [replace(worst, what=f"the most of {len(shared)}: {worst.what}"), *kept]
 
 
 def cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
