@@ -91,7 +91,7 @@ class QuantizationSection(Section, QuantizationSettings):
     def _refuse_8_bits(cls, values: Any) -> Any:
         """Say what replaces the settings of int8 that files and stored runs may still name."""
         if isinstance(values, dict) and ("int8_threshold" in values or values.get("kind") == "int8"):
-            raise PydanticCustomError("int8", "Set kind to nf4 or fp4 (docs/policies.md), and leave int8_threshold out")
+            raise PydanticCustomError("int8", "Set kind to nf4 or fp4 (docs/models.md), and leave int8_threshold out")
         return values
 
 

@@ -58,4 +58,4 @@ def test_the_page_of_every_sign_can_be_opened_from_everywhere(tmp_path: Path, mo
             page, _, anchor = openable(str(Sign(name, 1, "x"))).rpartition("(")[2].rstrip(")").partition("#")
             assert Path(page).is_file()
             assert anchor == name
-    assert openable("my/docs/operations.md") == "my/docs/engines.md"
+    assert openable("my/docs/operations.md") == "my/docs/operations.md"

@@ -18,10 +18,11 @@ def table(lists: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("lists", [model_types, model_families, pipeline_classes])
-def test_the_page_shows_the_table(lists: Any) -> None:
-    """`python -m` the module writes both."""
-    assert lists.section(table(lists)) in lists.PAGE.read_text()
+def test_the_pages_show_the_lists() -> None:
+    """`python -m` a module writes its own."""
+    assert model_types.section() in model_types.PAGE.read_text()
+    for lists in (model_families, pipeline_classes):
+        assert lists.section(table(lists)) in lists.PAGE.read_text()
 
 
 @pytest.mark.slow

@@ -151,50 +151,30 @@ def small_policy(model: Any, choice: TrainingChoice, **settings: Any) -> CausalL
     return CausalLMPolicy(trained, make_tokenizer(), CausalLMSettings(**settings))
 
 
-def section(left_out: Mapping[str, list[str]]) -> str:
+def section() -> str:
     """The lists of docs/models.md."""
-    refused = {name: reason for name in TYPES if (reason := _why_refused(name)) is not None}
-    reasons = {reason: [name for name in refused if refused[name] == reason] for reason in refused.values()}
+    refused = [name for name in TYPES if _is_refused(name)]
     others = [each for each in TYPES if each not in TRIED and each not in refused]
-    matrices: dict[str, list[str]] = {}
-    for each, names in left_out.items():
-        matrices.setdefault(", ".join(f"`{name}`" for name in names), []).append(each)
     return f"""{BEGIN}
 Tried with random weights ({len(TRIED)} types of transformers {transformers.__version__}):
 
 {", ".join(sorted(TRIED))}
 
-Not tried ({len(others)}):
+Refused ({len(refused)}): {", ".join(sorted(refused))}
 
-{", ".join(sorted(others))}
-
-Refused:
-
-| because | types |
-|---|---|
-{_rows(reasons)}
-
-Matrices that get no adapter by `policy.lora` without `targets`:
-
-| without an adapter | types |
-|---|---|
-{_rows(matrices)}
+Not tried ({len(others)}): {", ".join(sorted(others))}
 {END}"""
 
 
-def _why_refused(model_type: str) -> str | None:
+def _is_refused(model_type: str) -> bool:
     if model_type in REFUSED:
-        return REFUSED[model_type]
+        return True
     try:
         for config in configurations(model_type)[:1]:
             refuse_known("", config)
-    except InputError as error:
-        return error.hint.partition(": ")[2].partition(". docs")[0]
-    return None
-
-
-def _rows(types_by_cell: Mapping[str, list[str]]) -> str:
-    return "\n".join(f"| {cell} | {', '.join(sorted(types))} |" for cell, types in sorted(types_by_cell.items()))
+    except InputError:
+        return True
+    return False
 
 
 def left_out(model_type: str) -> list[str]:
@@ -212,7 +192,7 @@ def main() -> None:
     TABLE.write_text(f"{{\n{lines}\n}}\n")
     text = PAGE.read_text()
     begin, end = text.index(BEGIN), text.index(END) + len(END)
-    PAGE.write_text(text[:begin] + section(table) + text[end:])
+    PAGE.write_text(text[:begin] + section() + text[end:])
 
 
 if __name__ == "__main__":

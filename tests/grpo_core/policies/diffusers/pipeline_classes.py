@@ -18,9 +18,6 @@ BEGIN, END = "<!-- classes: begin -->", "<!-- classes: end -->"
 
 _IS_TRIED, _EXPECTED = "tried", "expected"
 
-_MERGED = (": its call takes", "Its call takes no ")
-"""What of a reason is left out of the page, or ends it: which arguments they are."""
-
 
 def outcome(name: str) -> str | None:
     """`tried`, `expected`, or the reason why it is refused; None for what is no pipeline of images, such as ONNX's."""
@@ -33,12 +30,7 @@ def outcome(name: str) -> str | None:
 
 
 def section(table: Mapping[str, str]) -> str:
-    """The lists of docs/denoising.md."""
-    reasons: dict[str, list[str]] = {}
-    for name, found in table.items():
-        if found not in (_IS_TRIED, _EXPECTED):
-            reasons.setdefault(_merged(found), []).append(name)
-    rows = "\n".join(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(reasons.items(), key=_by_length))
+    """The lists of docs/denoising.md; why the others are refused is said by doctor."""
     return f"""{BEGIN}
 Tried with random weights ({_count(table, _IS_TRIED)}):
 
@@ -47,24 +39,7 @@ Tried with random weights ({_count(table, _IS_TRIED)}):
 Expected to fit, by their signatures ({_count(table, _EXPECTED)}):
 
 {_listed(table, _EXPECTED)}
-
-Refused:
-
-| because | classes of diffusers {diffusers.__version__} |
-|---|---|
-{rows}
 {END}"""
-
-
-def _merged(reason: str) -> str:
-    before, found, _ = reason.partition(_MERGED[0])
-    if found:
-        return f"{before}."
-    return "Its call takes no prompt, size, steps or first latents." if reason.startswith(_MERGED[1]) else reason
-
-
-def _by_length(row: tuple[str, list[str]]) -> tuple[int, str]:
-    return len(row[1]), row[0]
 
 
 def _count(table: Mapping[str, str], kind: str) -> int:

@@ -1,4 +1,4 @@
-"""What docs/vision.md says of each family, measured on small models.
+"""What docs/models.md says of each family, measured on small models.
 
 `python -m tests.grpo_core.policies.vision_lm.model_families` writes the table and its section of the page.
 """
@@ -25,7 +25,7 @@ from tests.grpo_core.policies.vision_lm.tiny_families import (
 )
 
 TABLE = Path(__file__).with_suffix(".json")
-PAGE = Path(__file__).parents[4] / "docs" / "vision.md"
+PAGE = Path(__file__).parents[4] / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
 _MODELS = {
@@ -76,7 +76,7 @@ def _name(model: nn.Module, part: nn.Module) -> str:
 
 
 def section(table: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of docs/vision.md."""
+    """The table of docs/models.md."""
     rows = "\n".join(
         f"| {_MODELS[kind]} | `{kind}` | {found['difference']:.1e} | {found['other_image']:.2f} | "
         f"`{found['language_model']}` | {'yes' if found['max_pixels'] else 'no'} | "
