@@ -130,7 +130,8 @@ def measure(
         )
     outputs = [output for group in policy.sample(requests) for output in group.outputs]
     repeated = {name: [value for value in values for _ in range(group_size)] for name, values in columns.items()}
-    scores = torch.tensor([score.value or 0.0 for score in build_reward(reward)(outputs, **repeated)])
+    scorer: Any = build_reward(reward)
+    scores = torch.tensor([score.value or 0.0 for score in scorer(outputs, **repeated)])
     return Quality(len(scores), scores.mean().item(), scores.view(-1, group_size).std(1).mean().item())
 
 
