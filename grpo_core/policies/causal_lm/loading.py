@@ -18,11 +18,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.model_types import refuse_known
 from grpo_core.policies.causal_lm.settings import Context
 from grpo_core.policies.pipeline_files import CONFIG_FILE, ONE_NETWORK, refuse_missing_folder
+from grpo_core.policies.trained.component import use_attention
 from grpo_core.policies.trained.lora_and_full import train_model
-from grpo_core.policies.trained.model import TrainedModel
-from grpo_core.policies.trained.quantization import QuantizationSettings, prepare_layers, quantized_loading
+from grpo_core.policies.trained.model import CPU, TrainedModel
+from grpo_core.policies.trained.quantization import (
+    QuantizationSettings,
+    prepare_layers,
+    quantized_loading,
+    refuse_unusable_weights,
+)
 from grpo_core.policies.trained.settings import TrainingChoice
 
 _TOKENIZER_FILES = (
@@ -55,15 +62,29 @@ class ModelKind:
         classes: names of the models' classes by model type.
         described: the kind in words, for errors.
         outside: returns the parameters of a model outside its language model, which are never quantized.
+        load_reader: loads what reads its prompts: a tokenizer, or a processor.
     """
 
     auto: Any
     classes: Mapping[str, str | Sequence[str]]
     described: str
+    load_reader: Callable[[str], Any]
     outside: Callable[[Any], Iterable[Tensor]] = lambda model: ()
 
 
-CAUSAL_LM = ModelKind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model")
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer.
+
+    Raises:
+        InputError: there is none, or it cannot be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(place_of(model), trust_remote_code=False)
+    except UNREADABLE as error:
+        raise refusal(model, "tokenizer", error) from error
+
+
+CAUSAL_LM = ModelKind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model", load_tokenizer)
 
 
 def read_config(model: str, kind: ModelKind = CAUSAL_LM) -> Any:
@@ -108,18 +129,6 @@ def read_context(config: Any) -> Context:
                 why = f", past which the frequencies of its LongRoPE ({text.model_type}) change{reached}"
                 return Context(int(original), why)
     return Context(None if length is None else int(length))
-
-
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer.
-
-    Raises:
-        InputError: there is none, or it cannot be read.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(place_of(model), trust_remote_code=False)
-    except UNREADABLE as error:
-        raise refusal(model, "tokenizer", error) from error
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -233,6 +242,36 @@ def train_language_model(
         found = None if choice.lora is None else choice.lora.targets or choice.lora.modules_to_save
         raise InputError("policy.lora.targets", found, hint)
     return trained
+
+
+def load_trained(
+    model: str,
+    kind: ModelKind,
+    choice: TrainingChoice,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attn_implementation: str | None = None,
+) -> TrainedModel:
+    """Load a language model with the chosen part of it trainable; on the meta device without weights.
+
+    Raises:
+        InputError: no such model, one that is known not to run here, or adapter targets that match nothing.
+    """
+    config = read_config(model, kind)
+    if device.type == "meta":
+        return train_language_model(on_meta(config, kind), choice, kind, base_name=model, initial_state=dict)
+    adapters = choice.lora is not None
+    refuse_unusable_weights(model, ONE_NETWORK, choice.quantization, device, trained=ONE_NETWORK, adapters=adapters)
+    refuse_known(model, config)
+    base = load_model(model, dtype=dtype, device=device, kind=kind, quantization=choice.quantization)
+    use_attention(base, attn_implementation)
+
+    def read_again() -> dict[str, Tensor]:
+        state: dict[str, Tensor] = load_model(model, dtype=dtype, device=CPU, kind=kind).state_dict()
+        return state
+
+    return train_language_model(base, choice, kind, base_name=model, initial_state=read_again)
 
 
 def decoder_linears(model: Any) -> str:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_core.actions import Sources, TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
-from grpo_core.policies.causal_lm.loading import (
-    CAUSAL_LM,
-    load_model,
-    load_tokenizer,
-    on_meta,
-    read_config,
-    read_context,
-    train_language_model,
-    vocabulary_size,
-)
-from grpo_core.policies.causal_lm.model_types import refuse_known
+from grpo_core.policies.causal_lm.loading import CAUSAL_LM, ModelKind, load_trained, read_context, vocabulary_size
 from grpo_core.policies.causal_lm.prompts import answer_start, encode_prompt, uses_template
 from grpo_core.policies.causal_lm.sampling_scoring import (
     SamplingRule,
@@ -35,10 +25,8 @@ from grpo_core.policies.causal_lm.sampling_scoring import (
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.encoded_prompts import EncodedPrompt, EncodedPrompts, RecentlyUsed, pad_prompts
-from grpo_core.policies.pipeline_files import ONE_NETWORK
-from grpo_core.policies.trained.component import TrainedComponent, refuse_unscaled_float16, use_attention
+from grpo_core.policies.trained.component import TrainedComponent, refuse_unscaled_float16
 from grpo_core.policies.trained.model import CPU, TrainedModel
-from grpo_core.policies.trained.quantization import refuse_unusable_weights
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledTokens
 from grpo_core.streams import ImageSize, Stream
@@ -51,11 +39,13 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     """A text model that answers prompts; it is its only component.
 
     Attributes:
+        kind: how transformers loads its models.
         vocabulary: ids [0, vocabulary) can be sampled.
         forbidden: except these; None: there are none.
         engine: samples completions; None: this model, token by token.
     """
 
+    kind: ClassVar[ModelKind] = CAUSAL_LM
     forbidden: Tensor | None = None
     engine: "VllmEngine | None" = None
 
@@ -93,7 +83,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         autocast: torch.dtype | None = None,
         attn_implementation: str | None = None,
         offload: bool = False,
-    ) -> "CausalLMPolicy":
+    ) -> Self:
         """Load by folder or hub name; on the meta device without weights, to sample with an engine that has its own.
 
         Raises:
@@ -101,22 +91,16 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
                 nothing.
         """
         refuse_unscaled_float16(dtype, autocast)
-        tokenizer, config, choice = load_tokenizer(model), read_config(model), choices["tokens"]
-        if device.type == "meta":
-            trained = train_language_model(on_meta(config, CAUSAL_LM), choice, base_name=model, initial_state=dict)
-            return cls(trained, tokenizer, settings)
-        adapters = choice.lora is not None
-        refuse_unusable_weights(model, ONE_NETWORK, choice.quantization, device, trained=ONE_NETWORK, adapters=adapters)
-        refuse_known(model, config)
-        base = load_model(model, dtype=dtype, device=device, quantization=choice.quantization)
-        use_attention(base, attn_implementation)
-        trained = train_language_model(
-            base,
-            choice,
-            base_name=model,
-            initial_state=lambda: load_model(model, dtype=dtype, device=CPU).state_dict(),
+        reader = cls.kind.load_reader(model)
+        trained = load_trained(
+            model,
+            cls.kind,
+            choices["tokens"],
+            dtype=dtype,
+            device=device,
+            attn_implementation=attn_implementation,
         )
-        return cls(trained, tokenizer, settings, autocast=autocast)
+        return cls(trained, reader, settings, autocast=autocast)
 
     def sample_with(self, settings: CausalLMSettings) -> None:
         """Use these settings for sampling, rendering and reading prompts from this call on."""

@@ -65,6 +65,7 @@ VISION_LM = ModelKind(
     AutoModelForImageTextToText,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     "vision-language model",
+    load_processor,
     outside=vision_parameters,
 )
 

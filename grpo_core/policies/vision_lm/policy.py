@@ -8,17 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from grpo_core.images import SourceImage
-from grpo_core.policies.causal_lm.loading import load_model, on_meta, read_config, train_language_model
-from grpo_core.policies.causal_lm.model_types import refuse_known
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.prompts import require_room
 from grpo_core.policies.encoded_prompts import EncodedPrompt
-from grpo_core.policies.pipeline_files import ONE_NETWORK
-from grpo_core.policies.trained.component import refuse_unscaled_float16, use_attention
-from grpo_core.policies.trained.model import CPU, TrainedModel
-from grpo_core.policies.trained.quantization import refuse_unusable_weights
-from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.policies.vision_lm.loading import VISION_LM, is_vision_frozen, load_processor
+from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.vision_lm.loading import VISION_LM, is_vision_frozen
 from grpo_core.policies.vision_lm.prompts import (
     find_placeholders,
     image_features,
@@ -28,7 +22,6 @@ from grpo_core.policies.vision_lm.prompts import (
     process_prompt,
 )
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
-from grpo_core.streams import Stream
 
 
 class VisionLMPolicy(CausalLMPolicy):
@@ -43,6 +36,7 @@ class VisionLMPolicy(CausalLMPolicy):
         vision_frozen: whether an image's features never change.
     """
 
+    kind = VISION_LM
     settings: VisionLMSettings
 
     def __init__(
@@ -64,45 +58,6 @@ class VisionLMPolicy(CausalLMPolicy):
         left_out = [token for token in self.placeholders.ids if token < self.vocabulary and token not in self.ends]
         self.forbidden = torch.tensor(left_out, dtype=torch.long, device=self._device)
         self.vision_frozen = is_vision_frozen(self._model)
-
-    @classmethod
-    def load(
-        cls,
-        model: str,
-        settings: VisionLMSettings,  # type: ignore[override]
-        choices: Mapping[Stream, TrainingChoice],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device = CPU,
-        autocast: torch.dtype | None = None,
-        attn_implementation: str | None = None,
-        offload: bool = False,
-    ) -> "VisionLMPolicy":
-        """Load by folder or hub name; on the meta device without weights, to sample with an engine that has its own.
-
-        Raises:
-            InputError: no such model, one that is known not to run here, no processor, or adapter targets that match
-                nothing.
-        """
-        refuse_unscaled_float16(dtype, autocast)
-        processor, config, choice = load_processor(model), read_config(model, VISION_LM), choices["tokens"]
-        if device.type == "meta":
-            base = on_meta(config, VISION_LM)
-            trained = train_language_model(base, choice, VISION_LM, base_name=model, initial_state=dict)
-            return cls(trained, processor, settings)
-        adapters = choice.lora is not None
-        refuse_unusable_weights(model, ONE_NETWORK, choice.quantization, device, trained=ONE_NETWORK, adapters=adapters)
-        refuse_known(model, config)
-        base = load_model(model, dtype=dtype, device=device, kind=VISION_LM, quantization=choice.quantization)
-        use_attention(base, attn_implementation)
-        trained = train_language_model(
-            base,
-            choice,
-            VISION_LM,
-            base_name=model,
-            initial_state=lambda: load_model(model, dtype=dtype, device=CPU, kind=VISION_LM).state_dict(),
-        )
-        return cls(trained, processor, settings, autocast=autocast)
 
     def sample_with(self, settings: VisionLMSettings) -> None:  # type: ignore[override]
         """Use these settings for sampling, rendering and reading prompts from this call on."""
