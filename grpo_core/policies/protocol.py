@@ -222,7 +222,6 @@ class PolicyFamily(ABC):
         """Raise InputError if the model cannot read one of the prompts; only its tokenizer and processor are loaded.
 
         Returned are the ids of the longest, its images' included; None where a prompt's length decides no memory.
-
         The place of an error of a prompt has `prompt N`, from 1.
 
         Args:
@@ -265,13 +264,12 @@ class PolicyFamily(ABC):
     ) -> None:
         """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized.
 
-        Weights that bitsandbytes stored in 4 bits are used as they are, under adapters; only local configuration files
-        are read.
+        Only local configuration files are read.
 
         Args:
             quantization: of the frozen weights; None: as they are stored.
             streams: of the components that are trained.
-            adapters: whether by adapters alone.
+            adapters: whether by adapters alone, under which weights that bitsandbytes stored in 4 bits are used too.
         """
         if (parts := self.parts(model)) is not None:
             trained = [self.trained[stream] for stream in streams]
@@ -313,11 +311,7 @@ class PolicyFamily(ABC):
         save_pipeline(base, folder, parts)
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
-        """Return what a person should know about the choices; the model is built on the meta device.
-
-        Raises:
-            InputError: a choice matches nothing in the model.
-        """
+        """Return what a person should know about the choices; raise InputError if one matches nothing in the model."""
         for stream, choice in choices.items():
             self.train(stream, self.build_on_meta(model, self.trained[stream]), choice, model)
         return ()

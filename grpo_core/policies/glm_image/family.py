@@ -59,9 +59,10 @@ class GlmImageFamily(PolicyFamily):
 
     def build_on_meta(self, model: str, part: str) -> Any:
         """Build a network on the meta device."""
-        from grpo_core.policies.glm_image.loading import build_on_meta
+        from grpo_core.policies.glm_image.loading import configs_folder
+        from grpo_core.policies.pipeline_loading import build_on_meta
 
-        return build_on_meta(model, part)
+        return build_on_meta(configs_folder(model), PARTS, part)
 
     def train(self, stream: Stream, network: Any, choice: "TrainingChoice", model: str) -> "TrainedModel":
         """Apply the choice."""

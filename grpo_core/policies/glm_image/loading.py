@@ -73,11 +73,6 @@ def read_token_config(model: str) -> Any:
     return pipeline_loading.read_part_config(configs_folder(model), PARTS, AUTOREGRESSIVE)
 
 
-def build_on_meta(model: str, part: str) -> Any:
-    """Build a network on the meta device; errors as `configs_folder` and `read_part_config`."""
-    return pipeline_loading.build_on_meta(configs_folder(model), PARTS, part)
-
-
 def pixel_unit(pipeline: GlmImagePipeline) -> int:
     """Return the pixels along one side of a large token, which covers two by two patches of the decoder."""
     return int(2 * pipeline.transformer.config.patch_size * pipeline.vae_scale_factor)

@@ -15,7 +15,8 @@ from torch import Tensor
 from grpo_core.actions import DenoisingBatch
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.parity import ParityTolerance
-from grpo_core.policies.glm_image.loading import DECODER_LINEARS, RELEASED_MODEL, build_on_meta
+from grpo_core.policies.glm_image.family import FAMILY
+from grpo_core.policies.glm_image.loading import DECODER_LINEARS, RELEASED_MODEL
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
@@ -136,7 +137,7 @@ def disturb_back(parameters: dict[str, Tensor], values: dict[str, Tensor]) -> No
 
 def test_default_adapters_of_the_released_decoder() -> None:
     """31.5 M parameters on attention and 39.3 M on feed-forward layers at rank 32: 30 layers of width 4096."""
-    decoder = build_on_meta(RELEASED_MODEL, "transformer")
+    decoder = FAMILY.build_on_meta(RELEASED_MODEL, "transformer")
     shapes = [
         (module.in_features, module.out_features)
         for name, module in decoder.named_modules()

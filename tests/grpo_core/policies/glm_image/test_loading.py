@@ -16,7 +16,6 @@ from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.family import FAMILY
 from grpo_core.policies.glm_image.loading import (
     RELEASED_MODEL,
-    build_on_meta,
     load_pipeline,
     read_token_config,
     train_half,
@@ -90,7 +89,7 @@ def test_a_folder_without_weights_gives_the_networks_of_its_pipeline(
     shutil.copytree(tiny_folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     for part in PARTS:
         expected = {name: value.shape for name, value in getattr(tiny_pipeline, part).named_parameters()}
-        built = build_on_meta(str(bare), part).named_parameters()
+        built = FAMILY.build_on_meta(str(bare), part).named_parameters()
         assert {name: value.shape for name, value in built} == expected
 
 
@@ -103,7 +102,7 @@ def test_a_configuration_that_cannot_be_read_is_refused(
     shutil.copytree(tiny_folder, broken, ignore=shutil.ignore_patterns("*.safetensors"))
     remove(broken / part) if damage == "missing" else (broken / part / "config.json").write_text("{ not json")
     with pytest.raises(InputError) as refused:
-        build_on_meta(str(broken), part)
+        FAMILY.build_on_meta(str(broken), part)
     assert (refused.value.place, refused.value.value) == ("policy.model", str(broken))
 
 
@@ -124,11 +123,11 @@ def test_another_model_without_files_is_refused(model: str) -> None:
 
 @pytest.mark.parametrize(("part", "count"), [(AUTOREGRESSIVE, 10.1e9), ("transformer", 6.93e9)])
 def test_parameters_are_those_of_the_release(part: str, count: float) -> None:
-    assert count_parameters(build_on_meta(RELEASED_MODEL, part)) == pytest.approx(count, rel=0.01)
+    assert count_parameters(FAMILY.build_on_meta(RELEASED_MODEL, part)) == pytest.approx(count, rel=0.01)
 
 
 def test_adapters_are_on_every_linear_layer_of_the_language_model_and_nowhere_else() -> None:
-    model, choice = build_on_meta(RELEASED_MODEL, AUTOREGRESSIVE), TrainingChoice(LoraSettings(rank=32))
+    model, choice = FAMILY.build_on_meta(RELEASED_MODEL, AUTOREGRESSIVE), TrainingChoice(LoraSettings(rank=32))
     with torch.device("meta"):
         adapters = train_half("tokens", model, choice, "released").trainable_parameters()
     targets = {name.split(".lora_")[0] for name in adapters}

@@ -16,10 +16,10 @@ from transformers import DynamicCache, GlmImageForConditionalGeneration
 from grpo_core.policies.causal_lm.sampling_scoring import score_completions
 from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.estimate import MemoryPart, Workload, estimate_resources, training_parts
+from grpo_core.policies.glm_image.family import FAMILY
 from grpo_core.policies.glm_image.loading import (
     LANGUAGE_MODEL_LINEARS,
     RELEASED_MODEL,
-    build_on_meta,
     load_pipeline,
     train_half,
 )
@@ -200,7 +200,7 @@ def test_a_cache_of_any_language_model_is_estimated(kind: str) -> None:
 
 
 def test_the_autoencoder_peaks_at_three_quarters_of_the_estimate() -> None:
-    vae, size = build_on_meta(RELEASED_MODEL, "vae"), ImageSize(384, 512)
+    vae, size = FAMILY.build_on_meta(RELEASED_MODEL, "vae"), ImageSize(384, 512)
     latents = torch.empty(1, 16, 64, 48, device="meta")
     with torch.no_grad(), PeakBytes([*vae.parameters(), latents]) as watched:
         vae.decode(latents)
