@@ -6,6 +6,7 @@ validation      the base of every section and request; plain values -> one of th
 schema          the complete configuration of a run, of a replay, and of a file of rewards; what identifies a run
 contradictions  combinations of settings that are refused; stream_contradictions those between streams
 policy_name     how people name a policy version: RUN, RUN@N or RUN@best
-yaml_files      a YAML file -> plain values; TRL's names of keys, and suggestions for unknown keys
+yaml_files      a YAML file -> plain values; suggestions for unknown keys
+trl_names       TRL's names of options: those that are accepted, and why others have no setting here
 loader          a YAML file and overrides -> a checked configuration
 """

@@ -459,18 +459,28 @@ class ShardedStagePlacement(StagePlacement):
     )
 
 
+_COUNTED_ALONE = frozenset({"storage", "service", "lost", "timeout", "max_delay"})
+
+
 class RetrySection(Section):
-    """How often a stage is retried after temporary errors, counted per kind.
+    """How often a stage is tried that meets temporary errors; each shard of a stage is counted alone."""
 
-    Other errors are never retried; each shard of a stage has separate retries.
-    """
+    tries: PositiveInt = Field(
+        5, description="of a stage whose storage, service, process or worker fails for a while, or that is timed out"
+    )
+    delay: PositiveFloat = Field(
+        2.0, description="seconds before the second try; doubled each time up to a minute, with jitter"
+    )
 
-    storage: NonNegativeInt = Field(4, description="a bucket, a network disk or a connection failed")
-    service: NonNegativeInt = Field(4, description="a service did not answer, or was busy")
-    lost: NonNegativeInt = Field(2, description="the process or the worker that ran the stage died")
-    timeout: NonNegativeInt = Field(1, description="the stage ran into its timeout")
-    delay: PositiveFloat = Field(2.0, description="seconds before the first retry; doubled each time, with jitter")
-    max_delay: PositiveFloat = Field(60.0, description="maximum seconds between tries")
+    @model_validator(mode="before")
+    @classmethod
+    def _counted_together(cls, values: Any) -> Any:
+        """Say what replaces the keys that files may still have."""
+        if isinstance(values, Mapping) and not {"storage", "service", "lost", "timeout", "max_delay"}.isdisjoint(
+            values
+        ):
+            raise PydanticCustomError("retries", "All temporary errors count together: write {tries: 5, delay: 2}")
+        return values
 
 
 class PlacementSection(Section):

@@ -239,7 +239,7 @@ class UpdateSection(BaseUpdateSection, UpdateSettings):
     """How stored rollouts change the policy by their importance ratios."""
 
     algorithm: Literal["grpo"] = Field(GRPO, description="grpo: importance ratios, with any of the losses")
-    loss_settings: dict[str, float] = Field(default_factory=dict)
+    loss_settings: Annotated[dict[str, float], Uses.NOTHING] = Field(default_factory=dict)
     mismatch: MismatchSection = MismatchSection()
     parity: ParitySection = ParitySection()
 

@@ -14,73 +14,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from configs.trl_names import OTHER_MEANING, TRL_NAMES, reason_for_none
 from grpo_core.errors import InputError
 from grpo_core.losses.settings import LOSSES
 from grpo_core.streams import STREAMS
-
-TRL_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "advantages.multi_objective_aggregation": "advantages.aggregation",
-        "advantages.scale_rewards": "advantages.scale",
-        "evaluate.num_generations_eval": "evaluate.samples_per_prompt",
-        "policy.model_name_or_path": "policy.model",
-        "rollout.num_generations": "rollout.group_size",
-        "update.adam_epsilon": "update.eps",
-        "update.beta": "update.kl_coef",
-        "update.epsilon": "update.clip_range",
-        "update.epsilon_high": "update.clip_range_high",
-        "update.importance_sampling_level": "update.importance_level",
-        "update.loss_type": "update.loss",
-        "update.lr_scheduler_type": "update.lr_scheduler",
-        "update.mask_truncated_completions": "update.mask_truncated",
-        "update.num_iterations": "update.epochs",
-        "update.off_policy_mask_threshold": "update.off_policy_threshold",
-        "update.per_device_train_batch_size": "update.micro_batch_size",
-        "update.ref_model_mixup_alpha": "update.reference.mix",
-        "update.sapo_temperature_neg": "update.loss_settings.sapo_temperature_neg",
-        "update.sapo_temperature_pos": "update.loss_settings.sapo_temperature_pos",
-        "update.top_entropy_quantile": "update.entropy_quantile",
-        "update.use_bias_correction_kl": "update.kl_importance_correction",
-        "update.vespo_k_neg": "update.loss_settings.vespo_k_neg",
-        "update.vespo_k_pos": "update.loss_settings.vespo_k_pos",
-        "update.vespo_lambda_neg": "update.loss_settings.vespo_lambda_neg",
-        "update.vespo_lambda_pos": "update.loss_settings.vespo_lambda_pos",
-        "update.vllm_importance_sampling_clip_max": "update.mismatch.cap",
-        "update.vllm_importance_sampling_clip_min": "update.mismatch.floor",
-    }
-)
-"""Path with TRL's name -> path with ours; both mean the same, in the same unit."""
-
-OTHER_MEANING: Mapping[str, str] = MappingProxyType(
-    {
-        "evaluate.eval_steps": "Set `evaluate.every`: it counts iterations, `eval_steps` counts optimizer steps.",
-        "rollout.generation_batch_size": "Set `rollout.prompts_per_iteration` to `generation_batch_size` / "
-        "`num_generations`: it counts prompts, not completions.",
-        "rollout.steps_per_generation": "Set `update.minibatch_size` to the rows of one optimizer step.",
-        "rollout.use_transformers_continuous_batching": "Leave it out; `rollout.engine` is `policy` or `vllm`.",
-        "rollout.use_vllm": "Set `rollout.engine` to `vllm` and `rollout.vllm` to its server (docs/operations.md), or "
-        "the engine to `policy`.",
-        "run.log_completions": "Leave it out: every sample is stored, and trackers get the held-out ones.",
-        "run.max_steps": "Set `run.iterations`: it counts rounds of sampling and training, `max_steps` optimizer "
-        "steps. An iteration has `update.epochs` x its rows / `update.minibatch_size` of them.",
-        "run.num_train_epochs": "Set `run.iterations` to `num_train_epochs` x prompts / "
-        "`rollout.prompts_per_iteration`.",
-        "run.report_to": "Set `run.trackers` to a list of the same names, such as `[tensorboard, wandb]`, or to `[]`.",
-        "run.output_dir": "Set `run.name`, and `storage.root` for the folder of all runs.",
-        "update.adam_beta1": "Set `update.betas` to `[adam_beta1, adam_beta2]`.",
-        "update.adam_beta2": "Set `update.betas` to `[adam_beta1, adam_beta2]`.",
-        "update.gradient_accumulation_steps": "Set `update.minibatch_size`, the rows of one optimizer step, to "
-        "`per_device_train_batch_size` x `gradient_accumulation_steps` x processes.",
-        "update.optim": "Set `update.optimizer` to `adamw`, `adamw_8bit`, `paged_adamw` or `paged_adamw_8bit`.",
-        "update.ref_model_sync_steps": "Set `update.reference.refresh_every`: it counts iterations, "
-        "`ref_model_sync_steps` counts optimizer steps.",
-        "update.sync_ref_model": "Set `update.reference.refresh_every` to the iterations between refreshes, or to 0.",
-        "update.vllm_importance_sampling_correction": "Set `update.mismatch.mode` to `truncate`, `mask` or `none`.",
-        "update.vllm_importance_sampling_mode": "Set `update.mismatch.level` to its first half, `token` or `sequence`, "
-        "and `update.mismatch.mode` to its second, `truncate` or `mask`.",
-    }
-)
-"""Path with TRL's name -> what to set instead, in Markdown; PAGE has it from here."""
 
 ABBREVIATIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -94,9 +31,6 @@ ABBREVIATIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 """What people call a setting -> its name."""
-
-PAGE = Path(__file__).parent.parent / "docs" / "coming_from_trl.md"
-"""The page that has every option of TRL's, and why some are left out."""
 
 NONE_CHOSEN: Mapping[str, type[BaseModel]] = MappingProxyType({})
 
@@ -184,7 +118,7 @@ def nearest_key(
         or [path for path in elsewhere if path[-1] == name]
         or [path for path in renamed if path in paths]
     )
-    if not near and (reason := reason_on_page(name)):
+    if not near and (reason := reason_for_none(name)):
         return reason
     # Few letters are near to anything elsewhere: lr to lora.
     near = near or _close(name, here) or (_close(name, elsewhere) if len(name) > 3 else [])
@@ -193,22 +127,6 @@ def nearest_key(
         whole = ((*location[:-1], path[-1]) if path in here else path for path in near[:3])
         return f"Did you mean {' or '.join('.'.join(path) for path in whole)}?"
     return f"Known here: {', '.join(path[-1] for path in here)}."
-
-
-def reason_on_page(name: str) -> str | None:
-    """Return what the page on TRL's names says about one without a setting of the same meaning here; None without."""
-    try:
-        lines = PAGE.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")):
-        if len(cells) == 4 and f"`{name}`" in cells[0].split(", "):
-            _, ours, how, why = (cell.replace("`", "") for cell in cells)
-            if how == "no":
-                return f"TRL's {name} is left out on purpose: {why}{f'; see {ours}' if ours else ''}."
-            if how == "otherwise":
-                return f"TRL's {name} {f'is {ours}' if ours else 'needs no setting'} here{f': {why}' if why else ''}."
-    return None
 
 
 def section_hint(

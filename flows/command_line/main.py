@@ -16,7 +16,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -43,9 +43,6 @@ from flows.command_line.subcommands import reward_commands
 from flows.pipeline.requests import DeployRequest, EvaluateRequest, InitRequest, ReplayRequest, RescoreRequest
 from flows.server.start import ServerRequest, serve
 from grpo_core.errors import InputError
-
-if TYPE_CHECKING:
-    from configs.schema import RunConfig
 
 application = typer.Typer(
     name="grpo",
@@ -115,18 +112,13 @@ def program(
     """Train image generators and language models with rewards."""
 
 
-def resolved(config: Path, run: str | None, overrides: list[str] | None, *chosen: str) -> "RunConfig":
-    """Read the configuration with its overrides, those of other options and answers last."""
-    from configs.yaml_files import read_mapping, yaml_value
+def all_overrides(config: Path, run: str | None, overrides: list[str] | None, *chosen: str) -> list[str]:
+    """Return the overrides of a configuration that is to be read, those of other options last."""
+    from configs.yaml_files import yaml_value
 
-    # A file that cannot be read is reported without this line.
-    read_mapping(config, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
-    if "torch" not in sys.modules:
+    if config.is_file() and "torch" not in sys.modules:
         typer.echo(f"reading {config} ...", err=True)
-    from configs.loader import read_config
-
-    named = [f"run.name={yaml_value(run)}"] if run is not None else []
-    return read_config(config, [*(overrides or []), *named, *chosen])
+    return [*(overrides or []), *([f"run.name={yaml_value(run)}"] if run is not None else []), *chosen]
 
 
 @application.command()
@@ -152,9 +144,9 @@ def train(
 
         chosen = [f"run.continue_from={yaml_value(continue_from)}"] if continue_from is not None else []
         chosen += [RESTART] if restart else []
-        checked = resolved(config, run, overrides, *chosen)
+        given = all_overrides(config, run, overrides, *chosen)
         ask = ask_about_change if is_terminal() else None
-        summary = commands.train(checked, accept_code=accept_code, ask=ask)
+        summary = commands.train(config, overrides=given, accept_code=accept_code, ask=ask)
         print_result(summary.report(), summary, as_json)
 
 
@@ -194,7 +186,11 @@ def deploy(
     """Register a configuration with Prefect's server, to be started by a schedule, in the UI or by hand."""
     import asyncio
 
-    checked = resolved(config, run, overrides)
+    given = all_overrides(config, run, overrides)
+    from configs.loader import read_config
+
+    # First, since what is wrong with it is reported before Prefect is imported.
+    checked = read_config(config, given)
     from flows.deploy import deploy_run
 
     deployed = asyncio.run(deploy_run(request, checked))
@@ -207,7 +203,10 @@ def doctor(
 ) -> None:
     """Check configuration, weights, memory, storage and server, and suggest a fix for every problem."""
     with handle_errors(as_json):
-        checked = resolved(config, None, overrides)
+        given = all_overrides(config, None, overrides)
+        from configs.loader import read_config
+
+        checked = read_config(config, given)
         from flows.preflight.doctor import examine
 
         diagnosis = examine(checked, partial(typer.echo, err=True), load=load)

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import inspect
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,8 +27,9 @@ from prefect.utilities.annotations import quote
 from pydantic import BaseModel
 
 from configs.sections import PlacementSection
+from grpo_core.errors import first_line
 from tasks.execution.dispatch import dispatch
-from tasks.execution.errors import Retryable, retryable_kind
+from tasks.execution.errors import retryable_kind
 from tasks.execution.fingerprint import code_fingerprint
 from tasks.execution.resources import resource
 from tasks.execution.stage import Arguments, Kind, Part, Sharding, Stage, register
@@ -42,6 +43,9 @@ P = ParamSpec("P")
 R = TypeVar("R", ArtifactRef, PolicyRef)
 Describe = Callable[[Arguments], Mapping[str, Any]]
 Roots = Callable[[Arguments], tuple[str, ...]]
+
+LONGEST_DELAY = 60.0
+"""Seconds between two tries of a stage."""
 
 # Prefect accepts at most this many delays, and uses the last one for every later retry.
 _MAX_DELAYS = 50
@@ -85,41 +89,32 @@ class StageKey(CachePolicy):
 
 
 def retry_options(placement: PlacementSection) -> dict[str, Any]:
-    """Return options of a Prefect task: retries with jittered delays that double up to `retries.max_delay` seconds."""
-    section = placement.retries
-    limits = {kind: int(getattr(section, kind.value)) for kind in Retryable}
-    # Prefect counts all kinds together; the condition counts each kind.
-    total = sum(limits.values())
-    if not total:
+    """Return options of a Prefect task: retries with jittered delays that double up to `LONGEST_DELAY`."""
+    tries, delay = placement.retries.tries, placement.retries.delay
+    if tries == 1:
         return {"retries": 0}
-    delays = [min(section.max_delay, section.delay * 2**number) for number in range(min(total, _MAX_DELAYS))]
     return {
-        "retries": total,
-        "retry_delay_seconds": delays,
+        "retries": tries - 1,
+        "retry_delay_seconds": [min(LONGEST_DELAY, delay * 2**number) for number in range(min(tries - 1, _MAX_DELAYS))],
         "retry_jitter_factor": 0.5,
-        "retry_condition_fn": _condition(limits),
+        "retry_condition_fn": _condition(tries),
     }
 
 
-def _condition(limits: dict[Retryable, int]) -> Callable[[Task[..., Any], TaskRun, State], bool]:
+def _condition(tries: int) -> Callable[[Task[..., Any], TaskRun, State], bool]:
     # One task may be run several times, and concurrently.
-    counts: defaultdict[UUID, Counter[Retryable]] = defaultdict(Counter)
+    failed = Counter[UUID]()
 
     # A plain function: Prefect treats any other callable as one that returns False.
     def may_be_retried(task: Task[..., Any], task_run: TaskRun, state: State) -> bool:
         error = state.data
-        kind = retryable_kind(error) if isinstance(error, BaseException) else None
+        if not isinstance(error, BaseException) or retryable_kind(error) is None:
+            return False
+        failed[task_run.id] += 1
         # A run that was asked to stop waits for no further attempt.
-        if kind is None or resource(StopSignals).requested is not None:
+        if failed[task_run.id] == tries or resource(StopSignals).requested is not None:
             return False
-        met = counts[task_run.id]
-        left = limits[kind] - met[kind]
-        if left == 0:
-            return False
-        met[kind] += 1
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        attempt = met.total()
-        log(f"{task_run.name}: {first_line}; attempt {attempt + 1} of {attempt + left} follows")
+        log(f"{task_run.name}: {first_line(error)}; attempt {failed[task_run.id] + 1} of {tries} follows")
         return True
 
     return may_be_retried

@@ -25,7 +25,7 @@ from tasks.storage.roots import StorageError, UnreachableStorageError
 
 
 class Retryable(StrEnum):
-    """A kind of retryable error; its value is the name of its field in RetrySection."""
+    """A kind of retryable error."""
 
     STORAGE = "storage"
     SERVICE = "service"

@@ -133,8 +133,7 @@ def on_pool(pool: str) -> Callable[[Runs, str], list[str]]:
         "placement.rewards.pool": pool,
         "placement.update.pool": pool,
         # A stage may lose more workers here than in a bad month.
-        "placement.retries.lost": 20,
-        "placement.retries.delay": 0.5,
-        "placement.retries.max_delay": 2.0,
+        "placement.retries.tries": 21,
+        "placement.retries.delay": 0.1,
     }
     return lambda runs, run: _training(str(TINY), placed, runs, run)

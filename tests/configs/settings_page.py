@@ -33,10 +33,10 @@ from configs.training import (
     RewardSection,
     UpdateSection,
 )
-from configs.yaml_files import OTHER_MEANING
-from configs.yaml_files import PAGE as TRL_PAGE
+from configs.trl_names import OTHER_MEANING
 
 PAGE = Path(configs.__file__).parent.parent / "docs" / "settings.md"
+TRL_PAGE = PAGE.parent / "coming_from_trl.md"
 BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"
 
 SECTIONS: Mapping[str, tuple[str, tuple[type[BaseModel], ...]]] = {

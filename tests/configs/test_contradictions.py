@@ -30,6 +30,15 @@ GUARD = {"reward": "sharpness"}
 HELD_OUT = {"prompts": "q.txt", "every": 1}
 
 
+VALUES: dict[str, Any] = {
+    "run": {"name": "x", "iterations": 1},
+    "policy": {"model": "somewhere"},
+    "data": {"prompts": "prompts.txt"},
+    "rollout": SIZE,
+    "rewards": [JPEG],
+}
+
+
 def quantized(kind: str = "nf4", **changes: Any) -> dict[str, Any]:
     """A policy over a quantized base; changes of the quantization, or of the policy."""
     own = {name: changes.pop(name) for name in ("double_quant",) if name in changes}
@@ -47,15 +56,8 @@ def engine(rollout: dict[str, Any] | None = None, **policy: Any) -> dict[str, An
 
 
 def found(**sections: Any) -> list[tuple[str, object]]:
-    values: dict[str, Any] = {
-        "run": {"name": "x", "iterations": 1},
-        "policy": {"model": "somewhere"},
-        "data": {"prompts": "prompts.txt"},
-        "rollout": SIZE,
-        "rewards": [JPEG],
-    }
     try:
-        check_config(values | sections)
+        check_config(VALUES | sections)
     except InputError as errors:
         return [(error.place, error.value) for error in errors.errors]
     return []
@@ -69,6 +71,15 @@ def test_an_engine_of_files_in_use_is_refused_with_what_replaces_it(kind: str) -
     (error,) = refused.value.errors
     assert (error.place, error.value) == ("rollout.engine", "continuous_batching")
     assert {"policy", "vllm", "rollout.vllm", "docs/operations.md"} <= set(re.findall(r"[\w./]+\w", error.hint))
+
+
+@pytest.mark.parametrize("old", ["lost", "max_delay"])
+def test_retries_by_kind_are_refused_with_what_to_write(old: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_config(VALUES | {"placement": {"retries": {old: 3, "delay": 1.0}}})
+    (error,) = caught.value.errors
+    assert (error.place, error.value) == ("placement.retries", {old: 3, "delay": 1.0})
+    assert "write {tries: 5, delay: 2}" in error.hint
 
 
 def test_everything_is_reported_at_once() -> None:
@@ -277,6 +288,7 @@ def test_refused(sections: dict[str, Any], place: str, value: object) -> None:
         {**JOINT, "rewards": [{**JPEG, "streams": ["tokens"]}, {**OTHER, "streams": ["denoising"]}]},
         {**JOINT, "rewards": [JPEG, {**OTHER, "weight": 0.0, "streams": ["denoising"]}]},
         {"rewards": [{**JPEG, "streams": ["tokens"]}]},
+        {**engine({"vllm": {"command": "vllm serve"}}), "placement": {"devices": ["cpu", "cpu"]}},
     ],
 )
 def test_allowed(sections: dict[str, Any]) -> None:

@@ -210,6 +210,7 @@ class TestRefusals:
             ([JOINT, {"update": {"tokens": {"mask_truncated": True}}}], "update.tokens.mask_truncated", True),
             ([JOINT, {"advantages": {"kl_coef": 0.1}}], "advantages.kl_coef", 0.1),
             ([DECODER, {"update": {"clip_range": 0.2}}], "update.clip_range", 0.2),
+            ([DECODER, {"update": {"clip_range": 0.011}}], "update.clip_range", 0.011),
             ([JOINT, {"update": {"denoising": {"clip_range_high": 0.1}}}], "update.denoising.clip_range_high", 0.1),
             ([PIPELINE, {"update": {"delta": 1.5}}], "update.delta", 1.5),
             ([PIPELINE, {"update": {"loss": "cispo"}}], "update.loss_settings.ratio_cap", 5.0),

@@ -13,7 +13,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments
 import configs
 from configs.loader import read_config
 from configs.schema import RunConfig
-from configs.yaml_files import OTHER_MEANING, TRL_NAMES, reason_on_page
+from configs.trl_names import OTHER_MEANING, TRL_NAMES, reason_for_none
 from grpo_core.errors import InputError
 
 DOCUMENT = Path(configs.__file__).parent.parent / "docs" / "coming_from_trl.md"
@@ -159,7 +159,7 @@ def test_an_option_without_a_setting_is_refused_with_the_reason_of_the_document(
     described = [[cell.strip() for cell in row] for row in rows if len(row) == 4]
     found = {name: (how, why) for names, _, how, why in described for name in re.findall(r"`(\w+)`", names)}
     for name, (how, why) in found.items():
-        reason = reason_on_page(name)
+        reason = reason_for_none(name)
         assert (reason is not None) == (how in {"otherwise", "no"}), name
         assert reason is None or why.replace("`", "") in reason
     (error,) = problems(written(tmp_path / "a.yaml"), "update.vllm_group_port=1").values()

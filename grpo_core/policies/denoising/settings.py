@@ -44,7 +44,7 @@ class DenoisingSettings:
     guidance_scale: NonNegativeFloat
     sde_type: SdeType = "flow_grpo"
     noise_level: NonNegativeFloat = 0.7
-    sde_window: SdeWindow = "first"
+    sde_window: SdeWindow = "random"
     sde_window_size: NonNegativeInt = 2
     sde_window_range: tuple[NonNegativeInt, NonNegativeInt] = (0, 5)
     sde_window_every: PositiveInt = 1
