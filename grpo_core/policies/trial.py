@@ -156,7 +156,7 @@ def _try_tokens(policy: "CausalLMPolicy", tries: int) -> float:
         amount = f"differ by {float(differences.max()):.2g}"
         raise _RefusedError(f"log-probs {when} {amount} from those of one forward pass over a row alone")
     if sources is not None:
-        _refuse_blind(policy, actions, scored, sources)
+        _refuse_blind(policy, actions, sources)
     return largest
 
 
@@ -195,14 +195,24 @@ def _plain(policy: "CausalLMPolicy", actions: TokenBatch) -> Tensor:
     return found
 
 
-def _refuse_blind(policy: "CausalLMPolicy", actions: TokenBatch, scored: Tensor, sources: Sources) -> None:
-    others = tuple(tuple(picture(size, turned=True) for _ in own) for size, own in zip(_SIZES, sources, strict=False))
-    shown = 2 * len(others)
-    changed = replace(actions.select(range(shown)), sources=tuple(own for own in others for _ in range(2)))
-    by_prompt = (_scored(policy, changed) - scored[:shown]).abs().view(len(others), -1).amax(-1)
-    if not by_prompt.min() > BLIND:
-        least = float(by_prompt.min())
-        raise _RefusedError(f"another image changes its log-probs by {least:.2g} nats only: it does not see its images")
+@torch.no_grad()
+def _refuse_blind(policy: "CausalLMPolicy", actions: TokenBatch, sources: Sources) -> None:
+    """Compare the log-probs of all ids: one that was sampled because it is certain has the same with any image."""
+    for row, (size, own) in enumerate(zip(_SIZES, sources, strict=False)):
+        written = actions.token_ids[2 * row][actions.loss_mask[2 * row]]
+        other = tuple(picture(size, turned=True) for _ in own)
+        seen, changed = (
+            vocabulary_logprobs(
+                policy.plain_logits(actions.prompts[2 * row], images, written),
+                policy.vocabulary,
+                1.0,
+                policy.forbidden,
+            )
+            for images in (own, other)
+        )
+        most = float((seen - changed)[seen.isfinite()].abs().max())
+        if not most > BLIND:
+            raise _RefusedError(f"another image changes log-probs by {most:.2g} nats only: it does not see its images")
 
 
 # --- steps
