@@ -74,14 +74,6 @@ def stored(store: ArtifactStore) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
 
 
-class TestPlan:
-    def test_groups_name_their_images_and_requests_have_them(self) -> None:
-        planned = plan()
-        assert [group.sources for group in planned.groups] == [(A.digest,), (), (B.digest, A.digest)]
-        assert [planned.request(group, IMAGES).sources for group in planned.groups] == list(OF_PROMPTS)
-        assert RolloutPlan.model_validate_json(planned.model_dump_json()) == planned
-
-
 class TestStoring:
     def test_each_is_stored_once_as_the_file_that_it_is(self, store: ArtifactStore) -> None:
         known: set[str] = set()
@@ -169,17 +161,6 @@ class TestStages:
     def test_collecting_refuses_what_was_not_stored(self, store: ArtifactStore) -> None:
         with pytest.raises(InputError, match="prompt id0"):
             collect(plan())
-
-    def test_without_images_an_update_gets_none(self, store: ArtifactStore, tmp_path: Path) -> None:
-        rollouts = collect(plan(((), ())))
-        names = table_of(store, rollouts)["sample_id"].to_list()
-        advantages = advantages_table(rollouts, {(name, "tokens"): 1.0 for name in names})
-        family = policy_family("vision_lm")
-        rows = read_training_rows(
-            store, [rollouts], advantages, policy(), family, tmp_path, stream="tokens", max_staleness=0
-        ).rows
-        assert isinstance(rows.actions, TokenBatch)
-        assert rows.actions.sources is None
 
     def test_denoising_steps_and_their_drafts_have_them(self, tmp_path: Path) -> None:
         request = plan_of_images(images_of_samples=(1, 1), prompts=1).request(plan_of_images(prompts=1).groups[0])

@@ -12,7 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from configs.sections import LoraSection, PlacementSection
-from configs.training import DenoisingUpdateSection, MismatchSection, ReferenceSection, UpdateSection
+from configs.training import (
+    AnyUpdateSection,
+    DenoisingUpdateSection,
+    MismatchSection,
+    NftUpdateSection,
+    ReferenceSection,
+    UpdateSection,
+)
 from grpo_core.errors import InputError
 from grpo_core.parity import ParityError
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
@@ -28,6 +35,7 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleRefer
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.update.component import carry_out
 from tasks.update.job import UpdateJob, UpdateOutcome
+from tests.tasks.reports.made_runs import flip_last_byte
 from tests.tasks.update.update_jobs import (
     JOINT,
     TEXTS,
@@ -215,23 +223,17 @@ def test_a_gate_of_either_component_stops_the_version(
     assert alone(job, tmp_path / "after").policy == both.outcome.policy
 
 
-def test_a_job_arrives_in_another_process_as_it_is(both: Updated) -> None:
+@pytest.mark.parametrize("denoising", [DENOISING, NftUpdateSection()], ids=["grpo", "nft"])
+def test_a_job_arrives_in_another_process_as_it_is(both: Updated, denoising: AnyUpdateSection) -> None:
     adapted = changed(JOINT, lora=LoraSection(modules_to_save=("proj_out", "lm_head")))
-    job = job_of(adapted, *both.job.rollouts, both.job.advantages, update=UPDATES)
+    updates = {**UPDATES, "denoising": denoising}
+    job = job_of(adapted, *both.job.rollouts, both.job.advantages, update=updates)
     arrived = UpdateJob.model_validate_json(job.model_dump_json())
     assert arrived.model == job.model
-    assert {stream: update.model_dump() for stream, update in arrived.updates.items()} == {
-        stream: update.model_dump() for stream, update in UPDATES.items()
-    }
+    assert [each.model_dump() for each in arrived.updates.values()] == [each.model_dump() for each in updates.values()]
 
 
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(bytes(content))
-
-
-@pytest.mark.parametrize("change", [_flip, Path.unlink], ids=["a flipped byte", "a missing file"])
+@pytest.mark.parametrize("change", [flip_last_byte, Path.unlink], ids=["a flipped byte", "a missing file"])
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_digest_covers_the_weights_of_both(stream: Stream, change: Callable[[Path], None], tmp_path: Path) -> None:
     for each in STREAMS:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.training import NftUpdateSection, UpdateSection
+from configs.training import NftUpdateSection
 from grpo_core.actions import DenoisingBatch
 from tasks.execution.resources import resource, run_resources
 from tasks.models.initial import weights_digest
@@ -152,15 +152,6 @@ def test_the_old_policy_of_one_component_is_kept_apart_from_the_other(store: Art
     # The gate compares what the tokens were sampled with.
     second = alone(both(policy).model_copy(update={"max_staleness": 0}), tmp_path / "second")
     assert second.metrics["sampling/sampling_logp_difference/max"] < 1e-4
-
-
-def test_a_job_for_other_processes_keeps_its_algorithm(store: ArtifactStore) -> None:
-    job = nft_job()
-    passed_on = UpdateJob.model_validate_json(job.model_dump_json())
-    assert isinstance(passed_on.updates["denoising"], NftUpdateSection)
-    assert passed_on == job
-    grpo = job.model_copy(update={"updates": {"denoising": UpdateSection()}})
-    assert isinstance(UpdateJob.model_validate_json(grpo.model_dump_json()).updates["denoising"], UpdateSection)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
