@@ -1,7 +1,5 @@
 """The flows of the program `grpo`. They read as the algorithm; no tensors here.
 
-commands       the flows as plain functions for scripts and notebooks: `from flows import train`
-
 training       the loop; start reading at training/train.py
 evaluation, replaying, rescoring, sample, export   `grpo evaluate`, `replay`, `rescore`, `sample`, `export`
 inspect_run, watch_run, list_runs, compare_runs   `grpo inspect`, with `--watch`, `grpo list`, `grpo compare`
@@ -11,7 +9,8 @@ pipeline       what all flows share: an open run, how a stage is called, request
 preflight      checks before any model loads, `grpo doctor`
 tracking       metrics and images in TensorBoard, W&B, MLflow, trackio and SwanLab
 server         Prefect's server: `grpo ui`, a temporary one, checks of both
-command_line   the program `grpo`: its commands and options
+command_line   the program `grpo`: its commands and options; those that run a flow are also functions for scripts
+run_flow       runs a flow to its end, from a terminal, a script or a notebook
 http_server    the HTTP servers of this program: on which address, for whom
 terminal       progress bars, tables and summaries that the commands print
 prefect_settings   Prefect's settings, applied before it is imported
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING
 from flows.prefect_settings import apply_settings
 
 if TYPE_CHECKING:
-    from flows.commands import evaluate, replay, rescore, train
+    from flows.command_line.flow_commands import evaluate, replay, rescore, train
     from flows.training.hooks import StopTraining
     from tasks.runs.frames import open_run
 
@@ -46,4 +45,4 @@ def __getattr__(name: str) -> object:
     """Import a function when it is first used: the program `grpo` imports this package and starts at once."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES.get(name, "flows.commands")), name)
+    return getattr(importlib.import_module(_MODULES.get(name, "flows.command_line.flow_commands")), name)

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from configs.schema import RunConfig
 from flows.pipeline.prefect_ui import EvaluateForm, publish_report
-from flows.pipeline.requests import EvaluateRequest, refuse_overrides
+from flows.pipeline.requests import EvaluateRequest, requested_config
 from flows.pipeline.run import Run, heldout_digest, plan_heldout
 from flows.pipeline.stages import (
     as_task,
@@ -25,7 +25,7 @@ from flows.pipeline.stages import (
 )
 from flows.preflight.files import checked_once, require_heldout
 from flows.preflight.inputs import check_evaluation
-from flows.preflight.trust import EVALUATED, trusted_config
+from flows.preflight.trust import EVALUATED
 from grpo_core.errors import InputError
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
@@ -45,7 +45,7 @@ from tasks.runs.layout import (
     baseline_folder,
     evaluation_folder,
 )
-from tasks.runs.lookup import find_run, read_description
+from tasks.runs.lookup import read_description
 from tasks.runs.stored import find_evaluation, stored_config
 from tasks.runs.stored_policies import choose_policy, chosen_version
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -84,11 +84,8 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     Raises:
         InputError: with the option or the key, the value and the hint.
     """
-    refuse_overrides(request.overrides, request.hint_against)
-    store = find_run(request.named.run, request.root)
-    described = read_description(store)
-    own = stored_config(store)
-    config = trusted_config(store, request.changes, trust=request.trust_code, sections=EVALUATED)
+    store, config = requested_config(request, request.changes, EVALUATED)
+    described, own = read_description(store), stored_config(store)
     require_heldout(config)
     inputs = check_evaluation(config)
     heldout, digest = inputs.heldout, inputs.model.digest

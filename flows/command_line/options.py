@@ -201,6 +201,15 @@ def _of_option(model: type[Section], error: InputError) -> InputError:
     return InputError(f"{name}.{rest}" if rest else name, error.value, error.hint)
 
 
+def all_overrides(config: Path, run: str | None, overrides: list[str] | None, *chosen: str) -> list[str]:
+    """Return the overrides of a configuration that is to be read, those of other options last."""
+    from configs.yaml_files import yaml_value
+
+    if config.is_file() and "torch" not in sys.modules:
+        typer.echo(f"reading {config} ...", err=True)
+    return [*(overrides or []), *([f"run.name={yaml_value(run)}"] if run is not None else []), *chosen]
+
+
 RESTART = "run.on_change=restart"
 
 

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from flows.command_line.options import Html, Json, Root, handle_errors, is_terminal, print_result, takes_request
-from flows.commands import require_runs
 from flows.pipeline.requests import TRUST, ExportRequest, SampleRequest
 from flows.pruning.request import PruneRequest, check_request
 from grpo_core.errors import InputError
@@ -176,7 +175,10 @@ def prune(
 ) -> None:
     """Delete policy versions and images that nothing depends on; all records are kept, and runs can continue."""
     check_request(request)
-    require_runs(request.sources, request.root)
+    from tasks.runs.lookup import find_run
+
+    for source in request.sources:
+        find_run(source, request.root)
     from flows.pruning.prune import prune as prune_runs
     from flows.terminal.output import show_report
 

@@ -55,7 +55,7 @@ def measure() -> Iterator[Row]:
     The plain loop samples, scores and updates like scripts that people write: the transformer is called by hand,
     nothing is stored, checked or compared before the update. It runs in a process of its own while the flow waits.
     """
-    from flows.commands import train
+    from flows import train
 
     with tempfile.TemporaryDirectory() as root, ProcessPoolExecutor(1, get_context("spawn")) as peers:
         plain: dict[str, list[float]] = {"sampling": [], "update": []}

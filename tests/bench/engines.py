@@ -163,7 +163,7 @@ ITERATIONS = 30
 
 def metrics_of(engine: str, seed: int, model: Path, root: str, url: str) -> dict[str, list[float]]:
     """Train a run; the metrics of its iterations that the table and the figure show, by name."""
-    from flows.commands import train
+    from flows import train
 
     settings = {
         "run.name": f"{engine}-{seed}",

@@ -138,7 +138,7 @@ def settings_of(run: SickRun, *, healthy: bool = False) -> dict[str, Any]:
 
 def main(names: Sequence[str] = ()) -> None:
     """Train the runs of these names, all by default, and draw their figures."""
-    from flows.commands import train
+    from flows import train
     from tasks.runs.lookup import find_run
     from tasks.runs.read_run import read_run
     from tasks.runs.reader import RunReader

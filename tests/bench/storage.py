@@ -20,7 +20,7 @@ from PIL import Image
 
 from configs.loader import read_config
 from configs.training import RewardSection
-from flows.commands import rescore
+from flows import rescore
 from grpo_core.images import encode_png
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.process import CHECKOUT

@@ -258,7 +258,7 @@ def measure() -> Iterator[Row]:
 
 
 def _measure(case: Case) -> Iterator[Row]:
-    from flows.commands import train
+    from flows import train
 
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, get_context("spawn")) as peers:
         case.build(Path(folder, "model"))

@@ -65,7 +65,7 @@ def measure() -> Iterator[Row]:
 
 
 def _timed(frozen: bool) -> Timings:
-    from flows.commands import train
+    from flows import train
 
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, get_context("spawn")) as peers:
         model, root = f"{folder}/model", f"{folder}/runs"

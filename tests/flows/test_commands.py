@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from flows import StopTraining, replay, rescore, train
-from flows import commands as functions
 from flows.pipeline.lineage import ChangedRunError
+from flows.run_flow import run_flow
 from flows.training.summary import TrainSummary
 from tasks.reports.iteration import IterationRecord
 from tests.flows.conftest import REPOSITORY, TINY, Compare, Runs, Start, refused
@@ -97,7 +97,7 @@ def test_an_interrupt_of_a_cell_cancels_its_run() -> None:
             ended.append("cancelled")
 
     async def cell() -> None:
-        functions._run(work, progress=False)
+        run_flow(work, progress=False)
 
     loop, previous = asyncio.new_event_loop(), signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands import evaluate, replay, rescore, train
+from flows import evaluate, replay, rescore, train
 from flows.compare_runs import compare
 from flows.export.plan import plan_export
 from flows.inspect_run import inspect_run

@@ -11,7 +11,8 @@ import pytest
 
 from configs.loader import read_config
 from configs.schema import RunConfig
-from flows.commands import read_finished, train
+from flows import train
+from flows.command_line.flow_commands import stored_summary
 from tasks.storage.parquet import DIGESTS, part_digests
 from tests.flows.conftest import TINY, Runs, flip
 from tests.flows.flips.conftest import SETTINGS, Evaluated
@@ -65,7 +66,7 @@ def test_any_damage_is_left_to_a_start(finished: Runs) -> None:
         path = sorted(finished.path().glob(pattern))[0]
         content = path.read_bytes()
         flip(path, chance)
-        assert read_finished(config) is None, path
+        assert stored_summary(config) is None, path
         path.write_bytes(content)
     metrics = finished.path("iteration_000001", "metrics.parquet")
     content = metrics.read_bytes()
@@ -73,19 +74,19 @@ def test_any_damage_is_left_to_a_start(finished: Runs) -> None:
     doubled = table.set_column(2, table.field(2), pc.multiply(table["value"], 2))
     pq.write_table(doubled.replace_schema_metadata({DIGESTS: stated[DIGESTS.encode()]}), metrics)
     assert part_digests(metrics) == json.loads(stated[DIGESTS.encode()])
-    assert read_finished(config) is None
+    assert stored_summary(config) is None
     metrics.write_bytes(content)
     manifest = next(finished.path("iteration_000001", "rewards").glob("*.json"))
     content = manifest.read_bytes()
     manifest.unlink()
-    assert read_finished(config) is None
+    assert stored_summary(config) is None
     manifest.write_bytes(content)
-    assert read_finished(config) is not None
+    assert stored_summary(config) is not None
 
 
 def test_another_configuration_is_left_to_a_start(finished: Runs) -> None:
     for change in CHANGES:
-        assert read_finished(config_of(finished, **change)) is None, change
+        assert stored_summary(config_of(finished, **change)) is None, change
 
 
 pytestmark = pytest.mark.slow

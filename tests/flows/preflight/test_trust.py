@@ -13,7 +13,7 @@ import yaml
 
 from configs.loader import read_config
 from configs.training import RewardSection
-from flows.commands import evaluate, replay
+from flows import evaluate, replay
 from flows.compare_runs import compare
 from flows.deploy import evaluation
 from flows.evaluation import plan_evaluate

@@ -72,7 +72,7 @@ def test_nobody_answers() -> None:
 CLOSED = "http://127.0.0.1:1/api"
 ASKS = """
 import sys
-from flows.commands import start_server
+from flows.run_flow import start_server
 from grpo_core.errors import InputError
 from tasks.process import environment
 try:

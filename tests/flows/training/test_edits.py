@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from data.recipes.edits import choose_edits, split_edits, write_edit_file
-from flows.commands import train
+from flows import train
 from tests.flows.conftest import REPOSITORY, TINY_BOTH, Runs
 
 TINY_EDIT = REPOSITORY / "configs" / "tiny_edit.yaml"

@@ -58,7 +58,7 @@ MAKES_FOLDERS = {
     "tasks/reports/report.py",
     "data/tiny_models.py",
     # A few lines of text.
-    "flows/commands.py",
+    "flows/command_line/flow_commands.py",
 }
 
 
