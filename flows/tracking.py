@@ -119,6 +119,9 @@ class RunTrackers:
 
             # Accelerate's trackers log, and its loggers want to know the process.
             PartialState()
+            if "SWANLAB_API_KEY" not in os.environ:
+                # It would ask for one.
+                os.environ.setdefault("SWANLAB_MODE", "offline")
             kind = BACKENDS.get(name, Backend)
             self._open[name] = kind(name, self._config, self._store, self._records.get(name, {}))
         return self._open[name]
@@ -327,35 +330,5 @@ class MLflow(Backend):
         super().log(number, metrics, images)
 
 
-class Trackio(Backend):
-    """trackio, in its local folder or in the Space that its own variables name."""
-
-    continues = True
-
-    def arguments(self) -> dict[str, Any]:
-        """Continue the run of this name; trackio knows runs by their names, so the name has the id."""
-        return {"run_name": self.project, "name": f"{self.name}-{self.id}", "resume": "allow"}
-
-
-class SwanLab(Backend):
-    """SwanLab: offline unless SWANLAB_MODE or SWANLAB_API_KEY is set."""
-
-    continues = True
-
-    def arguments(self) -> dict[str, Any]:
-        """Continue the run of this id where there is one."""
-        known = {"SWANLAB_MODE", "SWANLAB_API_KEY"} & {*os.environ}
-        return {
-            "run_name": self.project,
-            "name": self.name,
-            "id": self.id,
-            "resume": "allow",
-            "log_dir": str(self.folder / "swanlab"),
-            **({} if known else {"mode": "offline"}),
-        }
-
-
-BACKENDS: Mapping[str, type[Backend]] = MappingProxyType(
-    {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio, "swanlab": SwanLab}
-)
+BACKENDS: Mapping[str, type[Backend]] = MappingProxyType({"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow})
 """Trackers that continue a run, by name; the others are served by `Backend`."""

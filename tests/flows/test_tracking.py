@@ -4,7 +4,6 @@ import copy
 import io
 import json
 import shutil
-import sqlite3
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,21 +204,6 @@ def test_mlflow_goes_on_with_the_same_run(run: TrackedRun, tmp_path: Path, monke
     rewards = client.get_metric_history(only.info.run_id, "reward")
     assert {each.step: each.value for each in rewards} == {number: METRICS[number]["reward"] for number in (1, 2, 3)}
     assert len(rewards) == 3
-
-
-def test_trackio_goes_on_with_the_same_run(run: TrackedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trackio = pytest.importorskip("trackio", reason="needs the extra trackio")
-    monkeypatch.setattr(trackio.sqlite_storage, "TRACKIO_DIR", tmp_path / "trackio")
-    run.log(1, "trackio")
-    run.log(3, "trackio")
-    database = sqlite3.connect(next(tmp_path.rglob("mine.db")))
-    rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
-    database.close()
-    assert len({name for name, *_ in rows}) == 1
-    assert [step for _, step, _ in rows] == [0, 1, 2, 3]
-    assert [json.loads(metrics)["reward"] for _, step, metrics in rows if step] == [
-        METRICS[number]["reward"] for number in (1, 2, 3)
-    ]
 
 
 class Leaving(GeneralTracker):
