@@ -51,36 +51,16 @@ def heartbeat_automation() -> AutomationCore:
 
 
 async def ensure_automation(client: "PrefectClient") -> bool:
-    """Register the automation, or update the one that differs; one that was disabled stays disabled.
+    """Register the automation unless the server has one of this name; one that was changed or disabled stays so.
 
     Returns:
         Whether the server has it. A plan of Prefect Cloud allows a number of automations.
     """
-    wanted = heartbeat_automation()
     try:
-        found = await client.read_automations_by_name(NAME)
-        if not found:
-            await client.create_automation(wanted)
-            return True
-        kept, *twins = found
-        # Two workers that start at the same moment register it twice.
-        for twin in twins:
-            await client.delete_automation(twin.id)
-        compared = {"trigger", "actions", "description"}
-        if _plain(kept, compared) != _plain(wanted, compared):
-            await client.update_automation(kept.id, wanted.model_copy(update={"enabled": kept.enabled}))
+        if not await client.read_automations_by_name(NAME):
+            await client.create_automation(heartbeat_automation())
     except PrefectHTTPStatusError:
         if not is_cloud():
             raise
         return False
     return True
-
-
-def _plain(automation: AutomationCore, fields: set[str]) -> object:
-    def ordered(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: ordered(each) for key, each in value.items() if key not in ("id", "owner_resource")}
-        # Sets come in any order.
-        return sorted(map(repr, map(ordered, value))) if isinstance(value, list) else value
-
-    return ordered(automation.model_dump(mode="json", include=fields))
