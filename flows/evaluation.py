@@ -210,7 +210,7 @@ async def evaluate(request: EvaluateForm) -> EvaluateSummary:
             run = Run(plan.config, plan.store, lock, plan.model, (), plan.heldout)
             async with recording(run.store, lock):
                 done = evaluate_policy(run, plan.policy, plan.rollouts)
-    summary = summarize(plan, done, time.perf_counter() - started)
+    summary = evaluate_summary(plan, done, time.perf_counter() - started)
     await publish_report(summary.report(), f"evaluate-{summary.run}")
     return summary
 
@@ -241,7 +241,7 @@ def evaluate_baselines(run: Run, plan: RolloutPlan) -> Mapping[Baseline, Artifac
     return done
 
 
-def summarize(plan: EvaluatePlan, done: StoredEvaluation, seconds: float) -> EvaluateSummary:
+def evaluate_summary(plan: EvaluatePlan, done: StoredEvaluation, seconds: float) -> EvaluateSummary:
     """Gather the summary of an evaluation that is stored."""
     rewards = {label: metrics_of(label, scores) for label, scores in done.rewards.items()}
     return EvaluateSummary(

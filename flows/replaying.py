@@ -20,7 +20,7 @@ from flows.preflight.files import checked_once
 from flows.preflight.inputs import check_inputs
 from flows.preflight.trust import trusted_config
 from flows.training.callbacks import open_callbacks
-from flows.training.history import TrainingHistory, evaluate
+from flows.training.history import TrainingHistory, evaluate_now
 from flows.training.summary import TrainSummary, publish_summary, summarize
 from grpo_core.errors import InputError, raise_all
 from grpo_core.streams import Stream
@@ -231,7 +231,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
         log(introduction(plan))
         async with recording(run.store, run.lock):
             with open_callbacks(run) as callbacks:
-                evaluate(run, policy, history)
+                evaluate_now(run, policy, history)
                 callbacks.on_train_begin(history)
                 for stored in plan.iterations:
                     updates = corrected_updates(run, plan, policy, stored)
@@ -240,7 +240,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
                     title, staleness = f"iteration {policy.version + 1}", plan.config.replay.max_staleness
                     policy = update_policy(run, policy, rollouts, advantages, updates, staleness, title)
                     if run.config.is_evaluated(policy.version):
-                        evaluate(run, policy, history)
+                        evaluate_now(run, policy, history)
                     if await callbacks.on_iteration_end(history, policy, stored.rounds, advantages, replayed=True):
                         break
         summary = summarize(run, history, time.perf_counter() - started)

@@ -119,7 +119,7 @@ async def rescore(request: RescoreForm) -> Rescoring:
         begun = time.perf_counter()
         comparison, moved, pages = write_pages(plan, done)
     spent = {"total": time.perf_counter() - started, **spent, "report": time.perf_counter() - begun}
-    rescoring = Rescoring(summarize(plan, done, spent, pages, comparison), comparison, moved)
+    rescoring = Rescoring(rescore_summary(plan, done, spent, pages, comparison), comparison, moved)
     await publish_report(rescoring.report(), f"rescore-{plan.name}")
     return rescoring
 
@@ -135,7 +135,7 @@ def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[St
             # Scores name their own rewards: one that is refused leaves what was there before.
             open_folder(name, run)
         between = time.perf_counter()
-        advantages = compute_advantages(name, run, stored, rounds, done[-1].advantages if done else None)
+        advantages = advantages_of(name, run, stored, rounds, done[-1].advantages if done else None)
         spent["scores"] += between - begun
         spent["advantages"] += time.perf_counter() - between
         done.append(replace(stored, rounds=rounds, advantages=advantages))
@@ -178,7 +178,7 @@ def score_missing(name: str, run: RescoredRun, stored: StoredIteration, index: i
     return SamplingRound(rollouts, scores)
 
 
-def compute_advantages(
+def advantages_of(
     name: str, run: RescoredRun, stored: StoredIteration, rounds: tuple[SamplingRound, ...], earlier: ArtifactRef | None
 ) -> ArtifactRef:
     """Compute one table of advantages over the samples of all rounds of an iteration."""
@@ -212,7 +212,7 @@ def write_pages(
     return comparison, moved, pages
 
 
-def summarize(
+def rescore_summary(
     plan: RescorePlan,
     done: Mapping[str, list[StoredIteration]],
     seconds: dict[str, float],

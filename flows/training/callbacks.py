@@ -29,7 +29,7 @@ from flows.pipeline.run import Run
 from flows.pipeline.stages import forget_task_runs
 from flows.pruning.prune import PolicyKeeper
 from flows.tracking import RunTrackers, tracking
-from flows.training.history import TrainingHistory, evaluate
+from flows.training.history import TrainingHistory, evaluate_now
 from flows.training.hooks import call_hook
 from tasks.metrics import HELDOUT
 from tasks.progress import advance_run, log
@@ -215,7 +215,7 @@ class Callbacks:
         if history.evaluation_of(policy.version) is None:
             # An evaluation looks whether its iteration has been reported.
             self.publisher.finish()
-            evaluate(self.run, policy, history)
+            evaluate_now(self.run, policy, history)
         log(f"stopped after iteration {policy.version}: {reason}")
 
 

@@ -189,7 +189,7 @@ def _find_reused(
     return {stage: runs[0] for stage, runs in sources.items() if runs and runs[0] is not None and all(runs)}
 
 
-def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
+def evaluate_now(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
     """Evaluate a policy on the held-out prompts, if there are any, and look for guardrails that have fallen."""
     plan = plan_heldout(run.config, run.heldout, policy.version)
     if plan is None:

@@ -24,7 +24,7 @@ from flows.pipeline.prefect_ui import TrainConfig
 from flows.pipeline.run import Run, start_run
 from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards, update_policy
 from flows.training.callbacks import open_callbacks
-from flows.training.history import TrainingHistory, evaluate
+from flows.training.history import TrainingHistory, evaluate_now
 from flows.training.prefetch import ScoredRollouts, prefetching
 from flows.training.summary import TrainSummary, publish_summary, summarize
 from tasks.metrics import stream_prefix
@@ -48,14 +48,14 @@ async def train(config: TrainConfig, accept_code: bool = False, overrides: tuple
         sample = partial(sample_rollouts, run, history)
         async with recording(run.store, run.lock):
             with open_callbacks(run) as callbacks, prefetching(config.run, policy, sample) as prefetcher:
-                evaluate(run, policy, history)
+                evaluate_now(run, policy, history)
                 callbacks.on_train_begin(history)
                 for iteration in range(1, config.run.iterations + 1):
                     batch = prefetcher.next_batch(iteration)
                     policy = train_policy(run, policy, batch, iteration)
                     prefetcher.publish_policy(policy)
                     if config.is_evaluated(iteration):
-                        evaluate(run, policy, history)
+                        evaluate_now(run, policy, history)
                     if await callbacks.on_iteration_end(history, policy, batch.rounds, batch.advantages):
                         break
         summary = summarize(run, history, time.perf_counter() - started)
