@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+import yaml
+from yaml import MappingNode
+
 from configs.validation import NAME_PATTERN
 from flows.init.starting_point import Start, context_length, is_of_its_family
 from flows.pipeline.requests import OWN
@@ -136,7 +139,6 @@ def _rewards_section(reward: str) -> str:
     return "\n".join([*lines, ""])
 
 
-_SETTING = re.compile(r"(?P<start> *(?:- )?(?P<key>\w+):)(?P<value>(?: [^#\n]*?)?)(?P<comment> +#.*)?")
 _SHIPPED = re.compile(r"(?<=: )(?:data|configs)/[\w./-]+")
 
 
@@ -144,43 +146,28 @@ def fill(text: str, values: Mapping[str, str | None]) -> str:
     """Give settings of a configuration other values; comments stay.
 
     Args:
-        text: YAML of sections, with each setting on a line of its own.
-        values: YAML by section and key, such as `policy.lora.rank`; None removes a setting. It replaces all that is
-            below the key, and is added at the end of its section where the key is missing.
+        text: YAML of sections in block style.
+        values: YAML by section and key, such as `policy.lora.rank`; None removes a setting. One that is missing is
+            added at the head of its section.
     """
-    lines: list[str] = []
-    left, path, replaced = dict(values), list[str](), -1
-    for line in text.splitlines():
-        depth = (len(line) - len(line.lstrip())) // 2
-        found = _SETTING.fullmatch(line)
-        if replaced >= 0 and line.strip() and (depth > replaced or line.lstrip().startswith("- ")):
-            continue
-        replaced = replaced if not line.strip() else -1
-        if found is not None:
-            if depth == 0 and path:
-                _add(lines, path[0], left)
-            path = [*path[:depth], found["key"]]
-            if (key := ".".join(path)) in left:
-                value, replaced = left.pop(key), depth
-                if value is None:
-                    continue
-                line = f"{found['start']} {value}{found['comment'] or ''}"
-        lines.append(line)
-    _add(lines, path[0] if path else "", left)
-    added = [key for key, value in left.items() if value is not None]
-    assert not added, f"the configuration has no section for {', '.join(added)}"
-    return "\n".join(lines) + "\n"
+    for path, value in values.items():
+        text = _with_setting(text, *path.split("."), value=value)
+    return text
 
 
-def _add(lines: list[str], section: str, left: dict[str, str | None]) -> None:
-    """Write what is left of a section's values below its last setting."""
-    end = len(lines)
-    while end and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
-        end -= 1
-    for key in [key for key in left if key.startswith(f"{section}.") and key.count(".") == 1]:
-        if (value := left.pop(key)) is not None:
-            lines.insert(end, f"  {key.partition('.')[2]}: {value}")
-            end += 1
+def _with_setting(text: str, *path: str, value: str | None) -> str:
+    node, head = yaml.compose(text), 0
+    for depth, name in enumerate(path):
+        found = [each for each in node.value if each[0].value == name] if isinstance(node, MappingNode) else []
+        if not found:
+            assert value is None or depth == len(path) - 1, f"the configuration has no section for {'.'.join(path)}"
+            return text if value is None else f"{text[:head]}{'  ' * depth}{name}: {value}\n{text[head:]}"
+        ((key, node),) = found
+        head = text.index("\n", key.end_mark.index) + 1
+    if value is None:
+        line, end = text.rindex("\n", 0, key.start_mark.index), text.index("\n", node.end_mark.index)
+        return text[:line] + text[end:]
+    return text[: node.start_mark.index] + value + text[node.end_mark.index :]
 
 
 def section_of(text: str, name: str) -> str:

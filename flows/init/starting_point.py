@@ -68,9 +68,7 @@ def choose_name(model: str) -> str:
         import torch
 
         return _FULL_SIZE[kind] if torch.cuda.is_available() else WITHOUT_GPU
-    index = find_model_file(model, INDEX_FILE) if kind == "diffusers" else None
-    named = str(read_pipeline_file(model, index).get("_class_name")) if index is not None else ""
-    return _BY_PIPELINE.get(named, _FULL_SIZE[kind])
+    return _BY_PIPELINE.get(_pipeline_class(model), _FULL_SIZE[kind])
 
 
 def _described_kind(model: str) -> Kind:
@@ -92,10 +90,12 @@ def _described_kind(model: str) -> Kind:
 
 def is_of_its_family(model: str, name: str) -> bool:
     """Whether a pipeline is of the class that a configuration was written for; other models fit by their kind."""
+    return read_kind(model) != "diffusers" or _BY_PIPELINE.get(_pipeline_class(model)) == name
+
+
+def _pipeline_class(model: str) -> str:
     index = find_model_file(model, INDEX_FILE)
-    if index is None or read_kind(model) != "diffusers":
-        return True
-    return _BY_PIPELINE.get(str(read_pipeline_file(model, index).get("_class_name"))) == name
+    return "" if index is None else str(read_pipeline_file(model, index).get("_class_name"))
 
 
 def context_length(model: str) -> int | None:

@@ -139,18 +139,13 @@ def _check(start: Start, config: Path) -> tuple[str, ...]:
 
 
 def _files(start: Start, folder: Path) -> Mapping[Path, bytes]:
-    """Return the content of each file that is written."""
-    examples = EXAMPLES / start.examples
+    """Return the content of each file that is written: the configuration, and examples of what was not given."""
+    request, examples = start.request, EXAMPLES / start.examples
+    kept = request.prompts is not None or start.keeps_data
+    left_out = {REWARD} if start.reward != OWN else set()
+    left_out |= {HELDOUT} if request.heldout is not None else set()
     files = {folder / CONFIG: config_text(start, folder).encode()}
     for path in sorted(each for each in examples.rglob("*") if each.is_file()):
-        if _needs_example(start, path):
+        if not {path.name, path.stem} & left_out and (path.name == REWARD or not kept):
             files[folder / path.relative_to(examples)] = path.read_bytes()
     return files
-
-
-def _needs_example(start: Start, path: Path) -> bool:
-    """Whether nothing stands in the place of an example's file."""
-    if path.name == REWARD:
-        return start.reward == OWN
-    request = start.request
-    return request.prompts is None and not start.keeps_data and (path.stem != HELDOUT or request.heldout is None)

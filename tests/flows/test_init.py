@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import polars as pl
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -108,15 +107,13 @@ FULL_SIZE = [name for name in shipped_names() if name not in ("glm_image_mix", "
 @pytest.mark.parametrize("name", FULL_SIZE)
 def test_own_names_take_the_places_in_every_shipped_configuration(own: Path, name: str) -> None:
     """Of the file, all that no option names stays; what says how it samples and trains among it."""
-    (own / "table.jsonl").write_text('{"prompt": "a circle", "image": "images/00000.png", "answer": "a"}\n')
+    for data in ("table", "heldout"):
+        (own / f"{data}.jsonl").write_text('{"prompt": "a circle", "image": "images/00000.png", "answer": "a"}\n')
     rewards = {"causal_lm": "answer", "vision_lm": "answer"}
     shipped = read_config(CONFIGS / f"{name}.yaml")
     table, reward = str(own / "table.jsonl"), rewards.get(shipped.policy.kind, "sharpness")
-    given = {"model": shipped.policy.model, "prompts": table, "heldout": table, "reward": reward}
-    with pytest.raises(InputError, match="--heldout: got"):
-        write(own / "same", template=name, **given)
-    (own / "heldout.jsonl").write_text((own / "table.jsonl").read_text())
-    config = read_config(write(own / "run", template=name, **given | {"heldout": str(own / "heldout.jsonl")}))
+    given = {"model": shipped.policy.model, "prompts": table, "heldout": str(own / "heldout.jsonl"), "reward": reward}
+    config = read_config(write(own / "run", template=name, **given))
     assert (config.data.prompts, config.evaluate.prompts) == (table, str(own / "heldout.jsonl"))
     assert [each.reward for each in config.rewards] == [reward]
     assert (
@@ -167,12 +164,6 @@ def test_the_models_files_choose_the_numbers(
     assert choose_name(described(tmp_path / "model", **files)) == name
 
 
-def test_a_shipped_configurations_own_model_needs_no_files() -> None:
-    for name in {*shipped_names()} - {"medground"}:
-        model = read_config(CONFIGS / f"{name}.yaml").policy.model
-        assert read_config(CONFIGS / f"{choose_name(model)}.yaml").policy.model == model
-
-
 def test_a_model_of_the_hub_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_of: Callable[[Mapping[str, bytes]], None]
 ) -> None:
@@ -187,32 +178,22 @@ def test_a_model_of_the_hub_is_found_out(
     assert read_config(write(tmp_path / "named", model="someone/other", template="text_7b")).policy.lora is not None
 
 
-LAYOUTS = {
-    "caption,file": ("mine.csv", "caption,file\na red circle,00001.png\na blue square,00000.png\n"),
-    "prompt": ("mine.csv", "prompt\na red circle\na blue square\n"),
-    "prompt,image": ("mine.csv", "prompt,image\na red circle,00001.png\na blue square,00000.png\n"),
-    "jsonl": (
-        "mine.jsonl",
-        '{"prompt": "a red circle", "picture": "00001.png"}\n{"prompt": "b", "picture": "00000.png"}\n',
-    ),
-    "txt": ("mine.txt", "a red circle\na blue square\n"),
-    "parquet": ("mine.parquet", ""),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_prompts_with_targets(own: Path, layout: str) -> None:
-    """A column with the names of all targets pairs them; without one their numbers do."""
-    name, text = LAYOUTS[layout]
-    if layout == "parquet":
-        pl.DataFrame({"prompt": ["a", "b"], "file": ["00001.png", "00000.png"]}).write_parquet(own / name)
-    else:
-        (own / name).write_text(text)
-    given = {"prompts": str(own / name), "targets": str(own / "images"), "reward": "r2"}
+@pytest.mark.parametrize(
+    ("rows", "in_order"),
+    [
+        ("caption,file\na red circle,00001.png\na blue square,00000.png\n", False),
+        ("prompt\na red circle\na blue square\n", True),
+    ],
+)
+def test_a_column_with_the_names_of_all_targets_pairs_them_and_without_one_their_numbers_do(
+    own: Path, rows: str, in_order: bool
+) -> None:
+    (own / "mine.csv").write_text(rows)
+    given = {"prompts": str(own / "mine.csv"), "targets": str(own / "images"), "reward": "r2"}
     (known,) = run_checks(read_config(write(own / "run", **given))).usable("data")
     by_number = ["00000.png", "00001.png"]
     assert [Path(target.uri).name for target in known.targets if target is not None] == (
-        by_number if layout in ("prompt", "txt") else by_number[::-1]
+        by_number if in_order else by_number[::-1]
     )
 
 
@@ -320,11 +301,6 @@ def test_the_first_targets_are_shown(own: Path) -> None:
     result = CliRunner().invoke(application, ["init", str(own / "run"), *given])
     assert result.exit_code == 0
     assert "data.targets: a red circle -> 00000.png; a blue square -> 00001.png\n" in result.stderr
-
-
-def test_own_images_are_targets(own: Path) -> None:
-    config = read_config(write(own / "run", prompts=str(own / "mine.txt"), targets=str(own / "images"), reward="r2"))
-    assert [target is not None for target in run_checks(config).usable("data")[0].targets] == [True, True]
 
 
 def test_own_prompts_are_held_out(own: Path) -> None:
