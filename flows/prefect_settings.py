@@ -16,8 +16,10 @@ CLIENT: Mapping[str, str] = {
     "DO_NOT_TRACK": "1",
     # The command line reports a failure once; the full traceback is in the UI's logs.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    # The first temporary server migrates a database, which takes longer than the default on a small machine.
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
 }
-"""For processes that run flows."""
+"""For processes that run flows, and may start a temporary server."""
 
 SERVER: Mapping[str, str] = {
     # One write per batch of task runs: unbatched, the recorder costs more than the tasks.
@@ -34,12 +36,6 @@ SERVER: Mapping[str, str] = {
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
 }
 """For every server, also the temporary one of a single run."""
-
-TEMPORARY_SERVER: Mapping[str, str] = {
-    # The first start migrates a database, which takes longer than the default on a small machine.
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-}
-"""For processes that start a temporary server."""
 
 SINGLE_RUN: Mapping[str, str] = {
     # Nobody reads its events, and it has no automations: a quarter of its work for a small run.
@@ -70,6 +66,6 @@ WORKER: Mapping[str, str] = {
 
 def apply_settings() -> None:
     """Set what the environment does not set already; settings of other processes have no effect in this one."""
-    for settings in (CLIENT, SERVER, TEMPORARY_SERVER, WORKER):
+    for settings in (CLIENT, SERVER, WORKER):
         for name, value in settings.items():
             os.environ.setdefault(name, value)

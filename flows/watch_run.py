@@ -76,25 +76,17 @@ def watch_run(name: str, *, root: str, port: int, iteration: int | None, started
 
 @dataclass(frozen=True)
 class _Page:
-    """A page as it was written.
-
-    Attributes:
-        tag: what the run had when it was read.
-        seconds: processor time of reading and writing it.
-        written: when that was, on the monotonic clock.
-        time: the same for people.
-    """
+    """A page as it was written, from when on it may be written again, and what the run had when it was read."""
 
     html: str
     tag: str
-    seconds: float
-    written: float
+    due: float
     time: str
 
     @property
     def is_due(self) -> bool:
         """Whether it may be written again."""
-        return time.monotonic() - self.written >= max(SECONDS_BETWEEN, self.seconds / SHARE)
+        return time.monotonic() >= self.due
 
 
 class RunWatch:
@@ -151,9 +143,9 @@ class RunWatch:
         found = read_inspection(reader, iteration, with_page=True)
         reader.memory.forget_unused()
         html = render_run_page(found.run, found.samples, found.verdict, found.warnings, watched=tag)
-        seconds = time.thread_time() - begun
-        self._even_at = max(self._even_at, now) + seconds / SHARE
-        return _Page(html, tag, seconds, time.monotonic(), f"{datetime.now():%H:%M:%S}")
+        made_up = (time.thread_time() - begun) / SHARE
+        self._even_at = max(self._even_at, now) + made_up
+        return _Page(html, tag, time.monotonic() + max(SECONDS_BETWEEN, made_up), f"{datetime.now():%H:%M:%S}")
 
 
 def create_app(watch: RunWatch) -> Starlette:

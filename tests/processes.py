@@ -7,6 +7,7 @@ take many seconds, and a fork of this process would hang in the thread pools of 
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,3 +52,11 @@ class ProgressLog:
 
     def log(self, line: str) -> None:
         self.lines.append(line)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120.0, what: Callable[[], object] = str) -> None:
+    """Wait for something that happens; the limit only ends a test that fails, with `what` as its message."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)

@@ -85,9 +85,8 @@ def prune(request: PruneRequest) -> PruneSummary:
     """
     check_request(request)
     stores = [find_run(source, request.root) for source in request.sources]
-    places = [store.path() for store in stores]
-    if twice := sorted({place for place in places if places.count(place) > 1}):
-        raise InputError("RUN", twice, "A run is named twice; name each once.")
+    if len({store.path() for store in stores}) < len(stores):
+        raise InputError("RUN", list(request.sources), "A run is named twice; name each once.")
     now = datetime.now(UTC)
     runs: list[PrunedRun] = []
     with ExitStack() as stack:

@@ -109,7 +109,7 @@ def check_request(request: PruneRequest) -> None:
     """Check the options.
 
     Raises:
-        InputError: no rule, a number below 1, an age that cannot be read, a run named twice.
+        InputError: no rule, a number below 1, an age that cannot be read.
     """
     raise_all(_problems(request))
 
@@ -127,5 +127,3 @@ def _problems(request: PruneRequest) -> Iterator[InputError]:
         if isinstance(value, str) and read_age(value) is None:
             hint = "Write days or hours, as 30d or 12h; or iterations back from the last, as 20i."
             yield InputError(option, value, hint)
-    if len(set(request.sources)) < len(request.sources):
-        yield InputError("RUN", list(request.sources), "A run is named twice; name each once.")

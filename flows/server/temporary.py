@@ -68,6 +68,7 @@ class TemporaryServer(ServerProcess):
         port: of the loopback address.
         folder: of the database, deleted by the server when this process has ended.
         lost: why nothing can be reported any more; None while the server runs.
+        is_ready: whether it has answered.
     """
 
     def __init__(self, settings: Mapping[str, str]) -> None:
@@ -76,7 +77,7 @@ class TemporaryServer(ServerProcess):
         # Before the server runs, requests wait in its queue.
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.lost: str | None = None
-        self._closed = False
+        self.is_ready = self._closed = False
         descriptor = self._listener.fileno()
         super().__init__(
             "Prefect's temporary server",
@@ -201,23 +202,19 @@ def _environment(settings: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in given.items() if not name.startswith(kept)}
 
 
-_ready: set[int] = set()
-"""Ports of the servers that have answered."""
-
-
 def wait_for_temporary_server() -> None:
     """Return once the server that this process has started answers; at once if there is none.
 
     Raises:
         RuntimeError: it did not start; with the last lines of its log.
     """
-    if _server is None or _server.port in _ready:
+    if _server is None or _server.is_ready:
         return
     from prefect.settings import get_current_settings
 
     seconds = get_current_settings().server.ephemeral.startup_timeout_seconds
     _server.wait_until_ready(seconds)
-    _ready.add(_server.port)
+    _server.is_ready = True
     keep_template(_server.folder)
     watch = contextvars.copy_context().run
     threading.Thread(target=watch, args=(_server.watch,), name="temporary server", daemon=True).start()

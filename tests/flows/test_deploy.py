@@ -18,7 +18,7 @@ from flows.server.heartbeat_automation import NAME as AUTOMATION
 from grpo_core.errors import InputError
 from tasks.process import CHECKOUT
 from tests.flows.conftest import TINY
-from tests.flows.deployment.deployed import MIX, deployed, make_pool, on_the_server
+from tests.flows.deployment.deployed import MIX, make_pool, on_the_server
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,9 @@ def by_the_command(run: str, *options: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="class")
 def alone(server: None) -> dict[str, Any]:
-    """A training that is deployed at a server without its pool."""
-    return by_the_command("alone", "--cron", "0 2 * * *")
+    """A training, its evaluation and a rescoring, deployed at a server without their pool."""
+    also = ("--evaluate", "--rescore", str(MIX))
+    return by_the_command("alone", "--cron", "0 2 * * *", "--timezone", "Europe/Berlin", *also)
 
 
 async def replace_schedule(name: str, changed: Mapping[str, Any]) -> None:
@@ -52,55 +53,28 @@ async def replace_schedule(name: str, changed: Mapping[str, Any]) -> None:
 
 
 class TestRegistered:
-    @pytest.mark.slow
-    def test_a_second_time_brings_up_to_date_and_keeps_what_a_person_changed(self, pool: str) -> None:
-        first = deployed(run="twice", cron="0 2 * * *", timezone="Europe/Berlin", evaluate=True, rescore=(str(MIX),))
-        names = ["grpo train/twice", "grpo evaluate/twice-evaluate", "grpo rescore/twice-rescore-mix"]
-        assert [(each.name, each.updated) for each in first.deployments] == [(name, False) for name in names]
-        found = on_the_server("twice")
-        assert sorted(found) == sorted(names)
+    def test_by_the_command_on_a_pool_and_a_server_that_are_made_ready(self, alone: dict[str, Any]) -> None:
+        names = ["grpo train/alone", "grpo evaluate/alone-evaluate", "grpo rescore/alone-rescore-mix"]
+        assert [(each["name"], each["updated"]) for each in alone["deployments"]] == [(name, False) for name in names]
+        assert (alone["pool"], alone["pool_type"], alone["root"]) == ("made-by-deploy", "grpo", "runs")
+        assert alone["deployments"][0]["schedule"] == "0 2 * * * (Europe/Berlin)"
+        with get_client(sync_client=True) as client:
+            assert len(client.read_automations_by_name(AUTOMATION)) == 1
+        found = on_the_server("alone")
         training, evaluation, rescoring = (found[name] for name in names)
-        config = read_config(TINY, ["run.name=twice"]).model_dump(mode="json")
-        assert training.parameters == {"config": config}
-        assert (training.work_pool_name, training.tags) == (pool, ["grpo", "twice"])
+        assert training.parameters == {"config": read_config(TINY, ["run.name=alone"]).model_dump(mode="json")}
+        assert (training.work_pool_name, training.tags) == ("made-by-deploy", ["grpo", "alone"])
         assert training.global_concurrency_limit is not None
         assert training.global_concurrency_limit.limit == 1
         assert training.concurrency_options == ONE_AT_A_TIME
-        assert training.job_variables == job_variables("process")
+        assert training.job_variables == job_variables("grpo")
         assert training.enforce_parameter_schema
         assert (evaluation.schedules, rescoring.schedules) == ([], [])
         # A rescoring names its file as workers find it.
         request = rescoring.parameters["request"]
-        assert (request["sources"], request["rewards"], request["name"]) == (
-            ["twice"],
-            "configs/rewards/mix.yaml",
-            "mix",
-        )
+        named = (request["sources"], request["rewards"], request["name"])
+        assert named == (["alone"], "configs/rewards/mix.yaml", "mix")
         assert (CHECKOUT / request["rewards"]).is_file()
-
-        given = {"parameters": {"config": {"run": {"name": "twice"}}}, "slug": "nightly"}
-        asyncio.run(replace_schedule(names[0], given))
-        again = deployed(run="twice", evaluate=True, rescore=(str(MIX),), overrides=["run.seed=7"])
-        assert [(each.name, each.id, each.updated) for each in again.deployments] == [
-            (each.name, each.id, True) for each in first.deployments
-        ]
-        assert again.deployments[0].schedule == "0 2 * * * (Europe/Berlin)"
-        training = on_the_server("twice")[names[0]]
-        assert training.parameters["config"]["run"]["seed"] == 7
-        (kept,) = training.schedules
-        assert (kept.schedule.cron, kept.schedule.timezone) == ("0 2 * * *", "Europe/Berlin")
-        assert kept.model_dump(include=set(given)) == given
-        assert deployed(run="twice", cron="").deployments[0].schedule is None
-        assert on_the_server("twice")[names[0]].schedules == []
-
-    def test_by_the_command_the_training_alone_on_a_pool_and_a_server_that_are_made_ready(
-        self, alone: dict[str, Any]
-    ) -> None:
-        assert [each["name"] for each in alone["deployments"]] == ["grpo train/alone"]
-        assert (alone["pool"], alone["pool_type"], alone["root"]) == ("made-by-deploy", "grpo", "runs")
-        assert alone["deployments"][0]["schedule"] == "0 2 * * * (UTC)"
-        with get_client(sync_client=True) as client:
-            assert len(client.read_automations_by_name(AUTOMATION)) == 1
 
     def test_the_command_once_more_keeps_the_schedule_as_a_person_changed_it(self, alone: dict[str, Any]) -> None:
         changed = {"active": False, "parameters": {"config": {"run": {"name": "alone"}}}, "slug": "nightly"}
@@ -110,8 +84,10 @@ class TestRegistered:
         training = on_the_server("alone")["grpo train/alone"]
         assert training.parameters["config"]["run"]["seed"] == 7
         (kept,) = training.schedules
-        assert kept.schedule.cron == "0 2 * * *"
+        assert (kept.schedule.cron, kept.schedule.timezone) == ("0 2 * * *", "Europe/Berlin")
         assert kept.model_dump(include=set(changed)) == changed
+        assert by_the_command("alone", "--cron", "")["deployments"][0]["schedule"] is None
+        assert on_the_server("alone")["grpo train/alone"].schedules == []
 
     def test_a_container_pool_gets_the_image_and_enters_its_checkout(self, pool: str) -> None:
         async def pods() -> None:

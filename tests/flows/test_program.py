@@ -196,8 +196,7 @@ def test_a_terminal_obeys_nothing_that_an_error_quotes(error: Exception, capsys:
 
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
-    name: getattr(prefect_settings, name)
-    for name in ("CLIENT", "SERVER", "TEMPORARY_SERVER", "LASTING_SERVER", "WORKER")
+    name: getattr(prefect_settings, name) for name in ("CLIENT", "SERVER", "LASTING_SERVER", "WORKER")
 }
 # What is no setting of Prefect's Settings, and how each works is tested by itself.
 OTHERS = {"DO_NOT_TRACK", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"}

@@ -1,4 +1,4 @@
-"""Runs whose prompts have images: resumed, damaged, replayed, rescored, pruned, inspected and started anew."""
+"""Runs whose prompts have images: scored and inspected, killed, and replayed."""
 
 import hashlib
 import json
@@ -8,15 +8,10 @@ from typing import Any
 import polars as pl
 import pytest
 
-from configs.loader import read_config
 from flows.inspect_run import inspect_run
-from flows.preflight.prompts import read_prompt_files
-from flows.pruning.prune import prune
-from flows.pruning.request import PruneRequest
 from grpo_core.update.optimizer import PolicyOptimizer
-from tests.flows.conftest import REPOSITORY, Runs, Start, flip, refused, sha256_of
+from tests.flows.conftest import REPOSITORY, Runs, Start, sha256_of
 from tests.flows.replaying.replays import run_replay
-from tests.flows.rescoring.test_rescore import scored_again
 from tests.tasks.reports.made_runs import png
 
 GROUNDING = REPOSITORY / "configs" / "tiny_grounding.yaml"
@@ -34,13 +29,8 @@ def reds(completions, source_images, **columns):
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Two prompt files with their images, and the reward."""
-    return write_inputs(tmp_path)
-
-
 def write_inputs(folder: Path) -> Path:
+    """Two prompt files with their images, and the reward."""
     for name, content in IMAGES.items():
         (folder / name).write_bytes(content)
     for name, rows in (("train", PROMPTS), ("heldout", HELDOUT)):
@@ -84,8 +74,6 @@ def stored(runs: Runs, run: str = "run") -> dict[str, bytes]:
 
 
 EXPECTED = {hashlib.sha256(content).hexdigest(): content for content in IMAGES.values()}
-
-
 RED = {hashlib.sha256(content).hexdigest(): 30 * number + 20 for number, content in enumerate(IMAGES.values())}
 
 
@@ -136,47 +124,3 @@ def test_a_replay_reads_its_sources_from_the_run_that_has_them(finished: tuple[R
     assert not runs.path("sources", run="run-replay").exists()
     summary, _ = run_replay(runs, name="evaluated")
     assert set(stored(runs, "evaluated")) == {hashlib.sha256(IMAGES["c.png"]).hexdigest()}
-
-
-def test_a_rescoring_reads_them_too_and_a_damaged_one_stops_it(finished: tuple[Runs, Path, Start]) -> None:
-    runs, inputs, _ = finished
-
-    def reward(revision: str) -> dict[str, Any]:
-        function = {"function": f"{inputs / 'mine.py'}:reds", "revision": revision}
-        return {"reward": "function", "name": "again", "settings": function}
-
-    scored_again(runs, reward("2"))
-    for iteration in ("iteration_000001", "iteration_000002"):
-        first = pl.read_parquet(runs.path(iteration, "rewards", "reds", "scores.parquet"))["value"]
-        rescored = runs.path("rescored", "other", iteration, "rewards", "again", "scores.parquet")
-        assert pl.read_parquet(rescored)["value"].to_list() == first.to_list()
-    flip(runs.path("sources", hashlib.sha256(IMAGES["a.png"]).hexdigest()))
-    (error,) = refused(lambda: scored_again(runs, reward("3"), name="later"))
-    assert error.place.startswith("run/sources/")
-
-
-def test_pruning_keeps_what_rollouts_name(finished: tuple[Runs, Path, Start]) -> None:
-    runs, inputs, start = finished
-    prune(PruneRequest(sources=("run",), root=str(runs.root), policies_last=1))
-    assert stored(runs) == EXPECTED
-    assert runs.start_text("run", file=GROUNDING, **settings(inputs)).stages == ()
-    summary, _ = run_replay(runs, "evaluate.prompts=null")
-    assert summary.policy_digest == start.summary.policy_digest
-
-
-def test_what_was_read_is_reported_and_what_is_missing_refused_before_a_model_loads(folder: Path) -> None:
-    def overrides(**changes: Any) -> list[str]:
-        return Runs(folder / "runs").overrides({}, **settings(folder, **changes))
-
-    files = read_prompt_files(read_config(GROUNDING, overrides()))
-    assert any(
-        "2 of 3 prompts have images, 3 (column image, images); the largest is 8x8" in note for note in files.notes
-    )
-    (folder / "b.png").unlink()
-    files = read_prompt_files(read_config(GROUNDING, overrides()))
-    (problem,) = files.problems
-    assert problem.place == f"data.prompts: {folder}/train.jsonl, line 2, column images, image 1"
-    (folder / "train.jsonl").write_text(json.dumps(PROMPTS[2]))
-    errors = refused(lambda: Runs(folder / "runs").start_text("run", file=GROUNDING, **settings(folder)))
-    assert [error.place for error in errors] == ["rewards.0.reds"]
-    assert "source_images" in errors[0].hint

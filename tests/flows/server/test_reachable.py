@@ -3,11 +3,9 @@
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 from prefect.client.orchestration import get_client
@@ -24,28 +22,7 @@ from flows.server import reachable
 from flows.server.reachable import require_pools, require_server, server_database, workers_online
 from grpo_core.errors import InputError
 from tasks.process import environment
-
-
-@contextmanager
-def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/api"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-class Quiet(BaseHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body)
+from tests.flows.server.answers import Quiet, served
 
 
 def answering(status: int, body: bytes) -> AbstractContextManager[str]:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.server.heartbeat_automation import NAME, heartbeat_automation
 from tests.flows.conftest import Runs, Start, printed_summary, training_process
 from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
+from tests.processes import wait_for
 from tests.servers import PostgresServer
 
 pytestmark = pytest.mark.slow
@@ -55,13 +56,6 @@ def states(ui: GrpoUi, run: FlowRun) -> list[str]:
     with temporary_settings({PREFECT_API_URL: ui.api_url}), get_client(sync_client=True) as client:
         history: list[State[Any]] = client.read_flow_run_states(run.id)
     return [state.type.value for state in history]
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "it does not come"
-        time.sleep(0.5)
 
 
 @contextmanager

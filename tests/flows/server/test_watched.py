@@ -3,10 +3,7 @@
 import contextlib
 import contextvars
 import logging
-import threading
-import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 import pytest
 from httpx import ConnectError
@@ -16,39 +13,13 @@ from websockets.exceptions import InvalidHandshake
 from flows.server import watched
 from flows.server.watched import is_not_about_an_unreachable_server, watching_server
 from tasks.progress import listen
-from tests.processes import ProgressLog
+from tests.flows.server.answers import Quiet, served
+from tests.processes import ProgressLog, wait_for
 
 
-class Healthy(BaseHTTPRequestHandler):
+class Healthy(Quiet):
     def do_GET(self) -> None:
-        body = b"true"
-        self.send_response(200 if self.path == "/api/health" else 404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def serving(port: int = 0) -> Iterator[int]:
-    with ThreadingHTTPServer(("127.0.0.1", port), Healthy) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield int(server.server_address[1])
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait for something that happens; the limit only ends a test that fails."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.02)
+        self.answer(200 if self.path == "/api/health" else 404, b"true")
 
 
 def test_it_is_said_once_when_it_goes_and_once_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,15 +40,14 @@ def test_it_is_said_once_when_it_goes_and_once_when_it_is_back(monkeypatch: pyte
     def watch() -> None:
         listen(heard)
         with contextlib.ExitStack() as stack:
-            with serving() as port:
-                url = f"http://127.0.0.1:{port}/api"
+            with served(Healthy) as url:
                 stack.enter_context(temporary_settings({PREFECT_API_URL: url.replace("//", "//me:secret@")}))
                 stack.enter_context(watching_server())
                 asks(True, 2)
                 assert heard.lines == []
             asks(False, 4)
             assert len(heard.lines) == 1
-            with serving(port):
+            with served(Healthy, urlsplit(url).port or 0):
                 asks(True, 3)
         (gone, back) = heard.lines
         assert gone.startswith(f"Prefect's server at {url.replace('//', '//***@')} does not answer")

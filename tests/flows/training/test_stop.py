@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_API_URL
 
-from tests.flows.conftest import TINY, Runs, Start
+from tests.flows.conftest import TINY, Runs
 from tests.flows.training.terminal import CTRL_C, Terminal, terminal
 
 STOPPING = "stopping after this stage ("
@@ -35,20 +35,6 @@ def resumed(runs: Runs, stopped: Terminal) -> str:
     done = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return str(json.loads(done.stdout.splitlines()[-1])["policy_digest"])
-
-
-@pytest.mark.slow
-def test_ctrl_c_waits_for_the_stage_and_the_same_command_resumes(
-    empty: Runs, undisturbed: tuple[Runs, Start], tmp_path: Path
-) -> None:
-    with training(empty, tmp_path / "home", str(PREFECT_API_URL.value())) as run:
-        run.wait_for("iteration 1: update policy")
-        run.press(CTRL_C)
-        assert run.wait() == 1
-    # The stage that was running, or had just ended.
-    assert empty.path("policies", "000001.manifest.json").exists() or STOPPING not in run.shown
-    assert not empty.path("policies", "000002.manifest.json").exists()
-    assert empty.start().summary.policy_digest == undisturbed[1].summary.policy_digest
 
 
 @pytest.fixture(scope="module")

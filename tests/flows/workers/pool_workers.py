@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.training.summary import TrainSummary
 from tests.flows.conftest import Runs
 from tests.flows.server.grpo_ui import grpo_ui
+from tests.processes import wait_for
 from tests.servers import postgres_server
 
 SECONDS_TO_START = 240.0
@@ -37,11 +37,11 @@ class Worker:
         return self.log.read_text().splitlines()
 
     def wait_for(self, text: str) -> None:
-        limit = time.monotonic() + SECONDS_TO_START
-        while not any(text in line for line in self.said):
+        def has_said() -> bool:
             assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < limit, self.log.read_text()
-            time.sleep(0.05)
+            return any(text in line for line in self.said)
+
+        wait_for(has_said, SECONDS_TO_START, self.log.read_text)
 
     def kill(self) -> None:
         """As a machine that loses its power: the worker and what it started."""

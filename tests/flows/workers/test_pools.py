@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from configs.loader import read_config
 from flows.deploy import DeployedRun, deploy_run
 from flows.pipeline.requests import DeployRequest
 from flows.training.summary import TrainSummary
+from tests import processes
 from tests.flows.conftest import TINY, Runs, printed_summary, training_process
 from tests.flows.workers.pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
 
@@ -128,10 +128,7 @@ def stages_of(name: str) -> dict[str, dict[str, Any]]:
 
 
 def wait_for(found: Callable[[], bool], log: Path) -> None:
-    limit = time.monotonic() + SECONDS_TO_TRAIN
-    while not found():
-        assert time.monotonic() < limit, log.read_text()
-        time.sleep(0.25)
+    processes.wait_for(found, SECONDS_TO_TRAIN, log.read_text)
 
 
 def cancel(flow_run: dict[str, Any]) -> None:
