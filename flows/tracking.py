@@ -119,7 +119,7 @@ class RunTrackers:
 
             # Accelerate's trackers log, and its loggers want to know the process.
             PartialState()
-            if "SWANLAB_API_KEY" not in os.environ:
+            if name == "swanlab" and "SWANLAB_API_KEY" not in os.environ:
                 # It would ask for one.
                 os.environ.setdefault("SWANLAB_MODE", "offline")
             kind = BACKENDS.get(name, Backend)
@@ -211,7 +211,7 @@ def flat_settings(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 class Backend:
-    """A tracker of accelerate, which begins a new run at each start.
+    """A tracker of accelerate, which begins a new run at each start unless its class says otherwise.
 
     Attributes:
         id: what the tracker calls the run, to continue it; None if it cannot.

@@ -229,6 +229,30 @@ class Absent(Leaving):
         raise TimeoutError("no answer\nin 90 seconds")
 
 
+class Noting(Leaving):
+    """One that only accelerate knows."""
+
+    name, noted = "noting", list[object]()
+
+    def start(self) -> None:
+        self.noted.append("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.noted.append(values["run.project"])
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.noted.append(step)
+
+
+def test_another_tracker_begins_a_new_run_at_each_start_with_what_is_new(
+    run: TrackedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, Noting.name, Noting)
+    run.log(1, "noting")
+    run.log(3, "noting")
+    assert Noting.noted == ["start", "mine", 0, 1, "start", "mine", 2, 3]
+
+
 def test_a_tracker_that_fails_is_reported_once_and_left_out(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (Leaving, Absent):
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, kind.name, kind)
