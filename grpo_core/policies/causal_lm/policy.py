@@ -12,12 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from grpo_core.actions import Sources, TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage
+from grpo_core.policies.causal_lm.ends import StopTexts, end_tokens
 from grpo_core.policies.causal_lm.loading import CAUSAL_LM, ModelKind, load_trained, read_context, vocabulary_size
 from grpo_core.policies.causal_lm.prompts import answer_start, encode_prompt, uses_template
 from grpo_core.policies.causal_lm.sampling_scoring import (
     SamplingRule,
-    StopTexts,
-    end_tokens,
     head_gives_logits,
     sample_completions,
     score_completions,

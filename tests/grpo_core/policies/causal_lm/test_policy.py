@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation import StopStringCriteria
 
 from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.ends import StopTexts, end_tokens
 from grpo_core.policies.causal_lm.family import FAMILY
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.prompts import prompt_ids
-from grpo_core.policies.causal_lm.sampling_scoring import StopTexts, end_tokens
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.records import SampledTokens
 from tests.grpo_core.policies.causal_lm.model_types import make_model, make_tokenizer
