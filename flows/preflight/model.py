@@ -11,12 +11,14 @@ from configs.schema import RunConfig
 from configs.validation import error_at
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
 from grpo_core.errors import InputError, joined
-from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
+from grpo_core.policies.estimate import BYTES, GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.component import refuse_unavailable_attention
 from grpo_core.policies.trained.offload import refuse_too_little_room
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.policies.trial import try_policy
+from grpo_core.rewards.model_reward import ModelReward
+from grpo_core.rewards.registry import build_reward
 from grpo_core.seeds import derive_seed
 from grpo_core.streams import ImageSize, Stream
 from grpo_core.update.optimizer import refuse_unavailable
@@ -165,8 +167,30 @@ def estimate_model(
     }
     moved = config.policy.offload == "components" if offload is None else offload
     return estimate_resources(
-        config.policy.kind, source_of(config), config.rollout, choices, workloads, offload=moved, longest=longest
+        config.policy.kind,
+        source_of(config),
+        config.rollout,
+        choices,
+        workloads,
+        offload=moved,
+        longest=longest,
+        reward_models=reward_model_bytes(config),
     )
+
+
+def reward_model_bytes(config: RunConfig) -> int:
+    """Return what the networks of the rewards take of the policy's GPU, in fp32; those that are not here are 0."""
+    found: dict[str, int] = {}
+    for section in (*config.rewards, *config.guardrails.rewards):
+        reward = build_reward(section.reward, section.settings)
+        apart = "cpu" in config.placement.devices or section.pool or config.placement.rewards.pool
+        # A process has its policy on the first GPU that it sees.
+        if isinstance(reward, ModelReward) and reward.device in ("cuda", "cuda:0") and not apart:
+            for weights in reward.weight_sources().values():
+                for file, values in weights.values().items():
+                    # A process loads a file once for all rewards.
+                    found[file] = max(found.get(file, 0), values * max(1, section.processes))
+    return BYTES["float32"] * sum(found.values())
 
 
 def with_memory(config: RunConfig, spec: ModelSpec) -> ModelSpec:

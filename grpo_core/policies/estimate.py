@@ -152,6 +152,7 @@ def estimate_resources(
     *,
     offload: bool = False,
     longest: int | None = None,
+    reward_models: int = 0,
 ) -> ModelEstimate:
     """Estimate the GPU memory and disk space of a model of this kind; nothing is loaded.
 
@@ -161,6 +162,7 @@ def estimate_resources(
         workloads: of the same components.
         offload: whether networks that a phase does not need are in CPU memory.
         longest: ids of the longest prompt; None: an assumed number.
+        reward_models: bytes of networks on the same GPU that score the samples.
 
     Raises:
         InputError: its configuration is not on this machine, or no parameter is trained.
@@ -170,6 +172,7 @@ def estimate_resources(
     with torch.device("meta"):
         sizes = policy_family(kind).sizes(model, settings, choices, workload.sizes, longest)
     parts = [*_weights(sizes, BYTES[workload.dtype], choices, offload=offload), *_sampling(sizes, settings, workloads)]
+    parts.append(MemoryPart("reward models", reward_models))
     counted = ", ".join(f"{name} {shown_count(count)}" for name, count in sizes.networks.items())
     counted += f" parameters, prompts counted as {sizes.prompt} ids"
     checkpoint = 0

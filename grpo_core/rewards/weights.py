@@ -7,9 +7,13 @@ branch, a tag or a commit); in a file's name the revision may also follow the re
 
 import hashlib
 import json
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from grpo_core.errors import InputError
 from grpo_core.hub import DESCRIPTIONS, PICKLES, SAFETENSORS, cached_folder, offline_hint, one_message, plan_download
@@ -79,6 +83,17 @@ def missing_weights(folder: Path) -> str | None:
         if parts - found:
             return min(parts - found)
     return None
+
+
+def _values(file: Path) -> int:
+    if file.suffix != ".safetensors":
+        return file.stat().st_size // 4
+    try:
+        with safe_open(file, "pt") as opened:
+            return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    except SafetensorError:
+        # Loading will say what is wrong with it.
+        return 0
 
 
 @dataclass(frozen=True)
@@ -159,6 +174,18 @@ class Weights:
             InputError: as :meth:`path`; a file cannot be read.
         """
         return self._sha256_of(self.path())
+
+    def values(self) -> Mapping[str, int]:
+        """Return the number of values of each file by its header; nothing is loaded, and what is not here has none.
+
+        Pickled files have no header: a value is taken to be 4 bytes.
+        """
+        try:
+            found = Path(self._find(download=False) or "nowhere")
+        except InputError:
+            return {}
+        files = sorted(found.glob(weights_pattern(found))) if found.is_dir() else [found]
+        return {str(file): _values(file) for file in files if file.is_file()}
 
     def error(self, hint: str) -> InputError:
         """Return an error about the setting that names the weights."""

@@ -21,6 +21,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -37,12 +38,13 @@ from flows.command_line.main import application
 from flows.preflight.doctor import TRIED, UNTRIED, Diagnosis, Finding, examine
 from flows.preflight.engine import engine_notes
 from flows.preflight.inputs import CHECKS, check_inputs
-from flows.preflight.model import trained_model
+from flows.preflight.model import reward_model_bytes, trained_model
 from flows.preflight.prompts import read_prompt_files
 from grpo_core.errors import InputError
 from grpo_core.hub import loaded_files
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.estimate import ALWAYS
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tasks.models.resident import load_policy
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, Runs, refused
@@ -120,6 +122,40 @@ def test_memory_is_estimated_without_the_weights(tmp_path: Path) -> None:
     assert hints == {}
     assert diagnosis.memory is not None
     assert 40 < diagnosis.memory.needed / 2**30 < 80
+
+
+def test_reward_models_on_the_gpu_of_the_policy_are_counted_by_their_headers(tmp_path: Path) -> None:
+    """In fp32, however they are stored, and a file of two rewards once."""
+    folder = tmp_path / "judge"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for part, shape in enumerate([(300, 1000), (700, 1000)], start=1):
+        save_file(
+            {"weight": torch.zeros(shape, dtype=torch.float16)}, folder / f"model-0000{part}-of-00002.safetensors"
+        )
+
+    def counted(*overrides: str, device: str = "cuda", processes: int = 0) -> int:
+        settings = {"model": str(folder), "device": device}
+        rewards = [
+            {"reward": "reward_model", "name": f"judge_{number}", "processes": processes, "settings": settings}
+            for number in range(2)
+        ]
+        return reward_model_bytes(
+            read_config(TINY_TEXT, ["placement.devices=auto", f"rewards={json.dumps(rewards)}", *overrides])
+        )
+
+    assert counted() == 4 * 1_000_000
+    assert counted(processes=2) == 2 * 4 * 1_000_000
+    assert counted(device="cpu") == counted(device="cuda:1") == 0
+    assert counted("placement.rewards.pool=far") == counted("placement.devices=cpu") == 0
+    settings = {"model": str(folder), "device": "cuda"}
+    rewards = json.dumps([{"reward": "reward_model", "settings": settings}])
+    memory = examined(TINY_TEXT, f"storage.root={tmp_path}", "placement.devices=auto", f"rewards={rewards}")[0].memory
+    assert memory is not None
+    (part,) = (part for part in memory.parts if part.name == "reward models")
+    assert (part.bytes, part.phases) == (4 * 1_000_000, ALWAYS)
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"no header")
+    assert counted() == 4 * 300_000
 
 
 @pytest.mark.parametrize("root", ["folder", "bucket"])
