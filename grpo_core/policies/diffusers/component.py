@@ -76,7 +76,7 @@ class DiffusersDenoising(DenoisingComponent):
         distinct = dict.fromkeys(rows)
         encoding_images = (VAE,) if any(sources for _, sources, _ in distinct) else ()
         # Where all are known from before, nothing is moved.
-        with self.offload.using(*encoding_images, evict=False), self.prompts.keeping():
+        with self.offload.using(*encoding_images, evict=False):
             # It encodes prompts of its own; calls with source images do not ask for it.
             _ = encoding_images or self.prompts.pads_to_one_length
             for prompt, sources, size in distinct:

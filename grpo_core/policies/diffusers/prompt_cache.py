@@ -3,26 +3,49 @@
 import copy
 import hashlib
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from grpo_core.policies.denoising.rows import only_errors
-
-MAX_BYTES = 512 * 1024**2
-"""Embeddings that are kept at most, on the device of the text encoders; the oldest are dropped first."""
-
+from grpo_core.policies.encoded_prompts import CACHE_BYTES, CPU, RecentlyUsed
 
 _COPIES = "num_images_per_prompt"
 _PROBES = ("a", "a cat and a dog " * 40)
 """Some pipelines pad to multiples of 8, 16 or more ids."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the encoders returned, in CPU memory: on a device a stage's embeddings would take the samples' place."""
+
+    leaves: tuple[Any, ...]
+    structure: TreeSpec
+    devices: tuple[torch.device | None, ...]
+
+    @classmethod
+    def of(cls, result: Any) -> "_Kept":
+        leaves, structure = tree_flatten(result)
+        kept = tuple(each.to(CPU) if isinstance(each, Tensor) else each for each in leaves)
+        devices = tuple(each.device if isinstance(each, Tensor) else None for each in leaves)
+        return cls(kept, structure, devices)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.leaves if isinstance(each, Tensor))
+
+    def returned(self) -> Any:
+        """Return the result, each tensor on its device."""
+        pairs = zip(self.leaves, self.devices, strict=True)
+        leaves = [each if device is None else each.to(device) for each, device in pairs]
+        return tree_unflatten(leaves, self.structure)
 
 
 class PromptCache:
@@ -36,19 +59,19 @@ class PromptCache:
     def __init__(
         self,
         pipeline: Any,
-        max_bytes: int = MAX_BYTES,
+        max_bytes: int = CACHE_BYTES,
         encoding: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Take the method's place in the pipeline.
 
         Args:
+            max_bytes: of CPU memory for embeddings.
             encoding: a context in which the text encoders can be run.
         """
-        self._encoding, self._needed, self._is_keeping = encoding, set[str](), False
+        self._encoding = encoding
         self._encode: Callable[..., Any] = pipeline.encode_prompt
         self._signature = inspect.signature(self._encode)
-        self._max_bytes = max_bytes
-        self._results: OrderedDict[str, Any] = OrderedDict()
+        self._results = RecentlyUsed[_Kept](max_bytes)
         self._growths: dict[str, Any] = {}
         pipeline.encode_prompt = self
 
@@ -88,14 +111,7 @@ class PromptCache:
         key = content_digest(single)
         if key is None:
             return self._encode_rows(single, 1)
-        if key in self._results:
-            self._results.move_to_end(key)
-        else:
-            self._results[key] = self._encode_rows(single, 1)
-            self._forget()
-        if self._is_keeping:
-            self._needed.add(key)
-        return self._results[key]
+        return self._results.get(key, lambda: _Kept.of(self._encode_rows(single, 1))).returned()
 
     def _growth(self, single: dict[str, Any], result: Any, *, copies: bool) -> Any:
         """Return which dimensions of a result belong to the rows; others, such as those of position ids, do not.
@@ -123,23 +139,6 @@ class PromptCache:
             return self._encode(
                 **{name: value * rows if _is_by_row(name, value) else value for name, value in single.items()}
             )
-
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Keep all that is encoded in this context, however much it is, until the next such context."""
-        self._needed, self._is_keeping = set(), True
-        try:
-            yield
-        finally:
-            self._is_keeping = False
-
-    def _forget(self) -> None:
-        *older, _ = self._results
-        for key in older:
-            if sum(map(_bytes, self._results.values())) <= self._max_bytes:
-                return
-            if key not in self._needed:
-                del self._results[key]
 
 
 def _is_by_row(name: str, value: Any) -> bool:
@@ -175,15 +174,10 @@ def _content(value: Any) -> Iterator[bytes]:
     match value:
         case None | bool() | int() | float() | str() | torch.dtype() | torch.device():
             yield repr(value).encode()
-        case bytes():
-            yield value
         case Tensor():
             whole = value.detach().cpu().contiguous()
             yield repr((whole.dtype, tuple(whole.shape))).encode()
             yield whole.flatten().view(torch.uint8).numpy().tobytes()
-        case np.ndarray() if not value.dtype.hasobject:
-            yield repr((value.dtype.str, value.shape)).encode()
-            yield np.ascontiguousarray(value).tobytes()
         case Image.Image():
             yield repr((value.mode, value.size, value.getpalette())).encode()
             yield value.tobytes()
@@ -235,13 +229,5 @@ def _structure(result: Any) -> Any:
     return type(result).__name__
 
 
-def _shapes(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return tuple(result.shape)
-    return [_shapes(each) for each in result] if isinstance(result, Sequence) and not isinstance(result, str) else None
-
-
-def _bytes(result: Any) -> int:
-    if isinstance(result, Tensor):
-        return result.nbytes
-    return sum(_bytes(each) for each in result) if isinstance(result, Sequence) and not isinstance(result, str) else 0
+def _shapes(result: Any) -> list[Any]:
+    return [tuple(each.shape) for each in tree_leaves(result) if isinstance(each, Tensor)]

@@ -5,7 +5,6 @@ features of which the quantizer wants a list. Codes depend on the image alone, s
 they are computed once and stand among the ids of the prompt, and no pass needs pixels.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,14 +15,12 @@ from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from PIL import Image
 
 from grpo_core.images import SourceImage
+from grpo_core.policies.encoded_prompts import RecentlyUsed
 from grpo_core.policies.glm_image.loading import pixel_unit
 from grpo_core.policies.glm_image.prompts import Codes
 from grpo_core.policies.glm_image.settings import AUTOREGRESSIVE, SourceLimits, refuse_coarse_codes
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.streams import ImageSize
-
-MAX_KEPT = 4096
-"""Number of images whose codes are kept; those of an image of 2048 x 2048 pixels are 4096 integers."""
 
 
 class SourceEncoder:
@@ -37,7 +34,7 @@ class SourceEncoder:
         self._pipeline, self._offload = pipeline, offload
         self._processor = pipeline.processor.image_processor
         self._model: Any = pipeline.vision_language_encoder
-        self._kept: OrderedDict[str, Codes] = OrderedDict()
+        self._kept = RecentlyUsed[Codes]()
         self.limits = SourceLimits.of(self._processor)
 
     def image(self, source: SourceImage) -> Image.Image:
@@ -56,12 +53,7 @@ class SourceEncoder:
         Raises:
             InputError: it is not a complete image, or too long; names its digest.
         """
-        if source.digest not in self._kept:
-            self._kept[source.digest] = self._encode(self.image(source))
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(source.digest)
-        return self._kept[source.digest]
+        return self._kept.get(source.digest, lambda: self._encode(self.image(source)))
 
     @torch.no_grad()
     def _encode(self, image: Image.Image) -> Codes:
