@@ -23,7 +23,6 @@ from tasks.storage.files import is_local, nearest_existing
 from tasks.storage.links import RootFileSystem
 
 _S3 = ("s3://", "s3a://")
-_EXTRAS = {"s3": "s3fs, which the extra s3 of this package brings", "s3a": "s3fs, which the extra s3 brings"}
 LOOK = {"connect_timeout": 4, "read_timeout": 6}
 """Timeout in seconds of the check before a run begins."""
 # A bucket that does not answer is reported within about a minute; the stage is then retried by placement.retries.
@@ -43,9 +42,8 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
         options = _s3_options({"retries": _ATTEMPTS}) if root.startswith(_S3) else {}
         filesystem, path = fsspec.core.url_to_fs(place, **options)
     except ImportError as error:
-        package = _EXTRAS.get(root.partition("://")[0])
-        hint = f"Install {package}." if package else f"{error}. Install what reads such URLs."
-        raise InputError("storage.root", root, hint) from error
+        package = "s3fs, which the extra s3 of this package brings" if root.startswith(_S3) else "what reads such URLs"
+        raise InputError("storage.root", root, f"{error}. Install {package}.") from error
     except (OSError, ValueError) as error:
         hint = f"{error}. Give a folder or a URL of a known kind, such as s3://, and install what reads it."
         raise InputError("storage.root", root, hint) from error

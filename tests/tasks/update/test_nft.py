@@ -54,9 +54,9 @@ NFT = NftUpdateSection(
 ADVANTAGES = (1.25, -1.0, -0.25, None)
 
 
-def nft_job(update: NftUpdateSection = NFT) -> UpdateJob:
+def nft_job() -> UpdateJob:
     rollouts = DECODER.collect()
-    return job_of(DECODER, rollouts, advantages(rollouts), update={"denoising": update})
+    return job_of(DECODER, rollouts, advantages(rollouts), update={"denoising": NFT})
 
 
 def advantages(rollouts: ArtifactRef) -> ArtifactRef:
@@ -93,23 +93,13 @@ def test_finished_latents_are_stored_and_read(store: ArtifactStore, tmp_path: Pa
     assert len(latents.flatten(1).unique(dim=0)) == 6
 
 
-def test_an_update_trains_and_stores_its_own_steps(store: ArtifactStore, tmp_path: Path) -> None:
-    outcome = alone(nft_job(), tmp_path / "new")
-    assert outcome.rows == 6
-    assert outcome.metrics["optimizer_steps"] == 2.0
-    assert outcome.metrics["nft/positive_error"] > 0
-    assert outcome.metrics["kl"] == pytest.approx(outcome.metrics["nft/velocity_change"] / 2)
-    steps = pl.read_parquet(tmp_path / "new" / "denoising" / "update_steps.parquet")
-    assert steps.columns == NFT_STEPS.names
-    assert steps["optimizer_step"].to_list() == [1, 2]
-    weights = load_file(tmp_path / "new" / "denoising" / "adapter_model.safetensors")
-    assert all(value.abs().max() > 0 for name, value in weights.items() if "lora_B" in name)
-
-
-def test_an_update_goes_on_from_what_is_stored_and_the_old_policy_follows(store: ArtifactStore, tmp_path: Path) -> None:
+def test_an_update_trains_and_goes_on_from_what_is_stored_and_the_old_policy_follows(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
     with run_resources():
         job = nft_job()
-        policy = commit(store, job, tmp_path / "first", alone(job, tmp_path / "first"))
+        outcome = alone(job, tmp_path / "first")
+        policy = commit(store, job, tmp_path / "first", outcome)
         rollouts = DECODER.collect(policy.sampler)
         later = job_of(DECODER, rollouts, advantages(rollouts), policy=policy, update={"denoising": NFT})
         later = later.model_copy(update={"max_staleness": 0})
@@ -125,7 +115,15 @@ def test_an_update_goes_on_from_what_is_stored_and_the_old_policy_follows(store:
         [load_file(folder / ADAPTER) for folder in (version / "denoising", version / "denoising" / "old")]
         for version in (first, tmp_path / "second")
     )
+    assert outcome.rows == 6
+    assert outcome.metrics["optimizer_steps"] == 2.0
+    assert outcome.metrics["nft/positive_error"] > 0
+    assert outcome.metrics["kl"] == pytest.approx(outcome.metrics["nft/velocity_change"] / 2)
+    steps = pl.read_parquet(first / "denoising" / "update_steps.parquet")
+    assert steps.columns == NFT_STEPS.names
+    assert steps["optimizer_step"].to_list() == [1, 2]
     # Adapters begin at zero.
+    assert all(value.abs().max() > 0 for name, value in policy_1.items() if "lora_B" in name)
     assert all(torch.equal(old_1[name], 0.75 * value) for name, value in policy_1.items() if "lora_B" in name)
     assert all(torch.equal(old_2[name], 0.5 * value + 0.5 * old_1[name]) for name, value in policy_2.items())
     # They are what sampled, and what the first step is measured from.
