@@ -56,7 +56,7 @@ MAKES_FOLDERS = {
     "flows/export/export.py",
     "flows/preflight/engine.py",
     "tasks/reports/report.py",
-    "data/tiny_models.py",
+    "data/recipes/trainer.py",
     # A few lines of text.
     "flows/command_line/flow_commands.py",
 }
