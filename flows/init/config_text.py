@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import yaml
 from yaml import MappingNode
@@ -156,7 +157,8 @@ def fill(text: str, values: Mapping[str, str | None]) -> str:
 
 
 def _with_setting(text: str, *path: str, value: str | None) -> str:
-    node, head = yaml.compose(text), 0
+    node: Any = yaml.compose(text)
+    head = 0
     for depth, name in enumerate(path):
         found = [each for each in node.value if each[0].value == name] if isinstance(node, MappingNode) else []
         if not found:
