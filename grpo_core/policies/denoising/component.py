@@ -121,10 +121,13 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         sampled: list[SampledActions] = []
         self.prepare_for_sampling()
         with self.offload.using(*self.parts, VAE):
-            for part in self._calls(rows, rows_per_call):
-                levels, steps = self._denoise(rows.select(part), size)
-                images += [image_of(each) for each in levels]
-                sampled += [] if steps is None else [steps]
+            # Images without noisy steps equal those of the exported pipeline, whose adapters are not merged.
+            noisy = rows.window_start is not None and self.settings.sde_window_size > 0
+            with self.trained.merged() if noisy and self.autocast is None else nullcontext():
+                for part in self._calls(rows, rows_per_call):
+                    levels, steps = self._denoise(rows.select(part), size)
+                    images += [image_of(each) for each in levels]
+                    sampled += [] if steps is None else [steps]
         return list(by_group(requests, images, sampled))
 
     def _calls(self, rows: SampleRows, rows_per_call: int) -> Iterator[range]:

@@ -6,5 +6,5 @@ lora_and_full  adapters, full weights, or nothing
 whole          a model or pipeline with trained weights, as transformers and diffusers load it
 quantization   frozen networks in 4 bits under adapters
 offload        frozen weights off the device while other components work
-component      the half of a policy's component that its trained model implements; 16 bits, attention
+component      the half of a policy's component that its trained model implements; merged sampling, 16 bits
 """

@@ -1,8 +1,9 @@
-"""The half of a policy's component that its trained model implements."""
+"""The half of a policy's component that its trained model implements; adapters merged while sampling."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -15,6 +16,57 @@ from grpo_core.errors import InputError
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.records import ActionLogprobs, Entropies
+
+
+@contextmanager
+def merged_adapters(model: nn.Module) -> Iterator[None]:
+    """Add the LoRA adapters to copies of the weights they adapt; the weights themselves come back to the bit.
+
+    Only weights in fp32 or fp64 in CPU memory: in 16 bits the sum loses most of a small adapter, and on a GPU the
+    copies would take memory that the cache needs. The other layers compute with their adapters as ever.
+
+    A merged layer takes the place of its wrapper, whose own forward pass costs as much as a small matrix product.
+    """
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    originals: list[tuple[nn.Module, str, Any, dict[nn.Parameter, torch.Tensor]]] = []
+    try:
+        for parent, name, layer in _lora_layers(model):
+            base = layer.get_base_layer()
+            parameters = list(base.parameters())
+            # A tied weight is also read where there is no adapter.
+            if all(_can_be_copied(each) and uses[id(each)] == 1 for each in parameters):
+                originals.append((parent, name, layer, {each: each.data for each in parameters}))
+                for each in parameters:
+                    each.data = each.data.clone()
+                with torch.no_grad():
+                    layer.merge()
+                setattr(parent, name, base)
+        yield
+    finally:
+        for parent, name, layer, values in originals:
+            setattr(parent, name, layer)
+            layer.merged_adapters.clear()
+            for parameter, value in values.items():
+                parameter.data = value
+
+
+def _lora_layers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return the layers with adapters, each with the module that it is a part of and its name there."""
+    # Importing peft takes seconds, and most of what imports this package builds no adapters.
+    from peft.tuners.lora import Linear
+
+    # A variant, such as DoRA, keeps values of its own when it is merged.
+    return [
+        (parent, name, each)
+        for parent in model.modules()
+        for name, each in parent.named_children()
+        if type(each) is Linear and not each.lora_variant
+    ]
+
+
+def _can_be_copied(parameter: nn.Parameter) -> bool:
+    return parameter.device.type == "cpu" and parameter.dtype in (torch.float32, torch.float64)
+
 
 A = TypeVar("A")
 
@@ -76,7 +128,8 @@ class TrainedComponent(ABC, Generic[A]):
     def _sampling(self) -> Iterator[None]:
         # A layer that is being checkpointed drops its cache.
         self.prepare_for_sampling()
-        with self._precision():
+        # Weights that are rounded to 16 bits for each product lose most of what is added to them.
+        with self.trained.merged() if self.autocast is None else nullcontext(), self._precision():
             yield
 
     def _precision(self) -> torch.autocast:

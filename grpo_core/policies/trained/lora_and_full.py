@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
+from grpo_core.policies.trained.component import merged_adapters
 from grpo_core.policies.trained.model import CPU, TrainedModel, copied, refuse_differing
 from grpo_core.policies.trained.quantization import is_quantized
 from grpo_core.policies.trained.settings import ADAPTER_FILE, MOVING, PLACE, LoraSettings, TrainingChoice
@@ -191,6 +192,10 @@ class LoraModel(TrainedModel):
         hint = "The stored adapter is for another model, rank or targets; set policy as it was for that adapter."
         refuse_differing(state, self._initial, "policy.lora", hint)
         set_peft_model_state_dict(self.model, state)
+
+    def merged(self) -> AbstractContextManager[None]:
+        """Return a context in which adapters are added to the weights, where that is exact enough."""
+        return merged_adapters(self.model)
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:

@@ -3,7 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,10 @@ class TrainedModel(ABC):
     def prepare_for_sampling(self) -> None:
         """Enter the mode for sampling, without dropout and recomputation."""
         self.model.eval()
+
+    def merged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes the same with fewer operations, without gradients."""
+        return nullcontext()
 
     @abstractmethod
     def save(self, folder: Path) -> None:

@@ -257,3 +257,12 @@ def test_what_cannot_be_trained_over_a_quantized_base_is_refused() -> None:
     with pytest.raises(InputError, match=r"skip_modules"):
         text_policy(choice(KINDS["nf4"], modules_to_save=("down_proj",)))
     text_policy(choice(replace(KINDS["nf4"], skip_modules=("down_proj",)), modules_to_save=("down_proj",)))
+
+
+def test_adapters_are_not_merged_into_quantized_weights() -> None:
+    policy = text_policy(choice(KINDS["nf4"]))
+    before = [layer.weight.data_ptr() for layer in quantized_layers(policy.trained.model)]
+    with policy.trained.merged():
+        inside = [layer.weight.data_ptr() for layer in quantized_layers(policy.trained.model)]
+        assert inside == before
+        assert all(each.merged is False for each in policy.trained.model.modules() if hasattr(each, "merged_adapters"))
