@@ -9,13 +9,12 @@ from PIL import Image
 from configs.loader import read_config
 from flows.export.usage import usage
 from tests.flows.conftest import REPOSITORY, TINY
-from tests.grpo_core.policies.diffusers.tiny_classes import MAKE_CLASS
 from tests.grpo_core.policies.diffusers.tiny_pipelines import save, without
 
 
 @pytest.mark.parametrize("name", ["flux_kontext", "flux2_klein"])
 def test_the_lines_of_the_card_edit_an_image(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(name, tmp_path / "pipeline", MAKE_CLASS)
+    folder = save(name, tmp_path / "pipeline")
     sizes = [
         "rollout.height=32",
         "rollout.width=32",
@@ -32,7 +31,7 @@ def test_the_lines_of_the_card_edit_an_image(name: str, tmp_path: Path, monkeypa
 
 
 def test_a_run_whose_prompts_have_no_images_is_shown_without(tmp_path: Path) -> None:
-    folder = save("flux_kontext", tmp_path / "pipeline", MAKE_CLASS)
+    folder = save("flux_kontext", tmp_path / "pipeline")
     none = ["data.image_column=null", "evaluate.image_column=null", 'rewards=[{"reward": "r2"}]']
     config = read_config(REPOSITORY / "configs" / "flux_kontext.yaml", [f"policy.model={folder}", *none])
     lines = usage(config, str(folder), merged=True)

@@ -23,9 +23,8 @@ from tests.grpo_core.policies.causal_lm.model_types import (
     small_model,
     small_policy,
 )
-from tests.grpo_core.policies.diffusers.tiny_classes import NEED_SOURCES, reduced_sources
+from tests.grpo_core.policies.diffusers.tiny_classes import CLASSES, MAKE, NEED_SOURCES, reduced_sources, settings
 from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, load, saved_once
-from tests.grpo_core.policies.diffusers.tiny_text_classes import CLASSES, MAKE_TRIED, settings_of_tried
 from tests.grpo_core.policies.vision_lm.tiny_families import KINDS, make_policy
 
 pytestmark = [
@@ -41,7 +40,7 @@ FULL, LORA = TrainingChoice(None, reference="none"), TrainingChoice(LoraSettings
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedFolder:
     """The folder of a tiny pipeline by its name."""
-    return saved_once(tmp_path_factory.mktemp("tried"), MAKE_TRIED)
+    return saved_once(tmp_path_factory.mktemp("tried"))
 
 
 @pytest.fixture
@@ -116,13 +115,13 @@ def test_a_family_that_reads_images(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("small_sources")
-@pytest.mark.parametrize("name", quick(MAKE_TRIED, "sd3", "flux", "z_image", "flux_kontext", "qwen_image_edit_plus"))
+@pytest.mark.parametrize("name", quick(MAKE, "sd3", "flux", "z_image", "flux_kontext", "qwen_image_edit_plus"))
 def test_a_class_of_pipeline(saved: SavedFolder, name: str) -> None:
-    assert tried("diffusers", load(saved(name), settings_of_tried(name))).difference < 1e-6
+    assert tried("diffusers", load(saved(name), settings(name))).difference < 1e-6
 
 
 def test_a_pipeline_in_16_bits(saved: SavedFolder) -> None:
-    policy = load(saved("sd3"), settings_of_tried("sd3"), dtype=torch.bfloat16)
+    policy = load(saved("sd3"), settings("sd3"), dtype=torch.bfloat16)
     assert tried("diffusers", policy).difference < 1e-5
 
 
@@ -219,7 +218,7 @@ UNMET: dict[str, tuple[str, Mapping[str, Any], str]] = {
 @pytest.mark.parametrize("case", UNMET)
 def test_needs_of_a_class_that_are_not_met(saved: SavedFolder, case: str) -> None:
     name, changes, reason = UNMET[case]
-    policy = load(saved(name), settings_of_tried(name))
+    policy = load(saved(name), settings(name))
     known = policy.denoising.saved
     policy.denoising.saved = replace(known, pipeline_class=replace(known.pipeline_class, **changes))
     refused("diffusers", policy, reason)
@@ -257,13 +256,13 @@ HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("case", HOOKS)
 def test_wrong_steps(saved: SavedFolder, case: str) -> None:
     hook, reason = HOOKS[case]
-    policy: DiffusersPolicy = load(saved("sd3"), settings_of_tried("sd3"))
+    policy: DiffusersPolicy = load(saved("sd3"), settings("sd3"))
     policy.denoising.pipeline.transformer.register_forward_hook(hook)
     refused("diffusers", policy, reason)
 
 
 def test_a_pipeline_that_does_not_look_at_its_source(saved: SavedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = load(saved("flux2_klein"), settings_of_tried("flux2_klein"))
+    policy = load(saved("flux2_klein"), settings("flux2_klein"))
     prepare = policy.denoising.pipeline.prepare_image_latents
 
     def blind(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import diffusers
 import pytest
@@ -17,10 +17,10 @@ from grpo_core.policies.denoising.scheduler import NoisyScheduler, ReplaySchedul
 from grpo_core.policies.denoising.settings import SdeType
 from grpo_core.policies.trained.model import copied, exchanged
 from grpo_core.records import GroupRequest, TrainingRows
+from grpo_core.seeds import make_generator
 from grpo_core.update.nft_update import update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.settings import NftSettings, OptimizerSettings
-from tests.grpo_core.policies.denoising.test_component import call_of
 from tests.grpo_core.policies.denoising.tiny_pipelines import (
     PIPELINES,
     component,
@@ -42,10 +42,8 @@ def gate(actions: DenoisingBatch, stored: Tensor, scored: Tensor, tolerance: Par
 @pytest.mark.parametrize(
     ("name", "sde_type"),
     [
-        *((name, "flow_grpo") for name in PIPELINES if name != "glm_image"),
-        ("sd3", "dance_grpo"),
-        ("sd3", "cps"),
-        # In test_components the log-probs of its rollouts are found again within 1e-5.
+        # Of the other pipelines in diffusers/test_policy.
+        *(("sd3", sde_type) for sde_type in get_args(SdeType)),
         pytest.param("glm_image", "flow_grpo", marks=pytest.mark.slow),
         pytest.param("glm_image", "cps", marks=pytest.mark.slow),
     ],
@@ -234,6 +232,13 @@ class Watching(diffusers.FlowMatchEulerDiscreteScheduler):
         return super().step(model_output, timestep, sample, *args, **options)
 
 
+def call_of(made: DenoisingComponent, name: str, asked: GroupRequest) -> dict[str, Any]:
+    size, rows = size_of(name), len(asked.sample_ids)
+    arguments = made.call_arguments([asked.prompt] * rows, drafts(name, size, rows), size)
+    generators = [make_generator(seed) for seed in asked.noise_seeds]
+    return {**arguments, "num_inference_steps": 6, "generator": generators}
+
+
 def watched(made: DenoisingComponent, name: str, asked: GroupRequest) -> tuple[Watching, Tensor]:
     """The pipeline's own call: its scheduler, and its finished latents."""
     own = made.pipeline.scheduler
@@ -263,6 +268,7 @@ def test_finished_latents_and_velocities_are_the_pipelines_own(name: str) -> Non
     """In any order of rows and steps; of GLM-Image at 128 pixels, where its two clocks differ."""
     made, asked = made_of(name), request(samples=2, window_start=STEPS)
     actions = finished(made, name, asked)
+    assert not isinstance(made.pipeline.scheduler, NoisyScheduler)
     watching, own = watched(made, name, asked)
     assert set(actions.first_steps) == {STEPS}
     assert torch.equal(torch.cat(actions.states), own.to(torch.float16))

@@ -16,7 +16,7 @@ def starts(settings: DenoisingSettings, iterations: int, seed: int = 0) -> list[
 
 
 def test_the_first_window_never_moves() -> None:
-    assert starts(made(sde_window_range=(1, 9)), 5) == [1] * 5
+    assert starts(made(sde_window="first", sde_window_range=(1, 9)), 5) == [1] * 5
 
 
 def test_a_sliding_window_moves_by_one_step_and_starts_over() -> None:

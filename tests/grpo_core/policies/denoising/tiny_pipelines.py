@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.policies.denoising.component import DenoisingComponent
@@ -24,13 +25,36 @@ PIPELINES = ("sd3", "flux", "qwen_image", "z_image", "glm_image")
 SIZE = ImageSize(32, 32)
 DECODER_LINEARS = r".*(to_q|to_k|to_v|to_out\.0)"
 GLM_IMAGE = Path(__file__).parents[4] / "data" / "models" / "tiny-glm-image"
-EXPONENTIAL = {
-    "use_dynamic_shifting": True,
-    "base_shift": 0.5,
-    "max_shift": 1.15,
-    "base_image_seq_len": 256,
-    "max_image_seq_len": 4096,
+Arguments = Callable[..., Mapping[str, Any]]
+DUAL_STREAM: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "axes_dims_rope": (4, 4, 8),
 }
+AUTOENCODER: dict[str, Any] = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "block_out_channels": (4, 4),
+    "layers_per_block": 1,
+    "norm_num_groups": 2,
+    "scaling_factor": 1.5,
+    "shift_factor": 0.05,
+    "latent_channels": 4,
+}
+VIDEO_AUTOENCODER: dict[str, Any] = {
+    "z_dim": 4,
+    "num_res_blocks": 1,
+    "latents_mean": [0.1] * 4,
+    "latents_std": [0.9] * 4,
+}
+
+
+def flow_scheduler() -> Any:
+    return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
 
 
 def embedded(text: str, *shape: int) -> Tensor:
@@ -38,40 +62,44 @@ def embedded(text: str, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(zlib.crc32(text.encode())))
 
 
+def texts(prompts: Sequence[str], *shape: int) -> Tensor:
+    """Embeddings of each prompt."""
+    return torch.stack([embedded(each, *shape) for each in prompts])
+
+
 class RandomComponent(DenoisingComponent):
     """A pipeline without text encoders; a prompt's embeddings are random numbers."""
 
-    def __init__(self, pipeline: Any, *args: Any, arguments: Callable[..., Mapping[str, Any]], **options: Any) -> None:
+    def __init__(self, pipeline: Any, *args: Any, arguments: Arguments, **options: Any) -> None:
         super().__init__(pipeline, *args, **options)
         self.arguments = arguments
 
     def call_arguments(
         self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize, sources: tuple[Any, ...] = ()
     ) -> Mapping[str, Any]:
-        found = self.arguments(prompts, self.settings.guidance_scale, next(self.trained.model.parameters()).dtype)
-        return {"height": size.height, "width": size.width, **found}
+        dtype = next(self.trained.model.parameters()).dtype
+        found = self.arguments(prompts, self.settings.guidance_scale)
+        given = {name: tree_map_only(Tensor, lambda each: _as(each, dtype), value) for name, value in found.items()}
+        return {"height": size.height, "width": size.width, **given}
+
+
+def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def seeded(build: Callable[..., Any], seed: int = 0, /, **config: Any) -> Any:
+    """A part with random weights of this seed."""
+    torch.manual_seed(seed)
+    return build(**config)
 
 
 def autoencoder(**changes: Any) -> Any:
-    torch.manual_seed(1)
-    return diffusers.AutoencoderKL(
-        **{
-            "down_block_types": ("DownEncoderBlock2D",) * 2,
-            "up_block_types": ("UpDecoderBlock2D",) * 2,
-            "block_out_channels": (4, 4),
-            "layers_per_block": 1,
-            "norm_num_groups": 2,
-            "scaling_factor": 1.5,
-            "shift_factor": 0.05,
-            "latent_channels": 4,
-            **changes,
-        }
-    )
+    return seeded(diffusers.AutoencoderKL, 1, **{**AUTOENCODER, **changes})
 
 
-def sd3() -> tuple[Any, Callable[..., Mapping[str, Any]]]:
-    torch.manual_seed(0)
-    transformer = diffusers.SD3Transformer2DModel(
+def sd3() -> tuple[Any, Arguments]:
+    transformer = seeded(
+        diffusers.SD3Transformer2DModel,
         sample_size=32,
         patch_size=1,
         in_channels=4,
@@ -84,54 +112,36 @@ def sd3() -> tuple[Any, Callable[..., Mapping[str, Any]]]:
         out_channels=4,
     )
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    pipeline = diffusers.StableDiffusion3Pipeline(
-        transformer, scheduler, autoencoder(use_quant_conv=False, use_post_quant_conv=False), *(None,) * 6
-    )
-
-    def arguments(prompts: Sequence[str], guidance_scale: float, dtype: torch.dtype) -> Mapping[str, Any]:
-        rows = len(prompts)
-        return {
-            "prompt_embeds": torch.stack([embedded(each, 6, 32) for each in prompts]).to(dtype),
-            "pooled_prompt_embeds": torch.stack([embedded(each, 64) for each in prompts]).to(dtype),
-            "negative_prompt_embeds": embedded("", 6, 32).expand(rows, -1, -1).to(dtype),
-            "negative_pooled_prompt_embeds": embedded("", 64).expand(rows, -1).to(dtype),
-            "guidance_scale": guidance_scale,
-        }
-
-    return pipeline, arguments
-
-
-def flux() -> tuple[Any, Callable[..., Mapping[str, Any]]]:
-    torch.manual_seed(0)
-    transformer = diffusers.FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-        guidance_embeds=True,
-    )
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**EXPONENTIAL)
     vae = autoencoder(use_quant_conv=False, use_post_quant_conv=False)
-    pipeline = diffusers.FluxPipeline(scheduler, vae, None, None, None, None, transformer)
 
-    def arguments(prompts: Sequence[str], guidance_scale: float, dtype: torch.dtype) -> Mapping[str, Any]:
+    def arguments(prompts: Sequence[str], guidance_scale: float) -> Mapping[str, Any]:
+        none = [""] * len(prompts)
         return {
-            "prompt_embeds": torch.stack([embedded(each, 6, 32) for each in prompts]).to(dtype),
-            "pooled_prompt_embeds": torch.stack([embedded(each, 32) for each in prompts]).to(dtype),
+            "prompt_embeds": texts(prompts, 6, 32),
+            "pooled_prompt_embeds": texts(prompts, 64),
+            "negative_prompt_embeds": texts(none, 6, 32),
+            "negative_pooled_prompt_embeds": texts(none, 64),
             "guidance_scale": guidance_scale,
         }
 
-    return pipeline, arguments
+    return diffusers.StableDiffusion3Pipeline(transformer, scheduler, vae, *(None,) * 6), arguments
 
 
-def qwen_image() -> tuple[Any, Callable[..., Mapping[str, Any]]]:
-    torch.manual_seed(0)
-    transformer = diffusers.QwenImageTransformer2DModel(
+def flux() -> tuple[Any, Arguments]:
+    own = {"patch_size": 1, "pooled_projection_dim": 32, "guidance_embeds": True}
+    transformer = seeded(diffusers.FluxTransformer2DModel, **DUAL_STREAM, **own)
+    vae = autoencoder(use_quant_conv=False, use_post_quant_conv=False)
+
+    def arguments(prompts: Sequence[str], guidance_scale: float) -> Mapping[str, Any]:
+        embeds, pooled = texts(prompts, 6, 32), texts(prompts, 32)
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled, "guidance_scale": guidance_scale}
+
+    return diffusers.FluxPipeline(flow_scheduler(), vae, None, None, None, None, transformer), arguments
+
+
+def qwen_image() -> tuple[Any, Arguments]:
+    transformer = seeded(
+        diffusers.QwenImageTransformer2DModel,
         patch_size=2,
         in_channels=16,
         out_channels=4,
@@ -142,70 +152,60 @@ def qwen_image() -> tuple[Any, Callable[..., Mapping[str, Any]]]:
         guidance_embeds=False,
         axes_dims_rope=(8, 4, 4),
     )
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**EXPONENTIAL)
-    torch.manual_seed(1)
-    vae = diffusers.AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 2],
-        num_res_blocks=1,
-        temperal_downsample=[False],
-        latents_mean=[0.1] * 4,
-        latents_std=[0.9] * 4,
-    )
-    pipeline = diffusers.QwenImagePipeline(scheduler, vae, None, None, transformer)
+    own = {"base_dim": 8, "dim_mult": [1, 2], "temperal_downsample": [False]}
+    vae = seeded(diffusers.AutoencoderKLQwenImage, 1, **VIDEO_AUTOENCODER, **own)
 
-    def arguments(prompts: Sequence[str], guidance_scale: float, dtype: torch.dtype) -> Mapping[str, Any]:
-        rows = len(prompts)
+    def arguments(prompts: Sequence[str], guidance_scale: float) -> Mapping[str, Any]:
+        mask = torch.ones(len(prompts), 6, dtype=torch.long)
         return {
-            "prompt_embeds": torch.stack([embedded(each, 6, 16) for each in prompts]).to(dtype),
-            "prompt_embeds_mask": torch.ones(rows, 6, dtype=torch.long),
-            "negative_prompt_embeds": embedded("", 6, 16).expand(rows, -1, -1).to(dtype),
-            "negative_prompt_embeds_mask": torch.ones(rows, 6, dtype=torch.long),
+            "prompt_embeds": texts(prompts, 6, 16),
+            "prompt_embeds_mask": mask,
+            "negative_prompt_embeds": texts([""] * len(prompts), 6, 16),
+            "negative_prompt_embeds_mask": mask,
             "true_cfg_scale": guidance_scale,
         }
 
-    return pipeline, arguments
+    return diffusers.QwenImagePipeline(flow_scheduler(), vae, None, None, transformer), arguments
 
 
-def z_image() -> tuple[Any, Callable[..., Mapping[str, Any]]]:
-    torch.manual_seed(0)
-    transformer = diffusers.ZImageTransformer2DModel(
-        all_patch_size=(2,),
-        all_f_patch_size=(1,),
-        in_channels=16,
-        dim=32,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        norm_eps=1e-5,
-        qk_norm=True,
-        cap_feat_dim=16,
-        rope_theta=256.0,
-        t_scale=1000.0,
-        axes_dims=[8, 4, 4],
-        axes_lens=[256, 32, 32],
-    )
+def z_image_transformer(**changes: Any) -> Any:
+    given = {
+        "all_patch_size": (2,),
+        "all_f_patch_size": (1,),
+        "in_channels": 16,
+        "dim": 32,
+        "n_layers": 2,
+        "n_refiner_layers": 1,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "cap_feat_dim": 16,
+        "axes_dims": [8, 4, 4],
+        "axes_lens": [256, 32, 32],
+        **changes,
+    }
+    transformer = seeded(diffusers.ZImageTransformer2DModel, **given)
     # Padding tokens are torch.empty, which may be NaN.
     for name, parameter in transformer.named_parameters():
         if name.endswith("pad_token"):
             torch.nn.init.normal_(parameter)
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    vae = autoencoder(latent_channels=16)
-    pipeline = diffusers.ZImagePipeline(scheduler, vae, None, None, transformer)
+    return transformer
 
-    def arguments(prompts: Sequence[str], guidance_scale: float, dtype: torch.dtype) -> Mapping[str, Any]:
+
+def z_image() -> tuple[Any, Arguments]:
+    transformer, vae = z_image_transformer(), autoencoder(latent_channels=16)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+
+    def arguments(prompts: Sequence[str], guidance_scale: float) -> Mapping[str, Any]:
         return {
-            "prompt_embeds": [embedded(each, 6, 16).to(dtype) for each in prompts],
-            "negative_prompt_embeds": [embedded("", 6, 16).to(dtype) for _ in prompts],
+            "prompt_embeds": list(texts(prompts, 6, 16)),
+            "negative_prompt_embeds": list(texts([""] * len(prompts), 6, 16)),
             "guidance_scale": guidance_scale,
         }
 
-    return pipeline, arguments
+    return diffusers.ZImagePipeline(scheduler, vae, None, None, transformer), arguments
 
 
-def glm_image() -> tuple[Any, Callable[..., Mapping[str, Any]]]:
+def glm_image() -> tuple[Any, Arguments]:
     return load_pipeline(str(GLM_IMAGE), dtype=torch.float32, device=torch.device("cpu")), dict
 
 

@@ -1,11 +1,8 @@
-"""Pipelines that edit images are sampled, scored, trained and exported with the source images of their prompts."""
+"""Pipelines that edit images are sampled, scored and trained with the source images of their prompts."""
 
-import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import numpy as np
@@ -13,84 +10,37 @@ import pytest
 import torch
 from diffusers.pipelines.flux.pipeline_flux_kontext import calculate_shift
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo_core.actions import DenoisingBatch
-from grpo_core.collect import collect_rollouts, join_groups
+from grpo_core.collect import join_groups
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage, encode_png
 from grpo_core.policies.diffusers.family import FAMILY
-from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.source_images import SOURCES
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest, RolloutGroup
-from grpo_core.seeds import make_generator
+from grpo_core.records import RolloutGroup
 from grpo_core.streams import ImageSize
 from grpo_core.update.nft_update import update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
-from tests.grpo_core.policies.diffusers.tiny_classes import (
-    EDITS,
-    MAKE_CLASS,
-    NEED_SOURCES,
-    SEVERAL,
-    reduced_sources,
-    settings_of,
-)
+from tests.grpo_core.policies.diffusers.tiny_classes import EDITS, NEED_SOURCES, SEVERAL, settings
 from tests.grpo_core.policies.diffusers.tiny_pipelines import (
+    EDIT_PROMPTS,
     SavedFolder,
     SharedPolicy,
+    edits,
     load,
-    loaded_once,
+    picture,
     request,
-    saved_once,
+    sampled,
+    scaled,
+    source,
 )
 from tests.grpo_core.policies.trained.tiny_models import values_of
 
-PROMPTS = ("make it red", "let a much larger green square stand next to the ring")
-
-
-@pytest.fixture(scope="module")
-def saved_edit(tmp_path_factory: pytest.TempPathFactory) -> SavedFolder:
-    """The folder of a tiny pipeline by its name."""
-    return saved_once(tmp_path_factory.mktemp("edits"), MAKE_CLASS)
-
-
-@pytest.fixture(scope="module")
-def shared_edit(saved_edit: SavedFolder) -> SharedPolicy:
-    """The policy over a tiny pipeline by its name, with the settings of the tests."""
-    return loaded_once(saved_edit, settings_of)
-
-
-@pytest.fixture(autouse=True)
-def small_sources() -> Iterator[None]:
-    """Two classes scale their sources to a megapixel, whatever the size of the image."""
-    with reduced_sources("QwenImageEditPipeline"), reduced_sources("QwenImageEditPlusPipeline"):
-        yield
-
-
-def picture(width: int, height: int, seed: int) -> Image.Image:
-    levels = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
-    return Image.fromarray(levels).resize((width, height), Image.Resampling.NEAREST)
-
-
-def source(width: int = 64, height: int = 64, seed: int = 0) -> SourceImage:
-    return SourceImage.of(encode_png(picture(width, height, seed)))
-
-
-def edits(name: str, samples: int = 3, **options: Any) -> list[GroupRequest]:
-    """Requests of two prompts, whose sources have several sizes, and where possible several numbers."""
-    several = (source(64, 96, 2), source(64, 64, 3)) if name in SEVERAL else (source(64, 96, 2),)
-    first, second = PROMPTS
-    return [
-        request(first, samples, sources=(source(96, 64, 1),), **options),
-        request(second, samples, sources=several, **options),
-    ]
-
-
-def sampled(policy: DiffusersPolicy, requests: list[GroupRequest]) -> list[RolloutGroup]:
-    return list(collect_rollouts(policy, requests, prompts_per_batch=2))
+pytestmark = pytest.mark.usefixtures("small_sources")
 
 
 def steps_of(groups: list[RolloutGroup]) -> tuple[DenoisingBatch, Tensor]:
@@ -106,15 +56,15 @@ BY_NAME = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) f
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_stored_log_probs_are_found_again_with_the_source_and_not_with_another(
-    shared_edit: SharedPolicy, name: str
+    shared_policy: SharedPolicy, name: str
 ) -> None:
     # Three samples in calls of two and one, scored in calls of three.
-    chosen = settings_of(name, decode_batch_size=2)
-    policy = shared_edit(name)
+    chosen = settings(name, decode_batch_size=2)
+    policy = shared_policy(name)
     policy.sample_with(chosen)
     for window_start in (0, 1):
         requests = edits(name, window_start=window_start)
-        groups = sampled(policy, requests)
+        groups = sampled(policy, *requests)
         for group in groups:
             assert [image.size for image in group.outputs if isinstance(image, Image.Image)] == [chosen.size] * 3
         actions, stored = steps_of(groups)
@@ -133,78 +83,29 @@ def test_stored_log_probs_are_found_again_with_the_source_and_not_with_another(
         assert (moved[3:].abs().amax(1) > 0).all()
 
 
-# The exported pipeline draws those of FLUX.2 klein below.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "flux_kontext" else pytest.mark.slow) for name in EDITS]
-)
-def test_images_of_the_ode_are_the_pipeline_s_own(saved_edit: SavedFolder, name: str) -> None:
-    chosen, folder = settings_of(name), str(saved_edit(name))
-    policy = DiffusersPolicy.load(folder, chosen, {"denoising": TrainingChoice(LoraSettings(rank=2))})
-    groups = sampled(policy, edits(name, 2, window_start=None))
-    own = diffusers.DiffusionPipeline.from_pretrained(folder)
-    for part in own.components.values():
-        if isinstance(part, nn.Module):
-            part.requires_grad_(False)
-    if name == "z_image_omni":
-        # It encodes sources in bfloat16, and the weights are in fp32.
-        encode = own.vae.encode
-        own.vae.encode = lambda pixels: encode(pixels.float())
-    for group, asked in zip(groups, edits(name), strict=True):
-        images = [each.open() for each in asked.sources]
-        own_arguments: dict[str, Any] = {"image": images if name in SEVERAL else images[0]}
-        if name in NEED_SOURCES:
-            own_arguments |= {"true_cfg_scale": 4.0, "negative_prompt": " "}
-        else:
-            own_arguments |= {"guidance_scale": 4.0}
-        if name == "flux_kontext":
-            own_arguments |= {"max_area": 32 * 32, "_auto_resize": False}
-            own_arguments["image"] = images[0].resize(scaled(images[0].size), Image.Resampling.LANCZOS)
-        expected = own(
-            prompt=asked.prompt,
-            height=32,
-            width=32,
-            num_inference_steps=5,
-            num_images_per_prompt=2,
-            max_sequence_length=chosen.max_sequence_length,
-            generator=[make_generator(seed) for seed in range(2)],
-            **own_arguments,
-        ).images
-        for image, wanted in zip(group.outputs, expected, strict=True):
-            assert isinstance(image, Image.Image)
-            assert abs(np.asarray(image).astype(int) - np.asarray(wanted)).max() <= 1
-
-
-def scaled(size: tuple[int, int]) -> tuple[int, int]:
-    """The size of as many pixels as an image of 32 x 32 has."""
-    share = math.sqrt(32 * 32 / (size[0] * size[1]))
-    return round(size[0] * share), round(size[1] * share)
-
-
-def test_text_encoders_run_once_for_a_prompt_and_its_images(saved_edit: SavedFolder) -> None:
+def test_text_encoders_run_once_for_a_prompt_and_its_images(saved_folder: SavedFolder) -> None:
     """Embeddings depend on the image by its content: a sibling shares them, another image does not."""
-    policy = load(
-        saved_edit("qwen_image_edit"), settings_of("qwen_image_edit", decode_batch_size=2, guidance_scale=1.0)
-    )
+    policy = load(saved_folder("qwen_image_edit"), settings("qwen_image_edit", decode_batch_size=2, guidance_scale=1.0))
     runs: list[Tensor] = []
     encoder = policy.denoising.pipeline.text_encoder
     encoder.register_forward_hook(lambda module, given, found: runs.append(found.hidden_states[-1]))
-    first = request(PROMPTS[0], 3, sources=(source(),))
-    (group,) = sampled(policy, [first])
+    first = request(EDIT_PROMPTS[0], 3, sources=(source(),))
+    (group,) = sampled(policy, first)
     policy.denoising.logprobs(steps_of([group])[0])
     once = len(runs)
     # Once for the embeddings, and once for which of their dimensions belong to rows.
     assert once == 2
-    sampled(policy, [replace(first, sources=(source(),))])
+    sampled(policy, replace(first, sources=(source(),)))
     assert len(runs) == once
-    sampled(policy, [replace(first, sources=(source(seed=1),))])
+    sampled(policy, replace(first, sources=(source(seed=1),)))
     assert len(runs) == once + 1
     assert not torch.equal(runs[0], runs[-1])
 
 
-def test_marks_of_images_are_not_part_of_the_text(shared_edit: SharedPolicy) -> None:
-    policy = shared_edit("flux_kontext")
+def test_marks_of_images_are_not_part_of_the_text(shared_policy: SharedPolicy) -> None:
+    policy = shared_policy("flux_kontext")
     plain, marked = (request(text, 1, sources=(source(),)) for text in ("make it red", "<image> make it red"))
-    (one,), (other,) = sampled(policy, [plain]), sampled(policy, [marked])
+    (one,), (other,) = sampled(policy, plain), sampled(policy, marked)
     assert one.outputs[0] == other.outputs[0]
 
 
@@ -261,10 +162,10 @@ def grid(rows: int, columns: int, kind: int) -> Tensor:
     return torch.tensor(places, dtype=torch.float32)
 
 
-def test_the_gradient_of_an_update_is_that_of_a_plain_script(saved_edit: SavedFolder) -> None:
-    folder = saved_edit("flux_kontext")
-    policy = load(folder, settings_of("flux_kontext"), lora=False)
-    groups = sampled(policy, edits("flux_kontext", 2))
+def test_the_gradient_of_an_update_is_that_of_a_plain_script(saved_folder: SavedFolder) -> None:
+    folder = saved_folder("flux_kontext")
+    policy = load(folder, settings("flux_kontext"), lora=False)
+    groups = sampled(policy, *edits("flux_kontext", 2))
     advantages = torch.tensor([[1.0, -0.5], [0.25, -2.0]])
     expected = plain_script_gradient(folder, groups, advantages)
     optimizer = PolicyOptimizer(policy.denoising.trainable_parameters(), OptimizerSettings(learning_rate=1e-6))
@@ -283,35 +184,10 @@ def test_the_gradient_of_an_update_is_that_of_a_plain_script(saved_edit: SavedFo
     assert max(float((moved[name] - each).abs().max()) for name, each in expected.items()) > 1e-3 * largest
 
 
-# --- training and export
-
-
-def test_an_exported_edit_pipeline_draws_what_the_policy_draws(
-    saved_edit: SavedFolder, shared_edit: SharedPolicy, tmp_path: Path
-) -> None:
-    base, weights, folder = saved_edit("flux2_klein"), tmp_path / "weights", tmp_path / "export"
-    policy = shared_edit("flux2_klein")
-    for each in (weights, folder):
-        each.mkdir()
-    policy.denoising.save_weights(weights)
-    FAMILY.save_whole(base, {"denoising": weights}, folder, dtype=torch.float32)
-    exported = diffusers.Flux2KleinPipeline.from_pretrained(folder)
-    (group,) = sampled(policy, [request(samples=1, sources=(source(), source(seed=1)), window_start=None)])
-
-    def drawn(image: list[Image.Image]) -> np.ndarray:
-        size = {"height": 32, "width": 32, "num_inference_steps": 5, "max_sequence_length": 64}
-        made = exported(image, "a red dot", generator=[make_generator(0)], guidance_scale=4.0, **size)
-        return np.asarray(made.images[0]).astype(int)
-
-    own = [each.open() for each in group.request.sources]
-    assert abs(np.asarray(group.outputs[0]) - drawn(own)).max() <= 1
-    assert abs(np.asarray(group.outputs[0]) - drawn(own[::-1])).max() > 0
-
-
-def test_diffusion_nft_sees_the_source(saved_edit: SavedFolder) -> None:
-    chosen = settings_of("flux2_klein", sde_window_size=0)
-    policy = load(saved_edit("flux2_klein"), chosen)
-    (group,) = sampled(policy, [request(samples=2, sources=(source(),), window_start=chosen.num_inference_steps)])
+def test_diffusion_nft_sees_the_source(saved_folder: SavedFolder) -> None:
+    chosen = settings("flux2_klein", sde_window_size=0)
+    policy = load(saved_folder("flux2_klein"), chosen)
+    (group,) = sampled(policy, request(samples=2, sources=(source(),), window_start=chosen.num_inference_steps))
     rows = join_groups([group], torch.tensor([[1.0, -1.0]]), "denoising")
     assert isinstance(rows.actions, DenoisingBatch)
     actions, parameters = rows.actions, policy.denoising.trainable_parameters()
@@ -334,12 +210,12 @@ def test_diffusion_nft_sees_the_source(saved_edit: SavedFolder) -> None:
 # --- bad input
 
 
-def test_prompts_that_do_not_fit_the_class_are_refused(saved_edit: SavedFolder) -> None:
+def test_prompts_that_do_not_fit_the_class_are_refused(saved_folder: SavedFolder) -> None:
     sizes = [ImageSize(64, 64)]
 
     def refuse(name: str, *images: list[ImageSize]) -> None:
         prompts = ["make it red", "make it <image>blue"][: len(images)]
-        FAMILY.refuse_prompts(str(saved_edit(name)), settings_of(name), prompts, images)
+        FAMILY.refuse_prompts(str(saved_folder(name)), settings(name), prompts, images)
 
     for name in EDITS:
         refuse(name, sizes, sizes)
@@ -363,25 +239,25 @@ def test_prompts_that_do_not_fit_the_class_are_refused(saved_edit: SavedFolder) 
         assert "make it <image>blue" in refused.value.hint
     for name in NEED_SOURCES:
         with pytest.raises(InputError, match="edits an image"):
-            FAMILY.refuse_prompts(str(saved_edit(name)), settings_of(name), PROMPTS)
+            FAMILY.refuse_prompts(str(saved_folder(name)), settings(name), EDIT_PROMPTS)
 
 
-def test_a_pipeline_with_a_mask_is_refused(saved_edit: SavedFolder, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(saved_edit("flux_kontext"), tmp_path / "masked"))
+def test_a_pipeline_with_a_mask_is_refused(saved_folder: SavedFolder, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved_folder("flux_kontext"), tmp_path / "masked"))
     index = folder / "model_index.json"
     for name, argument in (("FluxKontextInpaintPipeline", "mask_image"), ("BriaFiboEditPipeline", "mask")):
         index.write_text(index.read_text().replace("FluxKontextPipeline", name))
         with pytest.raises(InputError, match=f"source images: its call takes {argument}") as refused:
-            FAMILY.refuse_unusable(str(folder), settings_of("flux_kontext"))
+            FAMILY.refuse_unusable(str(folder), settings("flux_kontext"))
         assert refused.value.place == "policy.model"
         index.write_text(index.read_text().replace(name, "FluxKontextPipeline"))
 
 
-def test_a_source_that_cannot_be_decoded_is_named(shared_edit: SharedPolicy) -> None:
-    policy = shared_edit("flux_kontext")
+def test_a_source_that_cannot_be_decoded_is_named(shared_policy: SharedPolicy) -> None:
+    policy = shared_policy("flux_kontext")
     broken = SourceImage.of(source().content[:60])
     with pytest.raises(InputError, match="cannot be decoded") as refused:
-        sampled(policy, [request(sources=(broken,))])
+        sampled(policy, request(sources=(broken,)))
     assert broken.digest[:16] in str(refused.value.place)
 
 
@@ -396,10 +272,10 @@ def test_sources_above_the_image_s_size_are_scaled_down_for_kontext_alone() -> N
     assert SOURCES["FluxKontextPipeline"].argument((large,), ImageSize(128, 128)).size == (128, 64)
 
 
-def test_the_estimate_counts_a_source_where_there_usually_is_one(saved_edit: SavedFolder) -> None:
+def test_the_estimate_counts_a_source_where_there_usually_is_one(saved_folder: SavedFolder) -> None:
     def positions(name: str) -> int:
-        chosen, choice = settings_of(name), {"denoising": TrainingChoice(LoraSettings(rank=2))}
-        return FAMILY.sizes(str(saved_edit(name)), chosen, choice, ()).components["denoising"].positions
+        chosen, choice = settings(name), {"denoising": TrainingChoice(LoraSettings(rank=2))}
+        return FAMILY.sizes(str(saved_folder(name)), chosen, choice, ()).components["denoising"].positions
 
     # 32 pixels in units of 4, for the image and its source, and the prompt.
     assert positions("flux_kontext") == 64 + 64 + 64

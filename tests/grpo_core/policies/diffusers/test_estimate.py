@@ -14,7 +14,8 @@ from grpo_core.policies.estimate import MemoryEstimate, ModelEstimate, Workload,
 from grpo_core.policies.sizes import count_blocks
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.streams import ImageSize
-from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, SavedFolder, SharedPolicy, request, settings
+from tests.grpo_core.policies.diffusers.tiny_classes import FAMILIES, settings
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, SharedPolicy, request
 
 LORA = TrainingChoice(LoraSettings(rank=4, alpha=8))
 
@@ -60,7 +61,7 @@ def kept_for_backward(policy: DiffusersPolicy) -> int:
 @pytest.mark.parametrize(
     # One with guidance in two passes, and one with it in its embedding.
     "name",
-    [pytest.param(name, marks=() if name in ("sd3", "flux") else pytest.mark.slow) for name in MAKE],
+    [pytest.param(name, marks=() if name in ("sd3", "flux") else pytest.mark.slow) for name in FAMILIES],
 )
 def test_activations_are_about_what_autograd_keeps(
     saved_folder: SavedFolder, shared_policy: SharedPolicy, name: str
@@ -75,7 +76,7 @@ def test_activations_are_about_what_autograd_keeps(
 
 
 def test_weights_and_states_are_counted_exactly(saved_folder: SavedFolder, shared_policy: SharedPolicy) -> None:
-    for name in MAKE:
+    for name in FAMILIES:
         policy, found = shared_policy(name), estimated(saved_folder(name), settings(name))
         pipeline, parts = policy.denoising.pipeline, sized(found.memory)
         assert parts["vae weights"] == sum(each.nbytes for each in pipeline.vae.parameters())

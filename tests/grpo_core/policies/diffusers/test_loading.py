@@ -9,8 +9,8 @@ import torch
 from grpo_core.errors import InputError
 from grpo_core.policies.diffusers.family import FAMILY
 from grpo_core.policies.diffusers.loading import default_targets
-from tests.grpo_core.policies.diffusers.test_policy import pixels
-from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, SavedFolder, SharedPolicy, load, request, settings
+from tests.grpo_core.policies.diffusers.tiny_classes import FAMILIES, settings
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, SharedPolicy, load, pixels, request
 
 
 def joint_blocks(image: str, text: str) -> set[str]:
@@ -41,7 +41,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_adapters_are_on_attention_and_feed_forward_layers_and_trained(shared_policy: SharedPolicy, name: str) -> None:
     policy = shared_policy(name)
     names = policy.denoising.trainable_parameters()

@@ -11,7 +11,8 @@ from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.trained.quantization import QuantizationSettings, quantized_layers
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from tests.grpo_core.policies.denoising.tiny_pipelines import disturb
-from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, request, settings
+from tests.grpo_core.policies.diffusers.tiny_classes import settings
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, request
 
 LORA = LoraSettings(rank=4, alpha=8.0)
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")

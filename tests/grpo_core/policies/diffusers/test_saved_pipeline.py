@@ -22,7 +22,8 @@ from grpo_core.policies.diffusers.saved_pipeline import (
     refuse_size,
 )
 from grpo_core.streams import ImageSize
-from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, settings
+from tests.grpo_core.policies.diffusers.tiny_classes import settings
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""Every class that is called tried: as it was saved, as it is encoded, and in 16 bits."""
+"""Every class that is called tried: saved without a part, and in 16 bits."""
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -8,30 +7,17 @@ import diffusers
 import pytest
 import torch
 import transformers
-from torch import nn
-from torch.utils._pytree import tree_flatten
 
-from grpo_core.collect import collect_rollouts
 from grpo_core.errors import InputError
 from grpo_core.policies.diffusers.family import FAMILY
 from grpo_core.policies.diffusers.loading import absent_parts, load_pipeline, require_saved_pipeline
 from grpo_core.policies.diffusers.pipeline_class import TRIED
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
-from grpo_core.policies.diffusers.prompt_cache import PromptCache
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.seeds import make_generator
-from tests.grpo_core.policies.diffusers.test_edits import source
-from tests.grpo_core.policies.diffusers.test_policy import pixels
-from tests.grpo_core.policies.diffusers.tiny_classes import NEED_SOURCES, reduced_sources
-from tests.grpo_core.policies.diffusers.tiny_pipelines import (
-    SavedFolder,
-    flux,
-    load,
-    request,
-    saved_once,
-    without,
-)
-from tests.grpo_core.policies.diffusers.tiny_text_classes import CLASSES, MAKE_TRIED, settings_of_tried
+from tests.grpo_core.policies.diffusers.tiny_builders import flux
+from tests.grpo_core.policies.diffusers.tiny_classes import CLASSES, MAKE, NEED_SOURCES, reduced_sources, settings
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, load, pixels, request, source, without
 
 pytestmark = [
     # Ernie's pipeline gives its scheduler a tensor of sigmas.
@@ -41,19 +27,13 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def saved_tried(tmp_path_factory: pytest.TempPathFactory) -> SavedFolder:
-    """The folder of a tiny pipeline by its name."""
-    return saved_once(tmp_path_factory.mktemp("tried"), MAKE_TRIED)
-
-
 def chosen(*quick: str) -> list[Any]:
     """All names; those that are not quick are slow."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in MAKE_TRIED]
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in MAKE]
 
 
 def test_what_is_called_tried_is_tried() -> None:
-    assert list(CLASSES) == list(MAKE_TRIED)
+    assert list(CLASSES) == list(MAKE)
     assert set(CLASSES.values()) == set(TRIED)
 
 
@@ -62,18 +42,18 @@ def test_what_is_called_tried_is_tried() -> None:
 
 def drawn(pipeline: Any, name: str, **changes: Any) -> Any:
     """Draw the way diffusers' users do."""
-    chosen = settings_of_tried(name, num_inference_steps=1, sde_window_size=0)
+    own = settings(name, num_inference_steps=1, sde_window_size=0)
     described = TRIED[CLASSES[name]]
-    given: dict[str, Any] = {**described.fixed_arguments(chosen.size), **changes}
-    if chosen.max_sequence_length is not None:
-        given["max_sequence_length"] = chosen.max_sequence_length
+    given: dict[str, Any] = {**described.fixed_arguments(own.size), **changes}
+    if own.max_sequence_length is not None:
+        given["max_sequence_length"] = own.max_sequence_length
     if name in NEED_SOURCES:
         given["image"] = source().open()
     pipeline.set_progress_bar_config(disable=True)
     (image,) = pipeline(
         "a dot",
-        height=chosen.height,
-        width=chosen.width,
+        height=own.height,
+        width=own.width,
         **{"num_inference_steps": 1, "generator": make_generator(0), **given},
     ).images
     return image
@@ -92,10 +72,10 @@ def draws_without(folder: Path, name: str, *parts: str) -> bool:
 
 @pytest.mark.parametrize("name", chosen("sd3", "ernie_image"))
 def test_a_pipeline_without_a_part_is_loaded_if_diffusers_draws_with_it(
-    saved_tried: SavedFolder, name: str, tmp_path: Path
+    saved_folder: SavedFolder, name: str, tmp_path: Path
 ) -> None:
     """Each part alone; a text encoder with its tokenizer as well."""
-    folder = saved_tried(name)
+    folder = saved_folder(name)
     parts = [part for part in require_saved_pipeline(str(folder)).parts if part not in ("transformer", "scheduler")]
     pairs = [(part, part.replace("text_encoder", "tokenizer")) for part in parts if part.startswith("text_encoder")]
     cases = [*((part,) for part in parts), *(pair for pair in pairs if pair[1] in parts)]
@@ -107,24 +87,24 @@ def test_a_pipeline_without_a_part_is_loaded_if_diffusers_draws_with_it(
             lacked.update(case)
             continue
         with pytest.raises(InputError, match="|".join(case)) as refused:
-            FAMILY.refuse_unusable(changed, settings_of_tried(name))
+            FAMILY.refuse_unusable(changed, settings(name))
         assert (refused.value.place, refused.value.value) == ("policy.model", changed)
     assert lacked == {"sd3": {"text_encoder_3", "tokenizer_3"}, "ernie_image": {"pe", "pe_tokenizer"}}.get(name, set())
 
 
-def test_stable_diffusion_3_without_t5_draws_what_diffusers_draws(saved_tried: SavedFolder, tmp_path: Path) -> None:
-    folder = without(saved_tried("sd3"), tmp_path / "small", "text_encoder_3", "tokenizer_3")
-    own = diffusers.StableDiffusion3Pipeline.from_pretrained(str(folder), text_encoder_3=None, tokenizer_3=None)
-    settings = settings_of_tried("sd3")
-    FAMILY.refuse_unusable(str(folder), settings)
-    policy = DiffusersPolicy.load(str(folder), settings, {"denoising": TrainingChoice(LoraSettings(rank=2))})
+def test_stable_diffusion_3_without_t5_draws_what_diffusers_draws(saved_folder: SavedFolder, tmp_path: Path) -> None:
+    folder = without(saved_folder("sd3"), tmp_path / "small", "text_encoder_3", "tokenizer_3")
+    stock = diffusers.StableDiffusion3Pipeline.from_pretrained(str(folder), text_encoder_3=None, tokenizer_3=None)
+    chosen = settings("sd3")
+    FAMILY.refuse_unusable(str(folder), chosen)
+    policy = DiffusersPolicy.load(str(folder), chosen, {"denoising": TrainingChoice(LoraSettings(rank=2))})
     lacking = [name for name, part in policy.denoising.pipeline.components.items() if part is None]
-    assert lacking == [name for name, part in own.components.items() if part is None]
+    assert lacking == [name for name, part in stock.components.items() if part is None]
     (group,) = policy.sample([request("a dot", 1, window_start=None)])
-    expected = drawn(own, "sd3", num_inference_steps=5, guidance_scale=settings.guidance_scale)
+    expected = drawn(stock, "sd3", num_inference_steps=5, guidance_scale=chosen.guidance_scale)
     assert (pixels(group.outputs[0]) == pixels(expected)).all()
     with pytest.raises(InputError, match="shorten it") as refused:
-        FAMILY.refuse_prompts(str(folder), settings, ["x" * 25])
+        FAMILY.refuse_prompts(str(folder), chosen, ["x" * 25])
     assert "max_sequence_length" not in refused.value.hint
 
 
@@ -148,71 +128,6 @@ def test_parts_that_only_some_calls_read_are_loaded(tmp_path: Path) -> None:
         assert (pixels(drawn(loaded, "flux")) == pixels(drawn(own, "flux"))).all()
 
 
-# --- prompts of any length
-
-
-def filling(pipeline: Any) -> int:
-    """How many letters of a prompt fill a multiple of 8 ids in the template of NucleusMoEImage."""
-    (ids,) = pipeline.processor(text=[pipeline._format_prompt("")])["input_ids"]
-    return 8 - len(ids) % 8
-
-
-@pytest.mark.parametrize("name", [name for name in MAKE_TRIED if name not in NEED_SOURCES])
-@torch.no_grad()
-def test_rows_of_a_prompt_are_encoded_as_by_the_pipeline(name: str) -> None:
-    """Also where it returns no mask for prompts that fill a multiple of 8 ids, whichever comes first."""
-    pipeline = MAKE_TRIED[name]()
-    for part in pipeline.components.values():
-        if isinstance(part, nn.Module):
-            part.eval()
-    own = pipeline.encode_prompt
-    parameters = inspect.signature(own).parameters
-    given = {each: None for each, found in parameters.items() if found.default is found.empty}
-    if "max_sequence_length" in parameters and (length := settings_of_tried(name).max_sequence_length) is not None:
-        given["max_sequence_length"] = length
-    full = filling(pipeline) if name == "nucleus_moe" else 1
-    for lengths in ((full, full + 1), (full + 1, full), (full + 1, full + 8)):
-        pipeline.encode_prompt = own
-        cache = PromptCache(pipeline)
-        prompts = ["x" * length for length in lengths]
-        lists = [[prompts[0]], [prompts[0]] * 2, [prompts[1]] * 3, *([prompts] if cache.pads_to_one_length else [])]
-        for rows in lists:
-            found, expected = (encode(**{**given, "prompt": list(rows)}) for encode in (cache, own))
-            (leaves, structure), (wanted, form) = tree_flatten(found), tree_flatten(expected)
-            assert structure == form
-            for one, other in zip(leaves, wanted, strict=True):
-                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("more", [(0, 1), (1, 0), pytest.param((1, 8), marks=pytest.mark.slow)])
-def test_pairs_of_prompts_are_drawn_as_diffusers_draws_them(saved_tried: SavedFolder, more: tuple[int, int]) -> None:
-    """Prompts that fill a multiple of 8 ids have no mask; diffusers pads those of a list to one length."""
-    name = "nucleus_moe"
-    policy = load(saved_tried(name), settings_of_tried(name))
-    prompts = ["x" * (filling(policy.denoising.pipeline) + each) for each in more]
-    groups = list(collect_rollouts(policy, [request(each, 2, window_start=1) for each in prompts], prompts_per_batch=2))
-    for group in groups:
-        steps = group.streams["denoising"]
-        torch.testing.assert_close(
-            policy.denoising.logprobs(steps.actions).logprobs.detach(), steps.rollout_logprobs, atol=1e-6, rtol=0
-        )
-    with policy.denoising.trained.reference():
-        plain = [policy.sample([request(each, 1, window_start=None)]) for each in prompts]
-        images = [next(iter(groups)).outputs[0] for groups in plain]
-    own = diffusers.DiffusionPipeline.from_pretrained(str(saved_tried(name)))
-    own.set_progress_bar_config(disable=True)
-    expected = own(
-        prompts,
-        height=32,
-        width=32,
-        num_inference_steps=5,
-        guidance_scale=4.0,
-        generator=[make_generator(0) for _ in prompts],
-    ).images
-    for image, other in zip(images, expected, strict=True):
-        assert abs(pixels(image) - pixels(other)).max() <= 1
-
-
 # --- 16 bits
 
 PRECISIONS: dict[str, dict[str, Any]] = {"weights": {"dtype": torch.bfloat16}, "autocast": {"autocast": torch.bfloat16}}
@@ -221,9 +136,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {"weights": {"dtype": torch.bfloat16}, "
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", chosen("cogview4", "sd3"))
-def test_steps_in_16_bits_are_scored_as_they_were_sampled(saved_tried: SavedFolder, name: str, precision: str) -> None:
+def test_steps_in_16_bits_are_scored_as_they_were_sampled(saved_folder: SavedFolder, name: str, precision: str) -> None:
     """From the first latents on, and from a step in the middle."""
-    policy = load(saved_tried(name), settings_of_tried(name), **PRECISIONS[precision])
+    policy = load(saved_folder(name), settings(name), **PRECISIONS[precision])
     assert policy.denoising.saved.class_name == CLASSES[name]
     sources = (source(),) if name in NEED_SOURCES else ()
     with reduced_sources(CLASSES[name]):

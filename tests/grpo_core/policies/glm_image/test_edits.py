@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor
 
 from data.recipes.edits import Edit, all_edits
-from data.recipes.glm_image_edit import build_editor
 from data.recipes.shapes import draw
 from grpo_core.actions import DenoisingBatch, Sources, TokenBatch, pad_to_longest
 from grpo_core.collect import collect_rollouts, join_groups
@@ -34,7 +33,7 @@ from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings
 from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
 from tests.processes import in_processes
-from tests.tiny_policies import EDIT_MODEL, MODEL, build_policy
+from tests.tiny_policies import EDIT_MODEL, MODEL
 
 # At 128 x 64 pixels the decoder's timesteps and sigmas differ.
 SETTINGS = GlmImageSettings(height=64, width=128, num_inference_steps=4, guidance_scale=1.5, sde_window_size=2)
@@ -179,6 +178,7 @@ def test_images_are_those_of_the_pipeline_itself(full: tuple[GlmImagePolicy, lis
     """The stock pipeline takes each row's sources through its decoder; here they are shared."""
     policy, _ = full
     (group,) = collect_rollouts(policy, [request(*PROMPTS[1], window_start=None)], prompts_per_batch=1)
+    assert set(group.streams) == {"tokens"}
     codes = policy.tokens.sources.codes(WIDE)
     doubled = codes.repeat_interleave(2, 0).repeat_interleave(2, 1)
     large = group.streams["tokens"].actions.token_ids.reshape(-1, 8, 16)
@@ -200,17 +200,6 @@ def test_images_are_those_of_the_pipeline_itself(full: tuple[GlmImagePolicy, lis
 
 
 # --- stored and recomputed
-
-
-@torch.no_grad()
-def test_stored_and_recomputed_log_probs_of_fresh_weights_agree(tiny_pipeline: GlmImagePipeline) -> None:
-    """In fp32, where the shipped model is off by up to 1e-4 in single tokens: its attention is sharp."""
-    policy = build_policy(build_editor(tiny_pipeline), height=64, width=128, disturbed=0.02)
-    for sources in (((SQUARE,), (WIDE,), (OTHER,)), ((OTHER, SQUARE), (WIDE, OTHER), (SQUARE, SQUARE))):
-        sampled = policy.tokens.sample([text for text, _ in PROMPTS], group_size=2, seeds=range(6), sources=sources)
-        policy.tokens.prepare_for_update()
-        found = policy.tokens.logprobs(sampled.actions).logprobs
-        torch.testing.assert_close(found, sampled.rollout_logprobs, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -246,10 +235,8 @@ def test_stored_and_recomputed_steps_agree(collected: tuple[GlmImagePolicy, list
 
 MISTAKES: dict[str, Sources | None] = {
     "another image": ((SQUARE,), (OTHER,), (OTHER,), (OTHER, SQUARE)),
-    "a missing image": ((SQUARE,), (WIDE,), (), (OTHER, SQUARE)),
     "no image": None,
     "an exchanged pair": ((SQUARE,), (WIDE,), (OTHER,), (SQUARE, OTHER)),
-    "images of another prompt": ((WIDE,), (SQUARE,), (OTHER,), (OTHER, SQUARE)),
 }
 
 

@@ -24,9 +24,8 @@ from grpo_core.update.nft_update import update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
-from tests.grpo_core.policies.diffusers.test_edits import source
-from tests.grpo_core.policies.diffusers.tiny_classes import MAKE_CLASS, reduced_sources, settings_of
-from tests.grpo_core.policies.diffusers.tiny_pipelines import request, save, settings
+from tests.grpo_core.policies.diffusers.tiny_classes import reduced_sources, settings
+from tests.grpo_core.policies.diffusers.tiny_pipelines import request, save, source
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tiny_policies import MODEL, PROMPTS
 
@@ -174,9 +173,9 @@ def test_prompts_of_a_pipeline_are_encoded_before_its_transformer_is_there(
     name: str, autocast: torch.dtype | None, tmp_path: Path
 ) -> None:
     editing = name not in ("sd3", "flux")
-    folder = save(name, tmp_path / "pipeline", MAKE_CLASS) if editing else save(name, tmp_path / "pipeline")
+    folder = save(name, tmp_path / "pipeline")
     few = {"decode_batch_size": 2, "num_inference_steps": 3, "sde_window_range": (0, 3)}
-    chosen = settings_of(name) if editing else settings(name, **few)
+    chosen = settings(name) if editing else settings(name, **few)
     images = (source(),) if editing else ()
     requests = [request(each, sources=images) for each in ("a red dot", "two", "three green dots")]
     quantized = name == "sd3" and autocast is None
