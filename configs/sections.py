@@ -476,9 +476,7 @@ class RetrySection(Section):
     @classmethod
     def _counted_together(cls, values: Any) -> Any:
         """Say what replaces the keys that files may still have."""
-        if isinstance(values, Mapping) and not {"storage", "service", "lost", "timeout", "max_delay"}.isdisjoint(
-            values
-        ):
+        if isinstance(values, Mapping) and not _COUNTED_ALONE.isdisjoint(values):
             raise PydanticCustomError("retries", "All temporary errors count together: write {tries: 5, delay: 2}")
         return values
 

@@ -8,6 +8,7 @@ engine   whether a vLLM server can sample this policy
 weights  where the model's weights are: on this machine, or what the first start downloads
 work     how much work a training is
 trust    what a stored run's configuration would use, and whether this person knows it
+machine  what this machine has for a run: GPU memory, disk, fonts
 inputs   the checks of a run or an evaluation, in their order
 doctor   `grpo doctor`: the same checks, and estimates of memory and disk
 """

@@ -35,9 +35,10 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from flows.preflight.doctor import TRIED, UNTRIED, Diagnosis, Finding, examine
+from flows.preflight.doctor import TRIED, UNTRIED, Diagnosis, examine
 from flows.preflight.engine import engine_notes
 from flows.preflight.inputs import CHECKS, check_inputs
+from flows.preflight.machine import Finding
 from flows.preflight.model import reward_model_bytes, trained_model
 from flows.preflight.prompts import read_prompt_files
 from grpo_core.errors import InputError

@@ -1,0 +1,186 @@
+"""What this machine has for a run: memory of its GPUs, disk, fonts; and what the run would take of it."""
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from configs.schema import RunConfig
+from configs.sections import ImageRolloutSection
+from flows.preflight.model import refuse_offload_without_room
+from flows.preflight.prompts import PromptFiles
+from grpo_core.errors import InputError
+from grpo_core.policies.estimate import ERROR_MARGIN, GIB, PHASES, MemoryEstimate
+from grpo_core.streams import ImageSize
+from tasks.reports.report import Table
+from tasks.reports.text import counted
+from tasks.storage.artifacts.store import open_store
+from tasks.storage.files import is_local, nearest_existing
+
+SIZES_SHOWN = 8
+"""Number of image sizes that are named."""
+
+SERVER_BYTES = 2**26
+"""Room for the database of Prefect's temporary server, and for logs."""
+
+PARTS_SHOWN = 3
+"""Number of parts of the memory that are named."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the checks of a subject found; `healthy` if a run would get past them, or else with a hint.
+
+    `notes` say what a person should know about it in either case.
+    """
+
+    subject: str
+    healthy: bool
+    message: str
+    hint: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def offloads(config: RunConfig, memory: MemoryEstimate) -> bool:
+    """Whether a run on this machine offloads components; memory is that without, unless all runs do."""
+    if config.policy.offload != "auto" or not torch.cuda.is_available() or "cpu" in config.placement.devices:
+        return config.policy.offload == "components"
+    return memory.needed > torch.cuda.mem_get_info()[1]
+
+
+def compare_memory(config: RunConfig, memory: MemoryEstimate, moved: MemoryEstimate) -> Finding:
+    """Compare the estimate with this machine.
+
+    Args:
+        memory: of the run.
+        moved: with offloaded components, whether or not it does that.
+    """
+    needed = memory.needed / GIB
+    devices = config.placement.devices
+    try:
+        refuse_offload_without_room(config, moved)
+    except InputError as error:
+        return Finding("memory", False, f"{error.place}: got {error.value!r}", error.hint)
+    if "cpu" in devices or not torch.cuda.is_available():
+        wanted = not {"auto", "cpu"} & {*devices}
+        # A tiny model gains less than the digits show.
+        fewer = moved.needed < 0.99 * memory.needed
+        message = f"there is no GPU; the run would need about {needed:.3g} GiB" + (
+            f", and {moved.needed / GIB:.3g} with policy.offload components" if fewer else ""
+        )
+        hint = "Set placement.devices: auto, or run on a machine with a GPU." if wanted else ""
+        return Finding("memory", not wanted, message, hint)
+    # Every process needs the same; the device with the least decides.
+    found = [each for each in devices if isinstance(each, int)] or [torch.cuda.current_device()]
+    free, total, device = min((*torch.cuda.mem_get_info(each), each) for each in found)
+    name = torch.cuda.get_device_name(device)
+    message = f"about {needed:.3g} GiB of {free / GIB:.3g} free ({total / GIB:.3g} in total) on {name}"
+    hint = "Lower rollout.prompts_per_batch, decode_batch_size or micro_batch_size, or set gradient_checkpointing"
+    hint += ", policy.offload or policy.quantization: docs/first_gpu.md."
+    return Finding("memory", needed * GIB <= free, message, "" if needed * GIB <= free else hint)
+
+
+def memory_table(memory: MemoryEstimate) -> Table:
+    """Return what each part takes in each phase, and their sums."""
+    rows = [
+        {"part": part.name, "counted": "exactly" if part.exact else "about"}
+        | {PHASES[each]: f"{part.bytes / GIB:.2f}" if each in part.phases else "" for each in memory.phases}
+        for part in memory.parts
+    ]
+    sums = {PHASES[each]: f"{memory.in_phase(each) / GIB:.2f}" for each in memory.phases}
+    margin = f"the largest phase and {ERROR_MARGIN:.0%} for workspaces and fragmentation"
+    note = f"a GPU should have {memory.needed / GIB:.3g} GiB: {margin}"
+    return Table("GPU memory, estimated, in GiB", [*rows, {"part": "all", "counted": "about"} | sums], note=note)
+
+
+def largest_phase(memory: MemoryEstimate) -> str:
+    """Name the phase that decides the memory, and the parts that take the most of it."""
+    phase = max(memory.phases, key=memory.in_phase)
+    parts = sorted((part for part in memory.parts if phase in part.phases), key=lambda part: -part.bytes)
+    largest = ", ".join(f"{part.name} {part.bytes / GIB:.2g} GiB" for part in parts[:PARTS_SHOWN])
+    return f"the most in {PHASES[phase]}: {largest}; --memory shows all parts and phases"
+
+
+def describe_sizes(prompts: Counter[ImageSize], tokens: Mapping[ImageSize, int]) -> Finding:
+    """Name the sizes, those with the most tokens first: they decide the memory."""
+    largest_first = sorted(tokens, key=lambda size: (-tokens[size], size))
+    named = [
+        f"{size} of {tokens[size]} tokens ({counted(prompts[size], 'prompt')})" for size in largest_first[:SIZES_SHOWN]
+    ]
+    more = len(tokens) - len(named)
+    return Finding("sizes", True, ", ".join(named) + (f" and {more} with fewer tokens" if more else ""))
+
+
+def _temporary(config: RunConfig, checkpoint: int, states: int, *, remote: bool) -> tuple[str, str]:
+    """Describe the room for temporary files, and what to do if it is too small for an iteration's.
+
+    Args:
+        checkpoint, states: as for `_disk`.
+        remote: whether the root is a bucket, whose files are copied there.
+    """
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    needed = SERVER_BYTES + config.samples_per_iteration * states + (2 * checkpoint if remote else 0)
+    message = f"{folder} for temporary files: {free / GIB:.3g} GiB free, {needed / GIB:.2g} GiB needed"
+    hint = f"Free some space in {folder}, or let the variable TMPDIR name a folder on a larger disk."
+    return message, hint if free < needed else ""
+
+
+def compare_disk(config: RunConfig, checkpoint: int, states: int, prompts: Mapping[ImageSize, int]) -> Finding:
+    """Compare the free space with what the run stores.
+
+    Args:
+        checkpoint: bytes of a policy version.
+        states: bytes of an image's denoising states.
+    """
+    store = open_store(config.storage, config.run.name)
+    scratch, lacks = _temporary(config, checkpoint, states, remote=not is_local(store.filesystem))
+    if lacks or not is_local(store.filesystem):
+        place = "" if lacks else f"{config.storage.root} (not tried: a check writes nothing); "
+        return Finding("disk", not lacks, f"{place}{scratch}", lacks)
+    free = shutil.disk_usage(nearest_existing(Path(store.path()))).free / GIB
+    samples = config.samples_per_iteration * config.run.iterations
+    rollout = config.rollout
+    message, images = "", 0.0
+    if isinstance(rollout, ImageRolloutSection):
+        # Uncompressed, so that a PNG of noise is covered too.
+        images = samples * max(size.pixels for size in (prompts or (rollout.size,))) * 3 / GIB
+        message = f"{samples} images take at most {images:.2g} GiB, "
+        if states:
+            images += samples * states / GIB
+            message += f"their denoising states {samples * states / GIB:.2g} GiB, "
+    keep = config.run.keep_policies
+    versions = keep.count(config.run.iterations, config.run.staleness) if keep else config.run.iterations
+    policies = versions * checkpoint / GIB
+    message = (
+        f"{config.storage.root}: {free:.3g} GiB free; {message}"
+        f"{counted(versions, 'policy version')} with optimizer state {policies:.2g} GiB; {scratch}"
+    )
+    enough = free > images + policies
+    fewer = "" if keep else ", or set run.keep_policies"
+    hint = f"Free some space, set storage.root to a larger disk{fewer}."
+    return Finding("disk", enough, message, "" if enough else hint)
+
+
+def find_fonts(config: RunConfig, prompts: PromptFiles) -> Finding:
+    """Say which scripts no font has, of labels and of prompts below images; a run shows their code points instead."""
+    texts = [section.label for section in (*config.rewards, *config.guardrails.rewards)]
+    if isinstance(config.rollout, ImageRolloutSection):
+        sets = (*prompts.usable("data"), *prompts.usable("evaluate"))
+        texts += [each.text for part in sets for each in part.prompts]
+    others = {letter for text in texts for letter in text if not letter.isascii()}
+    if not others:
+        return Finding("fonts", True, "DejaVu Sans, which matplotlib brings, has every letter")
+    # Matplotlib takes a while to import.
+    from tasks.reports.fonts import FONTS_HINT, fonts_for
+
+    fonts = fonts_for(others)
+    if not fonts.missing_scripts:
+        used = ", ".join(Path(path).name for path in fonts.paths)
+        return Finding("fonts", True, f"{used} have every letter")
+    message = f"none has {counted(len(fonts.missing), 'letter')} ({fonts.missing_scripts}): images show the code points"
+    return Finding("fonts", True, message, FONTS_HINT)
