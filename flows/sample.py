@@ -27,8 +27,9 @@ from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE
 from grpo_core.records import BrokenImage, GroupRequest
 from grpo_core.seeds import derive_seed
 from grpo_core.streams import STREAMS
+from tasks.models.devices import configure_torch
 from tasks.models.initial import RECORD_FILE, model_digest
-from tasks.models.resident import ModelSpec, ResidentPolicy, configure_torch, load_policy
+from tasks.models.resident import ModelSpec, ResidentPolicy, load_policy
 from tasks.prompts.marks import mark_images, require_match
 from tasks.prompts.source_images import load_source
 from tasks.runs.lookup import find_run, read_description

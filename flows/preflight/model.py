@@ -22,8 +22,9 @@ from grpo_core.rewards.registry import build_reward
 from grpo_core.seeds import derive_seed
 from grpo_core.streams import ImageSize, Stream
 from grpo_core.update.optimizer import refuse_unavailable
+from tasks.models.devices import configure_torch, refuse_missing_devices, torch_device
 from tasks.models.initial import initial_digest, local_source, training_choices
-from tasks.models.resident import ModelSpec, configure_torch, load_untried, refuse_missing_devices, torch_device
+from tasks.models.resident import ModelSpec, load_untried
 from tasks.runs.stored_policies import adapter_version
 from tasks.storage.artifacts.store import open_store, use_store
 from tasks.update.job import refuse_unusable_placement

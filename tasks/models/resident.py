@@ -2,19 +2,20 @@
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from configs.sections import Device, PlacementSection, PolicySection
+from configs.sections import PlacementSection, PolicySection
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import Policy, PolicyFamily, policy_family
 from grpo_core.policies.trained.settings import Reference
 from grpo_core.policies.trial import try_policy
 from grpo_core.streams import Stream
+from tasks.models.devices import configure_torch
 from tasks.models.initial import (
     component_folder,
     copy_folder,
@@ -60,40 +61,6 @@ class ModelSpec(BaseModel):
     def family(self) -> PolicyFamily:
         """The kind of policy."""
         return policy_family(self.section.kind)
-
-
-def set_threads(placement: PlacementSection) -> None:
-    """Set torch's thread count, the only place that does."""
-    torch.set_num_threads(placement.torch_threads)
-
-
-def configure_torch(placement: PlacementSection) -> torch.device:
-    """Set torch's thread count and return the first device, which a process that has no others uses.
-
-    Raises:
-        InputError: it is a GPU that this machine does not have.
-    """
-    set_threads(placement)
-    refuse_missing_devices(placement.devices[:1])
-    return torch_device(placement)
-
-
-def torch_device(placement: PlacementSection) -> torch.device:
-    """Return the first device that the placement names."""
-    device = placement.devices[0]
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-
-def refuse_missing_devices(devices: Sequence[Device]) -> None:
-    """Raise InputError for GPUs that PyTorch does not find here."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    missing = [each for each in devices if (each == "cuda" and not gpus) or (isinstance(each, int) and each >= gpus)]
-    if missing:
-        found = f"finds {gpus} here, 0 to {gpus - 1}" if gpus else "finds no CUDA device here"
-        hint = f"PyTorch {found}. Name GPUs that it finds, or set it to auto or cpu."
-        raise InputError("placement.devices", missing[0] if len(missing) == 1 else missing, hint)
 
 
 @dataclass

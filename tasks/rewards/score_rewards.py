@@ -24,7 +24,7 @@ from grpo_core.user_code import code_kept
 from tasks.execution.caching import stage_task
 from tasks.execution.stage import SHARDS, Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.metrics import LOGGED, pool_logged
-from tasks.models.resident import set_threads
+from tasks.models.devices import set_threads
 from tasks.progress import progress_of
 from tasks.rewards.rows import EXTRA, LOGGED_BY, SCORES, Row, batches_for, score_in_processes, score_rows
 from tasks.runs.layout import EXTRA_COLUMN, EXTRA_FILE, IMAGES, PARTS, SCORES_FILE, STATES

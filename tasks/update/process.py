@@ -21,7 +21,8 @@ from tasks.execution.call import naming_timeout, stage_handler
 from tasks.execution.devices import DeviceProcess, DeviceProcesses
 from tasks.execution.errors import LostStageError, RemoteStageError, record_of
 from tasks.execution.resources import resource, run_resources
-from tasks.models.resident import ResidentPolicy, configure_torch, refuse_missing_devices
+from tasks.models.devices import configure_torch, refuse_missing_devices
+from tasks.models.resident import ResidentPolicy
 from tasks.progress import ProgressReporter, Silence, listener, log
 from tasks.storage.artifacts.store import ArtifactStore, described, open_store, use_store
 from tasks.storage.roots import translate_storage_errors

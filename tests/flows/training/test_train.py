@@ -83,14 +83,13 @@ class TestPrefect:
             for key, kind in kinds.items():
                 filtered = ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
                 artifacts = client.read_artifacts(artifact_filter=filtered)
-                found = {artifact.description: artifact for artifact in artifacts}
+                assert {artifact.type for artifact in artifacts} == {kind}
                 for iteration in (1, 2):
-                    artifact = found[f"run, iteration {iteration}"]
-                    assert artifact.type == kind
-                    content = str(artifact.data)
+                    # Runs of other tests may have this name too.
+                    named = [str(each.data) for each in artifacts if each.description == f"run, iteration {iteration}"]
                     expected = "](data:image/" if kind == "markdown" else "grad_norm"
-                    assert expected in content
-                    assert len(content) < 300_000
+                    assert any(expected in content for content in named)
+                    assert max(map(len, named)) < 300_000
 
     def test_a_report_that_the_server_refuses_ends_nothing(
         self, empty: Runs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
