@@ -166,7 +166,7 @@ def make(page: Path, commit: str | None) -> None:
                 inside = "\n".join(["```text", *lines, "```", *_digest_note(lines)])
                 shown += [text[position : found.start()], f"\n{found['mark']}\n{inside}\n<!-- end -->\n"]
                 position = found.end()
-        for name, path, width, height in _PICTURE.findall(text):
+        for name, path, width, height in _PICTURE.findall(text + _shown_elsewhere(page)):
             _picture(folder / path, DOCS / name, int(width or 0), int(height or 0))
     wall, cpu = time.perf_counter() - begun, _cpu_seconds() - used
     said = (
@@ -176,6 +176,12 @@ def make(page: Path, commit: str | None) -> None:
     )
     whole, said = "".join([*shown, text[position:]]), textwrap.fill(said, 150, break_on_hyphens=False)
     page.write_text(_MADE.sub(f"<!-- made: begin -->\n{said}\n<!-- made: end -->\n", whole), encoding="utf-8")
+
+
+def _shown_elsewhere(page: Path) -> str:
+    """Return the pages that show pictures of what the README's commands make, where it is the README that runs."""
+    others = (each for each in sorted(DOCS.glob("*.md")) if each not in PAGES.values())
+    return "".join(each.read_text(encoding="utf-8") for each in others) if page == PAGES["readme"] else ""
 
 
 def _digest_note(lines: Sequence[str]) -> list[str]:
