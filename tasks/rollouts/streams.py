@@ -199,14 +199,17 @@ class StatesWriter:
         """Write nothing yet."""
         self._folder, self._files = folder, 0
         self._waiting: dict[str, Tensor] = {}
+        self._bytes = 0
 
     def write(self, group: RolloutGroup) -> None:
         """Append the states of a group's samples."""
         states = _steps_of(group).states
         # A copy keeps nothing of its batch in memory.
         named = zip(group.request.sample_ids, states, strict=True)
-        self._waiting |= {name: each.detach().cpu().contiguous().clone() for name, each in named}
-        if sum(each.nbytes for each in self._waiting.values()) >= STATES_BYTES:
+        added = {name: each.detach().cpu().contiguous().clone() for name, each in named}
+        self._waiting |= added
+        self._bytes += sum(each.nbytes for each in added.values())
+        if self._bytes >= STATES_BYTES:
             self.close()
 
     def close(self) -> None:
@@ -217,7 +220,7 @@ class StatesWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         digests = [_digest_of(*named) for named in self._waiting.items()]
         save_file(self._waiting, path, {DIGESTS: json.dumps(digests)})
-        self._waiting, self._files = {}, self._files + 1
+        self._waiting, self._bytes, self._files = {}, 0, self._files + 1
 
 
 def _digest_of(sample_id: str, states: Tensor) -> str:
