@@ -49,11 +49,7 @@ def is_measured(name: str) -> bool:
 
 
 def stream_prefix(stream: Stream, trained: Sequence[Stream]) -> str:
-    """Return the prefix of a stream's metrics: none for the first stream that a run trains, `denoising/` for another.
-
-    Args:
-        trained: the streams that the run trains, in the order of STREAMS.
-    """
+    """Return the prefix of a stream's metrics: none for the first of the `trained` ones, else `denoising/`."""
     return "" if stream == trained[0] else f"{stream}/"
 
 
@@ -92,11 +88,10 @@ _POOLED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
 def stage_metrics(stages: ByLabel, previous: Mapping[str, float] | None, *, sampling: str) -> dict[str, float]:
     """Pool the metrics of each stage over the sampling rounds; add num_tokens, times, speeds and memory.
 
-    As in TRL, num_tokens is the number of tokens of prompts and completions since the start of the run, with a prompt
-    counted for each of its completions; it is left out after an iteration without it.
+    As in TRL, num_tokens counts tokens of prompts and completions since the start of the run, a prompt once for each of
+    its completions; it is left out after an iteration without it.
 
     Args:
-        stages: the artifacts of the iteration.
         previous: metrics of the iteration before; None for the first.
         sampling: the stage whose speed is measured.
     """

@@ -84,15 +84,7 @@ def listener() -> ProgressReporter:
 
 
 def progress_of(stage: str, total: int) -> Callable[[int], None]:
-    """Begin a stage.
-
-    Args:
-        stage: title of the stage.
-        total: samples that it handles; the unit and the total stay the same until its end.
-
-    Returns:
-        A function to call with the number of samples that are done.
-    """
+    """Begin a stage of `total` samples; return a function to call with the number of those that are done."""
     reporter = _REPORTER.get()
     reporter.advance(stage, 0, total)
     return lambda done: reporter.advance(stage, done, total)
@@ -115,10 +107,6 @@ def show_run(bar: RunBar) -> None:
 
 
 def advance_run(done: int, total: int, pace: float | None) -> None:
-    """Report that an iteration of the run has ended.
-
-    Args:
-        pace: seconds per iteration; None before one was trained.
-    """
+    """Report that an iteration of the run has ended; `pace` is seconds per iteration, None before one was trained."""
     if (bar := _RUN_BAR.get()) is not None:
         bar(done, total, pace)

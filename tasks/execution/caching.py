@@ -137,8 +137,8 @@ def _retried(stage: Task[..., Any], placement: PlacementSection) -> Task[..., An
 def with_quoted_arguments(arguments: Iterable[Any]) -> list[Any]:
     """Mark the settings and plans among a stage's arguments.
 
-    Prefect searches every value of every argument for results of other tasks, several times a stage; those are
-    references. It takes the mark off before it computes the key and calls the stage.
+    Prefect searches every other argument for results of other tasks, several times a stage; those are references. It
+    takes the mark off before it computes the key and calls the stage.
     """
     return [quote(each) if _is_described(each) else each for each in arguments]
 
@@ -159,14 +159,14 @@ def stage_task(
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Make a Prefect task whose result is a reference, stored under the stage's key and verified when it is reused.
 
+    `modules`, `functions`, `uses_policy` and the parts of `sharding` are functions of the stage's inputs, as in
+    `Stage`.
+
     Args:
         name: the stage, as the UI and the command line call it.
         describe: returns the inputs that determine the result, as JSON values.
         kind: section of the placement, which is one of its arguments; None if it always runs in this process.
         sharding: how it is cut and joined; None if it cannot be cut.
-        modules: returns the modules that the stage imports by a name composed at run time, given the inputs.
-        functions: returns the references of the user's functions that the stage calls, given the inputs.
-        uses_policy: returns whether the stage computes with the policy that its process keeps, given the inputs.
     """
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:

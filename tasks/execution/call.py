@@ -36,10 +36,9 @@ class StageCall(BaseModel):
         storage: the root as every machine of the run finds it, and the folder for copies of what is read.
         roots: where the stage's code begins.
         code: digest of that code and of the libraries' versions, which the worker must have too.
-        functions: digest of the code of each of the user's functions, by its reference, which it must have too.
-        arguments: arguments of the stage's function, as JSON values.
-        key: of the stage's record, if another machine runs it and writes the record; the run may then withdraw the
-            call by removing its file, and the stage commits nothing. None for a child of the run.
+        functions: digest of each of the user's functions, by its reference, which it must have too.
+        key: of the stage's record, which another machine writes; it commits nothing once the run has withdrawn the
+            call by removing its file. None for a child of the run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,11 +69,7 @@ class StageOutcome(BaseModel):
     reasons: tuple[str, ...] = ()
 
     def reference(self) -> Reference:
-        """Return what the stage made.
-
-        Raises:
-            Exception: the error that it failed with; one that cannot be rebuilt here as RemoteStageError.
-        """
+        """Return what the stage made, or raise the error that it failed with."""
         if self.error is not None:
             raise self.error.error()
         assert self.made is not None, "an outcome has a reference or an error"
@@ -172,12 +167,7 @@ def run_on_device(stage: Stage, arguments: Arguments, timeout: float | None, sto
 def run_in_child(
     process: ChildProcess, call: StageCall, timeout: float | None, store: ArtifactStore, label: str | None = None
 ) -> Reference:
-    """Run a stage of this process's run in a child.
-
-    Raises:
-        Exception: what the stage raised.
-        LostStageError, StageTimeoutError, StageCancelledError: as ChildProcess.request.
-    """
+    """Run a stage of this process's run in a child; raises what the stage and ChildProcess.request raise."""
     try:
         outcome = carry_out_in(process, call, timeout, label)
     except (LostStageError, StageCancelledError, StageTimeoutError):
@@ -208,11 +198,7 @@ def carry_out_in(
 
 @contextlib.contextmanager
 def naming_timeout(stage: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Add to a StageTimeoutError which stage ran into its timeout, which reward it computes, and the setting.
-
-    Args:
-        arguments: those of a call.
-    """
+    """Add to a StageTimeoutError the stage, the reward that it computes, and the setting."""
     try:
         yield
     except StageTimeoutError as error:
@@ -228,11 +214,7 @@ def call_file(name: str) -> str:
 
 
 def read_call(store: ArtifactStore, name: str) -> StageCall:
-    """Read a call from the run's folder.
-
-    Raises:
-        ValueError: it is missing or damaged.
-    """
+    """Read a call from the run's folder; ValueError if it is missing or damaged."""
     content = store.read_file(call_file(name))
     if content is None:
         raise ValueError(f"{store.run} has no call {name[:12]}; it was answered or withdrawn, or the run was pruned")

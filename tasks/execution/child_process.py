@@ -33,10 +33,7 @@ class ChildProcess:
     """One child; the first request starts it, and so does the first one after it has ended.
 
     Its command is given as arguments of the Python interpreter, its variables are added to this process's, and errors
-    call it by its name.
-
-    Attributes:
-        starts: how often it was started.
+    call it by its name. `starts` counts how often it was started.
     """
 
     def __init__(
@@ -54,7 +51,6 @@ class ChildProcess:
 
         Args:
             label: what is done; `ChildProcesses.borrow` prefers a child that did the same last.
-            payload: what the handler takes.
             timeout: seconds, from when the child is ready; None for no limit.
             reporter: receives the child's progress and log lines.
 
@@ -63,7 +59,6 @@ class ChildProcess:
             LostStageError: the child died; with the last lines of its standard error.
             StageCancelledError: the child was ended by `end`.
             Exception: what the handler raised, as ErrorRecord rebuilds it.
-            OSError: the child cannot be started.
         """
         with self._busy:
             self.last_label = label

@@ -29,7 +29,10 @@ class DeviceProcess:
 
 
 class DeviceProcesses:
-    """The processes of a run's devices; a request starts one that is not running, also after it has died."""
+    """The processes of a run's devices; a request starts one that is not running, also after it has died.
+
+    Who waits for a process gets StageCancelledError when the run stops at once.
+    """
 
     def __init__(self) -> None:
         self._placement: PlacementSection | None = None
@@ -41,11 +44,7 @@ class DeviceProcesses:
 
     @contextlib.contextmanager
     def borrow(self, placement: PlacementSection, label: str) -> Iterator[DeviceProcess]:
-        """Lend a process that is free, preferably the one that last did what `label` names; wait until one is.
-
-        Raises:
-            StageCancelledError: the run was stopped at once.
-        """
+        """Lend a process that is free, preferably the one that last did what `label` names; wait until one is."""
         process = self._take(placement, label)
         try:
             yield process
@@ -54,11 +53,7 @@ class DeviceProcesses:
 
     @contextlib.contextmanager
     def borrow_all(self, placement: PlacementSection) -> Iterator[list[DeviceProcess]]:
-        """Lend all processes, in the order of the devices, once every one is free.
-
-        Raises:
-            StageCancelledError: the run was stopped at once.
-        """
+        """Lend all processes, in the order of the devices, once every one is free."""
         taken: list[DeviceProcess] = []
         try:
             with self._taking_all:

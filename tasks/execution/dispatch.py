@@ -43,11 +43,7 @@ class _PolicyLock:
 def dispatch(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
     """Run the stage where its placement, one of the arguments, says; `submit` starts the stage's task on a part.
 
-    Raises:
-        Exception: whatever the stage raises, wherever it ran.
-        StageTimeoutError: it ran into its timeout.
-        LostStageError: the process or the worker that ran it has died.
-        StageCancelledError: it was cancelled.
+    Whatever it raises, wherever it ran, is raised here; also StageTimeoutError, LostStageError and StageCancelledError.
     """
     store, where = current_store(), place(stage, arguments)
     # Another process would not know that the artifact may exist.
@@ -73,13 +69,9 @@ def dispatch(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
 
 
 def run_in_shards(stage: Stage, arguments: Arguments, count: int, submit: Submit) -> Reference:
-    """Cut the stage, run the parts concurrently as stages with their own records, and join them in order.
+    """Cut the stage, run at most `count` parts concurrently as stages with own records, and join them in order.
 
-    There are at most `count` parts. Parts that succeed are kept when another one fails.
-
-    Raises:
-        RetriesExhaustedError: the first part that failed met a retryable error more often than it is retried.
-        Exception: what the first part that failed raised otherwise; both once the other parts have ended.
+    Once all have ended, the first failure is raised, as RetriesExhaustedError if it is retryable; other parts are kept.
     """
     assert stage.sharding is not None, "only a stage with sharding is cut"
     parts = stage.sharding.cut(arguments, count)

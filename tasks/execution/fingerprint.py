@@ -69,7 +69,7 @@ class ModuleSource:
     """A module as fingerprints see it.
 
     Attributes:
-        text: its syntax tree; equal for sources that differ in format, comments and docstrings alone.
+        text: its syntax tree without comments and docstrings.
         used: what it imports and uses; what it imports for its decorators or for types alone is not followed.
         exported: everything that it imports, by bound name.
     """
@@ -80,15 +80,10 @@ class ModuleSource:
 
 
 def code_fingerprint(roots: Iterable[str], checkout: Path = CHECKOUT) -> str:
-    """Compute the sha256 of the code that the roots reach.
+    """Compute the sha256 of the code that the roots reach below a checkout; ValueError for an unknown one.
 
-    Args:
-        roots: `package.module`, or `package.module:name` for a function or class there; the decorators of the module's
-            functions are then left out.
-        checkout: folder that holds the packages.
-
-    Raises:
-        ValueError: there is no such module or name.
+    A root is `package.module`, or `package.module:name` for a function or class there; the decorators of the module's
+    functions are then left out.
     """
     return _digest(tuple(roots), checkout)
 

@@ -28,8 +28,7 @@ def halve_on_out_of_memory(title: str, run: str, setting: str, size: int, call: 
     The half is remembered: the run's later calls for the same setting begin with it. No result is keyed by it.
 
     Args:
-        title: title of the stage, for messages.
-        run: name of the run.
+        title: of the stage, for messages.
         setting: key of the configuration that gives the size.
         size: samples or prompts per batch, as configured.
         call: does all of the work; must have no effect when it raises.

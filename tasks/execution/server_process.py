@@ -57,14 +57,8 @@ class ServerProcess:
     Args:
         title: what messages call the server.
         command: starts it; it ends when its standard input closes.
-        environment: of the process.
         log_file: open for reading and appending; receives what the server writes.
-        port: the server's, on 127.0.0.1.
         health: path that answers 200 once the server is ready.
-        pass_fds: file descriptors that the server inherits.
-
-    Attributes:
-        process: the one that runs, or ran last.
     """
 
     def __init__(
@@ -116,9 +110,7 @@ class ServerProcess:
     def wait_until_ready(self, seconds: float) -> None:
         """Return once the server answers; a line is logged every half minute until then.
 
-        Raises:
-            SlowStartError: it did not answer in time; with the last lines of its log, as below.
-            RuntimeError: it has ended.
+        SlowStartError if it did not answer in time, RuntimeError if it has ended; with the last lines of its log.
         """
         begun = time.monotonic()
         lines = 0

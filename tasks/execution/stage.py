@@ -96,11 +96,7 @@ def register(stage: Stage) -> None:
 
 
 def stage_named(name: str) -> Stage:
-    """Import a stage's module and return the stage.
-
-    Raises:
-        ValueError: no stage of this name may run in another process.
-    """
+    """Import a stage's module and return the stage; ValueError if no such stage may run in another process."""
     if name not in _MODULES:
         raise ValueError(f"no stage {name!r}; there are {', '.join(_MODULES)}")
     importlib.import_module(_MODULES[name])
@@ -168,9 +164,8 @@ Place = Here | Devices | Device | Child | Pool | Shards
 def place(stage: Stage, arguments: Arguments, *, on_worker: bool = False) -> Place:
     """Return where a stage runs.
 
-    Args:
-        on_worker: a worker, or a child of the run, has the stage already; rollouts take one of its devices, as the
-            update that follows takes all of them.
+    With `on_worker`, a worker or a child of the run has the stage already; rollouts take one of its devices, as the
+    update that follows takes all of them.
     """
     if stage.kind is None:
         return Here()

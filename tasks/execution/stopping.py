@@ -53,12 +53,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def stage(self, title: str) -> Iterator[None]:
-        """Name what is running; when the run was asked to stop, raise the signal's exception instead.
-
-        Raises:
-            KeyboardInterrupt: the first signal was SIGINT.
-            BaseException: it was SIGTERM; the exception is that of its handler, Prefect's TerminationSignal.
-        """
+        """Name what is running; when the run was asked to stop, raise what ends it instead (`stopping_after_stage`)."""
         self.running.append(title)
         try:
             if self.requested is not None:
@@ -97,22 +92,13 @@ def stages_cancelled_on_interrupt() -> Iterator[None]:
 
 
 class Cancellable:
-    """Passes progress on to a reporter, and ends the stage that reports it once the run stops at once.
-
-    Args:
-        reporter: shows the progress.
-        stop: of the run.
-    """
+    """Passes progress on to a reporter, and ends the stage that reports it once the run stops at once."""
 
     def __init__(self, reporter: ProgressReporter, stop: StopSignals) -> None:
         self.reporter, self.stop = reporter, stop
 
     def advance(self, stage: str, done: int, total: int) -> None:
-        """Show the progress of a stage.
-
-        Raises:
-            StageCancelledError: the run stops at once; no signal reaches a stage in a thread.
-        """
+        """Show the progress of a stage; StageCancelledError once the run stops: no signal reaches a thread."""
         if self.stop.cancelled.is_set():
             raise StageCancelledError(f"{stage}: the run that requested it was stopped")
         self.reporter.advance(stage, done, total)

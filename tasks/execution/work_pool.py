@@ -61,8 +61,8 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
 
     Raises:
         InputError: no worker has ever served this stage for the pool.
-        Exception: whatever the stage raised.
         LostStageError: its worker has died.
+        Exception: whatever the stage raised.
     """
     name = call.digest
     assert call.key is not None, "a worker records what it has made"
@@ -226,23 +226,15 @@ class _Watch:
 
 
 def follow(flow_run: FlowRun, pool: str, timeout: float | None, is_answered: Callable[[], bool]) -> State | None:
-    """Wait until the flow run has ended.
+    """Wait until the flow run has ended; return its last state, or None if the stage is recorded without the server.
 
-    While the server does not answer, the run waits. When the run that requested the stage stops at once, it cancels the
-    stage; when it was asked to stop, it waits for a stage that a worker has taken, and withdraws any other.
-
-    Args:
-        flow_run: the stage, as it was sent to the pool.
-        pool: name of the pool.
-        timeout: seconds after which its worker should have killed it; None for no limit.
-        is_answered: returns whether the stage is recorded; called while the server does not answer.
-
-    Returns:
-        Its last state; None if it is answered and the server does not say so.
+    While the server does not answer, the run waits, and asks `is_answered` whether the stage is recorded. When the run
+    that requested the stage stops at once, it cancels the stage; when it was asked to stop, it waits for a stage that a
+    worker has taken, and withdraws any other.
 
     Raises:
         LostStageError: its worker has died, or the server does not come back.
-        StageTimeoutError: its worker does not end it.
+        StageTimeoutError: its worker does not end it within `timeout` seconds.
         StageCancelledError: it was cancelled, or the run that requested it was stopped.
     """
     stop = resource(StopSignals)

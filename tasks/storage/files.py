@@ -37,9 +37,7 @@ def is_local(filesystem: AbstractFileSystem) -> bool:
 def matching(filesystem: AbstractFileSystem, folder: str, pattern: str) -> list[str]:
     """List what is in a folder by name, sorted; nothing where there is no folder.
 
-    Args:
-        folder: path in the filesystem. Unlike in `filesystem.glob`, its own characters are no pattern.
-        pattern: of a name, or of names below one another, with `*`, `?` and `[...]`.
+    The pattern is of a name, or of names below one another; the folder's own characters are none, unlike in `glob`.
     """
     name, _, below = pattern.partition("/")
     try:
@@ -74,12 +72,7 @@ class TooLargeError(OSError):
 
 
 def read_bounded(filesystem: AbstractFileSystem, path: str, limit: int = MAX_SMALL_BYTES) -> bytes:
-    """Read a file of at most `limit` bytes; a bucket, which is asked once for each file, is not measured first.
-
-    Raises:
-        TooLargeError: it has more.
-        FileNotFoundError: there is none.
-    """
+    """Read a file of at most `limit` bytes, else TooLargeError; a bucket is asked once, so not for the size first."""
     if not is_local(filesystem):
         content: bytes = filesystem.cat_file(path)
     else:
@@ -118,11 +111,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_file_atomically(filesystem: AbstractFileSystem, path: str, content: bytes, *, scratch: Path) -> None:
-    """Write or replace a small file so that a reader sees all of it or nothing.
-
-    Args:
-        scratch: folder of this process on the same disk, for the unfinished file.
-    """
+    """Write or replace a small file so that a reader sees all of it or nothing; `scratch` is on the same disk."""
     if not is_local(filesystem):
         filesystem.pipe_file(path, content)
         return
@@ -152,12 +141,9 @@ def require_writable(folder: Path, place: str) -> None:
 
 
 def fsync_folder(staged: Path, synced: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """Force a staged folder to the disk, give its files the folder's permissions, and return the sha256 of each.
+    """Force a staged folder to the disk, and return the sha256 of each file; `synced` ones have not changed since.
 
-    safetensors makes files that only the owner may read, and a run is shared.
-
-    Args:
-        synced: what an earlier call returned; these files have not changed since.
+    Files get the folder's permissions: safetensors makes files that only the owner may read, and a run is shared.
     """
     rights, paths = staged.stat().st_mode & 0o666, sorted(staged.rglob("*"))
     new = [path for path in paths if path.relative_to(staged).as_posix() not in synced]
@@ -222,11 +208,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def temporary_folder() -> Path:
-    """Return a folder below TMPDIR that only the processes of this user share.
-
-    Raises:
-        InputError: another file or folder is there, perhaps of another user.
-    """
+    """Return a folder below TMPDIR that only the processes of this user share; InputError if another's is there."""
     folder = Path(tempfile.gettempdir()) / f"grpo-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -239,31 +221,19 @@ def temporary_folder() -> Path:
 
 @contextlib.contextmanager
 def locked_file(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Lock a file for a moment; the kernel frees a killed holder's lock.
-
-    Raises:
-        BlockingIOError: another process has the lock, and `wait` is False.
-    """
+    """Lock a file for a moment; BlockingIOError if another process has it and `wait` is False."""
     with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
 
 def dump_checked(described: Mapping[str, Any]) -> bytes:
-    """Encode a record as JSON with a `checksum`: the sha256 of everything else.
-
-    Raises:
-        ValueError: a number is not finite.
-    """
+    """Encode a record as JSON with a `checksum`, the sha256 of everything else; ValueError for NaN and infinity."""
     return _text({**described, _CHECKSUM: _digest(described)})
 
 
 def load_checked(content: bytes) -> dict[str, Any]:
-    """Decode what `dump_checked` encoded.
-
-    Raises:
-        ValueError: it is no such record, or was changed.
-    """
+    """Decode what `dump_checked` encoded; ValueError for any other or changed content."""
     try:
         described = json.loads(content)
     except RecursionError as error:

@@ -37,14 +37,12 @@ _RELEASED = b'{"released": true}'
 
 
 class Holder(BaseModel):
-    """A process that has a lock.
+    """A process that has a lock, since a time in UTC, with its shortened command line.
 
     Attributes:
         token: identifies this acquisition of the lock.
         machine: boot and process namespace, within which a process id means one process; empty if unknown.
         started: start of the process, seconds since 1970.
-        since: when it took the lock, UTC.
-        command: command line, shortened.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -166,11 +164,7 @@ class _Objects:
 
 
 class Lease:
-    """A lease that this process has, renewed by a thread until it is released.
-
-    Attributes:
-        previous: the last holder, if it ended without releasing the lease.
-    """
+    """A lease that this process has, renewed by a thread until it is released; `previous` did not release it."""
 
     def __init__(self, objects: _Objects, number: int, holder: Holder, previous: Holder | None) -> None:
         self.previous = previous
@@ -236,10 +230,7 @@ def take_lease(
 ) -> Lease | str:
     """Take a lease for this process, or return who has it; waits while it is not known whether the holder is alive.
 
-    `on_wait` is called with a message before a wait.
-
-    Raises:
-        InputError: of the filesystem two processes could take one lease.
+    `on_wait` is called with a message before a wait. InputError if two processes could take one lease there.
     """
     require_exclusive_create(filesystem, folder)
     objects = _Objects(filesystem, folder)

@@ -80,14 +80,9 @@ class RootFileSystem(LocalFileSystem):
         super().rm(self.inside(path, deleting=True), recursive=recursive, maxdepth=maxdepth)
 
     def inside(self, path: str, *, deleting: bool = False) -> str:
-        """Return a path, below the root or elsewhere, unless a link on the way leads where it must not.
+        """Return an absolute path, below the root or elsewhere; LinkError if a link on the way leads where it must not.
 
-        Args:
-            path: absolute, without a protocol; what it leads to need not exist.
-            deleting: refuse every link below the run's folder, also one to another place in the run.
-
-        Raises:
-            LinkError: with the link, where it leads, and what to do.
+        With `deleting`, every link below the run's folder is refused, also one to another place in the run.
         """
         place, path = self.root, path.rstrip("/")
         if not path.startswith(f"{place}/"):
@@ -109,11 +104,7 @@ class RootFileSystem(LocalFileSystem):
         return os.path.realpath(link).startswith(f"{os.path.realpath(top)}/")
 
     def refuse_links(self, folder: str) -> None:
-        """Look through a folder for links that must not be followed, before anything in it is used.
-
-        Raises:
-            LinkError, InputError: with an entry per link, the first ten of them.
-        """
+        """Raise InputError for the links in a folder that must not be followed, the first ten, before it is used."""
         raise_all(islice(self._links(self.inside(folder)), _REPORTED))
 
     def _links(self, folder: str) -> Iterator[LinkError]:

@@ -33,10 +33,9 @@ _ELEMENT = ".list.element"
 
 
 class TableWriter:
-    """Writes one Parquet file batch by batch and digests its values on the way.
+    """Writes one Parquet file batch by batch, with the digest of each, which together make the table's digest.
 
-    The digest of the table is computed from the digests of its batches, which the file stores. So the
-    digest of several files with the batches of one file is that file's, without reading the values again.
+    So the digest of several files with the batches of one file is that file's, without reading the values again.
     Small batches share a row group, since one alone takes several kilobytes and a millisecond for its columns.
     """
 
@@ -132,11 +131,7 @@ def joint_digest(digests: Sequence[str]) -> str:
 
 
 def part_digests(path: Path) -> list[str]:
-    """Return the digests of a file's writes, in order; `joint_digest` of those of all parts is the table's digest.
-
-    Raises:
-        ValueError: the file has none.
-    """
+    """Return the digests of a file's writes, in order; ValueError if the file has none."""
     metadata = pq.read_metadata(path).metadata or {}
     if DIGESTS.encode() not in metadata:
         raise ValueError(f"{path.name} has no digests of its batches; use the version that wrote it")
@@ -148,16 +143,10 @@ _UNPACKED_BYTES, _UNPACKED_SHARE = 2**29, 64
 
 
 def oversized(source: Path | pa.NativeFile | IO[bytes], size: int) -> str | None:
-    """Return why a Parquet file is not read: what it unpacks to; None for one that may be.
+    """Return why a Parquet file of `size` bytes is not read: what it unpacks to; None for one that may be.
 
     A few bytes can stand for a billion equal values. Those of this project are mostly log-probs and images, which are
-    hardly smaller than in memory.
-
-    Args:
-        size: bytes of the file.
-
-    Raises:
-        pa.ArrowException, OSError: it is no Parquet file.
+    hardly smaller than in memory. What is no Parquet file raises pa.ArrowException or OSError.
     """
     with pq.ParquetFile(source) as file:
         limit = max(_UNPACKED_BYTES, _UNPACKED_SHARE * size)
@@ -208,11 +197,9 @@ def _bytes_of_texts(file: pq.ParquetFile, chunks: Sequence[pq.ColumnChunkMetaDat
 
 
 def read_checked(content: bytes, schema: pa.Schema) -> dict[str, list[Any]]:
-    """Read the columns of a table that was written at once and has no manifest.
+    """Read the columns of a table that was written at once and has no manifest; ValueError for anything else.
 
-    Raises:
-        ValueError: it is no such table, its values do not have the digest that it states, or other bytes were changed,
-            such as those of the footer, which readers trust to different degrees.
+    Changed bytes such as those of the footer are found too, which readers trust to different degrees.
     """
     try:
         if (reason := oversized(pa.BufferReader(content), len(content))) is not None:
@@ -242,12 +229,7 @@ def scan_tables(files: Sequence[Path]) -> "pl.LazyFrame":
 
 
 def read_columns(filesystem: AbstractFileSystem, folder: str, names: str, columns: Sequence[str]) -> pa.Table:
-    """Read columns of tables where they lie and unverified; those that a table lacks are left out.
-
-    Args:
-        folder: path in the filesystem.
-        names: pattern of the files' names in it.
-    """
+    """Read columns of tables that match a pattern, unverified; those that a table lacks are left out."""
     parts = []
     for path in matching(filesystem, folder, names):
         if (reason := oversized_file(filesystem, path)) is not None:
@@ -259,11 +241,7 @@ def read_columns(filesystem: AbstractFileSystem, folder: str, names: str, column
 
 
 def read_table(folder: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read all Parquet files of a folder as one table, parts in the order of their names.
-
-    Raises:
-        ValueError: a file was written with another schema.
-    """
+    """Read all Parquet files of a folder, in the order of names, as one table; ValueError for another schema."""
     parts = []
     for path in sorted(folder.glob("*.parquet")):
         found = pq.read_schema(path)
@@ -277,12 +255,7 @@ STREAM = "stream"
 
 
 def read_advantages(files: Sequence[Path], columns: Sequence[str] | None = None) -> pa.Table:
-    """Read tables of advantages with the column `stream`.
-
-    Args:
-        files: at least one.
-        columns: names of the columns to read besides `stream`; None for all.
-    """
+    """Read at least one table of advantages, with the column `stream` and these, or all."""
     wanted = None if columns is None else [*columns, STREAM]
     # Unlike read_table, it does not import pandas.
     return pa.concat_tables([pq.ParquetFile(path).read(columns=wanted) for path in files])

@@ -33,9 +33,7 @@ class StageRecords(WritableFileSystem):
     def read_path(self, path: str, *, _sync: bool = True) -> bytes:  # type: ignore[override]
         """Read the reference of a key, as a record of Prefect's that `reference_serializer` decodes.
 
-        Raises:
-            StaleReferenceError: there is none, or it was changed.
-            StorageError: a bucket did not answer; the stage then refuses to run.
+        StaleReferenceError if there is none, or it was changed; after a StorageError the stage refuses to run.
         """
         with current_store().noting_unread(path):
             reference = _find(path)
@@ -102,11 +100,7 @@ def _find(key: str) -> ArtifactRef | PolicyRef:
 
 
 def note_copied(store: ArtifactStore) -> bool:
-    """Note which artifacts of a run were copied from another run, as its records say.
-
-    Returns:
-        Whether there are records and all of them are as they were written.
-    """
+    """Note which artifacts were copied from another run; False without records, or if one is not as it was written."""
     names = matching(store.filesystem, store.path(FOLDER), "*.json")
     for path in names:
         key = path.rsplit("/", 1)[-1].removesuffix(".json")
@@ -131,11 +125,7 @@ def _checked(key: str, content: bytes) -> ArtifactRef | PolicyRef:
 
 
 def encode_reference(value: object) -> dict[str, Any]:
-    """Encode a reference as plain JSON.
-
-    Raises:
-        TypeError: the value is no reference.
-    """
+    """Encode a reference as plain JSON; TypeError for any other value."""
     if isinstance(value, PolicyRef):
         return {_POLICY: value.model_dump(mode="json")}
     if isinstance(value, ArtifactRef):
@@ -144,13 +134,10 @@ def encode_reference(value: object) -> dict[str, Any]:
 
 
 def decode_reference(value: dict[str, Any]) -> Any:
-    """Decode a reference whose files are present and verified in this run's folder.
+    """Decode a reference whose files are present and verified in this run's folder, else StaleReferenceError.
 
-    Prefect treats an error here as a cache miss, so a stage whose files are gone or changed runs again.
-
-    Raises:
-        StaleReferenceError: there is no valid copy of the files.
-        StorageError: a bucket did not answer; the stage then refuses to run.
+    Prefect treats an error here as a cache miss, so a stage whose files are gone or changed runs again; but not while
+    a bucket does not answer (`noting_unread`).
     """
     if not {_ARTIFACT, _POLICY} & value.keys():
         return value

@@ -33,8 +33,7 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
     """Open the filesystem of a root, a folder or a URL, and return it with the path in it.
 
     Raises:
-        InputError: credentials in the URL, a URL of an unknown kind, of one whose package is not installed, or a
-            file in the place of the folder.
+        InputError: credentials in the URL, an unknown kind, a package that is not installed, or a file in its place.
     """
     refuse_secrets("storage.root", root)
     place = root if "://" in root else str(Path(root).expanduser())
@@ -64,16 +63,10 @@ def probe_filesystem(root: str) -> AbstractFileSystem:
 
 
 def require_exclusive_create(filesystem: AbstractFileSystem, folder: str) -> None:
-    """Refuse a filesystem of which two processes may both create one file, and so both write one run.
+    """Raise InputError for a filesystem of which two processes may both create one file, and so both write one run.
 
-    Many only look whether there is such a file before they write it. Here they look and see none, as in a race.
-
-    Args:
-        folder: where a file is created for it, and removed.
-
-    Raises:
-        InputError: a file that exists was created again.
-        OSError: nothing can be written there.
+    Many only look whether there is such a file before they write it. Here they look and see none, as in a race. A
+    file is created in `folder` for it, and removed.
     """
     # A filesystem in memory has no other process.
     if isinstance(filesystem, MemoryFileSystem) or filesystem in _EXCLUSIVE:
@@ -172,11 +165,7 @@ class UnreachableStorageError(StorageError, ConnectionError):
 
 @contextlib.contextmanager
 def translate_storage_errors(filesystem: AbstractFileSystem, root: str) -> Iterator[None]:
-    """Turn failures to write to a disk into StorageError; other errors pass unchanged.
-
-    Raises:
-        StorageError: the disk is full, read-only or broken.
-    """
+    """Turn the errors of a full, read-only or broken disk into StorageError; others pass unchanged."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -218,11 +207,9 @@ def _errno(error: OSError | SafetensorError) -> int | None:
 
 @contextlib.contextmanager
 def translate_remote_errors(filesystem: AbstractFileSystem, root: str) -> Iterator[None]:
-    """Turn failures of a bucket into StorageError; errors for missing files pass unchanged.
+    """Turn failures of a bucket into StorageError; missing files pass unchanged.
 
-    Raises:
-        UnreachableStorageError: it does not answer or is busy.
-        StorageError: it does not exist or refuses access.
+    UnreachableStorageError stands for one that does not answer or is busy.
     """
     if is_local(filesystem):
         yield

@@ -39,11 +39,7 @@ class LockLostError(RuntimeError):
 
 
 class FileLock:
-    """A locked file; its content describes the holder, and is empty while there is none.
-
-    Attributes:
-        previous: the last holder, if it ended without releasing the lock.
-    """
+    """A locked file; its content is the holder, or nothing. `previous` ended without releasing the lock."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor, self._path = descriptor, path
@@ -75,12 +71,7 @@ class RunLock:
         self._place, self._hold, self._store = place, hold, store
 
     def require_held(self) -> None:
-        """Refuse to write after the lock was lost.
-
-        Raises:
-            LockLostError: another process took it, or its file was removed.
-            StorageError: a bucket does not answer.
-        """
+        """Raise LockLostError if another process took the lock, or its file was removed, before anything is written."""
         with translate_remote_errors(self._store.filesystem, self._store.root):
             reason = self._hold.find_loss()
         if reason is not None:
@@ -92,14 +83,10 @@ class RunLock:
 
 @contextmanager
 def locked(store: RunFolder, place: str = "", *, setting: str, value: str) -> Iterator[RunLock]:
-    """Lock a place of a run; the lock of a dead holder is taken over, and that is logged.
-
-    Args:
-        place: folder within the run; by default the run.
-        setting, value: the setting that names the place, for the error.
+    """Lock a place of a run, by default all of it; the lock of a dead holder is taken over, and that is logged.
 
     Raises:
-        InputError: another process has the lock, or the file system has no locks.
+        InputError: another process has the lock, or the file system has no locks; names `setting` with its `value`.
         StorageError: it cannot be written there.
     """
     path, shown = store.path(f"{place}/{LOCK}" if place else LOCK), f"{store.run}/{place}".rstrip("/")

@@ -134,12 +134,10 @@ _COMPLETION = [
 
 
 def rollout_schema(modality: Modality, streams: Collection[Stream], *, with_start: bool = False) -> pa.Schema:
-    """Return the schema of rollouts; their images are in files of their own.
+    """Return the schema of rollouts with the recorded streams; their images are in files of their own.
 
-    Args:
-        modality: of the policy.
-        streams: the recorded ones; none for images that were made without tokens and without noisy steps.
-        with_start: whether the chat template begins the completions.
+    Images that are made without tokens and without noisy steps have no stream. With `with_start`, the chat template
+    begins the completions.
     """
     of_streams = [field for stream in STREAMS if stream in streams for field in _OF_STREAM[stream]]
     if modality == "text":

@@ -34,14 +34,7 @@ def commit_artifact(
     """Move staged files to their place and then write the manifest that makes them an artifact.
 
     An artifact in that place is moved away, never overwritten. If another writer of the stage was first and has the
-    same result, its artifact is kept and returned.
-
-    Args:
-        store: of the run.
-        staged: folder with the files.
-        folder: of the run, where they go.
-        digest, schema_version, rows, seconds, metrics, peak_memory: fields of the reference.
-        synced: what `hash_staged` returned; None if nothing is synced.
+    same result, its artifact is kept and returned. `synced` is what `hash_staged` returned.
 
     Raises:
         StorageError: a disk or a bucket refuses it.
@@ -77,11 +70,7 @@ def commit_artifact(
 
 
 def hash_staged(store: ArtifactStore, staged: Path, synced: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the sha256 of every staged file by its name; below a local root they are on the disk then.
-
-    Args:
-        synced: what an earlier call returned; these files have not changed since, and are not read again.
-    """
+    """Return the sha256 of every staged file by its name, on the disk then below a local root; `synced` are known."""
     return (fsync_folder if is_local(store.filesystem) else hashes_of)(staged, synced or {})
 
 
@@ -108,11 +97,7 @@ def removed_by(pruned: Mapping[str, Any] | None) -> tuple[str, ...]:
 def delete_files(
     store: ArtifactStore, reference: ArtifactRef, names: Collection[str], *, pruned: Mapping[str, Any]
 ) -> None:
-    """Delete files of an artifact of the run; those that an interrupted deletion left are deleted too.
-
-    Args:
-        names: of the files within the artifact's folder.
-        pruned: what is deleted and why, as JSON values.
+    """Delete files of an artifact of the run by their names in it, also those that an interrupted deletion left.
 
     Raises:
         StaleReferenceError: the artifact there does not match the reference, or one of its other files is damaged.

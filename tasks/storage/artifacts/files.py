@@ -30,12 +30,7 @@ _LOCAL = fsspec.filesystem("file")
 
 
 class ReadCache:
-    """A folder of copies that several processes share; on a full or read-only disk it keeps nothing.
-
-    Args:
-        folder: a folder of this user alone; nothing is written yet.
-        limit: bytes of all copies; a larger file is not kept.
-    """
+    """A folder of copies, at most `limit` bytes, that the processes of one user share; it keeps none on a full disk."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
@@ -74,11 +69,7 @@ class ReadCache:
                 partial.write_bytes(dump_checked({"version": version, "sha256": sha256}))
 
     def take(self, sha256: str, target: Path) -> bool:
-        """Copy a content to `target`; False if it is not kept, or its copy was damaged.
-
-        Raises:
-            OSError: `target` cannot be written.
-        """
+        """Copy a content to `target`; False if it is not kept, or its copy was damaged."""
         kept = self._contents / sha256
         if not os.access(kept, os.R_OK):
             return False
@@ -163,11 +154,7 @@ class ArtifactFiles:
         self.filesystem, self.cache = filesystem, None if is_local(filesystem) else cache
 
     def sha256(self, path: str) -> str:
-        """Return a file's sha256; one in a bucket is read only if it changed since it was last read or written.
-
-        Raises:
-            FileNotFoundError: it is missing.
-        """
+        """Return a file's sha256; one in a bucket is read only if it changed since it was last read or written."""
         if self.cache is None:
             return sha256_of(self.filesystem, path)
         if (known := self._known(path)) is not None:
@@ -190,10 +177,7 @@ class ArtifactFiles:
             return "is missing"
 
     def fetch(self, folder: str, manifest: Manifest, target: Path, only: Iterable[str] | None = None) -> str | None:
-        """Copy the files of a remote folder, or `only` these, below `target`; return what is wrong with them, or None.
-
-        Each is read from the root once, or not at all if the cache has it.
-        """
+        """Copy the files of a remote folder, or `only` these, below `target`; return what is wrong with one."""
         for name in manifest.files if only is None else only:
             place = target / name
             place.parent.mkdir(parents=True, exist_ok=True)

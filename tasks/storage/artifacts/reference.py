@@ -129,11 +129,7 @@ class Manifest:
 
     @cached_property
     def content(self) -> bytes:
-        """The bytes of its file.
-
-        Raises:
-            ValueError: a metric is not finite.
-        """
+        """The bytes of its file; ValueError if a metric is not finite."""
         tombstone = {} if self.pruned is None else {"pruned": self.pruned, "deleted": dict(self.deleted)}
         return dump_checked({**self.described, "files": dict(self.files), **tombstone})
 
@@ -144,11 +140,7 @@ class Manifest:
         return hashlib.sha256(written.content).hexdigest()
 
     def reference(self, uri: str) -> ArtifactRef:
-        """Make the reference that stands for the artifact at `uri`.
-
-        Raises:
-            ValueError, TypeError: the manifest describes no artifact.
-        """
+        """Make the reference to the artifact at `uri`; ValueError or TypeError if it describes no artifact."""
         return ArtifactRef(uri=uri, sha256=self.sha256, **self.described)
 
     def matches(self, reference: ArtifactRef) -> bool:

@@ -21,7 +21,6 @@ def restore_artifact(store: ArtifactStore, reference: ArtifactRef) -> ArtifactRe
 
     Raises:
         StaleReferenceError: there is no valid copy; damaged files are moved to `quarantine/` first.
-        StorageError: a bucket does not answer.
     """
     home = reference.model_copy(update={"uri": f"{store.run}/{reference.folder}"})
     if reference.run != store.run:

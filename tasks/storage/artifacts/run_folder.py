@@ -40,7 +40,9 @@ _COMMIT_LOCK = "commit.lock"
 
 
 class RunFolder:
-    """One run under a storage root that may be any fsspec URL.
+    """One run under a storage root that may be any fsspec URL; nothing is written until a method says so.
+
+    Failures of a disk or a bucket are StorageError; a path that leads through a link out of its run is LinkError.
 
     Attributes:
         root: the root's path in the filesystem.
@@ -51,11 +53,7 @@ class RunFolder:
     """
 
     def __init__(self, root: str, run: str) -> None:
-        """Point at a run; nothing is written yet.
-
-        Raises:
-            InputError: credentials in a URL, one of an unknown kind, or of one whose package is not installed.
-        """
+        """Point at a run; InputError for a root that cannot be opened (`open_root`)."""
         self.filesystem, self.root = open_root(root)
         self.run = run
         self.reasons: list[str] = []
@@ -73,40 +71,21 @@ class RunFolder:
         return url
 
     def path(self, relative: str = "") -> str:
-        """Return the path in the filesystem of a file or folder of this run.
-
-        Raises:
-            LinkError: it leads through a link out of the run.
-        """
+        """Return the path in the filesystem of a file or folder of this run."""
         return self.path_of(f"{self.run}/{relative}")
 
     def path_of(self, name: str, *, deleting: bool = False) -> str:
-        """Return the path in the filesystem of a file or folder below the root; every path is made here.
-
-        Args:
-            deleting: whether what is there will be deleted, which follows no link below a run.
-
-        Raises:
-            LinkError: it leads through a link out of its run.
-        """
+        """Return the path of a file or folder below the root; `deleting` follows no link below a run."""
         path = f"{self.root}/{name}".rstrip("/")
         return self.filesystem.inside(path, deleting=deleting) if self._is_guarded else path
 
     def refuse_links(self) -> None:
-        """Refuse a run with a link that leads out of it, before anything else is done with the run.
-
-        Raises:
-            InputError: with an entry per link.
-        """
+        """Refuse a run with links that lead out of it, before anything else is done with it: InputError names them."""
         if self._is_guarded:
             self.filesystem.refuse_links(self.path())
 
     def refuse_link(self, path: str) -> None:
-        """Refuse a path that leads below the root through a link out of its run; others pass.
-
-        Raises:
-            LinkError: with the link.
-        """
+        """Refuse a path that leads below the root through a link out of its run; others pass."""
         if self._is_guarded:
             self.filesystem.inside(path)
 
@@ -136,21 +115,14 @@ class RunFolder:
             raise InputError("storage.root", self.root, f"It cannot be written ({error}); choose another.") from error
 
     def require_read(self) -> None:
-        """Refuse to run a stage while it is not known whether it has run.
-
-        Raises:
-            UnreachableStorageError: a bucket failed to return a record or an artifact.
-        """
+        """Raise UnreachableStorageError while it is not known whether a stage has run."""
         if self.unread:
             reason = f"{min(self.unread)} could not be read, so it is not known whether this stage has run"
             raise UnreachableStorageError("storage.root", self.url, reason)
 
     @contextlib.contextmanager
     def noting_unread(self, name: str) -> Iterator[None]:
-        """Remember what a bucket failed to return, until it is read.
-
-        Prefect treats every error of a reader as a cache miss.
-        """
+        """Remember what a bucket failed to return, until it is read: Prefect treats every error as a cache miss."""
         try:
             yield
         except StorageError:
@@ -173,22 +145,14 @@ class RunFolder:
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
-        """Make a local folder for an artifact's files; on the root's own disk where the root is local.
-
-        Raises:
-            StorageError: the disk is full or read-only, or it is not known whether the stage has run.
-        """
+        """Make a local folder for an artifact's files; on the root's own disk where the root is local."""
         self.require_read()
         with self._folder_in(self._incoming) as folder:
             yield folder
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Make a folder below TMPDIR for copies and intermediate files; a start removes those of killed processes.
-
-        Raises:
-            StorageError: a disk is full or read-only.
-        """
+        """Make a folder below TMPDIR for copies and intermediate files; a start removes those of killed processes."""
         with self._folder_in(temporary_folder) as folder:
             yield folder
 
@@ -253,11 +217,7 @@ class RunFolder:
                 self.filesystem.rm_file(path)
 
     def read_file(self, name: str, limit: int = MAX_SMALL_BYTES) -> bytes | None:
-        """Read a file of the run of at most `limit` bytes; None if there is none.
-
-        Raises:
-            InputError: it is larger, or no file.
-        """
+        """Read a file of the run; None if there is none, InputError if it has over `limit` bytes or is no file."""
         return self._read(self.path(name), limit)
 
     def read_shared(self, name: str, limit: int = MAX_SMALL_BYTES) -> bytes | None:

@@ -50,17 +50,11 @@ _WITHOUT_CACHE = {"file", "memory"}
 class ArtifactStore(RunFolder):
     """The artifacts of one run, each a folder with a manifest next to it; a folder without a manifest is no artifact.
 
-    Attributes:
-        files: reads and verifies the files below the root.
+    `files` reads and verifies the files below the root; `cache` has copies of those that are read from a remote one,
+    by default in the user's cache folder.
     """
 
     def __init__(self, root: str, run: str, cache: ReadCache | None = None) -> None:
-        """Point at a run as :class:`RunFolder` does.
-
-        Args:
-            root: a folder or any fsspec URL.
-            cache: copies of files that are read from a remote root; None for the one in the user's cache folder.
-        """
         super().__init__(root, run)
         protocol = self.filesystem.protocol
         near = _WITHOUT_CACHE & ({protocol} if isinstance(protocol, str) else set(protocol))
@@ -73,14 +67,11 @@ class ArtifactStore(RunFolder):
     def inspect(
         self, place: str, reference: ArtifactRef | None = None, *, only: Iterable[str] | None = None
     ) -> Manifest | str:
-        """Read the manifest of the artifact in a folder of the filesystem, and verify its files.
+        """Return the manifest of the artifact in a folder of the filesystem, or what is wrong with it or its files.
 
         Args:
             reference: what the manifest must stand for; None for whatever is there.
             only: names of the files that are verified; None for all.
-
-        Returns:
-            The manifest, or what is wrong with it or with the first file that does not match it.
         """
         path = self.manifest_path(place)
         name, content = path.rsplit("/", 1)[-1], self._read(path)
@@ -111,8 +102,7 @@ class ArtifactStore(RunFolder):
     def write_manifest(self, folder: str, manifest: Manifest, scratch: Path, *, create: bool = False) -> bool:
         """Write or replace the manifest of an artifact of the run in one step; the caller has the commit lock.
 
-        Args:
-            create: write none in a bucket where another process has written one meanwhile, and return False then.
+        With `create`, none is written in a bucket where another process has written one meanwhile: False then.
         """
         path = self.manifest_path(self.path(folder))
         if not create or is_local(self.filesystem):
@@ -138,11 +128,7 @@ class ArtifactStore(RunFolder):
 
     @contextlib.contextmanager
     def reading(self, *, without: Sequence[str] = ()) -> Iterator[Read]:
-        """Give the function that reads artifacts within the block; at its end, copies of remote ones are removed.
-
-        Args:
-            without: patterns of the names of files that are not needed, as for `local_files`.
-        """
+        """Give the function that reads artifacts within the block, as `local_files`; copies are removed at its end."""
         with contextlib.ExitStack() as stack:
             scratch = None
             if not is_local(self.filesystem):
@@ -159,13 +145,12 @@ class ArtifactStore(RunFolder):
 
         Args:
             reference: an artifact of this root.
-            folder: where to put the files of a remote artifact; not used for a local root.
+            folder: where to put the files of a remote artifact.
             without: patterns of the names of files that are not needed: they are neither verified nor copied.
 
         Raises:
             StaleReferenceError: it is missing or changed; its files are moved to `quarantine/` first.
             PrunedArtifactError: its files were deleted on purpose.
-            StorageError: a bucket does not return them.
         """
         # Concurrent stages read the same artifact: only one of them may move it away, and memory:// gives all of them
         # one open file.
@@ -205,11 +190,7 @@ class ArtifactStore(RunFolder):
         return self.files.fetch(place, manifest, folder, needed)
 
     def pruned_reason(self, reference: ArtifactRef) -> Mapping[str, Any] | None:
-        """Return what was deleted from an artifact and why, as given to `delete_files`; None if nothing was.
-
-        Raises:
-            StaleReferenceError: the artifact there does not match the reference.
-        """
+        """Return what was deleted from an artifact and why, or None; StaleReferenceError if it is another."""
         with translate_remote_errors(self.filesystem, self.root):
             manifest = self.inspect(self._place_of(reference), reference, only=())
         if isinstance(manifest, str):
@@ -239,11 +220,7 @@ def lineage_of(store: RunFolder, folder: str) -> str | None:
 
 
 def open_store(storage: "StorageSection", run: str) -> ArtifactStore:
-    """Return a run's store, with the configured cache; nothing is written yet.
-
-    Raises:
-        InputError: credentials in a URL, one of an unknown kind, or of one whose package is not installed.
-    """
+    """Return a run's store, with the configured cache; InputError as for `open_root`."""
     limit = int(storage.cache_gib * GIB)
     if storage.cache_dir is None:
         return ArtifactStore(storage.root, run, default_cache(limit))
@@ -254,9 +231,6 @@ def open_store_elsewhere(storage: "StorageSection", run: str) -> ArtifactStore:
     """Return the store of a run that another process has opened, perhaps on another machine.
 
     If the folder for copies cannot be written on this machine, they are kept in the user's cache folder.
-
-    Raises:
-        InputError: as for open_store.
     """
     store = open_store(storage, run)
     if storage.cache_dir is None or store.files.cache is None:
@@ -293,11 +267,12 @@ def _log_once(line: str) -> None:
 class StageContext:
     """What the stages of a context work with.
 
+    The processes of a stage have no lock and no records, since their caller has both.
+
     Attributes:
         store: what they read and write.
-        require_held: refuses to write once the lock of the run is lost; None in the processes of a stage, whose caller
-            has the lock.
-        records: where Prefect records their results; None in the same processes.
+        require_held: refuses to write once the lock of the run is lost.
+        records: where Prefect records their results.
     """
 
     store: ArtifactStore
