@@ -44,11 +44,8 @@ def open_run(name: str | Path, *, root: str = "runs") -> "StoredRun":
     """Open a run to read its tables, whether it is finished, stopped half-way or still running.
 
     Args:
-        name: a run under the storage root, or the path or URL of its folder.
+        name: a run under the storage root, or the path or URL of its folder; InputError with the nearest names if none.
         root: where runs are stored: a folder or any fsspec URL.
-
-    Raises:
-        InputError: there is no such run, with the nearest names.
     """
     return StoredRun(find_run(str(name), root))
 
@@ -56,7 +53,9 @@ def open_run(name: str | Path, *, root: str = "runs") -> "StoredRun":
 class StoredRun:
     """The tables of one run. Each method reads the files again, so it sees what a running training has added.
 
-    All methods raise InputError for a damaged file, and for an iteration or column that the run does not have.
+    All methods raise InputError for a damaged file, and for an iteration or column that the run does not have. Numbers
+    of
+    iterations or policies are all if they are None.
 
     Attributes:
         name: name of the run.
@@ -90,9 +89,7 @@ class StoredRun:
     ) -> pl.DataFrame:
         """Return a row per sample of every sampling round, as it is stored.
 
-        Args:
-            iterations: numbers to read; None for all.
-            columns: names of the columns to read; None for all. `image` is read only where it is named, and joined.
+        `columns` are all if they are None; `image` is read only where it is named, and joined.
         """
         return self._table(self._iterations(iterations), ROLLOUTS, columns)
 
@@ -120,7 +117,7 @@ class StoredRun:
 
         Args:
             prompt: text that the prompt contains, in upper or lower case; None for all prompts.
-            iterations: numbers to read; None for all.
+            iterations: numbers to read.
             images: whether to read the images, which :meth:`decode` decodes.
         """
         return self._samples(self._iterations(iterations), prompt, images=images)
@@ -128,24 +125,14 @@ class StoredRun:
     def heldout(
         self, *, prompt: str | None = None, policies: Iterable[int] | None = None, images: bool = True
     ) -> pl.DataFrame:
-        """Return the same for the held-out samples of the run's evaluations; `policy_version` says whose they are.
-
-        Args:
-            prompt: text that the prompt contains, in upper or lower case; None for all prompts.
-            policies: policy versions to read; None for all that were evaluated.
-            images: whether to read the images.
-        """
+        """Return the same for the held-out samples of the run's evaluations; `policy_version` says whose they are."""
         stored = RunReader(self._store).evaluations()
         chosen = _chosen(policies, stored, f"held-out policies of {self.name}")
         return self._samples([evaluation_folder(version) for version in chosen], prompt, images=images)
 
     @staticmethod
     def decode(images: pl.Series) -> list[Image.Image | None]:
-        """Return the images of a frame's column `image` in RGB; None for one that `grpo prune` deleted.
-
-        Raises:
-            InputError: an image is incomplete.
-        """
+        """Return the images of a frame's column `image` in RGB; None for one that `grpo prune` deleted."""
         cells = enumerate(images.to_list())
         return [None if cell is None else decode_stored(cell["bytes"], f"row {row}") for row, cell in cells]
 

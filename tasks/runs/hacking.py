@@ -40,8 +40,7 @@ class HackingSign:
         first: its level before the fall: the highest since which the rule applies.
         last: its level over the last evaluations, as many as the rule's patience.
         change: ``(last - first) / abs(first)``, below 0; a level of 0 has no share to fall by, and raises no sign.
-        reward_first: the reward's level over the same evaluations as `first`.
-        reward_last: the same as `last`.
+        reward_first, reward_last: the reward's level over the same evaluations.
         since: policy version of the first evaluation in the unbroken row that stands lower by the rule's fall.
     """
 
@@ -76,9 +75,6 @@ def hacking_signs(
         rewards: mean reward of each evaluation, on the same samples as the guardrails.
         guardrails: mean of each guardrail at each evaluation; higher is better.
         rule: what counts.
-
-    Raises:
-        InputError: versions that do not rise, or other numbers of evaluations.
     """
     if any(later <= earlier for earlier, later in itertools.pairwise(versions)):
         raise InputError("versions", list(versions), "Give each evaluated policy once, in order.")
@@ -152,14 +148,9 @@ def _check_length(place: str, values: Sequence[object], versions: Sequence[int])
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the measures that a run does not train on say.
+    """What the measures that a run does not train on say: of signs that one fell, of none, or of too little measured.
 
-    Attributes:
-        finding: signs: the reward rose while a measure fell; none: no measure fell like that; unknown: too little was
-            measured to tell.
-        summary: the finding in a few words.
-        reasons: a sentence for each sign, measure or missing measurement.
-        fallen: the measures that fell.
+    `summary` is the finding in a few words; `reasons` has a sentence for each sign, measure or missing measurement.
     """
 
     finding: Literal["signs", "none", "unknown"]
@@ -205,14 +196,7 @@ def hacking_verdict(run: RunHistory) -> Verdict:
 def fallen_measures(
     run: RunHistory, rule: HackingRule, measures: Mapping[str, Points] | None = None
 ) -> tuple[HackingSign, ...]:
-    """Find the measures that fell while the held-out reward rose, as of the last evaluation.
-
-    Args:
-        measures: as for `guardrail_curves`.
-
-    Raises:
-        InputError: as `hacking_signs`.
-    """
+    """Find the measures that fell while the held-out reward rose, as of the last evaluation; by default guardrails."""
     return hacking_signs(*guardrail_curves(run, measures), rule)
 
 
@@ -221,8 +205,7 @@ def guardrail_curves(
 ) -> tuple[list[int], list[float | None], dict[str, list[float | None]]]:
     """Return the evaluated versions, the held-out reward of each, and the level of each measure, None without one.
 
-    Args:
-        measures: (policy version, level) by label; None for the guardrails. Versions without any are left out.
+    `measures` has (policy version, level) by label; None for the guardrails. Versions without any are left out.
     """
     levels = {label: dict(points) for label, points in (run.guardrail_series if measures is None else measures).items()}
     rewards = run.heldout_rewards

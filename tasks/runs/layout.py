@@ -156,9 +156,7 @@ class StoredIteration:
     """One stored iteration, every file verified.
 
     Attributes:
-        number: from 1.
         rounds: the sampling rounds that the advantages cover.
-        advantages: advantages of the samples of all rounds.
         samplers: version and digest of the policies that sampled the rows.
     """
 

@@ -53,11 +53,7 @@ class _Described(BaseModel):
 
 
 def read_description(store: ArtifactStore) -> Mapping[str, Any]:
-    """Return the content of run.json; empty where there is none.
-
-    Raises:
-        InputError: it is damaged, or its entries are of other kinds than those that a run writes.
-    """
+    """Return the content of run.json; empty where there is none, InputError for entries that no run writes."""
     content = store.read_file(RUN_FILE)
     try:
         described = {} if content is None else load_checked(content)
@@ -73,11 +69,7 @@ def read_description(store: ArtifactStore) -> Mapping[str, Any]:
 
 
 def read_config_file(store: ArtifactStore) -> bytes:
-    """Return the configuration that the run was made with, as YAML.
-
-    Raises:
-        InputError: it is missing or was changed.
-    """
+    """Return the configuration that the run was made with, as YAML; InputError if it is missing or was changed."""
     content = store.read_file(CONFIG_FILE)
     if content is None:
         hint = f"It has no {CONFIG_FILE}, so it is unknown how its rollouts were made; name another run."
@@ -90,11 +82,7 @@ def read_config_file(store: ArtifactStore) -> bytes:
 
 
 def require_schema(store: ArtifactStore) -> None:
-    """Refuse a run that an older or newer version of this program wrote, the same way everywhere; nothing is changed.
-
-    Raises:
-        InputError: with the schema version that run.json states.
-    """
+    """Raise InputError for a run that an older or newer version of this program wrote; nothing is changed."""
     try:
         version = read_description(store).get("schema_version")
     except InputError:
@@ -174,14 +162,7 @@ def _store(root: str, run: str, place: str) -> ArtifactStore:
 
 
 def runs_below(root: str, place: str = "--root") -> list[ArtifactStore] | None:
-    """Return the runs under a storage root, by name; None where there is no such folder.
-
-    Args:
-        place: the option that names the root, for messages.
-
-    Raises:
-        InputError: it is no storage root.
-    """
+    """Return the runs under a storage root, which the option `place` names; None where there is no such folder."""
     store = _store(root, "", place)
     with translate_remote_errors(store.filesystem, store.root):
         if not store.filesystem.isdir(store.root):
@@ -208,7 +189,6 @@ class RunStart(BaseModel):
     """One start of a run.
 
     Attributes:
-        at: date and time.
         host: name of the machine.
         code: commit of the checkout, with `-dirty` where files were changed; None outside a checkout.
     """

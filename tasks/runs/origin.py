@@ -40,10 +40,7 @@ class Origin:
 
 
 def origin_of(store: ArtifactStore, config: RunConfig) -> Origin:
-    """Read what a run's policy was trained from.
-
-    Args:
-        config: as :func:`tasks.runs.stored.stored_config` returns it.
+    """Read what a run's policy was trained from; `config` is that of :func:`tasks.runs.stored.stored_config`.
 
     Raises:
         InputError: config.yaml or run.json is damaged.

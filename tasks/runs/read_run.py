@@ -49,8 +49,8 @@ def gather_metrics(
 
     Args:
         rounds: rollouts and rewards; empty for a replay, which samples none.
-        evaluation: that of the policy that the iteration made; None without one.
-        previous: metrics of the iteration before; None for the first.
+        evaluation: that of the policy that the iteration made.
+        previous: metrics of the iteration before.
     """
     stages: dict[tuple[str, str], list[ArtifactRef]] = {}
     for each in rounds:
@@ -79,9 +79,8 @@ def read_metrics(store: ArtifactStore, iteration: int) -> dict[str, float]:
 def with_earlier(metrics: Mapping[str, float], earlier: Mapping[str, float], wall_time: float) -> dict[str, float]:
     """Add what only the start that ran an iteration knows: its time on the clock, and evaluations made then.
 
-    Args:
-        earlier: the table of that start; empty if it is this one.
-        wall_time: seconds that the iteration took in this start.
+    `earlier` is the table of that start, empty if it is this one; `wall_time` are the iteration's seconds in this
+    start.
     """
     kept = {name: value for name, value in earlier.items() if name in _KEPT or name.startswith(GUARDRAIL_PREFIX)}
     if earlier:
@@ -118,8 +117,7 @@ Found = dict[str, dict[tuple[int, str], StoredArtifact]]
 def read_run(reader: RunReader, shown: int | None = None) -> RunView:
     """Read a run. Everything that is shown is verified, and of the rest as much as about a second of reading allows.
 
-    Args:
-        shown: iteration to show; None for the last one with advantages, or without one the last that has any stage.
+    `shown` is an iteration; None for the last one with advantages, or without one the last that has any stage.
     """
     iterations, policies = _find_iterations(reader)
     evaluations = {version: _find_stages(reader, evaluation_folder(version)) for version in reader.evaluations()}
@@ -200,7 +198,7 @@ def _find_stages(reader: RunReader, folder: str) -> Found:
 
 
 def read_evaluation(reader: RunReader, version: int, of: str | None = None) -> EvaluationView | None:
-    """Read the evaluation of a version on the run's own held-out prompts, or of others by their name; all verified.
+    """Read the evaluation of a version on the run's held-out prompts, or of others by their name, all verified.
 
     None unless it has samples and rewards.
     """
@@ -252,11 +250,7 @@ def _last_policy(reader: RunReader, policies: Mapping[int, StoredArtifact]) -> t
 def _iteration_views(
     reader: RunReader, iterations: Mapping[int, Found], rewards: Mapping[int, float | None]
 ) -> tuple[IterationView, ...]:
-    """Return the iterations that have a stage, in order; each continues the metrics of the one before.
-
-    Args:
-        rewards: mean held-out reward by policy version.
-    """
+    """Return the iterations that have a stage, in order; each continues the metrics of the one before."""
     views: list[IterationView] = []
     for number, stages in sorted(iterations.items()):
         if not stages:

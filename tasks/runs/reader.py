@@ -66,8 +66,7 @@ class StoredArtifact:
 class Memory:
     """What need not be read again when a run is read again, because verified files never change.
 
-    Attributes:
-        verified: folder and sha256 of the artifacts that were verified; not again for damage since then.
+    `verified` has folder and sha256 of artifacts; they are not looked at again for damage since then.
     """
 
     def __init__(self) -> None:
@@ -100,11 +99,6 @@ class RunReader:
     """
 
     def __init__(self, store: ArtifactStore, memory: Memory | None = None) -> None:
-        """Read nothing yet.
-
-        Args:
-            memory: what earlier readers of the same run leave for this one; None for nothing.
-        """
         self.store = store
         self.memory = memory or Memory()
         self.damages: list[Damage] = []
@@ -146,8 +140,7 @@ class RunReader:
     def has_evaluated(self, version: int, config: Mapping[str, Any]) -> bool:
         """Return whether a policy version has the evaluation that the last one gets; nothing is verified.
 
-        Args:
-            config: the run's configuration as plain values; without held-out prompts no version gets one.
+        The configuration is given as plain values; without held-out prompts no version gets one.
         """
 
         def given(section: str, name: str) -> Any:
@@ -277,10 +270,9 @@ class RunReader:
         return self.verify(artifact)
 
     def local_folder(self, reference: ArtifactRef, fetched: Path) -> Path:
-        """Return the folder of a verified artifact on this machine; a remote one is copied there, without states.
+        """Return the folder of a verified artifact on this machine; a remote one is copied, without states.
 
-        Raises:
-            StaleReferenceError: a remote one has changed since.
+        StaleReferenceError if a remote one has changed since.
         """
         place, target = self.store.path(reference.folder), fetched / reference.folder
         if is_local(self.store.filesystem):
@@ -306,11 +298,10 @@ def refuse_lost(store: ArtifactStore, rollouts: ArtifactRef, folder: str, needed
 
     Args:
         rollouts: what the artifact is made of.
-        folder: the artifact's folder in the run.
         needed: which part of the rollouts it is made of, IMAGES_REMOVED or STATES_REMOVED.
 
     Raises:
-        InputError: the artifact is in quarantine and that part was pruned; the command line exits with code 2.
+        InputError: it cannot be made again.
     """
     pruned = store.pruned_reason(rollouts)
     if pruned is None or needed not in removed_by(pruned):

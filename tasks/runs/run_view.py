@@ -22,12 +22,9 @@ StageArtifacts = Mapping[str, tuple[ArtifactRef, ...]]
 
 @dataclass(frozen=True)
 class IterationView:
-    """The stored part of one training iteration.
+    """The valid artifacts of one training iteration, from 1.
 
-    Attributes:
-        iteration: number, from 1.
-        stages: valid artifacts by stage; without missing and damaged ones.
-        metrics: metrics of these stages, the seconds of each, and the held-out reward of the policy that it made.
+    `metrics` are those of its stages, the seconds of each, and the held-out reward of the policy that it made.
     """
 
     iteration: int
@@ -47,11 +44,7 @@ class IterationView:
 
 @dataclass(frozen=True)
 class EvaluationView:
-    """The held-out prompts, sampled by one policy version.
-
-    Attributes:
-        guardrails: mean score of each guardrail over the same samples, by label.
-    """
+    """The held-out prompts, sampled by one policy version; `guardrails` has the mean score of each by label."""
 
     version: int
     stages: StageArtifacts
@@ -99,15 +92,13 @@ class RunHistory:
     """The finished iterations and evaluations of a run.
 
     Attributes:
-        name: name of the run.
         folder: path or URL of the run.
         iterations: iterations in order; only those that have at least one valid stage.
         evaluations: evaluations by the versions of their policies, in order.
         baselines: mean held-out reward of images that no policy made, by their name in BASELINES.
         policy_version: number of updates; 0 is the initial model.
         policy_digest: sha256 of that policy's weights; None where no valid file states it.
-        trained_on: name of the rescoring whose rewards a replay is trained on, while its held-out reward is of its own;
-            None where both are of the run's own.
+        trained_on: name of the rescoring whose rewards a replay is trained on, while its held-out reward is of its own.
         config: the configuration as plain values; empty where it cannot be read.
         signs: what is wrong with the training as far as its metrics and evaluations show.
     """
@@ -193,7 +184,6 @@ class RunView(RunHistory):
     """Everything that a run's folder has except its samples.
 
     Attributes:
-        starts: its starts, in order.
         config_text: content of config.yaml; None without a readable one.
         shown: the iteration to show; None where it has no valid stage.
         evaluated_last: whether the last policy has the evaluation that the configuration asks for.
@@ -237,17 +227,12 @@ class RunSummary(BaseModel):
 
     Attributes:
         iterations: number of policy updates.
-        reward_first: mean training reward of the first iteration; None without rewards.
-        reward_last: mean training reward of the last iteration; None without rewards.
+        reward_first, reward_last: mean training reward of the first and the last iteration; None without rewards.
         heldout_before: mean held-out reward of the first evaluated policy; None without held-out prompts.
         heldout_after: mean held-out reward of the last evaluated policy; None where only one was evaluated.
         heldout_baselines: the same for images that no policy made, by their name; empty without targets.
-        trained_on: name of the rescoring whose rewards the training reward of a replay is of, while the held-out reward
-            is of its own; None where both are of the run's own.
-        policy_digest: sha256 of the last policy's weights; None where no valid file states it.
+        trained_on, policy_digest, folder, signs: as in RunHistory.
         seconds: `total`, and by stage over all iterations as measured when each ran.
-        folder: path or URL of the run.
-        signs: what is wrong with the training: name, iteration, message, and what it is of.
     """
 
     run: str
@@ -284,11 +269,7 @@ def summary_of(run: RunHistory) -> RunSummary:
 
 
 def rescoring_of(replay: object) -> str | None:
-    """Return the name of the rescoring that a replay is trained on; None where the run's own rewards are.
-
-    Args:
-        replay: section `replay` of config.yaml; None of a run that is no replay.
-    """
+    """Return the rescoring that a replay is trained on, by its section; None where the run's own rewards are."""
     advantages = replay.get("advantages", STORED) if isinstance(replay, Mapping) else STORED
     return None if advantages in (STORED, RECOMPUTED) else str(advantages)
 

@@ -66,10 +66,7 @@ def _chosen(folder: Path, columns: Sequence[str], where: pl.Expr | None) -> pl.D
 
 
 def scan_table(folder: Path, *, images: bool = False) -> pl.LazyFrame:
-    """Scan the table of an artifact; of rollouts of images with the column `image`, if these are wanted.
-
-    An image is null where `grpo prune` deleted it.
-    """
+    """Scan the table of an artifact; rollouts with the column `image` if wanted, null where `grpo prune` deleted it."""
     table = scan_tables(tables_of(folder))
     if not images or "defect" not in table.collect_schema().names():
         return table

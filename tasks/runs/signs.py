@@ -70,7 +70,6 @@ class Sign:
     Attributes:
         name: the sign, and the anchor of its paragraph on PAGE.
         iteration: at which it showed first; for reward hacking the version of the evaluated policy.
-        message: what was measured, and what to do, in a sentence.
         subject: what it is of where a run can have several of one name: a stream, a reward or a guardrail; else empty.
     """
 
@@ -123,12 +122,7 @@ class _Measured(NamedTuple):
 
 
 def find_signs(iterations: Sequence[MeasuredIteration], stream: Stream) -> tuple[Sign, ...]:
-    """Find the signs of a whole history, in the order in which they showed.
-
-    Args:
-        iterations: in order.
-        stream: the first that the run trains, whose metrics have no prefix.
-    """
+    """Find the signs of a history in the order in which they showed; the metrics of `stream` have no prefix."""
     signs: list[Sign] = []
     for end in range(1, len(iterations) + 1):
         signs += new_signs(iterations[max(0, end - WINDOW) : end], stream, signs)
@@ -136,13 +130,7 @@ def find_signs(iterations: Sequence[MeasuredIteration], stream: Stream) -> tuple
 
 
 def new_signs(iterations: Sequence[MeasuredIteration], stream: Stream, known: Sequence[Sign] = ()) -> tuple[Sign, ...]:
-    """Find the signs that show at the last iteration for the first time.
-
-    Args:
-        iterations: in order, at least one.
-        stream: as for `find_signs`.
-        known: signs that showed before.
-    """
+    """Find the signs that show at the last of at least one iteration, and are not among the `known` ones."""
     last, shown = iterations[-1], {(sign.name, sign.subject) for sign in known}
     # A reward function may report a metric under any name.
     others = [each for each in STREAMS if each != stream and f"{each}/frac_reward_zero_std" in last.metrics]

@@ -38,7 +38,7 @@ def read_sources(store: ArtifactStore, wanted: Mapping[str, str], runs: Iterable
         runs: that the rollouts are of, if not of this one; a file with the digest is the right one wherever it is.
 
     Raises:
-        InputError: a file is missing or damaged everywhere, with the digest and who has the image.
+        InputError: a file is missing or damaged everywhere.
     """
     places = list(dict.fromkeys([store.run, *runs]))
     return {digest: SourceImage(digest, _read(store, digest, where, places)) for digest, where in wanted.items()}

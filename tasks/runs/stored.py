@@ -41,10 +41,7 @@ def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunCon
     """Return the configuration that a run was made with; of a replay, without its replay section.
 
     Its relative paths lead from the working directory to what they named where the run was started, and storage.root
-    to where the run is now.
-
-    Raises:
-        InputError: config.yaml is missing, damaged, or not a configuration.
+    to where the run is now. InputError if config.yaml is missing, damaged, or not a configuration.
     """
     place = f"{store.run}/{CONFIG_FILE}"
     values = parse_yaml(read_config_file(store).decode(errors="replace"), place)
@@ -96,11 +93,7 @@ def _replace_paths(value: Any, replace: Callable[[str], str]) -> None:
 
 
 def read_range(text: str) -> tuple[int, int]:
-    """Return the first and the last iteration of `A-B` or `A`.
-
-    Raises:
-        InputError: the text is neither.
-    """
+    """Return the first and the last iteration of `A-B` or `A`; InputError for any other text."""
     found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text.strip())
     if found:
         first, last = int(found[1]), int(found[2] or found[1])
@@ -160,11 +153,7 @@ def _require_rescored(reader: RunReader, name: str, numbers: Sequence[int]) -> N
 
 
 def first_iteration(store: ArtifactStore) -> int:
-    """Return the first iteration of a run that has advantages.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the first iteration of a run that has advantages; InputError if there is none."""
     return _complete_iterations(RunReader(store))[0]
 
 
@@ -216,9 +205,7 @@ def find_evaluation(
 ) -> StoredEvaluation | None:
     """Find the evaluation in this folder of the run; None unless all its stages are valid.
 
-    Args:
-        config: names the rewards and guardrails that the evaluation must have.
-        policy: policy that must have sampled it; None for any.
+    It must have the configuration's rewards and guardrails, and be sampled by `policy` if one is given.
     """
     rewards = {section.label: f"{REWARDS}/{section.label}" for section in config.rewards}
     guardrails = {section.label: f"{GUARDRAILS}/{section.label}" for section in config.guardrails.rewards}

@@ -53,10 +53,7 @@ def chosen_version(store: ArtifactStore, chosen: str | None) -> int | None:
     """Return the policy version that a person chose: a number as text, `best`, or None for the last valid one.
 
     The best is the version with the highest mean held-out reward among those that are stored, the initial model
-    included; of equal ones the earliest.
-
-    Raises:
-        InputError: the best one is asked for, and no stored version was evaluated.
+    included; of equal ones the earliest. InputError if no stored version was evaluated.
     """
     if chosen != BEST:
         return None if chosen is None else int(chosen)
@@ -94,11 +91,7 @@ def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) 
 
 
 def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
-    """Return a version of the policy with its optimizer, to continue from.
-
-    Raises:
-        InputError: there is no such version, or it is damaged; with the versions that there are.
-    """
+    """Return a version of the policy with its optimizer; InputError, with the versions there are, if not valid."""
     stored = stored_versions(store)
     found = _find_policy(store, version) if version in stored else None
     if isinstance(found, PolicyRef):
@@ -114,11 +107,7 @@ def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
 
 
 def stored_start(described: Mapping[str, Any]) -> PolicyRef | None:
-    """Return version 0 of a run that started from another run's policy; None if it started from its model.
-
-    Args:
-        described: the content of run.json.
-    """
+    """Return version 0 of a run that started from another run's policy, by its run.json; None for any other."""
     start = described.get(START)
     return PolicyRef.model_validate(start["policy"]) if start is not None else None
 

@@ -110,11 +110,9 @@ def _files_of(command: str) -> list[str]:
 
 
 def uses_of(settings: BaseModel, place: str = "", *, within: Collection[str] | None = None) -> list[Use]:
-    """List what a configuration, or a section of it, would use, by the marks of its fields; nothing is loaded.
+    """List what a configuration, or its section at `place`, would use, by the marks of its fields; nothing is loaded.
 
-    Args:
-        place: of the section in the configuration.
-        within: the names of the fields that are used; None: all.
+    `within` has the names of the fields that are used; None: all.
     """
     names = [name for name in type(settings).model_fields if within is None or name in within]
     values = {name: getattr(settings, name) for name in names}
