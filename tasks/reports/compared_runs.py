@@ -44,13 +44,10 @@ class PairedDifference(BaseModel):
         prompts: number of prompts that have a score in both runs; they are the unit of the confidence interval.
         samples: samples that were compared, in each run, or in both together where seeds differ.
         same_seeds: whether all held-out samples of the prompts of both runs have the same seeds.
-        first: mean over prompts of a prompt's mean score in the first run.
-        second: the same in this run.
+        first, second: mean over prompts of a prompt's mean score in the first run, and in this one.
         difference: second minus first.
-        low: lower end of the 95 % confidence interval of the difference; None with fewer than two prompts.
-        high: its upper end.
-        higher: prompts whose mean score is higher in this run.
-        lower: prompts whose mean score is lower there.
+        low, high: ends of the 95 % confidence interval of the difference; None with fewer than two prompts.
+        higher, lower: prompts whose mean score is higher, or lower, in this run.
         by_prompt: difference by prompt id; left out of JSON.
     """
 
@@ -74,16 +71,9 @@ class PairedDifference(BaseModel):
 def paired_difference(
     first: Scores, second: Scores, *, run: str, score: str, same_seeds: bool
 ) -> PairedDifference | None:
-    """Compare two runs on the prompts that both have; None without any.
+    """Compare two runs on the prompts that both have; None without any. The last three describe the result.
 
     Of a prompt, the samples with equal seeds are compared, or all of them where no seed is in both.
-
-    Args:
-        first: scores of the first run.
-        second: scores of the other run.
-        run: label of the other run.
-        score: name of the score.
-        same_seeds: as in the result.
     """
     means: dict[str, tuple[float, float]] = {}
     samples = 0
@@ -166,11 +156,7 @@ class ComparedRun:
 
 
 def reward_mix(described: Mapping[str, Any]) -> str | None:
-    """Return what determines the combined reward of a sample, as JSON; None where it is not known.
-
-    Args:
-        described: content of run.json.
-    """
+    """Return what determines the combined reward of a sample, by run.json, as JSON; None where it is not known."""
     identity = described.get("identity") or {}
     settings = identity.get("settings") or {}
     if not {"advantages", "rewards"} <= settings.keys():
@@ -180,11 +166,7 @@ def reward_mix(described: Mapping[str, Any]) -> str | None:
 
 
 def rescoring_in_words(config: Mapping[str, Any]) -> str | None:
-    """Return the rescoring that a replay was trained on, and the run that has it; None of any other run.
-
-    Args:
-        config: plain values of config.yaml.
-    """
+    """Return the rescoring that a replay was trained on, by its config.yaml, and its run; None of any other run."""
     replay = config.get("replay")
     name = rescoring_of(replay)
     return f"rescoring {name} of {replay.get('source')}" if name and isinstance(replay, Mapping) else None
@@ -234,9 +216,7 @@ def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, tuple[str | Non
 def inputs_of(config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a configuration names and does not contain: digests of model and prompts, versions of rewards.
 
-    Args:
-        config: plain values of config.yaml.
-        described: content of run.json.
+    Both arguments are plain values, of config.yaml and of run.json.
     """
     identity = described.get("identity") or {}
     digests = {"policy.model": described.get("model_digest"), "data.prompts": identity.get("prompts")}

@@ -33,13 +33,7 @@ MAX_PROMPTS, MAX_SAMPLES = 60, 4
 
 @dataclass(frozen=True)
 class HeldoutSamples:
-    """The held-out samples of one policy version of a run.
-
-    Attributes:
-        version: policy version.
-        table: the samples.
-        labels: name of each score by what determines its values.
-    """
+    """The held-out samples of one policy version of a run; `labels` names each score by what determines it."""
 
     version: int
     table: Samples
@@ -69,7 +63,6 @@ class Comparison:
     """Runs compared with the first of them.
 
     Attributes:
-        runs: in the order in which they were named.
         settings: value by run of each setting that differs, by its path.
         curves: metrics with a series per run.
         versions: policy version whose held-out samples are compared, by run; None without any.
@@ -78,8 +71,7 @@ class Comparison:
         prompts: groups of a prompt by run, as many as MAX_PROMPTS, the largest differences first.
         total: number of prompts that all these runs have.
         omissions: what cannot be compared and why, as sentences.
-        unequal_versions: that the runs are compared at different policy versions, though none was named, and how to
-            compare equal ones, as sentences; empty otherwise.
+        unequal_versions: sentences, if the runs are compared at different policy versions that nobody named.
         warnings: damaged and missing files, as sentences.
     """
 
@@ -99,10 +91,9 @@ class Comparison:
 def compare_runs(
     readers: Mapping[str, RunReader], versions: Mapping[str, int], evaluation: str | None = None
 ) -> Comparison:
-    """Compare runs with the first; nothing in them is changed.
+    """Compare runs, by their labels, with the first; nothing in them is changed.
 
     Args:
-        readers: the runs by their labels.
         versions: policy version to compare, by label; without one the last that was evaluated.
         evaluation: name of an evaluation by `grpo evaluate`, which is compared of the runs that have it; of the others,
             and by default, the evaluations of the run's own prompts.
@@ -148,11 +139,7 @@ def _require_evaluation(name: str, readers: Collection[RunReader]) -> None:
 
 
 def _evaluation(run: ComparedRun, wanted: int | None, name: str | None, fetched: Path) -> HeldoutSamples | None:
-    """Read the evaluation of a version, or else the last; None for a run without any.
-
-    Raises:
-        InputError: the wanted version was not evaluated.
-    """
+    """Read the evaluation of a version, or else the last; None for a run without any."""
     reader = run.reader
     own, evaluated = _evaluated(reader, name)
     if wanted is None:
@@ -232,12 +219,7 @@ def _common_seeds(first: HeldoutSamples, second: HeldoutSamples) -> list[tuple[s
 def _pair(
     runs: Sequence[ComparedRun], compared: Mapping[str, HeldoutSamples]
 ) -> tuple[dict[str, list[PairedDifference]], list[str]]:
-    """Compare every run with the first.
-
-    Returns:
-        The differences by run, of those that have held-out prompts in common with the first; and which runs cannot be
-        compared, or only in part, and why.
-    """
+    """Return the differences of each run from the first, and which runs cannot be compared in full, and why."""
     first, *others = runs
     base = compared.get(first.label)
     if base is None:
@@ -303,9 +285,7 @@ def _side_by_side(
 ) -> tuple[str | None, list[dict[str, Group]], int]:
     """Read the samples of the prompts that differ most in the first score that all paired runs have.
 
-    Returns:
-        The score's name, None without one; groups by run of each prompt, with that score as the samples' reward; and
-        the number of prompts that all paired runs have.
+    Returns the score's name, groups by run of each prompt with that score as reward, and the number of common prompts.
     """
     if not differences:
         return None, [], 0

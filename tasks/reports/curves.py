@@ -30,7 +30,6 @@ class Curve(NamedTuple):
         title: what they show.
         meaning: what that means, for readers of a page.
         series: finite (iteration, value) points by name, in the order of the iterations.
-        legend: whether its lines need a legend.
         bands: shaded ranges by the name of their series, in its colour.
     """
 
@@ -130,10 +129,7 @@ def joint_plot(
 ) -> Markup:
     """Plot previous against later rewards of the same samples, one square per bin, darker where more samples lie.
 
-    Args:
-        counts: samples by bin of the previous reward, and by bin of the later one.
-        rows: edges of the bins of the previous reward.
-        columns: edges of the bins of the later one.
+    `counts` are by bin of the previous reward and of the later one, whose edges are `rows` and `columns`.
     """
     most = max(map(max, counts))
     ticks = _ticks_within(columns[0], columns[-1])

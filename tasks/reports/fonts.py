@@ -39,12 +39,7 @@ _DOTS_PER_INCH = 72
 
 @dataclass(frozen=True)
 class Fonts:
-    """Fonts that together have the letters of some texts.
-
-    Attributes:
-        paths: font files; of each letter the first that has it is used.
-        missing: letters that none has.
-    """
+    """Fonts that together have the letters of some texts, of each letter the first; `missing` letters none has."""
 
     paths: tuple[str, ...]
     missing: frozenset[str]
@@ -87,13 +82,9 @@ class Fonts:
         return [*lines[: count - 1], f"{''.join(clusters)} {_ELLIPSIS}"]
 
     def draw(self, image: Image.Image, corner: tuple[int, int], line: str, size: int, colour: str) -> None:
-        """Draw a line on an image.
+        """Draw a line, as `lines` and `shown` return it, in a colour of Pillow's.
 
-        Args:
-            corner: left end and baseline, in pixels.
-            line: text whose letters the fonts have, as `lines` and `shown` return it.
-            size: of the font, in pixels.
-            colour: as Pillow names it.
+        `corner` is its left end and baseline, and `size` that of the font, in pixels.
         """
         font = self._laid_out(line, size)
         font.draw_glyphs_to_bitmap(antialiased=True)
@@ -115,11 +106,7 @@ class Fonts:
 
 
 def fonts_for(texts: Iterable[str], system: Sequence[str] | None = None) -> Fonts:
-    """Choose fonts for texts: DejaVu Sans, and fonts of the system for letters that it does not have.
-
-    Args:
-        system: files to choose from; None for those that matplotlib finds on this machine.
-    """
+    """Choose fonts for texts: DejaVu Sans, and fonts of the system, or these, for letters that it does not have."""
     letters = {letter for text in texts for letter in text if not letter.isspace()}
     paths = [str(DEJAVU)]
     missing = {letter for letter in letters if not _is_drawn(letter)}

@@ -135,10 +135,7 @@ _SHOWN = (
 
 
 def _with_further_images(group: Sequence[Row]) -> list[Row]:
-    """Sort a group best first, each sample before the other images of its token sample.
-
-    Those without a reward come last.
-    """
+    """Sort a group best first, each sample before other images of its token sample, unrewarded last."""
     further: dict[int | None, list[Row]] = defaultdict(list)
     for row in group:
         if not row["leads"]:
@@ -200,7 +197,6 @@ class Groups:
     """The first groups of an iteration or an evaluation.
 
     Attributes:
-        shown: these groups.
         total: number of all groups.
         rounds: sampling rounds that they come from; more than one where groups without spread were replaced.
         dropped: number of all groups that were left out of the update.

@@ -73,14 +73,7 @@ def write_heldout_texts(store: ArtifactStore, before: ArtifactRef, after: Artifa
 def _pairs(
     store: ArtifactStore, before: ArtifactRef, after: ArtifactRef, *, limit: int | None = None
 ) -> tuple[list[Sides], int]:
-    """Read two evaluations, and pair the samples of each prompt by their group id.
-
-    Args:
-        limit: number of prompts to read, the first; None for all.
-
-    Returns:
-        These prompts, and the number of all.
-    """
+    """Pair the samples of the first prompts, or all, of two evaluations; and return the number of all prompts."""
     groups, images_of = list[dict[str, Sequence[Row]]](), PromptImages(THUMBNAIL, store)
     with store.reading(without=(STATES,)) as read:
         for side in (before, after):

@@ -39,10 +39,7 @@ def read_images(
 ) -> dict[str, Image.Image]:
     """Read the images of these samples; only row groups with one of them are read, one at a time.
 
-    Args:
-        rollouts: folder of the Parquet files.
-        sample_ids: the wanted samples; one whose image was pruned is left out of the result.
-        sides: longest side by sample, in pixels, to which an image is reduced at once; None keeps every size.
+    A pruned image is left out. `sides` has the longest side by sample, in pixels, to which it is reduced at once.
     """
     found: dict[str, Image.Image] = {}
     for path in sorted(rollouts.glob(IMAGES)) if sample_ids else ():
@@ -62,19 +59,12 @@ def read_images(
 class PromptImages:
     """What prompts have besides their text: target images by address, and the images in them by digest.
 
-    Each is read once; missing and changed ones are recorded and left out.
-
-    Attributes:
-        missing: addresses of targets, and reasons.
-        missing_sources: digests of images in prompts, and reasons.
+    Each is read once, from `stores` for images in prompts, and reduced to `side` pixels. `missing` and
+    `missing_sources`
+    have the reasons for those that cannot be read, which are left out.
     """
 
     def __init__(self, side: int, *stores: ArtifactStore) -> None:
-        """Reduce images to at most `side` pixels; nothing is read yet.
-
-        Args:
-            stores: the runs that have the images in prompts.
-        """
         self.missing: dict[str, str] = {}
         self.missing_sources: dict[str, str] = {}
         self._side, self._stores = side, stores

@@ -47,7 +47,6 @@ class IterationRecord:
     """One iteration as the reports see it.
 
     Attributes:
-        iteration: number, from 1.
         rounds: rollouts and their rewards; more than one where groups without spread were replaced.
         advantages: rewards and advantages of the samples of all rounds; None where only the metrics are known.
         metrics: metrics of all its stages, by name.
@@ -88,10 +87,7 @@ def iteration_markdown(
 ) -> str:
     """Write the last iteration's metrics, the reward over the iterations so far, and the best and worst samples.
 
-    Args:
-        trained_on: name of the rescoring whose rewards a replay is trained on; None where they are the run's own.
-        signs: of the run so far, shown first.
-        heldout: the held-out rewards of the policies that were evaluated, from that before training on.
+    `trained_on` is as in RunHistory; `heldout` has the held-out reward of each evaluated policy.
     """
     record = history[-1]
     advantages = record.advantages

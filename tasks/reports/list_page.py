@@ -24,9 +24,7 @@ class RunCurves:
     """What the page of many runs shows of one.
 
     Attributes:
-        name: of the run.
-        config: its configuration; empty without a readable one.
-        described: content of run.json; empty without a readable one.
+        config, described: content of config.yaml and run.json; empty without a readable one.
         reward: (iteration, mean training reward).
         heldout: (policy version, mean held-out reward).
     """
@@ -40,12 +38,7 @@ class RunCurves:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Runs that differ in their seed alone.
-
-    Attributes:
-        settings: what they have in common, by path.
-        runs: in the order of the list; at least one.
-    """
+    """Runs that differ in their seed alone, at least one, and the settings that they have in common, by path."""
 
     settings: Mapping[str, object]
     runs: Sequence[RunCurves]
@@ -86,13 +79,7 @@ def over_seeds(series: Sequence[Points]) -> tuple[list[tuple[float, float]], lis
 
 
 def render_list_page(title: str, listed: Report, runs: Sequence[RunCurves]) -> str:
-    """Write the page of runs, in the order of their list.
-
-    Args:
-        title: heading of the page.
-        listed: the list as the terminal shows it.
-        runs: what can be read of them.
-    """
+    """Write the page of runs in the order of their list, `listed`, as the terminal shows it."""
     groups = configurations(runs)
     shown = groups[-MAX_LINES:]
     left_out = [f"The plots have the last {MAX_LINES} of {len(groups)} configurations."] if shown != groups else []

@@ -44,7 +44,6 @@ class Table:
     """Rows under a title; without rows its note stands in their place, and without a note nothing at all.
 
     Attributes:
-        title: heading of the table; empty for none.
         rows: all with the same headings. The first column names the row.
         texts: headings of further columns of words, which may fold; cells of the others are numbers, in one piece.
         meaning: what the columns mean, for readers of a page.
@@ -74,15 +73,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class Report:
-    """A command's result, in the order in which it is shown: notices, tables, facts, notes.
-
-    Attributes:
-        title: what the report is of.
-        facts: names and values.
-        tables: what there is several of.
-        notices: what is wrong or missing; one without lines is left out.
-        notes: sentences at the end, or lines to copy.
-    """
+    """A command's result, shown in this order: notices, those with lines; tables; facts; notes."""
 
     title: str
     facts: Sequence[Fact] = ()
@@ -192,10 +183,7 @@ def _environment() -> "Environment":
 
 
 def _image(context: "Context", image: "Image.Image", side: int | None = None, lossless: bool = True) -> str | None:
-    """Encode an image, reduced to at most `side` pixels per side, as a link while the page has room for it.
-
-    Without `lossless` not even each pixel of a small image matters, which is so for a reduced one.
-    """
+    """Encode an image, reduced to `side`, as a link while the page has room; not `lossless` if no pixel matters."""
     # The list of runs shows no image.
     from tasks.reports.images import LOSSLESS_SIDE, image_uri, shrunk
 
@@ -220,11 +208,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def require_page_path(html: Path) -> None:
-    """Check that a page can be written to this file.
-
-    Raises:
-        InputError: it cannot.
-    """
+    """Raise InputError unless a page can be written to this file."""
     folder = html.expanduser().absolute().parent
     if html.suffix.lower() not in (".html", ".htm"):
         raise InputError("--html", str(html), "Name a file that ends in .html.")

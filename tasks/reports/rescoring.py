@@ -50,9 +50,6 @@ def read_rescored(
 
     Reward and advantage are those of the sample's first stream. Images that are compared within their token sample
     alone are a group of their own.
-
-    Raises:
-        StaleReferenceError: a table is missing or changed.
     """
     sides = []
     with store.reading(without=(STATES,)) as read:
@@ -120,7 +117,6 @@ def compare(samples: pl.DataFrame) -> Statistics:
             reward. Values that are null or not finite count as missing.
 
     Returns:
-        runs: names of the samples' runs, sorted.
         samples, groups: numbers of all of them, with and without rewards.
         combined: :func:`_compare_reward` of the combined reward.
         rewards: the same of each reward alone: those of both sides first, then the added, then the removed.
@@ -213,7 +209,7 @@ def _share(frame: pl.DataFrame, condition: pl.Expr) -> float | None:
 
 
 def moved_most(samples: pl.DataFrame, count: int = MAX_MOVED) -> pl.DataFrame:
-    """Find the samples whose rank moved furthest; fewer where fewer moved.
+    """Find the samples whose rank moved furthest; fewer where fewer moved. ValueError as :func:`compare`.
 
     Ranks count from 1, the highest reward, among the siblings that have a reward on both sides; equal rewards share
     the mean of their ranks. Samples are ordered by the places that they moved within their group, then by the points
@@ -222,9 +218,6 @@ def moved_most(samples: pl.DataFrame, count: int = MAX_MOVED) -> pl.DataFrame:
     Returns:
         The rows of `samples` with siblings, rank_before, rank_after, places (positive if it rose), percentile_before,
         percentile_after (100 is the highest reward of all samples, 0 the lowest, 50 with a single sample) and points.
-
-    Raises:
-        ValueError: as :func:`compare` does.
     """
     rated = _prepare(samples).drop_nulls(REWARDS)
     before, after = (pl.col(side) for side in REWARDS)

@@ -36,11 +36,7 @@ MAX_REASONS = 5
 
 
 def read_scores(store: ArtifactStore, rounds: Mapping[int, Sequence[SamplingRound]]) -> pl.DataFrame:
-    """Read one row per sample and reward, as :func:`analyse` needs them, from the sampling rounds by iteration.
-
-    Raises:
-        StaleReferenceError: a table is missing or changed.
-    """
+    """Read one row per sample and reward, as :func:`analyse` needs them, from the sampling rounds by iteration."""
     frames = []
     with store.reading(without=(STATES,)) as read:
         for iteration, parts in rounds.items():
@@ -98,8 +94,6 @@ def analyse(scores: pl.DataFrame, repeats: pl.DataFrame | None = None) -> Statis
         repeats: some of the same samples scored a second time.
 
     Returns:
-        runs: names of the samples' runs, sorted.
-        samples, groups: their numbers.
         rewards: :func:`_analyse_reward` of each reward, in the order of the scores.
         agreements: :func:`_agreement` of every pair of rewards once.
 

@@ -30,11 +30,7 @@ NEARLY_THE_SAME, AGAINST = 0.95, -0.3
 
 
 def findings(analysis: Statistics) -> list[tuple[str, str]]:
-    """List what to check before training on the rewards: reward by reward in their order, then pairs of them.
-
-    Returns:
-        The reward or the pair, and what was found, with the number.
-    """
+    """List what to check before training on the rewards: of each reward in order, then of pairs, with the number."""
     alone = [(reward["label"], text) for reward in analysis["rewards"] for text in _findings_of(reward)]
     return [*alone, *_findings_of_pairs(analysis)]
 

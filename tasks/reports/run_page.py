@@ -100,12 +100,7 @@ def _evenly(items: Sequence[T], most: int) -> list[T]:
 
 
 class RewardHistory(NamedTuple):
-    """Rewards of the samples of iterations.
-
-    Attributes:
-        quantiles: iteration, and the rewards at QUANTILES over its samples.
-        appearances: when each prompt was sampled, by prompt id.
-    """
+    """Rewards at QUANTILES over the samples of iterations, and when each prompt, by its id, was sampled."""
 
     quantiles: Sequence[tuple[float, Sequence[float]]]
     appearances: Mapping[str, Sequence[Appearance]]
@@ -182,14 +177,7 @@ def run_report(run: RunView, verdict: Verdict, warnings: Sequence[str]) -> Repor
 
 @dataclass(frozen=True)
 class PageSamples:
-    """The samples on the page of a run.
-
-    Attributes:
-        groups: those of the shown iteration.
-        heldout: those of evaluations; None with fewer than two.
-        rewards: of every iteration.
-        excerpts: some of other iterations.
-    """
+    """The samples on the page of a run: of the shown iteration, of evaluations, all rewards, some of others."""
 
     groups: Groups
     heldout: Heldout | None
@@ -200,11 +188,7 @@ class PageSamples:
 def render_run_page(
     run: RunView, samples: PageSamples, verdict: Verdict, warnings: Sequence[str], *, watched: str = ""
 ) -> str:
-    """Write the page of a run.
-
-    Args:
-        watched: what the page asks its server for, to be written again when it changes; empty for a file.
-    """
+    """Write the page of a run; `watched` is what it asks its server for, to be written again when it changes."""
     titles = [metric_title(name, trained_on=run.trained_on)[0] for name in ("reward", HELDOUT)]
     series = dict(zip(titles, (run.series("reward"), run.heldout_series()), strict=True))
     reward = Curve("Reward", metric_title("reward", run.noun)[1], series)

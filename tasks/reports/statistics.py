@@ -127,10 +127,9 @@ def quantiles_of(values: pl.Series) -> Statistics | None:
 
 
 def histogram_of(values: pl.Series) -> Histogram | None:
-    """Count finite values in BINS bins from 0 to 1 where all lie there, else from the least to the largest.
+    """Return counts and edges of BINS bins of finite values; None without any.
 
-    Returns:
-        Counts and edges, the last of which belongs to its bin; None without values.
+    They go from 0 to 1 where all values lie there, else from the least to the largest.
     """
     known = values.drop_nulls().to_numpy()
     if not known.size:

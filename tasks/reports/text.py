@@ -171,8 +171,7 @@ def sparkline(
 ) -> str:
     """Format finite values as one line of rising blocks; more values than `width` are averaged in equal runs.
 
-    Args:
-        scale: values of the lowest and of the highest block, which lines to compare share; None for the line's own.
+    `scale` has the values of the lowest and of the highest block, which lines to compare share.
     """
     if not values:
         return ""
@@ -200,11 +199,7 @@ ACTIONS: Mapping[Stream, str] = MappingProxyType({"tokens": "token", "denoising"
 
 
 def reward_origin(metric: str, trained_on: str | None) -> str:
-    """Say whose rewards a metric is of, to follow its title, where the training and the held-out rewards differ.
-
-    Args:
-        trained_on: name of the rescoring whose rewards a replay is trained on; None where they are the run's own.
-    """
+    """Say whose rewards a metric is of, to follow its title, where a replay is trained on a rescoring."""
     if trained_on is None:
         return ""
     if metric == HELDOUT:
@@ -217,9 +212,7 @@ def metric_title(
 ) -> tuple[str, str]:
     """Look up a metric's title and meaning; an unknown name is its own title, without a meaning.
 
-    Args:
-        stream: the first that the run trains; the name of another one's metric says its stream.
-        trained_on: as for `reward_origin`.
+    `stream` is the first that the run trains; the name of another one's metric says its stream.
     """
     later, own = split_stream(name)
     if later is not None:
