@@ -39,12 +39,9 @@ PARTS: Mapping[str, str] = MappingProxyType({IMAGES_REMOVED: IMAGES, STATES_REMO
 
 @dataclass(frozen=True)
 class Prunable:
-    """An artifact of a run that may be pruned.
+    """An artifact of a run that may be pruned, with the time at which its manifest was written.
 
-    Attributes:
-        folder: within the run.
-        made: when its manifest was written.
-        half_pruned: a process that pruned it was killed.
+    `half_pruned`: a process that pruned it was killed.
     """
 
     folder: str
@@ -112,7 +109,6 @@ def delete_part(store: ArtifactStore, prunable: Prunable, part: str, by: str, on
 
     Raises:
         StaleReferenceError: the artifact has changed, or one of its other files is damaged.
-        StorageError: a disk or a bucket refuses it.
     """
     pruned: Mapping[str, Any] = prunable.manifest.pruned or {}
     if part not in prunable.removed:

@@ -77,8 +77,7 @@ def read_compared_samples(
 def samples_of(stream: Stream, samples: Samples, rewards: Sequence[int]) -> Samples:
     """Arrange samples by what is compared for a stream; of the samples of one draft its first stands for its tokens.
 
-    Args:
-        rewards: indices of those that count for the stream.
+    `rewards` has the indices of those that count for the stream.
     """
     chosen = list(rewards)
     compared = compared_samples(stream, samples.values[..., chosen], samples.drafts)

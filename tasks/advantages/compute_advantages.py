@@ -67,11 +67,8 @@ def zero_metrics(result: GroupAdvantages, mix: Sequence[RewardSection]) -> dict[
 def running_metrics(earlier: ArtifactRef | None, mix: Sequence[RewardSection], prefix: str = "") -> dict[str, float]:
     """Return the stored moments of the rewards that are normalised over the run; empty before the first iteration.
 
-    They pass from iteration to iteration as metrics of the advantages.
-
-    Args:
-        mix: rewards that count for a stream.
-        prefix: of the stream's metrics.
+    They pass from iteration to iteration as metrics of the advantages, with the prefix of the stream that they count
+    for.
     """
     if earlier is None:
         return {}
@@ -155,11 +152,8 @@ def compute_advantages_task(
 ) -> ArtifactRef:
     """Combine the rewards of each sample of all sampling rounds, and compare it with others, for each stream.
 
-    Metrics of the first stream have their plain names, those of another one its prefix.
-
-    Args:
-        streams: those that the run trains, in the order of STREAMS.
-        earlier: advantages of the previous iteration, with the running moments; None in the first.
+    Metrics of the first stream have their plain names, those of another one its prefix. `earlier` are the advantages of
+    the previous iteration, with the running moments.
     """
     started = time.perf_counter()
     store = current_store()

@@ -14,11 +14,7 @@ def set_threads(placement: PlacementSection) -> None:
 
 
 def configure_torch(placement: PlacementSection) -> torch.device:
-    """Set torch's thread count and return the first device, which a process that has no others uses.
-
-    Raises:
-        InputError: it is a GPU that this machine does not have.
-    """
+    """Set torch's thread count and return the first device; InputError for a GPU that this machine does not have."""
     set_threads(placement)
     refuse_missing_devices(placement.devices[:1])
     return torch_device(placement)

@@ -10,12 +10,9 @@ SECONDS = 4.0
 
 
 def leave_unreachable_hub() -> bool:
-    """Switch the hub off for this process, as HF_HUB_OFFLINE does, if it does not answer within seconds.
+    """Switch the hub off for this process, as HF_HUB_OFFLINE does, if it does not answer; return whether it does.
 
     Files that are on this machine are used then without a request, and others are missing at once.
-
-    Returns:
-        Whether the hub is used.
     """
     import huggingface_hub
 

@@ -39,14 +39,7 @@ _DETERMINING = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"}
 def model_digest(model: str, revision: str | None = None) -> str:
     """Compute the digest of a model: of the content of a folder's files, or the commit of a hub snapshot.
 
-    A hub name whose files are not on this machine is downloaded, unless the hub is switched off; `forget_hub` asks it
-    again.
-
-    Args:
-        revision: branch, tag or commit of a hub name; None: main.
-
-    Raises:
-        InputError: the hub's files are not on this machine and cannot be downloaded.
+    A hub name whose files are not on this machine is downloaded, as `snapshot`; `forget_hub` asks the hub again.
     """
     if not Path(model).expanduser().is_dir():
         return _hub_commit(model, revision)
@@ -73,14 +66,7 @@ forget_hub = _hub_commit.cache_clear
 
 
 def model_folder(model: str, revision: str | None = None) -> Path:
-    """Return a model's folder on this machine: the one that is named, or the snapshot of a hub name.
-
-    Args:
-        revision: branch, tag or commit of a hub name; None: main.
-
-    Raises:
-        InputError: the hub's files are not on this machine and cannot be downloaded.
-    """
+    """Return a model's folder on this machine: the one that is named, or the `snapshot` of a hub name."""
     folder = Path(model).expanduser()
     return folder if folder.is_dir() else snapshot("policy.model", model, revision)
 
@@ -130,44 +116,29 @@ WEIGHT_FILES = ("adapter_model*.safetensors", *FULL_WEIGHTS)
 
 
 def component_folder(policy: Path, stream: Stream) -> Path:
-    """Return where a policy's files of one component are; the copies of its weights are in subfolders of their names.
-
-    Args:
-        policy: folder of a version.
-        stream: of the component.
-    """
+    """Return where a policy's files of one component are; copies of its weights are in subfolders."""
     return policy / stream
 
 
 def weights_folder(checkpoint: Path, policy: PolicyRef, stream: Stream) -> Path:
     """Return the folder with the weights of a component that a reference to a version names.
 
-    Args:
-        checkpoint: local folder of the version's checkpoint.
-        policy: the version; `policy.averaged` names its moving average, and `policy.sampler` its old policy.
-        stream: of the component.
+    `policy.averaged` names its moving average, and `policy.sampler` its old policy.
     """
     own = component_folder(checkpoint, stream)
     return own if policy.copy_name is None else copy_folder(own, policy.copy_name) or own
 
 
 def copy_folder(component: Path, name: CopyName) -> Path | None:
-    """Return the folder of a copy of a component's weights; None where none is kept.
-
-    Args:
-        component: the component's folder.
-    """
+    """Return the folder of a copy of a component's weights; None where none is kept."""
     return folder if (folder := component / name).is_dir() else None
 
 
 def weights_digest(folder: Path, known: Mapping[Path, str] = MappingProxyType({}), copy: CopyName | None = None) -> str:
     """Compute a sha256 over the weight files of a policy's components, or of a folder of weights.
 
-    Weights of one component have one digest, wherever they are.
-
-    Args:
-        known: sha256 of files that are not read for it.
-        copy: of these weights; a component without such a copy has its own, unless it is the reference.
+    Weights of one component have one digest, wherever they are. Files whose sha256 is known are not read. For a `copy`,
+    a component without such a copy has its own weights, unless it is the reference.
     """
     digest = hashlib.sha256()
     for name, part in _components(folder).items():
@@ -193,12 +164,8 @@ def _components(folder: Path) -> dict[str, Path]:
 def initial_digest(policy: PolicySection, store: ArtifactStore | None, version: ArtifactRef | None) -> str:
     """Compute the digest of version 0: of the model's files, and of the adapter that training starts from.
 
-    Args:
-        store: has the version; None without one.
-        version: the checkpoint that the adapter RUN@VERSION means; None for any other.
-
-    Raises:
-        InputError: the hub's files are not on this machine and cannot be downloaded, or there is no such adapter.
+    `version` in `store` is the checkpoint that the adapter RUN@VERSION means; None for any other adapter. InputError as
+    for `snapshot` and `fetched_adapter`.
     """
     digest = model_digest(policy.model, policy.revision)
     if policy.adapter is None:
@@ -227,8 +194,7 @@ def training_choices(
     """Return which parameters of each component are trained; an adapter's files are there inside the context.
 
     Args:
-        store: has the version; None without one.
-        version: the checkpoint that the adapter RUN@VERSION means; None for any other.
+        store, version: as for `initial_digest`.
         references: where the reference's weights are kept when every weight of a component is trained; nowhere for
             those left out.
         seed: for the random half of new adapters.
@@ -286,11 +252,7 @@ def _component_adapter(folder: Path, stream: Stream, policy: PolicySection) -> P
 def fetched_adapter(
     policy: PolicySection, store: ArtifactStore | None, version: ArtifactRef | None
 ) -> Iterator[Path | None]:
-    """Give the local folder of the adapter that training starts from; None without one.
-
-    Raises:
-        InputError: there is no such folder or hub repository, or the version was pruned.
-    """
+    """Give the local folder of the adapter that training starts from; None without one, InputError if missing."""
     name = policy.adapter
     if name is None:
         yield None

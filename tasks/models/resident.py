@@ -97,13 +97,9 @@ class ResidentPolicy:
         self._loaded: _Loaded | None = None
 
     def at(self, reference: PolicyRef, spec: ModelSpec, settings: Any, placement: PlacementSection) -> Policy:
-        """Return the policy with the weights of a version; the model is loaded if it is not in memory.
+        """Return the policy with the weights of a version and these settings of its family's sampler.
 
-        Args:
-            settings: settings of the family's sampler, for sampling and scoring.
-
-        Raises:
-            InputError: this machine's files of the model differ from those of the run.
+        The model is loaded if it is not in memory; InputError if its files here differ from those of the run.
         """
         device = configure_torch(placement)
         if self._loaded is None or (self._loaded.spec, self._loaded.device) != (spec, device):
@@ -119,13 +115,8 @@ class ResidentPolicy:
     def begin_update(self, version: PolicyRef, updates: Mapping[Stream, Any]) -> Mapping[Stream, Any]:
         """Mark the weights as those of no version, until `commit_weights`.
 
-        Args:
-            version: that the update starts from.
-            updates: its settings by stream.
-
-        Returns:
-            The optimizers of the update that made this version, if it had the same settings and they are in memory.
-            They are returned once: an update that fails leaves their state changed.
+        Returns the optimizers of the update that made this version, if it had the same settings and they are in memory.
+        They are returned once: an update that fails leaves their state changed.
         """
         if self._loaded is None:
             return {}
@@ -136,12 +127,9 @@ class ResidentPolicy:
         return kept.by_stream if kept is not None and (kept.checkpoint, kept.updates) == (written, updates) else {}
 
     def keep_optimizers(self, checkpoint: str, updates: Mapping[Stream, Any], optimizers: Mapping[Stream, Any]) -> None:
-        """Keep optimizers in CPU memory for the next update; a GPU's memory is needed for the rollouts in between.
+        """Keep optimizers in CPU memory for the next update; a GPU's is needed for the rollouts in between.
 
-        Args:
-            checkpoint: digest of what the update wrote.
-            updates: its settings by stream.
-            optimizers: by stream.
+        `checkpoint` is the digest of what the update wrote, and `updates` has its settings by stream.
         """
         if self._loaded is None:
             return
@@ -187,11 +175,7 @@ def _adapter_store(spec: ModelSpec) -> ArtifactStore | None:
 
 
 def load_policy(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
-    """Load a policy with its initial weights, and try it; settings are those of the family's sampler.
-
-    Raises:
-        InputError: it cannot be trained; says how long loading it took.
-    """
+    """Load a policy with its initial weights, and try it; InputError if it cannot be trained."""
     begun = time.perf_counter()
     policy = load_untried(spec, settings, device)
     try:

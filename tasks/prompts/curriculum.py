@@ -23,7 +23,6 @@ class PromptSet:
     """The prompts of one file.
 
     Attributes:
-        name: name of the dataset.
         weight: share of the prompts on average, relative to the other sets.
         prompts: in the order of the file.
         targets: one per prompt; None for a prompt without one.
@@ -57,11 +56,7 @@ PromptStatistics = Mapping[PromptKey, float]
 
 
 def read_statistics(store: ArtifactStore, advantages: Sequence[ArtifactRef]) -> PromptStatistics:
-    """Compute statistics of stored groups; groups without any reward are ignored.
-
-    Args:
-        advantages: tables of the iterations that count, in any order.
-    """
+    """Compute statistics of stored groups, from tables in any order; groups without any reward are ignored."""
     # Imported where they are used: prompts are read and checked before polars is imported.
     import polars as pl
 
@@ -80,13 +75,11 @@ def read_statistics(store: ArtifactStore, advantages: Sequence[ArtifactRef]) -> 
 
 
 def difficulty_weight(mean: float | None, curriculum: CurriculumSection) -> float:
-    """Return the sampling weight of a prompt, between curriculum.floor and 1.
+    """Return the sampling weight of a prompt by the mean of its group rewards, between curriculum.floor and 1.
 
     A group teaches most where its rewards spread, which is neither where all siblings fail nor where all succeed: the
-    weight is a bell around the target, floor + (1 - floor) exp(-((mean - target) / width)^2 / 2).
-
-    Args:
-        mean: of the prompt's group rewards; None for a prompt that was never sampled, which has weight 1.
+    weight is a bell around the target, floor + (1 - floor) exp(-((mean - target) / width)^2 / 2). A prompt that was
+    never sampled (None) has weight 1.
     """
     if mean is None:
         return 1.0
@@ -119,9 +112,6 @@ def draw_prompts(
         count: prompts wanted; may exceed the number of prompts.
         statistics: measured difficulty; None: all prompts count as never sampled.
         avoided: prompts to use last if possible: those of earlier rounds of the iteration.
-
-    Raises:
-        ValueError: no prompts, or iteration, sampling_round or count below 1.
     """
     if not sets or not all(each.prompts for each in sets):
         raise ValueError("draw_prompts: got a set without prompts, or no set. Give each set at least one prompt.")
@@ -186,14 +176,10 @@ def _sampled(weights: Sequence[float], late: Sequence[bool], count: int, seed: i
 
 
 def choose_sets(weights: Sequence[float], *, seed: int, first: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Return places [first, first + count) of an endless stream that serves several sets by weight.
+    """Return places [first, first + count) of an endless stream that serves several sets by weights above 0.
 
     The set of each place is drawn independently, so that a set's places among any n are binomial: its share of n on
     average. A place depends on the seed and the weights only.
-
-    Args:
-        weights: one per set, above 0.
-        first: places before the first wanted one.
 
     Returns:
         The index of the set, and how often it was served before, for each place.

@@ -29,11 +29,9 @@ if TYPE_CHECKING:
 class InputFile:
     """A file that a configuration names, directly or by its folder; it is not open.
 
-    Attributes:
-        uri: path or URL, spelled like the configured one.
-        place: configuration key, for errors.
-        filesystem: file system of the URL.
-        path: the file's path there.
+    InputError names `place`, the configuration's key, for a file that is missing, a folder or device, damaged, or not
+    to
+    be read, and for a URL whose file system is not installed. `uri` is spelled like the configured one.
     """
 
     uri: str
@@ -42,21 +40,13 @@ class InputFile:
     path: str
 
     def read(self) -> bytes:
-        """Return the content, decompressed if the name ends in ``.gz``.
-
-        Raises:
-            InputError: no such file, a folder or device, damaged, or no right to read it.
-        """
+        """Return the content, decompressed if the name ends in ``.gz``."""
         with self._readable():
             content = bytes(self.filesystem.cat_file(self.path))
             return gzip.decompress(content) if self.path.lower().endswith(".gz") else content
 
     def open(self) -> IO[bytes]:
-        """Open the file to read parts of it.
-
-        Raises:
-            InputError: as :meth:`read`.
-        """
+        """Open the file to read parts of it."""
         with self._readable():
             stream: IO[bytes] = self.filesystem.open(self.path, "rb")
             return stream
@@ -78,11 +68,9 @@ class InputFile:
 def find_files(uri: str, *, place: str, endings: Collection[str]) -> tuple[InputFile, ...]:
     """Return the file of this name; for a folder, the files in it with one of the endings, in natural order.
 
-    Hidden files, subfolders and files with other endings are left out.
-
-    Raises:
-        InputError: the folder has no such file, or files with several of the endings; or the URL's file system is not
-            installed.
+    Hidden files, subfolders and files with other endings are left out. InputError if a folder has no such file, or
+    files
+    with several of the endings.
     """
     filesystem, path = _resolve(uri, place)
     with _reported(uri, place, filesystem, path):
@@ -102,20 +90,12 @@ def find_files(uri: str, *, place: str, endings: Collection[str]) -> tuple[Input
 
 
 def read_input_file(uri: str, *, place: str) -> bytes:
-    """Read one file.
-
-    Raises:
-        InputError: no such file, a folder or device, no right to read it, or a URL whose file system is not installed.
-    """
+    """Read one file; errors are those of InputFile."""
     return InputFile(uri, place, *_resolve(uri, place)).read()
 
 
 def list_input_folder(uri: str, *, place: str) -> tuple[str, ...]:
-    """List the names of the files directly in a folder, in no particular order.
-
-    Raises:
-        InputError: no such folder, a file, no right to list it, or a URL whose file system is not installed.
-    """
+    """List the names of the files directly in a folder, in no particular order; InputError if it cannot be."""
     filesystem, path = _resolve(uri, place)
     try:
         if filesystem.isfile(path):
@@ -226,11 +206,7 @@ class PromptRow(NamedTuple):
 
 
 def decode_text(content: bytes, place: str) -> str:
-    """Decode UTF-8, with or without a byte order mark, or UTF-16 with one.
-
-    Raises:
-        InputError: another encoding or no text at all, with the line; or a failed download.
-    """
+    """Decode UTF-8, with or without a byte order mark, or UTF-16 with one; InputError names the line of other text."""
     try:
         # A byte order mark, as spreadsheets write it, is not part of the first field.
         text = content.decode("utf-16" if content.startswith(_UTF16_MARKS) else "utf-8-sig")
@@ -263,11 +239,7 @@ def read_txt(text: str, place: str) -> Iterator[PromptRow]:
 
 
 def read_one_txt(text: str, place: str, name: str) -> Iterator[PromptRow]:
-    """Yield the only prompt of a file in a folder, with the file's name as column ``file_name``.
-
-    Raises:
-        InputError: no line or several that are not blank.
-    """
+    """Yield the only prompt of a file in a folder, with its name as `file_name`; InputError for several lines."""
     lines = [line for _, line in _lines(text)]
     if len(lines) != 1:
         hint = (

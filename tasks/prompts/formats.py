@@ -53,9 +53,8 @@ def _refuse_quoted_tsv(text: str, place: str) -> None:
 def read_delimited(text: str, place: str, *, literal: bool) -> Iterator[PromptRow]:
     """Yield comma-separated or tab-separated records as text; an empty field is None.
 
-    Args:
-        literal: whether it is TSV, in which every character stands for itself; else fields may be in quotes, and a
-            header with tabs and without commas has them between fields.
+    In TSV (`literal`) every character stands for itself; else fields may be in quotes, and a header with tabs and
+    without commas has them between fields.
 
     Raises:
         InputError: a record of another length than the header, an unclosed quote, a column name that appears twice, or
@@ -112,11 +111,9 @@ def refuse_duplicate_columns(names: Sequence[str], place: str) -> None:
 
 
 def convert_numbers(rows: Sequence[PromptRow], *, text_columns: Callable[[str], bool]) -> None:
-    """Convert columns of numbers and truth values in place; the others stay text.
+    """Convert columns of numbers and truth values in all files of a set, in place; the others stay text.
 
-    Args:
-        rows: those of all files of a set, so that a column has one type.
-        text_columns: whether a column stays text even where every cell looks like a number.
+    `text_columns` says which stay text even where every cell looks like a number.
     """
     for name in {name for row in rows for name in row.values if not text_columns(name)}:
         filled = [row.values for row in rows if row.values.get(name) is not None]
@@ -152,9 +149,7 @@ _BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_b
 class ImageRow(NamedTuple):
     """The columns of a row that have images: names, data: URIs, or bytes.
 
-    Attributes:
-        values: by column.
-        again: reads a column of the row once more, so that nobody has to keep its bytes; None where they are kept.
+    `again` reads a column of the row once more, so that nobody has to keep its bytes; None where they are kept.
     """
 
     values: Mapping[str, object]
@@ -183,11 +178,8 @@ class PromptTable:
 def open_table(file: InputFile, *, in_folder: bool) -> PromptTable:
     """Open a prompt file: text is read at once, Parquet when its rows are.
 
-    Args:
-        in_folder: whether the file is one of a folder's; a ``.txt`` file is one prompt then.
-
-    Raises:
-        InputError: unknown ending, empty, not text, or not well-formed; with the line if known.
+    A ``.txt`` file `in_folder` is one prompt. InputError, with the line if known, for an unknown ending, an empty file,
+    and one that is not well-formed.
     """
     place, ending = f"{file.place}: {file.uri}", file_ending(file.path)
     if ending not in ENDINGS:

@@ -53,16 +53,10 @@ def names_dataset(source: str, choice: DatasetChoice) -> bool:
 
 
 def open_dataset(source: str, choice: DatasetChoice, limit: int | None) -> tuple[PromptTable, str | None]:
-    """Open the rows of a dataset.
+    """Open the rows of a dataset; return them, and the commit of the Hub, None for a folder and offline.
 
-    Args:
-        limit: rows to read of a stream; a downloaded split is read completely.
-
-    Returns:
-        The rows, and the commit of the Hub that they are of; None for a folder, and offline.
-
-    Raises:
-        InputError: no such dataset, subset, split or revision; or no network.
+    Of a stream, `limit` rows are read. InputError if there is no such dataset, subset, split or revision, or no
+    network.
     """
     place = f"data.prompts: {source}"
     if choice.streaming and limit is None:

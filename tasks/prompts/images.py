@@ -19,13 +19,7 @@ _FORMATS = "Give PNG, JPEG, WebP or BMP."
 def name_inside(value: object, place: str, *, folder: str, empty: str) -> str:
     """Return a file name of a prompt's row, normalised, as a path below a folder.
 
-    Args:
-        place: of the cell, for errors.
-        folder: what the folder is called in errors.
-        empty: what to do about a value that is no name.
-
-    Raises:
-        InputError: not text, not an image's ending, or a name that leads out of the folder.
+    InputError for no text (`empty` says what to do), another ending than an image's, and a name that leads out of it.
     """
     if not isinstance(value, str) or not value.strip():
         raise InputError(place, value, empty)
@@ -40,11 +34,7 @@ def name_inside(value: object, place: str, *, folder: str, empty: str) -> str:
 
 @contextmanager
 def complete_image(named: object, place: str) -> Iterator[None]:
-    """Turn the errors of decoding an image into InputError.
-
-    Args:
-        named: the file's name, or what else says which image it is.
-    """
+    """Turn the errors of decoding an image into InputError; `named` says which image it is."""
     try:
         yield
     except InputError:

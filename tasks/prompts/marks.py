@@ -28,11 +28,7 @@ class MarkedPrompt(NamedTuple):
 
 
 def mark_images(text: str, place: str) -> MarkedPrompt:
-    """Find the marks and the image blocks of a prompt.
-
-    Raises:
-        InputError: a message is none, or only some image blocks have their image.
-    """
+    """Find the marks and image blocks of a prompt; InputError for what is no message, or images for some blocks."""
     messages = read_messages(text)
     if messages is None:
         return MarkedPrompt(text, text.count(IMAGE_MARK), ())
@@ -49,11 +45,7 @@ def mark_images(text: str, place: str) -> MarkedPrompt:
 
 
 def require_match(prompt: MarkedPrompt, images: int, place: str) -> None:
-    """Refuse a prompt with another number of marks than it has images; none leave the place to the policy.
-
-    Raises:
-        InputError: with both numbers.
-    """
+    """Raise InputError for another number of marks than of images; no mark leaves the place to the policy."""
     if prompt.marks not in ({0, images} if images else {0}):
         hint = f"Write {IMAGE_MARK} (or an image block) once per image, or never: then the images come before the text."
         raise InputError(place, f"{prompt.marks} marks for {images} images", hint)

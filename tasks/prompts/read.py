@@ -54,8 +54,7 @@ class Prompt:
             occurrences in the set; independent of file format, path and other columns.
         text: the prompt as it stands in its row, messages as :mod:`grpo_core.messages` writes them; of one with images,
             with a mark or a block for each or none.
-        columns: the other columns that go along, by name, as plain JSON values; an empty cell of a CSV or TSV file is
-            None.
+        columns: the other columns that go along, as plain JSON values; an empty cell of a CSV or TSV file is None.
         sources: its images, in their order.
     """
 
@@ -225,12 +224,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class _Reader(NamedTuple):
-    """Reads the prompt of a row.
+    """Reads the prompt of a row, by the column of each role, or of the one prompt.
 
-    Attributes:
-        roles: the column of each role, or of the one prompt.
-        typed: whether the file has lists; in CSV and TSV a list of messages is written as JSON.
-        images: whether the images in prompts are read.
+    `typed` files have lists; in CSV and TSV a list of messages is written as JSON.
     """
 
     roles: Mapping[str, str]
@@ -238,11 +234,7 @@ class _Reader(NamedTuple):
     images: bool
 
     def texts(self, rows: Sequence[PromptRow]) -> list[str]:
-        """Return the prompt of each row.
-
-        Raises:
-            InputError: with the row and the column; plain texts and messages in one set, as no table could have them.
-        """
+        """Return the prompt of each row; plain texts and messages are not mixed, as no table could have them."""
         if "" not in self.roles:
             return [self._by_roles(row) for row in rows]
         found, conversational = [], None

@@ -71,11 +71,7 @@ class SourceReference:
     read: Callable[[], bytes] = field(compare=False, repr=False)
 
     def load(self) -> bytes:
-        """Return the file's bytes, verified.
-
-        Raises:
-            InputError: the file is gone, or is not the one that was read.
-        """
+        """Return the file's bytes, verified; InputError if they are gone or others."""
         content = self.read()
         if (found := hashlib.sha256(content).hexdigest()) != self.digest:
             hint = f"It was {self.digest} when the prompts were read. Put that file back, or start the run again."
@@ -91,11 +87,7 @@ class PromptWithSources(NamedTuple):
 
 
 def choose_source_columns(found: Sequence[str], wanted: SourceColumns, place: str) -> tuple[str, ...]:
-    """Return the columns of a file that are images in prompts; empty if it has none.
-
-    Raises:
-        InputError: it lacks the column that is named.
-    """
+    """Return the columns of a file that are images in prompts; InputError if it lacks the one that is named."""
     if wanted.column is None:
         return tuple(name for name in found if name.lower() in SOURCE_COLUMNS)
     if wanted.column not in found:
@@ -109,11 +101,7 @@ def read_source_images(
 ) -> list[PromptWithSources]:
     """Return the text and the images of each prompt, in the order of the rows.
 
-    Args:
-        rows: of the prompt file.
-        texts: the prompt of each row.
-        cells: the image columns of each row.
-        folder: to which file names are relative; empty is the working directory.
+    `folder` is that to which file names are relative; empty is the working directory.
 
     Raises:
         InputError: an image that is missing, broken, animated, too large or somewhere else, a row with images in
@@ -129,11 +117,7 @@ def read_source_images(
 
 
 def load_source(uri: str, place: str) -> tuple[SourceImage, ImageSize]:
-    """Read an image that a person names, with its upright size.
-
-    Raises:
-        InputError: it is missing, or no image that a prompt can have.
-    """
+    """Read an image that a person names, with its upright size; InputError if no prompt can have it."""
     content = read_input_file(uri, place=place)
     return SourceImage.of(content), _SourceReader("", MAX_PIXELS).check(content, uri, place, decode=True)
 

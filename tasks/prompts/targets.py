@@ -32,12 +32,7 @@ _TEXT = "Give width and height in pixels as in 512x768, or leave the cell empty 
 
 
 def read_sizes(prompts: Sequence[Prompt], *, source: str, default: ImageSize) -> tuple[ImageSize, ...]:
-    """Return the size of each prompt's images, in the order of the prompts.
-
-    Args:
-        prompts: the complete set, in the order of the file.
-        source: the prompt file.
-        default: for prompts whose row gives none.
+    """Return the size of each prompt's images, in the order of the file, `default` for a row without one.
 
     Raises:
         InputError: a size that is not one, a width without a height or the reverse, or a row with two sizes.
@@ -82,12 +77,7 @@ def _numbers(form: re.Pattern[str], value: object, place: str, hint: str) -> tup
 
 @dataclass(frozen=True)
 class TargetReference:
-    """A target image that was a valid image when it was paired.
-
-    Attributes:
-        uri: the file, spelled like its folder in the configuration.
-        sha256: digest of the file's bytes, 64 hexadecimal digits.
-    """
+    """A target image that was a valid image when it was paired: its file, as configured, and sha256."""
 
     uri: str
     sha256: str
@@ -111,8 +101,7 @@ def pair_targets(
         prompts: the complete set, in the order of the file.
         folder: folder of the images, a plain path or an fsspec URL.
         column: column of the prompts with file names relative to ``folder``.
-        base: folder of the prompt file, to which the names are relative if ``folder`` is None; empty is the
-            working directory.
+        base: folder of the prompt file, to which names are relative without ``folder``; empty is the working directory.
         sizes: width and height of the images that each is compared with; empty if unknown.
 
     Raises:
@@ -140,12 +129,9 @@ def pair_targets(
 def find_target(uri: str, stores: Sequence["ArtifactStore"], folders: Sequence[str] = ()) -> str | None:
     """Return where the target image of a stored row is; None if it is nowhere that may be read for a table.
 
-    A table may be a stranger's: what it names is not fetched and not looked for anywhere on the machine.
-
-    Args:
-        uri: as the row has it. A relative path is looked for in the working directory and beside the storage roots.
-        stores: of the runs whose rows these are.
-        folders: folders and URLs below which anything may be read, because a configuration of the person's names them.
+    A table may be a stranger's: what it names is not fetched and not looked for anywhere on the machine, except below
+    `folders`, which a configuration of the person's names. A relative path is looked for in the working directory and
+    beside the storage roots.
     """
     if "://" in uri or "::" in uri:
         below = any("://" in folder and uri.startswith(f"{folder.rstrip('/')}/") for folder in folders)
@@ -168,12 +154,7 @@ def find_target(uri: str, stores: Sequence["ArtifactStore"], folders: Sequence[s
 
 
 def load_target(reference: TargetReference) -> Image.Image:
-    """Load the image as 8-bit RGB, upright, transparent parts over white.
-
-    Raises:
-        InputError: the file is gone, cannot be decoded, or is not the one that was paired; or its pixels have neither
-            8 nor 16 bits.
-    """
+    """Load the image as 8-bit RGB, upright, transparent parts over white; InputError if it is not the paired one."""
     place = "data.targets"
     content = read_input_file(reference.uri, place=place)
     digest = hashlib.sha256(content).hexdigest()
@@ -203,11 +184,7 @@ def _require_column(prompts: Sequence[Prompt], column: str) -> None:
 
 
 def _named_in_column(prompt: Prompt, row: int, column: str) -> str | None:
-    """Return the normalised file name in the prompt's column; None for null.
-
-    Raises:
-        InputError: not text, not an image's ending, or a name that leads out of the folder.
-    """
+    """Return the normalised file name in the prompt's column; None for null."""
     value = prompt.columns.get(column)
     if value is None:
         return None

@@ -86,11 +86,7 @@ def batches_for(
 
 
 def located_target(uri: str, stores: Sequence[ArtifactStore], folders: Sequence[str]) -> str:
-    """Return where the target image of a stored row is.
-
-    Raises:
-        InputError: as find_target says, nowhere that may be read.
-    """
+    """Return where the target image of a stored row is; InputError if it may not be read (`find_target`)."""
     found = find_target(uri, stores, folders)
     if found is None:
         raise InputError("data.targets", uri, TARGET_HINT)
@@ -174,8 +170,7 @@ def _records(path: Path, columns: Sequence[str], wanted: frozenset[str]) -> Iter
 def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> list[Row]:
     """Score the rows that the reward is meant for; the others get NOT_APPLICABLE.
 
-    Returns:
-        One row per row, with the columns of :data:`SCORES`; `seconds` is an equal share of the batch's time.
+    Returns a row for each with the columns of :data:`SCORES`; `seconds` is an equal share of the batch's time.
     """
     begun = time.perf_counter()
     # Siblings share their prompt.
@@ -255,11 +250,9 @@ def score_in_processes(
     run: str,
     folders: Sequence[str] = (),
 ) -> Iterator[list[Row]]:
-    """Score samples in the section's own processes, which read them; the results come in the order of the batches.
+    """Score samples in the section's own processes, which read them; results come in the order of the batches.
 
-    Args:
-        section: with `processes` above 0.
-        source: folder of the rollouts, and the other arguments as for `batches_for`.
+    Arguments are those of `batches_for`.
 
     Raises:
         InputError: as the reward raised it, or a process died twice at the same batch.

@@ -37,12 +37,9 @@ from tasks.storage.schemas import REWARDS, SCHEMA_VERSION
 
 
 def provenance_json(section: RewardSection) -> str:
-    """Describe where the scores of a section come from, as stored with each score.
+    """Describe where the scores of a section come from, as stored with each score; InputError for wrong weights.
 
     Scores of the same sample with the same text are the same.
-
-    Raises:
-        InputError: a weight file is missing or not the right one.
     """
     return json.dumps(provenance_of(build_reward(section.reward, section.settings)), sort_keys=True)
 
@@ -310,14 +307,11 @@ def _shard(samples: pl.DataFrame, part: tuple[int, int] | None) -> pl.DataFrame:
 def _gather(
     section: RewardSection, results: Iterable[list[Row]], meant: int, report_progress: Callable[[int], None]
 ) -> tuple[pl.DataFrame, dict[str, float], pl.DataFrame]:
-    """Gather the scored rows; once more could not be scored than is allowed, the others are not tried.
+    """Gather the scored rows; once more of the `meant` samples failed than is allowed, the others are not tried.
 
-    Args:
-        meant: number of samples in scope, scored before or not; max_failures is a share of these.
-
-    Returns:
-        The scores; the metrics that the reward reported, each as the mean over the samples of the calls that did; and
-        what it reported about samples, in columns of numbers or texts.
+    Returns the scores; the metrics that the reward reported, each as the mean over the samples of the calls that did;
+    and
+    what it reported about samples, in columns of numbers or texts.
     """
     scored: list[Row] = []
     failed: list[str] = []

@@ -26,9 +26,8 @@ class StoredStream:
 
     Attributes:
         columns: returns a group's columns of the stream, one row per sample.
-        read: returns the actions of rows of the table. Its arguments are the rows, the local folders of the rollouts, a
-            folder for local files, the maximum number of actions of a row, and the images in each row's prompt.
-        max_length: column with that number.
+        read: returns the actions of rows of the table, as `read_tokens`.
+        max_length: column with the maximum number of actions of a row.
         unread: patterns of the artifact's files that its update does not need.
     """
 
@@ -56,10 +55,8 @@ def rollout_columns(
 ) -> dict[str, Sequence[Any]]:
     """Return one group's rows by column; the writer keeps the columns that its schema has.
 
-    Args:
-        sampled_by: the columns about the engine and the chat template.
-        settings: the policy's frozen sampling settings; its fields are columns. Width and height of images are those
-            of the group.
+    The fields of the policy's frozen sampling `settings` are columns, but width and height of images are the group's;
+    `sampled_by` has the columns about the engine and the chat template.
     """
     request = group.request
     rows = len(request.sample_ids)

@@ -19,12 +19,9 @@ VLLM = "tasks.rollouts.vllm"
 
 @dataclass(frozen=True)
 class Sampler:
-    """A policy that is ready to sample.
+    """A policy that samples by itself or through an engine, and the record of who samples.
 
-    Attributes:
-        policy: samples by itself or through an engine.
-        record: who samples.
-        at_once: whether the engine is given all prompts of a stage, and schedules them itself.
+    An engine gets all prompts of a stage `at_once`, and schedules them itself.
     """
 
     policy: Policy
@@ -70,9 +67,8 @@ def opened_sampler(
 ) -> Iterator[Sampler]:
     """Give what samples with a version of the policy.
 
-    Args:
-        with_reference: log-probs of the policy and its reference are computed too, so that weights are needed.
-        on_progress: called with the number of rows that an engine has sampled.
+    `with_reference`: log-probs of the policy and its reference are computed too, so that weights are needed.
+    `on_progress` is called with the number of rows that an engine has sampled.
 
     Raises:
         InputError: an engine cannot sample with this version.

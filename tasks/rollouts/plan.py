@@ -19,11 +19,7 @@ class GroupPlan(BaseModel):
     Attributes:
         group_id: unique in the run.
         prompt_id: the prompt's stable name.
-        dataset: name of its prompt set.
-        prompt: its text.
         columns: the prompt file's other columns.
-        target_uri: the prompt's target image, if it has one.
-        target_sha256: of that file.
         size: of the images; None for texts.
         sources: digests of the images in the prompt, in their order.
     """
@@ -98,10 +94,9 @@ class RolloutPlan(BaseModel):
         return found
 
     def request(self, group: GroupPlan, sources: Mapping[str, SourceImage] | None = None) -> GroupRequest:
-        """Return the ids and seeds of a group's samples; images of a token sample have one token seed.
+        """Return the ids and seeds of a group's samples, with the images in its prompt, by digest.
 
-        Args:
-            sources: the images in the prompts by digest; None where no prompt has any.
+        Images of a token sample have one token seed.
         """
         places = self.places
         samples = range(len(places))
@@ -161,11 +156,7 @@ def plan_round(
 ) -> RolloutPlan:
     """Plan one sampling round of a training iteration; later rounds replace groups without spread.
 
-    Args:
-        prompts: one per group.
-        images_of_samples: how many images each token sample of a group gets.
-        shared_noise: whether siblings share the decoder's first noise.
-        window_start: index of the first noisy denoising step; None without noisy steps.
+    There is one group per prompt; the other arguments are fields of the plan.
     """
     first = sampling_round == 1
     name = f"i{iteration:06d}" if first else f"i{iteration:06d}.d{sampling_round:02d}"

@@ -73,13 +73,12 @@ def sample_files(folders: Sequence[Path]) -> list[Path]:
 def read_tokens(
     table: pl.DataFrame, folders: Sequence[Path], scratch: Path, max_length: int, sources: Sources | None = None
 ) -> SampledActions:
-    """Return the stored tokens of a table's rows.
+    """Return the stored tokens of a table's rows, in the order in which they are stored.
 
     The tokens of all rows are in memory at once, about 13 bytes each. The ids that a truncated sampler could choose, up
     to thousands for each token, stay on disk, and microbatches read their own.
 
     Args:
-        table: rows of rollouts, in the order in which they are stored.
         folders: local folders of the rollouts.
         scratch: folder for local files that the tokens are read from.
         max_length: of SampledActions.
@@ -100,15 +99,10 @@ def read_tokens(
 def read_token_batch(
     table: pl.DataFrame, support: TokenSupport | None = None, sources: Sources | None = None
 ) -> TokenBatch:
-    """Return the stored token ids of a table's rows, padded on the right.
+    """Return the stored token ids of a table's rows, padded on the right; ValueError for several temperatures.
 
-    Args:
-        table: with the columns prompt, token_ids, loss_mask and temperature, of images also width and height.
-        support: the ids that could be sampled; not needed to make images of the tokens.
-        sources: the images in each row's prompt; None: no prompt has any.
-
-    Raises:
-        ValueError: rows of several temperatures.
+    The table has the columns prompt, token_ids, loss_mask and temperature, of images also width and height; the support
+    is not needed to make images of the tokens.
     """
     temperatures = table["temperature"].unique().to_list()
     if len(temperatures) > 1:
@@ -196,7 +190,6 @@ class StatesWriter:
     """Writes the states of groups to files of an artifact of rollouts, as far as they fit into memory at once."""
 
     def __init__(self, folder: Path) -> None:
-        """Write nothing yet."""
         self._folder, self._files = folder, 0
         self._waiting: dict[str, Tensor] = {}
         self._bytes = 0
@@ -241,16 +234,8 @@ def read_denoising(
 ) -> SampledActions:
     """Return the stored noisy steps of a table's rows, with the drafts that their images are made of.
 
-    The states stay on disk, and microbatches read their own.
-
-    Args:
-        table: rows of rollouts.
-        folders: local folders of the rollouts.
-        max_length: of SampledActions.
-        sources: the images in each row's prompt; None: no prompt has any.
-
-    Raises:
-        ValueError: a sample without states, or drafts of several temperatures.
+    The states stay on disk, and microbatches read their own; ValueError for a sample without. Arguments as
+    `read_tokens`.
     """
     steps = DenoisingBatch(
         prompts=tuple(table["prompt"]),
@@ -269,10 +254,7 @@ def read_denoising(
 
 
 def map_states(folders: Sequence[Path], sample_ids: pl.Series) -> tuple[Tensor, ...]:
-    """Map the states of these samples into memory, in this order: pages are read when they are used.
-
-    Args:
-        folders: local folders of the rollouts.
+    """Map the states of these samples in local folders into memory: pages are read when they are used.
 
     Raises:
         ValueError: states of a sample are missing; the sample is named.

@@ -46,10 +46,7 @@ class VllmServers:
         self._servers: dict[str, Server] = {}
 
     def of(self, section: VllmSection, command: Sequence[str] = ()) -> Sequence[Server]:
-        """Return the servers of a configuration.
-
-        Args:
-            command: complete, of the one that the run starts.
+        """Return the servers of a configuration, or the one that the run starts with this complete command.
 
         Raises:
             ServiceError: one does not answer.
@@ -123,11 +120,9 @@ def sampling(
     weights: Any,
     on_progress: Progress,
 ) -> Iterator[tuple[Policy, EngineRecord]]:
-    """Give a policy that samples through the servers with a version's adapter.
+    """Give a policy that samples through the servers with a version's adapter, and has weights if they are given.
 
-    Args:
-        weights: the policy with weights; None: it is not needed.
-        on_progress: called with the number of rows that are sampled.
+    `on_progress` is called with the number of rows that are sampled.
 
     Raises:
         ServiceError: servers do not answer.
@@ -156,14 +151,7 @@ def sampling(
 
 
 def fitting_command(words: Sequence[str], section: VllmSection, model: PolicySection, policy: Any) -> tuple[str, ...]:
-    """Return the complete command of a server that fits a policy.
-
-    Args:
-        words: program and options.
-        section: the dtype.
-        model: that it serves.
-        policy: with weights or without.
-    """
+    """Return the complete command of a server, by its program and options, that fits a policy."""
     return server_command(
         words,
         model.model,

@@ -52,15 +52,9 @@ class VllmServer:
         self._command: tuple[str, ...] = ()
 
     def ensure_running(self, command: Sequence[str], store: ArtifactStore, seconds: float) -> str:
-        """Start the server unless it runs, also when it died or ran by another command; return once it answers.
+        """Start the server unless it runs by this command; return its address once it answers within these seconds.
 
-        Args:
-            command: program and arguments; `{port}` becomes a free port, and where no port is given, one is appended.
-            store: of the run, whose folder receives the log.
-            seconds: within which the server must answer.
-
-        Returns:
-            The server's address, `http://127.0.0.1:PORT`.
+        `{port}` in the command becomes a free port, and where no port is given, one is appended.
 
         Raises:
             InputError: the program is not there, the port is taken, or the server ends; with the last lines of its log.
@@ -96,12 +90,7 @@ class VllmServer:
 
 
 class _VllmProcess(ServerProcess):
-    """The process of a vLLM server, whose failures are errors of a stage.
-
-    Args:
-        command: complete, with the port.
-        store: of the run.
-    """
+    """The process of a vLLM server by its complete command, whose failures are errors of a stage."""
 
     def __init__(self, command: Sequence[str], port: int, store: ArtifactStore) -> None:
         self._shown, self._store, self._again = " ".join(command), store, float("-inf")
@@ -129,11 +118,7 @@ class _VllmProcess(ServerProcess):
             raise InputError(PLACE, self._shown, hint) from error
 
     def start_again(self, seconds: float) -> None:
-        """Start the server once more, on the same port, and return once it answers.
-
-        Raises:
-            LostStageError: it has died soon after it was started again before, or does not start.
-        """
+        """Start the server once more, on the same port, and return once it answers; LostStageError if it dies again."""
         # Without its engine it lives, answers 503 for a while, and loads nothing.
         kill_family(self.process)
         how = self.how_it_ended()

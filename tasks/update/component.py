@@ -32,7 +32,12 @@ from tasks.update.rows import ALGORITHMS, Algorithm, StoredRows, Training, read_
 
 
 class ComponentUpdate:
-    """The update of one component, from the previous version's files to those of the next one."""
+    """The update of one component, from the previous version's files to those of the next one.
+
+    `previous` returns the local folder of the previous version's checkpoint, verified; `kept` is the component's
+    optimizer as the previous update left it, or None if its state has to be read; `staged` is the next version's
+    folder.
+    """
 
     def __init__(
         self,
@@ -43,13 +48,6 @@ class ComponentUpdate:
         kept: PolicyOptimizer | None,
         staged: Path,
     ) -> None:
-        """Combine the parts.
-
-        Args:
-            previous: returns the local folder of the previous version's checkpoint, verified; None without one.
-            kept: the component's optimizer as the previous update left it; None if its state has to be read.
-            staged: folder of the next version.
-        """
         self.job, self.stream, self.component, self.previous = job, stream, component, previous
         self.settings = job.updates[stream]
         self.kept, self.staged = kept, staged
@@ -165,12 +163,8 @@ def carry_out(
 ) -> UpdateOutcome | None:
     """Read, then check parity, train and write the next version's files, one component after the other.
 
-    Args:
-        process_group: the processes that share the update; each takes its part of every minibatch.
-        on_progress: called with passes done and the total.
-
-    Returns:
-        What was written; None in every process but the first.
+    Each process takes its part of every minibatch. `on_progress` is called with passes done and the total. Only the
+    first process returns what was written.
 
     Raises:
         InputError, ParityError, NonFiniteError, StaleReferenceError, ValueError: as the functions that it calls. No
@@ -251,12 +245,6 @@ def _save_state(folder: Path, steps: Mapping[Stream, int], policy: PolicyRef) ->
 
 
 def _checkpoint_digest(policy: PolicyRef, moments: Sequence[str], state: str) -> str:
-    """Return the sha256 of what the next update reads.
-
-    Args:
-        policy: with the digests of its weights.
-        moments: sha256 of each optimizer's file.
-        state: the training state.
-    """
+    """Return the sha256 of what the next update reads: weights, optimizers' files by sha256, training state."""
     weights = " ".join([policy.digest, *(str(policy.copies.get(name)) for name in COPIES)])
     return hashlib.sha256("\n".join([weights, *moments, state]).encode()).hexdigest()

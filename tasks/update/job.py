@@ -21,11 +21,9 @@ class UpdateJob(BaseModel):
         policy: the version that is trained.
         rollouts: one artifact per sampling round.
         advantages: of all rounds.
-        model: the model's files.
         updates: the options of the update of each trained component, in the order in which they are trained.
         seed: the run's seed.
         max_staleness: how many versions a row's policy may be older than this one.
-        placement: devices, threads and sharding.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,12 +46,7 @@ class UpdateJob(BaseModel):
 class Member(BaseModel):
     """The place of one process among those of an update, which find each other in a torch.distributed.TCPStore.
 
-    Attributes:
-        rank: number of the process, from 0.
-        count: number of processes.
-        host: where the store is.
-        port: its port.
-        group: name of the group, different for every group that uses the store.
+    `group` is different for every group that uses the store at `host` and `port`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,7 +63,6 @@ class SharedJob(BaseModel):
 
     Attributes:
         job: the same for all of them but for the placement, which names the device of the process.
-        storage: where the artifacts are.
         run: whose artifacts they are.
         staged: folder that the first process writes to.
         member: the place of the process among the others; None if it is the only one.
@@ -110,11 +102,7 @@ class UpdateOutcome(BaseModel):
 def refuse_unusable_placement(
     placement: PlacementSection, updates: Mapping[Stream, AnyUpdateSection], machines: int = 1
 ) -> None:
-    """Raise InputError for devices, or a way to shard the weights, that this machine cannot run.
-
-    Args:
-        machines: how many share the update.
-    """
+    """Raise InputError for devices, or a way to shard the weights, that so many machines cannot run."""
     refuse_missing_devices(placement.devices)
     if machines > 1 and not placement.in_processes:
         hint = "Machines that share an update have a process per device; name the devices, such as [0] or [cpu, cpu]."

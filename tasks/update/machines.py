@@ -46,10 +46,8 @@ class Rendezvous:
 def claim_rendezvous(variables: MutableMapping[str, str]) -> Rendezvous | None:
     """Read the variables of torchrun; None for one machine.
 
-    They are removed, since libraries of this process and its children would join a group by themselves.
-
-    Raises:
-        InputError: another program has started the machines, or torchrun has started several processes per machine.
+    They are removed, since libraries of this process and its children would join a group by themselves. InputError if
+    another program has started the machines, or torchrun has started several processes per machine.
     """
     host = variables.get("MASTER_ADDR")
     if host is None or variables.get("WORLD_SIZE", variables.get("SLURM_NTASKS", "1")) == "1":
@@ -77,15 +75,7 @@ class _Machine(BaseModel):
 
 
 class MachineJob(BaseModel):
-    """A job as the first machine posts it.
-
-    Attributes:
-        first: rank of each machine's first process.
-        count: number of processes.
-        group: name of the processes' group.
-        shared: without a member.
-        number: of the job, ascending.
-    """
+    """A job, whose number ascends, as the first machine posts it, with the rank of each machine's first process."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -132,9 +122,7 @@ class Machines:
     def others(self) -> dict[int, int]:
         """Wait until the other machines are there, and return their numbers of devices by rank.
 
-        Raises:
-            InputError: one of them runs other code.
-            LostStageError: one has not come in time.
+        InputError if one of them runs other code; LostStageError if one has not come in time.
         """
         ranks, own = range(1, self.rendezvous.count), code_of(_ROOTS)
         if not self._found:
@@ -156,12 +144,9 @@ class Machines:
         return number
 
     def wait(self, number: int, rank: int) -> None:
-        """Wait until a machine has done its part of a job, or has failed at it.
+        """Wait until a machine has done its part of a job, or raise what a process of it raised.
 
-        Raises:
-            LostStageError: it was started again.
-            StageCancelledError: the job was cancelled.
-            Exception: what a process of it raised.
+        LostStageError if it was started again, StageCancelledError if the job was cancelled.
         """
         machine = self._found[rank]
         while not (text := self._read(f"{machine.token}/done") or "").startswith(f"{number} "):
@@ -198,11 +183,7 @@ class Machines:
         self._write(f"machine/{self.rendezvous.rank}", machine.model_dump_json())
 
     def next_job(self) -> MachineJob | None:
-        """Wait for the next job; None once the training is done.
-
-        Raises:
-            LostStageError: the training on the first machine has failed, or torchrun has ended there.
-        """
+        """Wait for the next job; None once the training is done, LostStageError if it has failed."""
         while True:
             text = self._read(f"{self._token}/job")
             job = None if text is None else MachineJob.model_validate_json(text)

@@ -41,11 +41,9 @@ def carry_out_together(
 ) -> UpdateOutcome:
     """Run `carry_out` in the processes of all devices.
 
-    The policy that this process keeps is released first if it uses a GPU's memory.
-
-    Args:
-        store: of the artifacts; they are verified here once, before the processes read them.
-        on_progress: called with the first process's passes done and the total.
+    The policy that this process keeps is released first if it uses a GPU's memory. The artifacts are verified here
+    once,
+    before the processes read them. `on_progress` is called with the first process's passes done and the total.
 
     Raises:
         InputError: the machine cannot run it.
@@ -123,11 +121,7 @@ class UpdateGroup:
         return UpdateOutcome.model_validate_json(json.dumps(outcome))
 
     def follow(self, devices: Sequence[DeviceProcess], job: MachineJob, machines: Machines) -> None:
-        """Take part in a job of the first machine; raises what `lead` does.
-
-        Raises:
-            StageCancelledError: a process of another machine failed.
-        """
+        """Take part in a job of the first machine; raises what `lead` does, and StageCancelledError."""
         if job.group != self._name:
             self._leave(devices)
             self._name = job.group
@@ -151,11 +145,7 @@ class UpdateGroup:
     ) -> Any:
         """Run the job in the processes of these devices, and return the answer of the first one.
 
-        Args:
-            place: of this machine among others; None if it is alone.
-            others: wait for the processes of other machines.
-            check: called again and again; raises if the job is to be given up.
-            cancel: called if it is, so that the other machines end too.
+        `others` wait for other machines. `check`, called again and again, may raise; `cancel` then makes them end too.
         """
         first = 0 if place is None else job.first[place.rank]
         host, port = (_ADDRESS, self._port) if place is None else (place.host, place.port)
@@ -210,9 +200,7 @@ def _request(device: DeviceProcess, member: Member, shared: SharedJob, reporter:
 def take_part_in_updates(machines: Machines, placement: PlacementSection) -> None:
     """Take part in the updates of the training on the first machine until that has ended.
 
-    Raises:
-        InputError: this machine cannot run them.
-        LostStageError: the training on the first machine has failed, or torchrun has ended there.
+    InputError if this machine cannot run them, LostStageError if the training has failed.
     """
     refuse_missing_devices(placement.devices)
     group = UpdateGroup()
@@ -274,13 +262,7 @@ def take_part(shared: SharedJob) -> UpdateOutcome | None:
     """Join the other processes unless that is done, and run the update; every process has to call this.
 
     The policy stays in memory, for the next rollouts or update. One that is sharded cannot take other weights, and is
-    loaded again.
-
-    Returns:
-        What was written; None in every process but the first.
-
-    Raises:
-        Exception: any error of the update.
+    loaded again. Only the first process returns what was written.
     """
     job = shared.job
     store = open_store(shared.storage, shared.run)

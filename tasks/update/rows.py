@@ -163,14 +163,10 @@ class Training:
     """What an update of a component needs.
 
     Attributes:
-        stream: of the component's actions.
         component: of the policy; an algorithm needs more of it than others.
-        optimizer: of the component's parameters.
-        rows: of the stream.
         settings: the algorithm's own section of the configuration.
         seed: decides the order of the rows, and what else the algorithm draws.
         in_fp32: whether the model computes in fp32; decides the defaults of a parity gate.
-        process_group: the processes that share the update.
         on_progress: called with passes done and the total.
         engines: that sampled the rows; none where no engine is stored.
     """
@@ -189,13 +185,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to train on stored rows.
-
-    Attributes:
-        update: trains the component.
-        metrics: what it measures of an optimizer step.
-        steps_schema: of the table with these, one row per step.
-    """
+    """One way to train on stored rows: its function, what it measures of an optimizer step, and the table of that."""
 
     update: Callable[[Training], UpdateResult]
     metrics: type[StepMetrics]
