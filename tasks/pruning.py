@@ -15,14 +15,7 @@ from typing import Any
 
 from tasks.execution.call import CALLS
 from tasks.runs.layout import IMAGES, STATES
-from tasks.storage.artifacts.commit import (
-    AND,
-    IMAGES_REMOVED,
-    STATES_REMOVED,
-    delete_files,
-    left_over,
-    removed_by,
-)
+from tasks.storage.artifacts.commit import AND, IMAGES_REMOVED, STATES_REMOVED, delete_files, left_over, removed_by
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest
 from tasks.storage.artifacts.run_folder import INCOMING
 from tasks.storage.artifacts.store import LINEAGE, ArtifactStore, lineage_of

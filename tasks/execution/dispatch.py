@@ -12,19 +12,7 @@ from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import RetriesExhaustedError, retryable_kind
 from tasks.execution.resources import resource
-from tasks.execution.stage import (
-    Arguments,
-    Child,
-    Device,
-    Devices,
-    Here,
-    Part,
-    Pool,
-    Reference,
-    Shards,
-    Stage,
-    place,
-)
+from tasks.execution.stage import Arguments, Child, Device, Devices, Here, Part, Pool, Reference, Shards, Stage, place
 from tasks.execution.stopping import stages_cancelled_on_interrupt
 from tasks.execution.work_pool import carry_out_on_pool
 from tasks.storage.artifacts.reference import ArtifactRef

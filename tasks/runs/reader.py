@@ -20,13 +20,7 @@ from tasks.runs.layout import (
     parse_iteration,
 )
 from tasks.storage.artifacts.commit import removed_by
-from tasks.storage.artifacts.reference import (
-    MANIFEST_ENDING,
-    ArtifactRef,
-    Manifest,
-    StaleReferenceError,
-    read_manifest,
-)
+from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, StaleReferenceError, read_manifest
 from tasks.storage.artifacts.run_folder import QUARANTINE, REASON_FILE
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import is_local, read_bounded

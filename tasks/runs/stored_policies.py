@@ -9,12 +9,7 @@ from configs.policy_name import BEST, PolicyName
 from configs.schema import RunConfig
 from grpo_core.errors import InputError
 from tasks.models.initial import copy_digests, model_digest
-from tasks.runs.layout import (
-    ADVANTAGES,
-    EVALUATIONS,
-    STATE_FILE,
-    policy_folder,
-)
+from tasks.runs.layout import ADVANTAGES, EVALUATIONS, STATE_FILE, policy_folder
 from tasks.runs.lookup import find_run, read_description, spans
 from tasks.runs.reader import RunReader
 from tasks.runs.stored import stored_config
