@@ -28,20 +28,14 @@ _DRAFT = "token_sample"
 
 @dataclass(frozen=True)
 class Samples:
-    """Scores laid out by group and sample: of a prompt, or of what is compared with each other for one stream.
+    """Scores laid out by group and sample: of a prompt, or of what is compared with each other for one stream."""
 
-    Attributes:
-        table: one row per sample, group after group.
-        values: NaN where a reward is null.
-        drafts: number of the draft that each sample is rendered from; without renderings each is its own.
-        applies: whether a reward scores the group's dataset.
-        penalties: KL to the reference in nats, one per sample; None without a KL in the reward.
-    """
-
-    table: pl.DataFrame
-    values: Float[Tensor, "groups samples rewards"]
+    table: pl.DataFrame  # one row per sample, group after group
+    values: Float[Tensor, "groups samples rewards"]  # NaN where a reward is null
+    # Number of the draft that each sample is rendered from; without renderings each is its own.
     drafts: Int[Tensor, "groups samples"]
-    applies: Bool[Tensor, "groups rewards"]
+    applies: Bool[Tensor, "groups rewards"]  # whether a reward scores the group's dataset
+    # KL to the reference in nats, one per sample; None without a KL in the reward.
     penalties: Float[Tensor, "groups samples"] | None
 
     @property

@@ -30,26 +30,19 @@ CALLS = ".calls"
 
 
 class StageCall(BaseModel):
-    """A stage to be run elsewhere, on artifacts of a run.
-
-    Attributes:
-        storage: the root as every machine of the run finds it, and the folder for copies of what is read.
-        roots: where the stage's code begins.
-        code: digest of that code and of the libraries' versions, which the worker must have too.
-        functions: digest of each of the user's functions, by its reference, which it must have too.
-        key: of the stage's record, which another machine writes; it commits nothing once the run has withdrawn the
-            call by removing its file. None for a child of the run.
-    """
+    """A stage to be run elsewhere, on artifacts of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     stage: str
-    storage: StorageSection
+    storage: StorageSection  # the root as every machine of the run finds it, and the folder for copies of what is read
     run: str
-    roots: tuple[str, ...]
-    code: str
+    roots: tuple[str, ...]  # where the stage's code begins
+    code: str  # digest of that code and of the libraries' versions, which the worker must have too
     arguments: dict[str, Any]
-    functions: dict[str, str] = {}
+    functions: dict[str, str] = {}  # digest of each of the user's functions, by its reference, which it must have too
+    # Of the stage's record, which another machine writes; it commits nothing once the run has withdrawn the call by
+    # removing its file. None for a child of the run.
     key: str | None = None
 
     @property

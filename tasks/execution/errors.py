@@ -98,22 +98,15 @@ def retryable_kind(error: BaseException) -> Retryable | None:
 
 
 class ErrorRecord(BaseModel):
-    """An error of one process as JSON for another.
-
-    Attributes:
-        kind: name of its class.
-        arguments: arguments of its class; empty where its class cannot be rebuilt.
-        trace: traceback.
-        seconds: when it happened, since the epoch.
-    """
+    """An error of one process as JSON for another."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: str
-    arguments: tuple[Any, ...]
+    kind: str  # name of its class
+    arguments: tuple[Any, ...]  # arguments of its class; empty where its class cannot be rebuilt
     message: str
-    trace: str
-    seconds: float
+    trace: str  # traceback
+    seconds: float  # when it happened, since the epoch
     retryable: Retryable | None = None
 
     @property

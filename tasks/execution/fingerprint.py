@@ -66,17 +66,12 @@ _PACKAGE = "__init__.py"
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """A module as fingerprints see it.
+    """A module as fingerprints see it."""
 
-    Attributes:
-        text: its syntax tree without comments and docstrings.
-        used: what it imports and uses; what it imports for its decorators or for types alone is not followed.
-        exported: everything that it imports, by bound name.
-    """
-
-    text: str
+    text: str  # its syntax tree without comments and docstrings
+    # What it imports and uses; what it imports for its decorators or for types alone is not followed.
     used: tuple[Import, ...]
-    exported: Mapping[str, tuple[Import, ...]]
+    exported: Mapping[str, tuple[Import, ...]]  # everything that it imports, by bound name
 
 
 def code_fingerprint(roots: Iterable[str], checkout: Path = CHECKOUT) -> str:

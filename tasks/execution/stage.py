@@ -41,35 +41,28 @@ class Part:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a stage is cut into parts.
+    """How a stage is cut into parts."""
 
-    Attributes:
-        cut: returns the parts in order, given the arguments and the maximum number of shards.
-        join: returns the artifact that the uncut stage would have made, given the arguments and the parts' artifacts.
-    """
-
+    # Returns the parts in order, given the arguments and the maximum number of shards.
     cut: Callable[[Arguments, int], list[Part]]
+    # Returns the artifact that the uncut stage would have made, given the arguments and the parts' artifacts.
     join: Callable[[Arguments, list[ArtifactRef]], ArtifactRef]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage that can run in several places.
-
-    Attributes:
-        kind: section of the placement; None if it always runs in the run's process.
-        modules: returns the modules that the function imports by a name composed at run time, given the arguments.
-        functions: returns the references of the user's functions that it calls, given the arguments.
-        uses_policy: returns whether it computes with the policy that its process keeps, given the arguments; such
-            stages take turns in one process.
-    """
+    """A stage that can run in several places."""
 
     name: str
-    kind: Kind | None
+    kind: Kind | None  # section of the placement; None if it always runs in the run's process
     function: Callable[..., Reference]
+    # Returns the modules that the function imports by a name composed at run time, given the arguments.
     modules: Callable[[Arguments], tuple[str, ...]]
     sharding: Sharding | None = None
+    # Returns whether it computes with the policy that its process keeps, given the arguments; such stages take turns in
+    # one process.
     uses_policy: Callable[[Arguments], bool] = lambda arguments: False
+    # Returns the references of the user's functions that it calls, given the arguments.
     functions: Callable[[Arguments], tuple[str, ...]] = lambda arguments: ()
 
     def roots(self, arguments: Arguments) -> tuple[str, ...]:

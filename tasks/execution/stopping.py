@@ -37,19 +37,14 @@ _REQUESTED = {
 
 
 class StopSignals:
-    """What ends a run before its time.
-
-    Attributes:
-        running: titles of the stages that are running.
-        requested: raises the exception that ends the run, instead of its next stage; None while the run goes on.
-        cancelled: the run stops at once; every stage that is waited for is cancelled.
-        failed: a stage of the run failed; stages that no worker has taken yet are withdrawn.
-    """
+    """What ends a run before its time."""
 
     def __init__(self) -> None:
-        self.running: list[str] = []
+        self.running: list[str] = []  # titles of the stages that are running
+        # Raises the exception that ends the run, instead of its next stage; None while the run goes on.
         self.requested: Callable[[], object] | None = None
-        self.cancelled, self.failed = threading.Event(), threading.Event()
+        self.cancelled = threading.Event()  # the run stops at once; every stage that is waited for is cancelled
+        self.failed = threading.Event()  # a stage of the run failed; stages that no worker has taken are withdrawn
 
     @contextlib.contextmanager
     def stage(self, title: str) -> Iterator[None]:
@@ -135,14 +130,10 @@ def stopping_after_stage() -> Iterator[None]:
 
 
 class _Signals:
-    """Notes signals for the time of a context, and acts on them in a thread.
-
-    Attributes:
-        first: number of the signal that came first; None before.
-    """
+    """Notes signals for the time of a context, and acts on them in a thread."""
 
     def __init__(self, stop: StopSignals) -> None:
-        self.first: int | None = None
+        self.first: int | None = None  # number of the signal that came first
         self._stop, self._due, self._raised = stop, False, False
         self._until: float | None = None
         self._previous: dict[int, Any] = {}

@@ -31,24 +31,18 @@ from tasks.storage.artifacts.store import ArtifactStore, current_store
 
 
 class ModelSpec(BaseModel):
-    """Which model is trained, and how.
-
-    Attributes:
-        digest: digest of the model's files, and of the adapter that training starts from.
-        adapter_seed: seed of the adapters' random initialisation.
-        references: where each component's reference is kept when every weight is trained; `none` where none is needed.
-        memory: bytes that a GPU needs by the estimate if nothing is offloaded; None: not estimated.
-        adapter: checkpoint of the run that training starts from; None without one, for a folder and a hub name.
-    """
+    """Which model is trained, and how."""
 
     model_config = ConfigDict(frozen=True)
 
     section: PolicySection
-    digest: str
-    adapter_seed: int
+    digest: str  # digest of the model's files, and of the adapter that training starts from
+    adapter_seed: int  # seed of the adapters' random initialisation
+    # Where each component's reference is kept when every weight is trained; `none` where none is needed.
     references: Mapping[Stream, Reference]
+    # Checkpoint of the run that training starts from; None without one, for a folder and a hub name.
     adapter: ArtifactRef | None = None
-    memory: int | None = None
+    memory: int | None = None  # bytes that a GPU needs by the estimate if nothing is offloaded; None: not estimated
 
     def offloads(self, device: torch.device) -> bool:
         """Return whether components that are not in use are kept off this device."""

@@ -20,20 +20,13 @@ PromptKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of one file.
-
-    Attributes:
-        weight: share of the prompts on average, relative to the other sets.
-        prompts: in the order of the file.
-        targets: one per prompt; None for a prompt without one.
-        sizes: of each prompt's images; empty for texts.
-    """
+    """The prompts of one file."""
 
     name: str
-    weight: float
-    prompts: tuple[Prompt, ...]
-    targets: tuple[TargetReference | None, ...]
-    sizes: tuple[ImageSize, ...] = ()
+    weight: float  # share of the prompts on average, relative to the other sets
+    prompts: tuple[Prompt, ...]  # in the order of the file
+    targets: tuple[TargetReference | None, ...]  # one per prompt; None for a prompt without one
+    sizes: tuple[ImageSize, ...] = ()  # of each prompt's images; empty for texts
 
     def drawn(self, index: int) -> "DrawnPrompt":
         """Return the prompt of this index with what belongs to it."""

@@ -158,20 +158,14 @@ class ImageRow(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptTable:
-    """The rows of one prompt file.
+    """The rows of one prompt file."""
 
-    Attributes:
-        place: for errors.
-        columns: names of its columns, in their order; none if it has no rows.
-        binary: names of those that have no JSON values, such as images.
-        read: yields the rows with those of the given columns that a row has; no binary ones.
-        read_images: yields these columns of the same rows, which may be binary.
-    """
-
-    place: str
-    columns: tuple[str, ...]
-    binary: frozenset[str]
+    place: str  # for errors
+    columns: tuple[str, ...]  # names of its columns, in their order; none if it has no rows
+    binary: frozenset[str]  # names of those that have no JSON values, such as images
+    # Yields the rows with those of the given columns that a row has; no binary ones.
     read: Callable[[Collection[str]], Iterator[PromptRow]]
+    # Yields these columns of the same rows, which may be binary.
     read_images: Callable[[Collection[str]], Iterator[ImageRow]]
 
 

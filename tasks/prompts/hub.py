@@ -24,19 +24,12 @@ _NAME = re.compile(r"(?P<hub>hf://(datasets/)?)?(?P<repo>[\w.-]+/[\w.-]+)(@(?P<r
 
 @dataclass(frozen=True)
 class DatasetChoice:
-    """Which part of a `datasets` repository is read, and how.
+    """Which part of a `datasets` repository is read, and how."""
 
-    Attributes:
-        split: name of the split, or a slice of one such as `train[:1000]`; None for `train`.
-        subset: name of the configuration; None where there is only one.
-        revision: branch, tag or commit of the Hub; None for `main`.
-        streaming: read over the network while rows are wanted, instead of downloading all files first.
-    """
-
-    split: str | None = None
-    subset: str | None = None
-    revision: str | None = None
-    streaming: bool = False
+    split: str | None = None  # name of the split, or a slice of one such as `train[:1000]`; None for `train`
+    subset: str | None = None  # name of the configuration; None where there is only one
+    revision: str | None = None  # branch, tag or commit of the Hub; None for `main`
+    streaming: bool = False  # read over the network while rows are wanted, instead of downloading all files first
 
 
 def names_dataset(source: str, choice: DatasetChoice) -> bool:

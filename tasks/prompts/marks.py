@@ -14,17 +14,11 @@ _PAYLOADS = ("image", "path", "url", "image_url", "bytes")
 
 
 class MarkedPrompt(NamedTuple):
-    """A prompt in which every image is a mark of a plain text or a block `{"type": "image"}` of messages.
+    """A prompt in which every image is a mark of a plain text or a block `{"type": "image"}` of messages."""
 
-    Attributes:
-        text: the prompt; messages are JSON.
-        marks: how many images it says it has; 0 also where it leaves their place open.
-        payloads: the image of each block that has one in it.
-    """
-
-    text: str
-    marks: int
-    payloads: tuple[object, ...]
+    text: str  # the prompt; messages are JSON
+    marks: int  # how many images it says it has; 0 also where it leaves their place open
+    payloads: tuple[object, ...]  # the image of each block that has one in it
 
 
 def mark_images(text: str, place: str) -> MarkedPrompt:

@@ -47,40 +47,28 @@ _PRINTED_MESSAGES = re.compile(r"\s*\[\{'(role|content)'")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a set.
+    """One prompt of a set."""
 
-    Attributes:
-        prompt_id: 16 hexadecimal digits from the text, the digests of its images and its number of earlier
-            occurrences in the set; independent of file format, path and other columns.
-        text: the prompt as it stands in its row, messages as :mod:`grpo_core.messages` writes them; of one with images,
-            with a mark or a block for each or none.
-        columns: the other columns that go along, as plain JSON values; an empty cell of a CSV or TSV file is None.
-        sources: its images, in their order.
-    """
-
+    # 16 hexadecimal digits from the text, the digests of its images and its number of earlier occurrences in the set;
+    # independent of file format, path and other columns.
     prompt_id: str
+    # The prompt as it stands in its row, messages as :mod:`grpo_core.messages` writes them; of one with images, with a
+    # mark or a block for each or none.
     text: str
+    # The other columns that go along, as plain JSON values; an empty cell of a CSV or TSV file is None.
     columns: Mapping[str, object] = field(hash=False)
-    sources: tuple[SourceReference, ...] = ()
+    sources: tuple[SourceReference, ...] = ()  # its images, in their order
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """What a prompt file, or a folder of them, contains.
+    """What a prompt file, or a folder of them, contains."""
 
-    Attributes:
-        folder: folder of the file or files, spelled like the source; empty is the working directory.
-        column: the column of the prompts, of messages several; `prompt` for plain text.
-        prompts: in the order of the file; of a folder, in the natural order of its files' names.
-        commit: of a dataset of the Hub: the commit that was read; None where it is not known.
-        source_columns: the columns with the images in prompts.
-    """
-
-    folder: str
-    column: str
-    prompts: tuple[Prompt, ...]
-    commit: str | None = None
-    source_columns: tuple[str, ...] = ()
+    folder: str  # folder of the file or files, spelled like the source; empty is the working directory
+    column: str  # the column of the prompts, of messages several; `prompt` for plain text
+    prompts: tuple[Prompt, ...]  # in the order of the file; of a folder, in the natural order of its files' names
+    commit: str | None = None  # of a dataset of the Hub: the commit that was read; None where it is not known
+    source_columns: tuple[str, ...] = ()  # the columns with the images in prompts
 
 
 def read_prompts(

@@ -39,36 +39,22 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class SourceColumns:
-    """Which columns of a prompt file are images in prompts.
+    """Which columns of a prompt file are images in prompts."""
 
-    Attributes:
-        column: name of the one; None for those of :data:`SOURCE_COLUMNS` that the file has.
-        max_pixels: largest width times height of an image.
-        limit: number of rows whose images are read; None for all.
-    """
-
-    column: str | None = None
-    max_pixels: int = MAX_PIXELS
-    limit: int | None = None
+    column: str | None = None  # name of the one; None for those of :data:`SOURCE_COLUMNS` that the file has
+    max_pixels: int = MAX_PIXELS  # largest width times height of an image
+    limit: int | None = None  # number of rows whose images are read; None for all
 
 
 @dataclass(frozen=True)
 class SourceReference:
-    """A source image that was a valid image when the prompts were read. Two with one digest are the same.
+    """A source image that was a valid image when the prompts were read. Two with one digest are the same."""
 
-    Attributes:
-        digest: sha256 of the file's bytes, 64 hexadecimal digits.
-        size: upright, in pixels.
-        place: row and column that name it, for errors.
-        name: the file, or what the row has in its place.
-        read: returns the bytes, from their place or from memory.
-    """
-
-    digest: str
-    size: ImageSize
-    place: str = field(compare=False)
-    name: str = field(compare=False)
-    read: Callable[[], bytes] = field(compare=False, repr=False)
+    digest: str  # sha256 of the file's bytes, 64 hexadecimal digits
+    size: ImageSize  # upright, in pixels
+    place: str = field(compare=False)  # row and column that name it, for errors
+    name: str = field(compare=False)  # the file, or what the row has in its place
+    read: Callable[[], bytes] = field(compare=False, repr=False)  # returns the bytes, from their place or from memory
 
     def load(self) -> bytes:
         """Return the file's bytes, verified; InputError if they are gone or others."""

@@ -36,36 +36,23 @@ Scores = Mapping[str, Mapping[int, float]]
 
 
 class PairedDifference(BaseModel):
-    """How a score of a run differs from that of the first run, on the prompts that both have.
-
-    Attributes:
-        run: label of the run.
-        score: name of the score in the first run.
-        prompts: number of prompts that have a score in both runs; they are the unit of the confidence interval.
-        samples: samples that were compared, in each run, or in both together where seeds differ.
-        same_seeds: whether all held-out samples of the prompts of both runs have the same seeds.
-        first, second: mean over prompts of a prompt's mean score in the first run, and in this one.
-        difference: second minus first.
-        low, high: ends of the 95 % confidence interval of the difference; None with fewer than two prompts.
-        higher, lower: prompts whose mean score is higher, or lower, in this run.
-        by_prompt: difference by prompt id; left out of JSON.
-    """
+    """How a score of a run differs from that of the first run, on the prompts that both have."""
 
     model_config = ConfigDict(frozen=True)
 
-    run: str
-    score: str
-    prompts: int
-    samples: int
-    same_seeds: bool
-    first: float
+    run: str  # label of the run
+    score: str  # name of the score in the first run
+    prompts: int  # number of prompts that have a score in both runs; they are the unit of the confidence interval
+    samples: int  # samples that were compared, in each run, or in both together where seeds differ
+    same_seeds: bool  # whether all held-out samples of the prompts of both runs have the same seeds
+    first: float  # mean over prompts of a prompt's mean score in the first run, and in this one
     second: float
-    difference: float
-    low: float | None
+    difference: float  # second minus first
+    low: float | None  # ends of the 95 % confidence interval of the difference; None with fewer than two prompts
     high: float | None
-    higher: int
+    higher: int  # prompts whose mean score is higher, or lower, in this run
     lower: int
-    by_prompt: Mapping[str, float] = Field(exclude=True)
+    by_prompt: Mapping[str, float] = Field(exclude=True)  # difference by prompt id; left out of JSON
 
 
 def paired_difference(
@@ -130,18 +117,13 @@ _REWARD_OF_ADVANTAGES = ("missing", "kl_coef", "kl_estimator")
 
 @dataclass(frozen=True, eq=False)
 class ComparedRun:
-    """A run among those that are compared.
+    """A run among those that are compared."""
 
-    Attributes:
-        label: its name, or its path where another run has the same name.
-        described: content of run.json; empty where it is missing or damaged.
-        provenances: where each reward's scores come from, by label, as of the last scored iteration.
-    """
-
-    label: str
+    label: str  # its name, or its path where another run has the same name
     reader: RunReader
     view: RunView
-    described: Mapping[str, Any]
+    described: Mapping[str, Any]  # content of run.json; empty where it is missing or damaged
+    # Where each reward's scores come from, by label, as of the last scored iteration.
     provenances: Mapping[str, str | None]
 
     @property

@@ -60,32 +60,21 @@ class HeldoutSamples:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs compared with the first of them.
-
-    Attributes:
-        settings: value by run of each setting that differs, by its path.
-        curves: metrics with a series per run.
-        versions: policy version whose held-out samples are compared, by run; None without any.
-        differences: of each score that a run has in common with the first, score by score.
-        measure: name of the score that `prompts` shows as reward; None without a common one.
-        prompts: groups of a prompt by run, as many as MAX_PROMPTS, the largest differences first.
-        total: number of prompts that all these runs have.
-        omissions: what cannot be compared and why, as sentences.
-        unequal_versions: sentences, if the runs are compared at different policy versions that nobody named.
-        warnings: damaged and missing files, as sentences.
-    """
+    """Runs compared with the first of them."""
 
     runs: Sequence[ComparedRun]
-    settings: Mapping[str, Sequence[str | None]]
-    curves: Sequence[Curve]
-    versions: Mapping[str, int | None]
-    differences: Sequence[PairedDifference]
-    measure: str | None
+    settings: Mapping[str, Sequence[str | None]]  # value by run of each setting that differs, by its path
+    curves: Sequence[Curve]  # metrics with a series per run
+    versions: Mapping[str, int | None]  # policy version whose held-out samples are compared, by run; None without any
+    differences: Sequence[PairedDifference]  # of each score that a run has in common with the first, score by score
+    measure: str | None  # name of the score that `prompts` shows as reward; None without a common one
+    # Groups of a prompt by run, as many as MAX_PROMPTS, the largest differences first.
     prompts: Sequence[Mapping[str, Group]]
-    total: int
-    omissions: Sequence[str]
+    total: int  # number of prompts that all these runs have
+    omissions: Sequence[str]  # what cannot be compared and why, as sentences
+    # Sentences, if the runs are compared at different policy versions that nobody named.
     unequal_versions: Sequence[str]
-    warnings: Sequence[str]
+    warnings: Sequence[str]  # damaged and missing files, as sentences
 
 
 def compare_runs(

@@ -24,20 +24,13 @@ Band = Sequence[tuple[float, float, float]]
 
 
 class Curve(NamedTuple):
-    """Lines over iterations.
+    """Lines over iterations."""
 
-    Attributes:
-        title: what they show.
-        meaning: what that means, for readers of a page.
-        series: finite (iteration, value) points by name, in the order of the iterations.
-        bands: shaded ranges by the name of their series, in its colour.
-    """
-
-    title: str
-    meaning: str
-    series: Mapping[str, Points]
+    title: str  # what they show
+    meaning: str  # what that means, for readers of a page
+    series: Mapping[str, Points]  # finite (iteration, value) points by name, in the order of the iterations
     legend: bool = True
-    bands: Mapping[str, Sequence[Band]] = {}
+    bands: Mapping[str, Sequence[Band]] = {}  # shaded ranges by the name of their series, in its colour
 
 
 COLOURS = 6

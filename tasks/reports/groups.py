@@ -32,20 +32,15 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Samples:
-    """Stored samples with their scores.
+    """Stored samples with their scores."""
 
-    Attributes:
-        rows: the requested columns, of images with width and height also `size`, such as 64x96; reward, advantage and
-            dropped by the sample's first stream; `leads`, whether that is the first of all; `advantages`, those of all
-            its streams by a title; and `breakdown`, the value by reward, before weights; in the stored order, at least
-            one. None stands for what does not apply or was not computed.
-        folders: the rollouts of each sampling round on this machine.
-        stream: the first that has rewards.
-    """
-
+    # The requested columns, of images with width and height also `size`, such as 64x96; reward, advantage and dropped
+    # by the sample's first stream; `leads`, whether that is the first of all; `advantages`, those of all its streams by
+    # a title; and `breakdown`, the value by reward, before weights; in the stored order, at least one. None stands for
+    # what does not apply or was not computed.
     rows: Sequence[Row]
-    folders: Sequence[Path]
-    stream: Stream
+    folders: Sequence[Path]  # the rollouts of each sampling round on this machine
+    stream: Stream  # the first that has rewards
 
     @property
     def is_text(self) -> bool:
@@ -147,20 +142,15 @@ def _with_further_images(group: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Group:
-    """The siblings of one prompt occurrence.
+    """The siblings of one prompt occurrence."""
 
-    Attributes:
-        samples: highest reward first, each before the other images of its token sample, those without a reward last;
-            in the stored order where rewards are equal. Besides the columns of :class:`Samples`, `actions` summarizes
-            the recorded log-probs of each stream, `length` is the number of trained tokens, and `output` is an RGB
-            image, reduced where it was large, or the complete text; None for an image that was pruned.
-        target: target image; None where there is none, or it cannot be read.
-        sources: the images in the prompt, in their order, without those that cannot be read.
-    """
-
+    # Highest reward first, each before the other images of its token sample, those without a reward last; in the stored
+    # order where rewards are equal. Besides the columns of :class:`Samples`, `actions` summarizes the recorded
+    # log-probs of each stream, `length` is the number of trained tokens, and `output` is an RGB image, reduced where it
+    # was large, or the complete text; None for an image that was pruned.
     samples: Sequence[Row]
-    target: Image.Image | None
-    sources: Sequence[Image.Image] = ()
+    target: Image.Image | None  # target image; None where there is none, or it cannot be read
+    sources: Sequence[Image.Image] = ()  # the images in the prompt, in their order, without those that cannot be read
 
     @property
     def ranked(self) -> list[Row]:
@@ -194,20 +184,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """The first groups of an iteration or an evaluation.
-
-    Attributes:
-        total: number of all groups.
-        rounds: sampling rounds that they come from; more than one where groups without spread were replaced.
-        dropped: number of all groups that were left out of the update.
-        varying: the traits in which they differ.
-    """
+    """The first groups of an iteration or an evaluation."""
 
     shown: Sequence[Group] = ()
-    total: int = 0
-    rounds: int = 0
-    dropped: int = 0
-    varying: Sequence[str] = ()
+    total: int = 0  # number of all groups
+    rounds: int = 0  # sampling rounds that they come from; more than one where groups without spread were replaced
+    dropped: int = 0  # number of all groups that were left out of the update
+    varying: Sequence[str] = ()  # the traits in which they differ
 
     @property
     def has_further_images(self) -> bool:

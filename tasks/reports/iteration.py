@@ -44,24 +44,18 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class IterationRecord:
-    """One iteration as the reports see it.
-
-    Attributes:
-        rounds: rollouts and their rewards; more than one where groups without spread were replaced.
-        advantages: rewards and advantages of the samples of all rounds; None where only the metrics are known.
-        metrics: metrics of all its stages, by name.
-        heldout: held-out reward of the policy that it made, where that was evaluated.
-        reused: name of the run that a stage's results were copied from, by stage; own results are left out.
-        stored: whether an earlier start of the run has reported it already.
-    """
+    """One iteration as the reports see it."""
 
     iteration: int
+    # Rollouts and their rewards; more than one where groups without spread were replaced.
     rounds: tuple[SamplingRound, ...]
+    # Rewards and advantages of the samples of all rounds; None where only the metrics are known.
     advantages: ArtifactRef | None
-    metrics: Mapping[str, float]
-    heldout: float | None = None
+    metrics: Mapping[str, float]  # metrics of all its stages, by name
+    heldout: float | None = None  # held-out reward of the policy that it made, where that was evaluated
+    # Name of the run that a stage's results were copied from, by stage; own results are left out.
     reused: Mapping[str, str] = field(default_factory=dict)
-    stored: bool = False
+    stored: bool = False  # whether an earlier start of the run has reported it already
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -21,19 +21,13 @@ _OWN = ("run.name", "run.seed", "storage.root")
 
 @dataclass(frozen=True)
 class RunCurves:
-    """What the page of many runs shows of one.
-
-    Attributes:
-        config, described: content of config.yaml and run.json; empty without a readable one.
-        reward: (iteration, mean training reward).
-        heldout: (policy version, mean held-out reward).
-    """
+    """What the page of many runs shows of one."""
 
     name: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # content of config.yaml and run.json; empty without a readable one
     described: Mapping[str, Any]
-    reward: Points
-    heldout: Points
+    reward: Points  # (iteration, mean training reward)
+    heldout: Points  # (policy version, mean held-out reward)
 
 
 @dataclass(frozen=True)

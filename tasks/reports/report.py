@@ -41,20 +41,14 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a title; without rows its note stands in their place, and without a note nothing at all.
-
-    Attributes:
-        rows: all with the same headings. The first column names the row.
-        texts: headings of further columns of words, which may fold; cells of the others are numbers, in one piece.
-        meaning: what the columns mean, for readers of a page.
-        note: a sentence below, such as how much is left out.
-    """
+    """Rows under a title; without rows its note stands in their place, and without a note nothing at all."""
 
     title: str
-    rows: Sequence[Cells]
+    rows: Sequence[Cells]  # all with the same headings. The first column names the row
+    # Headings of further columns of words, which may fold; cells of the others are numbers, in one piece.
     texts: Sequence[str] = ()
-    meaning: str = ""
-    note: str = ""
+    meaning: str = ""  # what the columns mean, for readers of a page
+    note: str = ""  # a sentence below, such as how much is left out
 
     def head(self, count: int, noun: str, page: str = "the page (--html FILE)") -> "Table":
         """Return the first rows, with a note of how many rows of this noun there are on the page."""

@@ -44,19 +44,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Heldout:
-    """The held-out prompts over the versions of the policy.
+    """The held-out prompts over the versions of the policy."""
 
-    Attributes:
-        versions: evaluated versions that are shown, in order; the first and the last of all are among them.
-        prompts: each prompt's group by version, their samples ordered by id; versions in between may lack it.
-        total: number of prompts.
-        same_seeds: whether all versions sampled with the same seeds.
-    """
-
-    versions: Sequence[int]
+    versions: Sequence[int]  # evaluated versions that are shown, in order; the first and the last of all are among them
+    # Each prompt's group by version, their samples ordered by id; versions in between may lack it.
     prompts: Sequence[Mapping[int, Group]]
-    total: int
-    same_seeds: bool
+    total: int  # number of prompts
+    same_seeds: bool  # whether all versions sampled with the same seeds
 
     @property
     def pairs(self) -> list[tuple[Group, Group]]:

@@ -73,18 +73,12 @@ def failed_scores(reference: ArtifactRef) -> int:
 
 @dataclass(frozen=True)
 class NeededScores:
-    """The scores that a reward needs over one sampling round.
-
-    Attributes:
-        stored: the table with exactly these scores; None if there is none.
-        earlier: without such a table, the tables with some of them.
-        missing: number of samples to score; 0 if their scores only have to be gathered in a table.
-    """
+    """The scores that a reward needs over one sampling round."""
 
     section: RewardSection
-    stored: ArtifactRef | None
-    earlier: tuple[ArtifactRef, ...]
-    missing: int
+    stored: ArtifactRef | None  # the table with exactly these scores; None if there is none
+    earlier: tuple[ArtifactRef, ...]  # without such a table, the tables with some of them
+    missing: int  # number of samples to score; 0 if their scores only have to be gathered in a table
 
 
 class StoredScores:

@@ -22,19 +22,14 @@ from tasks.storage.artifacts.reference import PolicyRef
 
 @dataclass(frozen=True)
 class StoredStream:
-    """How a stream of actions is stored in the table of rollouts.
+    """How a stream of actions is stored in the table of rollouts."""
 
-    Attributes:
-        columns: returns a group's columns of the stream, one row per sample.
-        read: returns the actions of rows of the table, as `read_tokens`.
-        max_length: column with the maximum number of actions of a row.
-        unread: patterns of the artifact's files that its update does not need.
-    """
-
+    # Returns a group's columns of the stream, one row per sample.
     columns: Callable[[RolloutGroup], Mapping[str, Sequence[Any]]]
+    # Returns the actions of rows of the table, as `read_tokens`.
     read: Callable[[pl.DataFrame, Sequence[Path], Path, int, Sources | None], SampledActions]
-    max_length: str
-    unread: tuple[str, ...]
+    max_length: str  # column with the maximum number of actions of a row
+    unread: tuple[str, ...]  # patterns of the artifact's files that its update does not need
 
 
 STORED_STREAMS: Mapping[Stream, StoredStream] = MappingProxyType(

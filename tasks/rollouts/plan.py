@@ -14,27 +14,19 @@ from tasks.runs.layout import evaluation_folder, round_folder
 
 
 class GroupPlan(BaseModel):
-    """One prompt occurrence; its siblings are a group.
-
-    Attributes:
-        group_id: unique in the run.
-        prompt_id: the prompt's stable name.
-        columns: the prompt file's other columns.
-        size: of the images; None for texts.
-        sources: digests of the images in the prompt, in their order.
-    """
+    """One prompt occurrence; its siblings are a group."""
 
     model_config = ConfigDict(frozen=True)
 
-    group_id: str
-    prompt_id: str
+    group_id: str  # unique in the run
+    prompt_id: str  # the prompt's stable name
     dataset: str
     prompt: str
-    columns: dict[str, object]
+    columns: dict[str, object]  # the prompt file's other columns
     target_uri: str | None
     target_sha256: str | None
-    size: ImageSize | None = None
-    sources: tuple[str, ...] = ()
+    size: ImageSize | None = None  # of the images; None for texts
+    sources: tuple[str, ...] = ()  # digests of the images in the prompt, in their order
 
 
 class Place(NamedTuple):
@@ -45,31 +37,21 @@ class Place(NamedTuple):
 
 
 class RolloutPlan(BaseModel):
-    """Everything that one sampling round, or one evaluation, samples.
-
-    Attributes:
-        folder: folder of its stages in the run.
-        title: name in logs and in Prefect's UI.
-        iteration: of the training; for an evaluation the version of the policy, which that iteration made.
-        seed: every sample's seed is derived from it and from the group id and the sibling's index.
-        group_size: samples per group.
-        shared_noise: whether siblings share the decoder's first noise.
-        groups: in the order in which they are sampled: those of one image size together, the largest first.
-        images_of_samples: how many images each token sample of a group gets; empty: one each.
-        window_start: index of the first noisy denoising step, the same for all groups, since the steps of one window
-            are compared; None: no noisy steps.
-    """
+    """Everything that one sampling round, or one evaluation, samples."""
 
     model_config = ConfigDict(frozen=True)
 
-    folder: str
-    title: str
-    iteration: int
-    seed: int
-    group_size: int
-    shared_noise: bool
+    folder: str  # folder of its stages in the run
+    title: str  # name in logs and in Prefect's UI
+    iteration: int  # of the training; for an evaluation the version of the policy, which that iteration made
+    seed: int  # every sample's seed is derived from it and from the group id and the sibling's index
+    group_size: int  # samples per group
+    shared_noise: bool  # whether siblings share the decoder's first noise
+    # In the order in which they are sampled: those of one image size together, the largest first.
     groups: tuple[GroupPlan, ...]
-    images_of_samples: tuple[int, ...] = ()
+    images_of_samples: tuple[int, ...] = ()  # how many images each token sample of a group gets; empty: one each
+    # Index of the first noisy denoising step, the same for all groups, since the steps of one window are compared;
+    # None: no noisy steps.
     window_start: int | None = None
 
     @model_validator(mode="after")

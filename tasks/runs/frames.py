@@ -48,11 +48,7 @@ class StoredRun:
 
     All methods raise InputError for a damaged file, and for an iteration or column that the run does not have. Numbers
     of
-    iterations or policies are all if they are None.
-
-    Attributes:
-        name: name of the run.
-        folder: path or URL of its folder.
+    iterations or policies are all if they are None. `folder` is the path or URL of the run's folder.
     """
 
     def __init__(self, store: ArtifactStore) -> None:

@@ -33,24 +33,15 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class HackingSign:
-    """A guardrail that fell while the reward rose.
+    """A guardrail that fell while the reward rose."""
 
-    Attributes:
-        guardrail: its name.
-        first: its level before the fall: the highest since which the rule applies.
-        last: its level over the last evaluations, as many as the rule's patience.
-        change: ``(last - first) / abs(first)``, below 0; a level of 0 has no share to fall by, and raises no sign.
-        reward_first, reward_last: the reward's level over the same evaluations.
-        since: policy version of the first evaluation in the unbroken row that stands lower by the rule's fall.
-    """
-
-    guardrail: str
-    first: float
-    last: float
-    change: float
-    reward_first: float
+    guardrail: str  # its name
+    first: float  # its level before the fall: the highest since which the rule applies
+    last: float  # its level over the last evaluations, as many as the rule's patience
+    change: float  # ``(last - first) / abs(first)``, below 0; a level of 0 has no share to fall by, and raises no sign
+    reward_first: float  # the reward's level over the same evaluations
     reward_last: float
-    since: int
+    since: int  # policy version of the first evaluation in the unbroken row that stands lower by the rule's fall
 
     def __str__(self) -> str:
         return (

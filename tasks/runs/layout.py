@@ -153,17 +153,12 @@ class SamplingRound:
 
 @dataclass(frozen=True)
 class StoredIteration:
-    """One stored iteration, every file verified.
-
-    Attributes:
-        rounds: the sampling rounds that the advantages cover.
-        samplers: version and digest of the policies that sampled the rows.
-    """
+    """One stored iteration, every file verified."""
 
     number: int
-    rounds: tuple[SamplingRound, ...]
+    rounds: tuple[SamplingRound, ...]  # the sampling rounds that the advantages cover
     advantages: ArtifactRef
-    samplers: frozenset[tuple[int, str]]
+    samplers: frozenset[tuple[int, str]]  # version and digest of the policies that sampled the rows
 
     def staleness(self, version: int) -> int:
         """Return the fewest versions between a row's policy and a policy that is trained on the rows."""

@@ -186,18 +186,13 @@ STARTS_FILE = "starts.jsonl"
 
 
 class RunStart(BaseModel):
-    """One start of a run.
-
-    Attributes:
-        host: name of the machine.
-        code: commit of the checkout, with `-dirty` where files were changed; None outside a checkout.
-    """
+    """One start of a run."""
 
     model_config = ConfigDict(frozen=True)
 
     at: datetime
-    host: str
-    code: str | None
+    host: str  # name of the machine
+    code: str | None  # commit of the checkout, with `-dirty` where files were changed; None outside a checkout
 
     def __str__(self) -> str:
         code = f", code {self.code}" if self.code is not None else ""

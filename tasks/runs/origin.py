@@ -19,18 +19,12 @@ from tasks.storage.artifacts.store import ArtifactStore
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run's policy was trained from.
+    """What a run's policy was trained from."""
 
-    Attributes:
-        replay: the source of a replay; None for a training.
-        started_from: RUN@N of the policy of another run that training started from; None: the model as given.
-        first_version: number of the version that training started from, in this run.
-        rewards: the rewards that trained the policy; None where they are those of a rescoring that is not there.
-    """
-
-    replay: ReplaySection | None
-    started_from: str | None
-    first_version: int
+    replay: ReplaySection | None  # the source of a replay; None for a training
+    started_from: str | None  # RUN@N of the policy of another run that training started from; None: the model as given
+    first_version: int  # number of the version that training started from, in this run
+    # The rewards that trained the policy; None where they are those of a rescoring that is not there.
     rewards: Sequence[RewardSection] | None
 
     @property

@@ -83,21 +83,14 @@ class Memory:
 
 
 class RunReader:
-    """Reads one run and collects the damage that it finds. Unlike the store it moves nothing.
-
-    Attributes:
-        damages: damage found so far, each file once.
-        pruned: what `grpo prune` removed from the artifacts found so far, by folder.
-        unverified: number of artifacts that were too large to verify.
-        memory: what later readers of the run need not read again.
-    """
+    """Reads one run and collects the damage that it finds. Unlike the store it moves nothing."""
 
     def __init__(self, store: ArtifactStore, memory: Memory | None = None) -> None:
         self.store = store
-        self.memory = memory or Memory()
-        self.damages: list[Damage] = []
-        self.pruned: dict[str, Mapping[str, Any]] = {}
-        self.unverified = 0
+        self.memory = memory or Memory()  # what later readers of the run need not read again
+        self.damages: list[Damage] = []  # each file once
+        self.pruned: dict[str, Mapping[str, Any]] = {}  # what `grpo prune` removed from artifacts that were found
+        self.unverified = 0  # number of artifacts that were too large to verify
         # Verifying a remote artifact means fetching it, so only shown ones are verified.
         self._budget = VERIFIED_BYTES if is_local(store.filesystem) else 0
 

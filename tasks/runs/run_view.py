@@ -89,30 +89,23 @@ def means_of(scores: Mapping[str, ArtifactRef]) -> dict[str, float]:
 
 @dataclass(kw_only=True)
 class RunHistory:
-    """The finished iterations and evaluations of a run.
-
-    Attributes:
-        folder: path or URL of the run.
-        iterations: iterations in order; only those that have at least one valid stage.
-        evaluations: evaluations by the versions of their policies, in order.
-        baselines: mean held-out reward of images that no policy made, by their name in BASELINES.
-        policy_version: number of updates; 0 is the initial model.
-        policy_digest: sha256 of that policy's weights; None where no valid file states it.
-        trained_on: name of the rescoring whose rewards a replay is trained on, while its held-out reward is of its own.
-        config: the configuration as plain values; empty where it cannot be read.
-        signs: what is wrong with the training as far as its metrics and evaluations show.
-    """
+    """The finished iterations and evaluations of a run."""
 
     name: str
-    folder: str
+    folder: str  # path or URL of the run
+    # Iterations in order; only those that have at least one valid stage.
     iterations: Sequence[MeasuredIteration] = field(default_factory=list)
+    # Evaluations by the versions of their policies, in order.
     evaluations: Sequence[EvaluationView] = field(default_factory=list)
+    # Mean held-out reward of images that no policy made, by their name in BASELINES.
     baselines: Mapping[str, float] = field(default_factory=dict)
-    policy_version: int = 0
-    policy_digest: str | None = None
+    policy_version: int = 0  # number of updates; 0 is the initial model
+    policy_digest: str | None = None  # sha256 of that policy's weights; None where no valid file states it
+    # Name of the rescoring whose rewards a replay is trained on, while its held-out reward is of its own.
     trained_on: str | None = None
+    # The configuration as plain values; empty where it cannot be read.
     config: Mapping[str, Any] = field(default_factory=dict)
-    signs: Sequence[Sign] = ()
+    signs: Sequence[Sign] = ()  # what is wrong with the training as far as its metrics and evaluations show
 
     @property
     def planned(self) -> int | None:
@@ -181,25 +174,16 @@ class RunHistory:
 
 @dataclass(kw_only=True)
 class RunView(RunHistory):
-    """Everything that a run's folder has except its samples.
-
-    Attributes:
-        config_text: content of config.yaml; None without a readable one.
-        shown: the iteration to show; None where it has no valid stage.
-        evaluated_last: whether the last policy has the evaluation that the configuration asks for.
-        moved: files in `quarantine/`.
-        damages: files that differ from what was written.
-        unverified: number of artifacts that are not shown and were too large to verify.
-    """
+    """Everything that a run's folder has except its samples."""
 
     iterations: Sequence[IterationView] = field(default_factory=list)
     starts: tuple[RunStart, ...]
-    config_text: str | None
-    shown: IterationView | None
-    evaluated_last: bool
-    moved: tuple[MovedFiles, ...]
-    damages: tuple[Damage, ...]
-    unverified: int
+    config_text: str | None  # content of config.yaml; None without a readable one
+    shown: IterationView | None  # the iteration to show; None where it has no valid stage
+    evaluated_last: bool  # whether the last policy has the evaluation that the configuration asks for
+    moved: tuple[MovedFiles, ...]  # files in `quarantine/`
+    damages: tuple[Damage, ...]  # files that differ from what was written
+    unverified: int  # number of artifacts that are not shown and were too large to verify
 
     @property
     def finished(self) -> bool:
@@ -223,28 +207,18 @@ def _by_label(means: Mapping[int, Mapping[str, float]]) -> dict[str, list[tuple[
 
 
 class RunSummary(BaseModel):
-    """Rewards, time and place of a run, under the names that every command's `--json` uses.
-
-    Attributes:
-        iterations: number of policy updates.
-        reward_first, reward_last: mean training reward of the first and the last iteration; None without rewards.
-        heldout_before: mean held-out reward of the first evaluated policy; None without held-out prompts.
-        heldout_after: mean held-out reward of the last evaluated policy; None where only one was evaluated.
-        heldout_baselines: the same for images that no policy made, by their name; empty without targets.
-        trained_on, policy_digest, folder, signs: as in RunHistory.
-        seconds: `total`, and by stage over all iterations as measured when each ran.
-    """
+    """Rewards, time and place of a run, under the names that every command's `--json` uses."""
 
     run: str
-    iterations: int
-    reward_first: float | None
+    iterations: int  # number of policy updates
+    reward_first: float | None  # mean training reward of the first and the last iteration; None without rewards
     reward_last: float | None
-    heldout_before: float | None
-    heldout_after: float | None
-    heldout_baselines: dict[str, float]
-    trained_on: str | None
+    heldout_before: float | None  # mean held-out reward of the first evaluated policy; None without held-out prompts
+    heldout_after: float | None  # mean held-out reward of the last evaluated policy; None where only one was evaluated
+    heldout_baselines: dict[str, float]  # the same for images that no policy made, by their name; empty without targets
+    trained_on: str | None  # as in RunHistory
     policy_digest: str | None
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # `total`, and by stage over all iterations as measured when each ran
     folder: str
     signs: list[Sign]
 

@@ -65,17 +65,12 @@ WINDOW = 200
 
 @dataclass(frozen=True)
 class Sign:
-    """One line about what is wrong and what to do.
+    """One line about what is wrong and what to do."""
 
-    Attributes:
-        name: the sign, and the anchor of its paragraph on PAGE.
-        iteration: at which it showed first; for reward hacking the version of the evaluated policy.
-        subject: what it is of where a run can have several of one name: a stream, a reward or a guardrail; else empty.
-    """
-
-    name: str
-    iteration: int
+    name: str  # the sign, and the anchor of its paragraph on PAGE
+    iteration: int  # at which it showed first; for reward hacking the version of the evaluated policy
     message: str
+    # What it is of where a run can have several of one name: a stream, a reward or a guardrail; else empty.
     subject: str = ""
 
     @property

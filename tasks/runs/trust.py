@@ -45,19 +45,12 @@ _HASHED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Use:
-    """A value that a configuration has used.
+    """A value that a configuration has used."""
 
-    Attributes:
-        place: key in the configuration.
-        use: what for.
-        value: what stands there; JSON of what is no text.
-        details: this setting, and those that decide what it does, as JSON.
-    """
-
-    place: str
-    use: Uses
-    value: str
-    details: str
+    place: str  # key in the configuration
+    use: Uses  # what for
+    value: str  # what stands there; JSON of what is no text
+    details: str  # this setting, and those that decide what it does, as JSON
 
     @property
     def file(self) -> Path | None:

@@ -37,22 +37,16 @@ _RELEASED = b'{"released": true}'
 
 
 class Holder(BaseModel):
-    """A process that has a lock, since a time in UTC, with its shortened command line.
-
-    Attributes:
-        token: identifies this acquisition of the lock.
-        machine: boot and process namespace, within which a process id means one process; empty if unknown.
-        started: start of the process, seconds since 1970.
-    """
+    """A process that has a lock, since a time in UTC, with its shortened command line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    token: str
+    token: str  # identifies this acquisition of the lock
     user: str
     host: str
-    machine: str
+    machine: str  # boot and process namespace, within which a process id means one process; empty if unknown
     pid: int
-    started: float
+    started: float  # start of the process, seconds since 1970
     since: str
     command: str
 

@@ -15,26 +15,18 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 
 
 class UpdateJob(BaseModel):
-    """Everything that an update needs; its artifacts are in the current store.
-
-    Attributes:
-        policy: the version that is trained.
-        rollouts: one artifact per sampling round.
-        advantages: of all rounds.
-        updates: the options of the update of each trained component, in the order in which they are trained.
-        seed: the run's seed.
-        max_staleness: how many versions a row's policy may be older than this one.
-    """
+    """Everything that an update needs; its artifacts are in the current store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: PolicyRef
-    rollouts: tuple[ArtifactRef, ...]
-    advantages: ArtifactRef
+    policy: PolicyRef  # the version that is trained
+    rollouts: tuple[ArtifactRef, ...]  # one artifact per sampling round
+    advantages: ArtifactRef  # of all rounds
     model: ModelSpec
+    # The options of the update of each trained component, in the order in which they are trained.
     updates: Mapping[Stream, AnyUpdateSection]
-    seed: int
-    max_staleness: int
+    seed: int  # the run's seed
+    max_staleness: int  # how many versions a row's policy may be older than this one
     placement: PlacementSection
 
     @property
@@ -59,44 +51,28 @@ class Member(BaseModel):
 
 
 class SharedJob(BaseModel):
-    """A job for one of several processes.
-
-    Attributes:
-        job: the same for all of them but for the placement, which names the device of the process.
-        run: whose artifacts they are.
-        staged: folder that the first process writes to.
-        member: the place of the process among the others; None if it is the only one.
-    """
+    """A job for one of several processes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    job: UpdateJob
+    job: UpdateJob  # the same for all of them but for the placement, which names the device of the process
     storage: StorageSection
-    run: str
-    staged: str
-    member: Member | None = None
+    run: str  # whose artifacts they are
+    staged: str  # folder that the first process writes to
+    member: Member | None = None  # the place of the process among the others; None if it is the only one
 
 
 class UpdateOutcome(BaseModel):
-    """What an update wrote to its folder.
-
-    Attributes:
-        policy: the next version, whose checkpoint is still to be committed.
-        checkpoint_digest: of everything that the next update reads.
-        synced: sha256 of the files that are on the disk already.
-        rows: how many samples it trained on.
-        metrics: by name; those of a second component have the name of its stream in front.
-        peak_memory: most bytes allocated on the GPU of the first process; None without a GPU.
-    """
+    """What an update wrote to its folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: PolicyRef
-    checkpoint_digest: str
-    synced: dict[str, str]
-    rows: int
-    metrics: dict[str, float]
-    peak_memory: int | None = None
+    policy: PolicyRef  # the next version, whose checkpoint is still to be committed
+    checkpoint_digest: str  # of everything that the next update reads
+    synced: dict[str, str]  # sha256 of the files that are on the disk already
+    rows: int  # how many samples it trained on
+    metrics: dict[str, float]  # by name; those of a second component have the name of its stream in front
+    peak_memory: int | None = None  # most bytes allocated on the GPU of the first process; None without a GPU
 
 
 def refuse_unusable_placement(

@@ -34,21 +34,13 @@ _LEFT_ON_DISK = frozenset({"completion", "support_ids"})
 
 @dataclass(frozen=True)
 class StoredRows:
-    """The rows of one update, and what was left out.
+    """The rows of one update, and what was left out."""
 
-    Attributes:
-        rows: samples with an advantage, within the staleness.
-        settings: how they were sampled, as the policy's frozen settings.
-        staleness: versions between each row's policy and the one that is trained.
-        too_stale: rows left out because of it.
-        engines: those that sampled them; none where no engine is stored.
-    """
-
-    rows: TrainingRows
-    settings: Any
-    staleness: tuple[int, ...]
-    too_stale: int
-    engines: tuple[EngineRecord, ...] = ()
+    rows: TrainingRows  # samples with an advantage, within the staleness
+    settings: Any  # how they were sampled, as the policy's frozen settings
+    staleness: tuple[int, ...]  # versions between each row's policy and the one that is trained
+    too_stale: int  # rows left out because of it
+    engines: tuple[EngineRecord, ...] = ()  # those that sampled them; none where no engine is stored
 
     def metrics(self) -> dict[str, float]:
         """Return the number of rows of other weights and their staleness; empty if there are none."""
@@ -160,27 +152,18 @@ def _read_scores(folder: Path, stream: Stream) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class Training:
-    """What an update of a component needs.
-
-    Attributes:
-        component: of the policy; an algorithm needs more of it than others.
-        settings: the algorithm's own section of the configuration.
-        seed: decides the order of the rows, and what else the algorithm draws.
-        in_fp32: whether the model computes in fp32; decides the defaults of a parity gate.
-        on_progress: called with passes done and the total.
-        engines: that sampled the rows; none where no engine is stored.
-    """
+    """What an update of a component needs."""
 
     stream: Stream
-    component: Any
+    component: Any  # of the policy; an algorithm needs more of it than others
     optimizer: PolicyOptimizer
     rows: TrainingRows
-    settings: Any
-    seed: int
-    in_fp32: bool
+    settings: Any  # the algorithm's own section of the configuration
+    seed: int  # decides the order of the rows, and what else the algorithm draws
+    in_fp32: bool  # whether the model computes in fp32; decides the defaults of a parity gate
     process_group: ProcessGroup
-    on_progress: Callable[[int, int], None] | None
-    engines: tuple[EngineRecord, ...] = ()
+    on_progress: Callable[[int, int], None] | None  # called with passes done and the total
+    engines: tuple[EngineRecord, ...] = ()  # that sampled the rows; none where no engine is stored
 
 
 @dataclass(frozen=True)

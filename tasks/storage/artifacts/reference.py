@@ -21,29 +21,19 @@ MANIFEST_ENDING = ".manifest.json"
 
 
 class ArtifactRef(BaseModel):
-    """A reference to one stage's output.
-
-    Attributes:
-        uri: folder of the artifact relative to the storage root, `<run>/iteration_000001/rollouts`.
-        sha256: digest of the artifact's manifest as its stage wrote it, with the sha256 of every file.
-        digest: digest of the values that later stages depend on; measured times are not among them.
-        schema_version: version of the files' layout.
-        rows: number of samples.
-        seconds: time that the stage took when it ran.
-        metrics: the stage's metrics.
-        peak_memory: most bytes that PyTorch had allocated on the GPU while the stage ran; None without a GPU, and for
-            stages that use none.
-    """
+    """A reference to one stage's output."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    uri: str
-    sha256: str
-    digest: str
-    schema_version: int
-    rows: int
-    seconds: float
-    metrics: dict[str, float]
+    uri: str  # folder of the artifact relative to the storage root, `<run>/iteration_000001/rollouts`
+    sha256: str  # digest of the artifact's manifest as its stage wrote it, with the sha256 of every file
+    digest: str  # digest of the values that later stages depend on; measured times are not among them
+    schema_version: int  # version of the files' layout
+    rows: int  # number of samples
+    seconds: float  # time that the stage took when it ran
+    metrics: dict[str, float]  # the stage's metrics
+    # Most bytes that PyTorch had allocated on the GPU while the stage ran; None without a GPU, and for stages that use
+    # none.
     peak_memory: int | None = None
 
     @field_validator("uri")
@@ -65,21 +55,15 @@ class ArtifactRef(BaseModel):
 
 
 class PolicyRef(BaseModel):
-    """A reference to one version of the policy.
-
-    Attributes:
-        version: number of updates made so far; 0 is the initial model.
-        digest: digest of the weights: all those of the initial model for version 0, later the trained ones.
-        checkpoint: weights, optimizer and schedule; None for version 0.
-        copies: digests of the other weights of the version: of the reference, unless that is the initial model; of the
-            moving average, where one is kept; of the old policy, where it samples in place of the trained weights.
-    """
+    """A reference to one version of the policy."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: int
-    digest: str
-    checkpoint: ArtifactRef | None = None
+    version: int  # number of updates made so far; 0 is the initial model
+    digest: str  # digest of the weights: all those of the initial model for version 0, later the trained ones
+    checkpoint: ArtifactRef | None = None  # weights, optimizer and schedule; None for version 0
+    # Digests of the other weights of the version: of the reference, unless that is the initial model; of the moving
+    # average, where one is kept; of the old policy, where it samples in place of the trained weights.
     copies: Mapping[CopyName, str] = Field(default_factory=dict)
 
     @property
@@ -113,19 +97,13 @@ class PrunedArtifactError(InputError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a manifest.
+    """The content of a manifest."""
 
-    Attributes:
-        described: fields of the reference, except its uri and sha256.
-        files: sha256 by name within the artifact's folder.
-        pruned: what was deleted from the artifact and why (a tombstone); None if nothing was deleted.
-        deleted: sha256 of the deleted files by name.
-    """
-
-    described: Mapping[str, Any]
-    files: Mapping[str, str]
+    described: Mapping[str, Any]  # fields of the reference, except its uri and sha256
+    files: Mapping[str, str]  # sha256 by name within the artifact's folder
+    # What was deleted from the artifact and why (a tombstone); None if nothing was deleted.
     pruned: Mapping[str, Any] | None = None
-    deleted: Mapping[str, str] = field(default_factory=dict)
+    deleted: Mapping[str, str] = field(default_factory=dict)  # sha256 of the deleted files by name
 
     @cached_property
     def content(self) -> bytes:

@@ -43,23 +43,16 @@ class RunFolder:
     """One run under a storage root that may be any fsspec URL; nothing is written until a method says so.
 
     Failures of a disk or a bucket are StorageError; a path that leads through a link out of its run is LinkError.
-
-    Attributes:
-        root: the root's path in the filesystem.
-        reasons: what was moved to `quarantine/` since this store was opened, and why.
-        copied: the run that an artifact was made in, by its folder, for those that another run made.
-        unread: records and artifacts of finished stages that a bucket failed to return.
-        requested: file with the request for what is written; the run removes it to withdraw the request.
+    `root` is the root's path in the filesystem; InputError for one that cannot be opened (`open_root`).
     """
 
     def __init__(self, root: str, run: str) -> None:
-        """Point at a run; InputError for a root that cannot be opened (`open_root`)."""
         self.filesystem, self.root = open_root(root)
         self.run = run
-        self.reasons: list[str] = []
-        self.copied: dict[str, str] = {}
-        self.unread: set[str] = set()
-        self.requested: str | None = None
+        self.reasons: list[str] = []  # what was moved to `quarantine/` since this store was opened, and why
+        self.copied: dict[str, str] = {}  # the run that made an artifact, by its folder, for those of another run
+        self.unread: set[str] = set()  # records and artifacts of finished stages that a bucket failed to return
+        self.requested: str | None = None  # file with the request for what is written; its removal withdraws that
         self._given_root = root
         self._is_guarded = isinstance(self.filesystem, RootFileSystem)
         self._threads, self._depth = threading.RLock(), 0

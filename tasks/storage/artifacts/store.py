@@ -268,16 +268,11 @@ class StageContext:
     """What the stages of a context work with.
 
     The processes of a stage have no lock and no records, since their caller has both.
-
-    Attributes:
-        store: what they read and write.
-        require_held: refuses to write once the lock of the run is lost.
-        records: where Prefect records their results.
     """
 
-    store: ArtifactStore
-    require_held: Callable[[], None] | None = None
-    records: "WritableFileSystem | None" = None
+    store: ArtifactStore  # what they read and write
+    require_held: Callable[[], None] | None = None  # refuses to write once the lock of the run is lost
+    records: "WritableFileSystem | None" = None  # where Prefect records their results
 
 
 _CURRENT: ContextVar[StageContext] = ContextVar("stage_context")
