@@ -59,7 +59,7 @@ class TokenSupport(Rows):
 
     Attributes:
         ids: of all tokens one after another, row by row, ascending within a token.
-        counts: how many of them belong to each token; zero where the loss mask is False.
+        counts: ids of each token; zero where the loss mask is False.
     """
 
     ids: Int[Tensor, " entries"]
@@ -85,13 +85,11 @@ class TokenBatch(Rows):
     """Sampled tokens with what is needed to compute their log-probs again.
 
     Attributes:
-        prompts: the prompt of each row.
-        token_ids: sampled ids, zero where loss_mask is False.
+        token_ids: zero where loss_mask is False.
         loss_mask: True for a token that was sampled by the policy and is trained; False is padding.
-        temperature: logits were divided by it before the softmax, for every row.
+        temperature: divided the logits before the softmax, for every row.
         support: the ids that could be sampled under top-k, top-p or min-p; None without truncation.
-        sizes: size of each row's image, which decides the places of its tokens; None: texts, or images of the size in
-            the policy's settings.
+        sizes: of the rows' images, which decide the places of their tokens; None: texts, or the size in the settings.
         sources: the images in each row's prompt; None: no prompt has any.
     """
 
@@ -117,11 +115,7 @@ class TokenBatch(Rows):
 
     @classmethod
     def join(cls, batches: Sequence["TokenBatch"]) -> "TokenBatch":
-        """Return the rows of all batches, padded on the right to one length.
-
-        Args:
-            batches: at least one; of one temperature, all with or all without a support, and likewise with sizes.
-        """
+        """Join batches sampled alike (temperature; with a support and sizes, or without) and pad on the right."""
         kinds = {(batch.temperature, batch.support is None, batch.sizes is None) for batch in batches}
         assert len(kinds) == 1, "sampled alike"
         sizes = [size for batch in batches for size in batch.sizes or ()]
@@ -155,11 +149,9 @@ class DenoisingBatch(Rows):
     """Noisy denoising steps with what is needed to compute their log-probs again; an action is one step.
 
     Attributes:
-        prompts: the prompt of each row.
         states: latents before the first noisy step and after each of them, one [steps + 1, *latent] per row, in the
             dtype and layout that the pipeline works in; equally many steps in all rows.
-        first_steps: index of the first noisy step among the denoising steps, one per row.
-        sizes: size of each row's image.
+        first_steps: index of each row's first noisy step among the denoising steps.
         drafts: the tokens that each row's image is made of; None: images are made of the prompts alone.
         sources: the images in each row's prompt; None: no prompt has any.
     """
@@ -191,11 +183,7 @@ class DenoisingBatch(Rows):
 
     @classmethod
     def join(cls, batches: Sequence["DenoisingBatch"]) -> "DenoisingBatch":
-        """Return the rows of all batches.
-
-        Args:
-            batches: at least one; all with or all without drafts.
-        """
+        """Join batches that all have drafts, or none."""
         drafts = [batch.drafts for batch in batches if batch.drafts is not None]
         assert len(drafts) in (0, len(batches)), "sampled alike"
         return cls(

@@ -29,10 +29,6 @@ def hide_secrets(text: str) -> str:
 
 
 def refuse_secrets(place: str, address: str) -> None:
-    """Refuse an address with a secret.
-
-    Raises:
-        InputError: the value is the address without the secret.
-    """
+    """Refuse an address with a secret; the error shows it without."""
     if (shown := hide_secrets(address)) != address:
         raise InputError(place, shown, f"{HINT}.")

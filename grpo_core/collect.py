@@ -28,10 +28,9 @@ G = TypeVar("G", bound=_Drawn)
 
 
 def sampled_at_once(groups: Sequence[G], prompts_per_batch: int) -> Iterator[Sequence[G]]:
-    """Split groups into batches, in order: neighbours that can be sampled together, at most `prompts_per_batch`.
+    """Split groups, in order, into batches that can be sampled together, of at most `prompts_per_batch` groups.
 
-    These have one image size, and equally many source images, because a pipeline takes equally many for each row. Texts
-    are written from any number of images.
+    Images in a batch have one size and equally many source images, as a pipeline takes them; texts may differ.
     """
     for _, neighbours in itertools.groupby(groups, lambda group: group.size and (group.size, len(group.sources))):
         same = list(neighbours)
@@ -53,8 +52,7 @@ def collect_rollouts(
         with_reference: record the log-probs of policy and reference too, for a KL inside the reward.
 
     Raises:
-        NonFiniteError: a log-prob, or the latents of an image, are not finite, or every image of all groups has pixels
-            that are not numbers; the samples are named.
+        NonFiniteError: log-probs, latents, or the pixels of every image are not finite; names the samples.
     """
     whole = not requests
     batches = list(sampled_at_once(requests, prompts_per_batch))
@@ -105,10 +103,9 @@ def _with_reference(policy: Policy, group: RolloutGroup, rows_per_pass: int) -> 
 
 @torch.no_grad()
 def _compared(component: PolicyComponent, actions: Actions, rows_per_pass: int) -> ComparedLogprobs:
-    """Compute the log-probs under the policy and under its reference.
+    """Score under the policy and under its reference, both in one pass over whole rows.
 
-    Both in one pass over whole rows: against those recorded while sampling, token by token, an unchanged policy would
-    differ from itself by the rounding, and a reward without any other spread would be that difference.
+    Sampling token by token rounds differently, and a reward without another spread would be that difference.
     """
     scored, reference = [], []
     for start in range(0, len(actions), rows_per_pass):

@@ -7,8 +7,7 @@ class InputError(ValueError):
     """One input or several cannot be used, all reported together; the command line exits with code 2.
 
     Args:
-        place: where the value was given: a configuration key such as ``data.prompts``, or a file and line.
-        value: the value found there.
+        place: a configuration key such as ``data.prompts``, or a file and line.
         hint: an instruction that fixes it.
         more: place, value and hint of the other inputs.
     """
@@ -68,7 +67,6 @@ class FailedSamplesError(RuntimeError):
     """A reward failed for more of a stage's samples than is allowed; names the reward and the first reasons.
 
     Args:
-        reward: its name in tables and plots.
         failed: `sample: reason`, one per sample.
         total: samples that were to be scored.
         limit: share of them that may fail, in [0, 1].

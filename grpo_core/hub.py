@@ -28,12 +28,8 @@ _ANY_WEIGHTS = re.compile(
 def loaded_files(names: Iterable[str], parts: Collection[str] = ()) -> list[str]:
     """Return the files of a repository that loading its model reads, in their order.
 
-    Weights are taken once: safetensors of the plain variant beside the configuration that they belong to, and pickled
-    weights only of a transformers model that has no others.
-
-    Args:
-        names: paths of all files.
-        parts: folders that the index of a pipeline names; none for a transformers model.
+    Weights are safetensors of the plain variant, in `parts`: the folders that a pipeline's index names, none for a
+    transformers model, which may have pickled weights if it has no others.
     """
     known = list(names)
     pickled = not parts and not any(_WEIGHTS.fullmatch(name) for name in known)
@@ -59,13 +55,9 @@ def download_command(repo: str, revision: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class Download:
-    """The files of a repository that a model is loaded from.
+    """The files of a repository that a model is loaded from, with their sizes in bytes, and those not in the cache.
 
-    Attributes:
-        repo: owner/name.
-        revision: branch, tag or commit; None: main.
-        sizes: bytes of each file.
-        missing: those that are not in the local cache.
+    `revision` is a branch, a tag or a commit here and below; None: main.
     """
 
     repo: str
@@ -79,11 +71,7 @@ class Download:
         return f"{sum(self.sizes[name] for name in self.missing) / 1e9:.3g} GB in {files}"
 
     def run(self, *, weights: bool = True) -> Path:
-        """Download into the local cache and return the folder; raises what `one_message` turns.
-
-        Args:
-            weights: whether the weights are downloaded too, and not only what describes the model.
-        """
+        """Download into the local cache, weights only if wanted; return the folder. Raises what `one_message` turns."""
         import huggingface_hub
 
         chosen = [glob.escape(name) for name in self.sizes if weights or not _is_weights(name)]
@@ -91,13 +79,10 @@ class Download:
 
 
 def plan_download(repo: str, revision: str | None = None, patterns: Collection[str] = ()) -> Download:
-    """Ask the Hub for the files of a model; raises what `one_message` turns.
-
-    The index of a pipeline is downloaded, and whoever has no access to a gated repository is refused.
+    """Ask the Hub for the files of a model; raises what `one_message` turns, for a gated repository too.
 
     Args:
-        revision: branch, tag or commit; None: main.
-        patterns: of the files that are wanted of a repository that is no model; none: those that a model needs.
+        patterns: of the wanted files of a repository that is no model; none: those that a model needs.
     """
     import huggingface_hub
 
@@ -116,12 +101,7 @@ def plan_download(repo: str, revision: str | None = None, patterns: Collection[s
 
 
 def cached_folder(repo: str, revision: str | None = None, patterns: Collection[str] = ()) -> Path | None:
-    """Return the folder of a model in the local cache with all files that loading it reads; None without one.
-
-    Args:
-        revision: branch, tag or commit; None: main.
-        patterns: as for `plan_download`.
-    """
+    """Return the folder of a model in the local cache with all files that loading it reads; None without one."""
     import huggingface_hub
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError, LocalEntryNotFoundError
 
@@ -152,14 +132,10 @@ def fetch(
 ) -> Path:
     """Return the folder of a repository in the local cache, after a download of what is missing.
 
-    What is complete in the cache is used where the Hub gives no answer, or none to this person.
+    A complete copy in the cache is used where the Hub gives no answer, or none to this person.
 
     Args:
-        revision: branch, tag or commit; None: main.
-        patterns: as for `plan_download`.
         report: called before something is downloaded.
-
-    Raises what `one_message` turns.
     """
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
@@ -188,12 +164,7 @@ def _parts(index: str | None) -> Collection[str]:
 
 @contextmanager
 def one_message(place: str, value: str | None, repo: str, command: str = "") -> Iterator[None]:
-    """Turn every failure of the Hub into one InputError with this place and value.
-
-    Args:
-        repo: owner/name of what is downloaded, whose page the message names.
-        command: downloads it on another machine; empty: the one for the complete repository.
-    """
+    """Turn every failure of the Hub into one InputError; `command` downloads `repo` on another machine."""
     from huggingface_hub import errors
 
     try:

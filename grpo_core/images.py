@@ -25,10 +25,9 @@ _EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 
 
 def open_image(content: bytes, place: str, formats: tuple[str, ...] = _READABLE_FORMATS) -> Image.Image:
-    """Read the header of an image and check its size; no pixel is decoded.
+    """Read the header of an image of these formats and check its size; no pixel is decoded.
 
-    Pillow warns of large images and refuses none below twice its own limit, and it would try each of some forty
-    formats, one of which starts another program.
+    Pillow refuses no image below twice its own limit, and tries some forty formats, one by starting another program.
 
     Raises:
         InputError: more than MAX_PIXELS.
@@ -62,10 +61,7 @@ class SourceImage:
         return cls(hashlib.sha256(content).hexdigest(), content)
 
     def open(self, place: str | None = None) -> Image.Image:
-        """Decode it as 8-bit RGB, upright, transparent parts over white.
-
-        Args:
-            place: what names it in errors; None: its digest.
+        """Decode it as 8-bit RGB, upright, transparent parts over white; `place` names it in errors.
 
         Raises:
             InputError: not a complete image of at most MAX_PIXELS.
@@ -96,11 +92,7 @@ def encode_png(image: Image.Image) -> bytes:
 
 
 def decode_stored(content: bytes, sample_id: str) -> Image.Image:
-    """Decode the stored PNG of a sample, in RGB.
-
-    Raises:
-        InputError: more than MAX_PIXELS, or an incomplete PNG; names the sample.
-    """
+    """Decode the stored PNG of a sample, in RGB; InputError names a sample whose file is too large or incomplete."""
     place = f"image of sample {sample_id}"
     try:
         image = open_image(content, place, ("PNG",))
@@ -114,13 +106,10 @@ def decode_stored(content: bytes, sample_id: str) -> Image.Image:
 
 
 def to_rgb(image: Image.Image, place: str) -> Image.Image:
-    """Convert to 8-bit RGB, upright by the EXIF orientation, transparency over white.
-
-    Modes are bilevel, greyscale, palette, RGB, CMYK and YCbCr in 8 bits, and greyscale in 16 (divided by 257).
+    """Convert to 8-bit RGB, upright by the EXIF orientation, transparency over white; 16-bit greys are divided by 257.
 
     Raises:
-        InputError: another mode (32-bit integers and floats have no known range); an empty image; a truncated file, or
-            one with a damaged EXIF block.
+        InputError: a mode of 32 bits, which has no known range; an empty, truncated or otherwise damaged image.
     """
     if 0 in image.size:
         raise InputError(place, shown_size(image), "Give an image of at least 1x1 pixel.")
@@ -145,13 +134,10 @@ def to_rgb(image: Image.Image, place: str) -> Image.Image:
 
 
 def fit_to(target: Image.Image, size: tuple[int, int], place: str) -> Image.Image:
-    """Resize the RGB target to `size` (width, height) with Pillow's antialiased bicubic filter.
+    """Resize the RGB target to `size` (width, height) with Pillow's bicubic filter, which is antialiased.
 
-    Pillow widens the filter when it shrinks, which most tensor libraries do not (Parmar et al., 2022, "On Aliased
-    Resizing and Surprising Subtleties in GAN Evaluation", arXiv:2104.11222).
-
-    Raises:
-        InputError: the aspect ratios differ by more than MAX_ASPECT_PERCENT.
+    Most tensor libraries' are not (Parmar et al., 2022, "On Aliased Resizing and Surprising Subtleties in GAN
+    Evaluation", arXiv:2104.11222). InputError as `require_aspect`.
     """
     if target.size == size:
         return target
@@ -160,11 +146,7 @@ def fit_to(target: Image.Image, size: tuple[int, int], place: str) -> Image.Imag
 
 
 def require_aspect(target: tuple[int, int], size: tuple[int, int], place: str) -> None:
-    """Refuse a target that would be distorted at the size of an image; both are (width, height).
-
-    Raises:
-        InputError: the aspect ratios differ by more than MAX_ASPECT_PERCENT.
-    """
+    """Raise InputError if width / height of target and image differ by more than MAX_ASPECT_PERCENT."""
     # Cross products, so that exactly the limit is decided without rounding.
     smaller, larger = sorted((target[0] * size[1], target[1] * size[0]))
     if 100 * (larger - smaller) > MAX_ASPECT_PERCENT * smaller:

@@ -26,11 +26,7 @@ def scaled_logits(
     temperature: float,
     forbidden: Int[Tensor, " forbidden"] | None = None,
 ) -> Float[Tensor, "*batch vocabulary"]:
-    """Return the logits of the first `vocabulary` ids over the temperature, in fp32; the given ones if they are that.
-
-    Args:
-        forbidden: ids below `vocabulary` that get -inf, such as placeholders of images; None: there are none.
-    """
+    """Return the logits of the first `vocabulary` ids over the temperature, in fp32, -inf at the forbidden ones."""
     scaled = logits[..., :vocabulary].float()
     if forbidden is not None:
         scaled = scaled.index_fill(-1, forbidden, -torch.inf)
@@ -43,13 +39,9 @@ def vocabulary_logprobs(
     temperature: float,
     forbidden: Int[Tensor, " forbidden"] | None = None,
 ) -> Float[Tensor, "*batch vocabulary"]:
-    """Compute the log-probs of the first `vocabulary` ids, in fp32 for logits of any dtype.
+    """Compute the log-probs of the first `vocabulary` ids, in fp32 for logits of any dtype, -inf at forbidden ones.
 
-    Sampling and scoring both go through here: the same temperature and the same restriction on both sides is
-    what makes stored and recomputed log-probs agree.
-
-    Args:
-        forbidden: ids below `vocabulary` that are left out too; None: there are none.
+    Sampling and scoring both go through here, so stored and recomputed log-probs agree.
     """
     return torch.log_softmax(scaled_logits(logits, vocabulary, temperature, forbidden), dim=-1)
 
@@ -82,19 +74,16 @@ def score_hidden(
 ) -> ActionLogprobs:
     """Compute the log-probs of given tokens from the hidden states that predict them.
 
-    Logits exist for one chunk of trained tokens at a time: each chunk's are computed again in the backward pass
-    (Chen et al., 2016, arXiv:1604.06174), so that memory does not grow with time x vocabulary. The log-probs of the
-    last chunks are kept: the backward pass begins with them.
+    Logits exist for one chunk of trained tokens at a time and are computed again in the backward pass (Chen et al.,
+    2016, arXiv:1604.06174), but for the last chunks, with which that pass begins.
 
     Args:
         hidden: hidden[b, t] predicts token_ids[b, t].
-        head: hidden states [tokens, dim] -> logits [tokens, ids], at least `vocabulary` of them; gradients reach
-            the parameters it uses. For a model that returns all logits they take the place of the hidden states, and
-            the head returns them unchanged: only one chunk of them is in fp32 at a time.
+        head: hidden states [tokens, dim] -> logits [tokens, ids], at least `vocabulary` of them; for a model that
+            returns all logits, these are given as hidden states and the head returns them unchanged.
         token_ids: any ids where the mask is False.
         support: the ids each token was sampled from; None without truncation.
-        forbidden: ids below `vocabulary` that are left out; None: there are none.
-        entropy: whether entropies are computed too; constants cost no backward pass.
+        forbidden: ids below `vocabulary` that are left out.
         chunk_tokens: tokens whose logits are in memory at once.
     """
     places = loss_mask.nonzero(as_tuple=True)
@@ -137,10 +126,7 @@ def _score_chunk(
     forbidden: Int[Tensor, " forbidden"] | None,
     entropy: Entropies,
 ) -> Float[Tensor, "2 tokens"]:
-    """Compute log-prob and entropy of each token.
-
-    They are one tensor: what a loss leaves unused would be computed again in the backward pass and kept to its end.
-    """
+    """Compute log-prob and entropy of each token, as one tensor: unused, a second would be computed again and kept."""
     if possible is None:
         scores = scaled_logits(head(states), vocabulary, temperature, forbidden)
     else:
@@ -161,21 +147,14 @@ def _block_rows(values: Float[Tensor, "tokens ids"]) -> int:
 class _Normalised(torch.autograd.Function):
     """log_softmax, the log-prob of each given token and the entropies, in the memory of the logits.
 
-    One tensor of tokens x vocabulary is alive from the logits to their gradient, where separate operations make one
-    each. The numbers are theirs, to the bit.
+    The numbers are those of separate operations, to the bit, which would each need tokens x vocabulary values more.
     """
 
     @staticmethod
     def forward(
         ctx: Any, scores: Float[Tensor, "tokens ids"], ids: Int[Tensor, " tokens"], entropy: Entropies, ours: bool
     ) -> Float[Tensor, "2 tokens"]:
-        """Return log-probs and entropies.
-
-        Args:
-            scores: fp32 logits.
-            entropy: zeros for "none".
-            ours: whether nobody else reads the logits, so that their memory can be used.
-        """
+        """Return log-probs and entropies (zeros for "none"); `ours`: the memory of the fp32 scores can be used."""
         logprobs = torch.log_softmax(scores, -1, out=scores.detach()) if ours else torch.log_softmax(scores, -1)
         ctx.save_for_backward(logprobs, ids)
         ctx.with_entropy = entropy == "differentiable"

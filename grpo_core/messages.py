@@ -43,15 +43,7 @@ def read_messages(prompt: str) -> list[Message] | None:
 
 
 def refuse_messages(messages: Sequence[Any], place: str, *, images: bool) -> None:
-    """Refuse a conversation that cannot be given to a model as a prompt.
-
-    Args:
-        place: of the prompt, for errors.
-        images: whether blocks may be images.
-
-    Raises:
-        InputError: with the message and its key.
-    """
+    """Raise InputError, with the message and its key, for a conversation that a model cannot read as a prompt."""
     for number, message in enumerate(messages, start=1):
         where = f"{place}, message {number}"
         if not isinstance(message, dict):
@@ -109,11 +101,7 @@ def _printable(text: str) -> str:
 
 
 def caption_of(prompt: str, place: str) -> str:
-    """Return the one text that an image generator reads: a plain prompt itself, or the only message of a user.
-
-    Raises:
-        InputError: a conversation that says more than that.
-    """
+    """Return the one text that an image generator reads: a plain prompt itself, or the only message of a user."""
     messages = read_messages(prompt)
     if messages is None:
         return prompt
@@ -161,16 +149,10 @@ def answer_begun(prompt: str) -> str:
 
 
 def with_image_blocks(messages: Sequence[Message], images: int) -> list[Message]:
-    """Return a conversation whose contents are blocks, with a block for each image.
+    """Return a conversation whose contents are blocks, with a block for each of its images.
 
-    Blocks of images that it has stay where they are; without any, they come first in its first user message, as TRL's
-    `prepare_multimodal_messages` puts them. Null keys are left out.
-
-    Args:
-        images: how many the prompt has.
-
-    Raises:
-        InputError: the conversation names another number of images.
+    Its own blocks of images stay; without any, they come first in its first user message, as in TRL's
+    `prepare_multimodal_messages`. InputError if it names another number of images.
     """
     found = [{**each, "content": _blocks(each["content"])} for each in messages]
     named = sum(block["type"] == "image" for each in found for block in each["content"])
@@ -195,11 +177,7 @@ def filled_blocks(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_images(prompt: str, images: Sequence[object] | None) -> str | list[Message]:
-    """Return a prompt as TRL gives it to rewards: a plain text, or the messages with their images.
-
-    Args:
-        images: those of the prompt; None: prompts have none, and contents stay as they were given.
-    """
+    """Return a prompt as TRL gives it to rewards: a plain text, or the messages with their images (None: no change)."""
     messages = read_messages(prompt)
     if messages is None or images is None:
         return prompt if messages is None else messages

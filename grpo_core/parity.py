@@ -1,7 +1,6 @@
 """The gate before the first optimizer step: on unchanged weights, recomputed log-probs must equal the stored ones.
 
-Where they do not, the importance ratio is not one and the update would follow a policy that never sampled these
-tokens; no other check would show it.
+Otherwise the update would follow a policy that never sampled these tokens, and no other check would show it.
 """
 
 import math
@@ -21,14 +20,11 @@ from grpo_core.streams import Stream
 class ParityTolerance:
     """Largest allowed |old - rollout|, in nats; the defaults are for fp32, `of_rounding` gives those of 16 bits.
 
-    Sampling with a cache and scoring in one pass round differently: on a tiny GLM-Image by at most 7e-6 in fp32.
-
     Attributes:
         max_difference: over single tokens.
         mean_difference: over all tokens.
-        share_beyond: share of the tokens that may differ by more than `max_difference`: an engine's kernels and batches
-            round differently, and single tokens far from the others' mean are no fault.
-        rounding: the mean difference that 16 bits are expected to make, for the cause of a larger one; 0 in fp32.
+        share_beyond: share of the tokens that may differ by more than `max_difference`, as an engine's kernels do.
+        rounding: the mean difference that 16 bits are expected to make; 0 in fp32.
     """
 
     max_difference: float = 1e-3
@@ -46,17 +42,14 @@ def of_rounding(
 ) -> ParityTolerance:
     """Return the tolerance for a model of tokens that computes in 16 bits.
 
-    Each block rounds the hidden state, by about the unit roundoff of its size and in its own direction, so logits are
-    off by unit x sqrt(blocks) x their size. That size is the deviation of Gaussian logits that have this entropy over
-    this vocabulary, sqrt(2 (log vocabulary - entropy)), and a temperature below 1 enlarges it. A token of probability p
-    moves with 1 - p of it. Measured means are about 1.6 times the product, of which three times are allowed; single
-    tokens are up to 25 times their scale, of which 40 times are allowed (docs/is_it_learning.md).
+    Each block rounds the hidden state in its own direction, so logits are off by unit x sqrt(blocks) x their size: the
+    deviation of Gaussian logits of this entropy, sqrt(2 (log vocabulary - entropy)), over a temperature below 1. A
+    token of probability p moves with 1 - p of it. Measured means are about 1.6 times that, of which three times are
+    allowed, and single tokens up to 25 times their scale, of which 40 (docs/is_it_learning.md).
 
     Args:
-        logprobs: of the sampled tokens, as they were stored; they tell the entropy and the probabilities.
-        blocks: of the model.
+        logprobs: of the sampled tokens, as they were stored.
         vocabulary: number of ids that can be sampled.
-        temperature: that the logits were divided by.
         unit: the unit roundoff of the dtype.
     """
     surprise = -logprobs.double()
@@ -78,16 +71,11 @@ class ParityReport:
     """How far recomputed log-probs are from the recorded ones, over the tokens of the loss mask.
 
     Attributes:
-        max_difference: largest |old - rollout|, nats.
-        mean_difference: mean |old - rollout|, nats.
-        ratio_min: smallest exp(old - rollout).
-        ratio_max: largest exp(old - rollout).
-        tokens: number of tokens compared.
-        rows: number of samples compared.
+        max_difference: largest |old - rollout|, nats; mean_difference: their mean.
+        ratio_min: smallest exp(old - rollout); ratio_max: the largest.
         rows_apart: samples with a difference of more than a tenth of the largest.
         worst_samples: ids of the samples with the largest differences, worst first.
-        stream: of the actions.
-        worst_differences: largest |old - rollout| of each of these samples.
+        worst_differences: largest |old - rollout| of each of these.
         tokens_beyond: number of tokens with a difference above the limit that was asked for.
         sampled_by: the engine, in words; None: the policy itself.
     """
@@ -141,11 +129,7 @@ def _worst(report: ParityReport) -> list[str]:
 
 
 def likely_cause(report: ParityReport, tolerance: ParityTolerance | None = None) -> str:
-    """Name the likely cause of differences of this size, from measurements on tiny models.
-
-    Args:
-        tolerance: with what 16 bits are expected to round, if they are used.
-    """
+    """Name the likely cause of differences of this size, from measurements on tiny models."""
     rounding = 0.0 if tolerance is None else tolerance.rounding
     if rounding and report.mean_difference <= _MARGIN * rounding:
         return (
@@ -243,12 +227,11 @@ def measure_parity(
     """Compare the two over the loss mask.
 
     Args:
-        stream: of the actions, for the likely cause of a difference.
         limit: tokens with a larger difference are counted.
         sampled_by: the engine, in words; None: the policy itself.
 
     Raises:
-        NonFiniteError: a stored or a recomputed log-prob is not finite.
+        NonFiniteError: a log-prob is not finite; names the samples.
         ValueError: the loss mask is empty.
     """
     if not loss_mask.any():
@@ -282,11 +265,7 @@ def measure_parity(
 
 
 def share_of_tolerance(report: ParityReport, tolerance: ParityTolerance) -> float:
-    """Return the largest part of what is allowed that the differences take; above 1 the gate refuses.
-
-    Args:
-        report: of `measure_parity`, with the tolerance's max_difference as its limit if a share may be beyond it.
-    """
+    """Return the largest part of what is allowed that the differences take; above 1 the gate refuses."""
     largest = report.max_difference / tolerance.max_difference
     if tolerance.share_beyond:
         largest = report.tokens_beyond / report.tokens / tolerance.share_beyond

@@ -12,11 +12,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def find_module(name: str, folders: Sequence[Path]) -> tuple[Path | None, list[Path]] | None:
-    """Find a module in folders, as Python does.
-
-    Returns:
-        Its file, None for a package without one, and the folders of its submodules; None if there is no module.
-    """
+    """Return a module's file (None for a package without one) and its submodules' folders; None if there is none."""
     for folder in folders:
         if (package := folder / name / PACKAGE_FILE).is_file():
             return package, [folder / name]
@@ -54,11 +50,7 @@ def is_installed(path: Path) -> bool:
 
 
 def distributions_of(name: str, *, searched: bool) -> dict[str, str]:
-    """Return the installed distributions of a top-level name, with their versions.
-
-    Args:
-        searched: whether one of another name may have it, which takes a look at all of them.
-    """
+    """Return the distributions of a top-level name with their versions; `searched`: also those of other names."""
     try:
         return {name: version(name)}
     except PackageNotFoundError:

@@ -38,12 +38,11 @@ class SampledActions(Rows):
     """The actions of one stream as they were sampled.
 
     Attributes:
-        actions: the tokens, or the denoising steps.
         rollout_logprobs: log-prob of each action under the distribution it was sampled from, nats, fp32; zero where the
             loss mask is False. Of a denoising step: the mean, or the sum, over the dimensions of the latents.
         finished: False for a row that was truncated at its maximum length.
-        max_length: maximum number of actions of a row, by the settings of its sampler; of images, that of the size in
-            the settings, whatever the sizes of the rows: the constant that some losses divide by.
+        max_length: maximum number of actions of a row by the settings, whatever the sizes of the rows' images: the
+            constant that some losses divide by.
     """
 
     actions: Actions
@@ -72,13 +71,13 @@ class SampledTokens(SampledActions):
 
 @dataclass(frozen=True)
 class StepGaussians:
-    """The Gaussians that denoising steps are drawn from, and how far an update has moved them.
+    """The Gaussians that denoising steps are drawn from, and how far an update has moved them, all in fp32.
 
     Attributes:
-        drift: KL(policy || policy before the update) in closed form, nats, fp32, reduced over the latents' values like
-            the log-prob, with gradient; zero until the first optimizer step, or if the update does not ask for it.
-        std: standard deviation of each value of the latents, fp32.
-        dt: length of the step, the difference of its sigmas; positive, fp32.
+        drift: KL(policy || policy before the update) in closed form, nats, reduced over the latents' values like the
+            log-prob, with gradient; zero until the first optimizer step, or if the update does not ask for it.
+        std: of each value of the latents.
+        dt: length of the step, the difference of its sigmas; positive.
     """
 
     drift: Float[Tensor, "batch steps"]
@@ -88,14 +87,13 @@ class StepGaussians:
 
 @dataclass(frozen=True)
 class ActionLogprobs:
-    """Log-probs of given actions under a policy.
+    """Log-probs of given actions under a policy, in fp32; zero where the loss mask is False.
 
     Attributes:
-        logprobs: nats, fp32; zero where the loss mask is False.
-        entropy: entropy of the distribution each action was sampled from, nats, fp32; zero where masked, and everywhere
-            if none was requested; None where no weight can change it, as of denoising steps.
-        kl: KL(policy || reference) of these distributions in closed form, fp32; zero where masked, and everywhere if it
-            was not requested.
+        logprobs: nats.
+        entropy: of the distribution each action was sampled from, nats; zero everywhere if none was requested, None
+            where no weight can change it, as of denoising steps.
+        kl: KL(policy || reference) of these distributions in closed form; zero everywhere if it was not requested.
         gaussians: of denoising steps; None for tokens.
     """
 
@@ -110,12 +108,11 @@ class TrainingRows(SampledActions):
     """The stored actions of one stream joined with their advantages: the input of one update of its component.
 
     Attributes:
-        sample_ids: stable name of each row.
-        advantages: one per row; finite.
+        advantages: finite.
         on_policy: whether the weights before the update are those that sampled the row.
-        old_logprobs: under the weights before the update; None until they are computed.
-        old_entropy: of the same distributions, nats; None until they are computed, or if not needed.
-        ref_logprobs: under the reference; None until they are computed, or without a reference.
+        old_logprobs: under the weights before the update; None until they are computed, like the following.
+        old_entropy: of the same distributions, nats; None also if not needed.
+        ref_logprobs: under the reference; None also without one.
     """
 
     sample_ids: tuple[str, ...]
@@ -134,14 +131,11 @@ class GroupRequest:
     """One prompt occurrence to be sampled.
 
     Attributes:
-        prompt: its text.
-        sample_ids: one per sample.
         seeds: for the token sampling, one per sample; samples with equal seeds are renderings of one draft.
         noise_seeds: for a decoder's first latents, one per sample; often equal for all of them.
         step_seeds: for the noise of the denoising steps, one per sample; empty without noisy steps.
         size: of the images; None: texts, or images of the size in the policy's settings.
-        window_start: index of the first noisy denoising step; None: every step is deterministic, and no denoising step
-            is recorded.
+        window_start: index of the first noisy denoising step; None: all are deterministic, and none is recorded.
         sources: the images in the prompt, in its order.
     """
 
@@ -157,12 +151,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class ComparedLogprobs:
-    """Log-probs of the same actions under the policy that sampled them and under its reference, of one pass each.
-
-    Attributes:
-        scored: under the policy.
-        reference: under the reference.
-    """
+    """Log-probs of the same actions under the policy that sampled them and under its reference, of one pass each."""
 
     scored: Float[Tensor, "samples time"]
     reference: Float[Tensor, "samples time"]
@@ -173,9 +162,8 @@ class RolloutGroup:
     """The samples of one prompt occurrence.
 
     Attributes:
-        request: what was sampled.
-        streams: the actions by stream, each with one row per sample; renderings of one draft have equal tokens.
-        outputs: the finished images or texts, one per sample.
+        streams: the actions by stream, one row per sample; renderings of one draft have equal tokens.
+        outputs: the finished images or texts.
         compared: by stream, for a KL inside the reward; empty unless requested.
     """
 

@@ -19,13 +19,10 @@ def uniform_numbers(seeds: Sequence[int], count: int) -> Float[Tensor, "samples 
 
 
 def draw_tokens(logprobs: Float[Tensor, "batch vocab"], uniforms: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-    """Sample one id per row by inverting the cumulative distribution.
-
-    Each row's id depends only on its distribution and its uniform number, so a sample does not change
-    with the other rows of the batch.
+    """Sample one id per row by inverting the cumulative distribution, whatever the other rows of the batch.
 
     Args:
-        logprobs: normalised log-probs. A row of NaN gives some id, whose log-prob is NaN: the caller detects it there.
+        logprobs: normalised. A row of NaN gives some id, whose log-prob is NaN: the caller detects it there.
         uniforms: in [0, 1), fp64.
     """
     vocabulary = logprobs.shape[-1]
@@ -94,11 +91,7 @@ class SupportRecorder:
         self._counts: list[Tensor] = []
 
     def add(self, logprobs: Float[Tensor, "rows vocab"], rows: Sequence[int]) -> None:
-        """Record one token of these rows; the others get no ids.
-
-        Args:
-            rows: the row of each distribution in the batch, ascending.
-        """
+        """Record one token of these rows, ascending, each with its distribution; the others get no ids."""
         # NaN stays: such a distribution was not cut, and its log-prob is refused by name later.
         possible = logprobs != -torch.inf
         counts, index = possible.sum(-1).cpu(), torch.tensor(rows, dtype=torch.long)

@@ -10,13 +10,10 @@ if TYPE_CHECKING:
 
 
 def derive_seed(run_seed: int, *place: int | str) -> int:
-    """Derive the seed for one place of a run; the same on every platform and independent of what ran before.
+    """Derive the seed, in [0, 2**63), for one place of a run; the same on every platform, whatever ran before.
 
     Args:
         place: where the number is used, from the general to the particular: iteration, stage, sample.
-
-    Returns:
-        An integer in [0, 2**63), uniform over places.
     """
     # A separator inside a name is doubled, so that no two places give the same text.
     escaped = [f"{type(part).__name__}:{part}".replace("\x1f", "\x1f\x1f") for part in (run_seed, *place)]
@@ -32,11 +29,7 @@ def make_generator(seed: int) -> "torch.Generator":
 
 
 def file_sha256(path: str) -> str:
-    """Return the sha256 of a file in hexadecimal; it is read again only when file, size or time is another.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the sha256 of a file in hexadecimal; it is read again only when file, size or time is another."""
     file = Path(path).expanduser().resolve()
     status = file.stat()
     return _file_sha256(file, status.st_ino, status.st_size, status.st_mtime_ns)

@@ -43,8 +43,7 @@ _JITTER = random.Random()
 class ServiceError(RuntimeError):
     """A service did not answer, or was busy; another attempt may succeed.
 
-    `retry_after_s` is the waiting time that the service requested, and `said` the message of an answer with status 5xx,
-    without the token that it was sent.
+    `retry_after_s` is the waiting time it requested; `said` the message of an answer 5xx, without the sent token.
     """
 
     def __init__(self, reason: str, retry_after_s: float | None = None, said: str = "") -> None:
@@ -53,12 +52,7 @@ class ServiceError(RuntimeError):
 
 
 class RefusedRequestError(Exception):
-    """A service answered with another status than 200, and would answer the same again.
-
-    Attributes:
-        status: of HTTP.
-        message: what the service said, without the token that it was sent.
-    """
+    """A service answered with another HTTP status than 200, and would again; its message is without the sent token."""
 
     def __init__(self, status: int, message: str) -> None:
         self.status, self.message = status, message
@@ -66,11 +60,7 @@ class RefusedRequestError(Exception):
 
 
 def check_url(url: str) -> str:
-    """Return an http or https address.
-
-    Raises:
-        InputError: it is none, or has a password.
-    """
+    """Return an http or https address; InputError if it is none, or has a password."""
     try:
         parts = urlsplit(url)
         # What httpx refuses: port 0, a host that is no name, white space and control characters.
@@ -86,11 +76,7 @@ def check_url(url: str) -> str:
 
 
 def check_token_env(name: str) -> str:
-    """Return the name of an environment variable.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Return the name of an environment variable; InputError if it is none."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         # The value may be the token.
         hint = "Set the name of the environment variable with the token, not the token."
@@ -99,11 +85,7 @@ def check_token_env(name: str) -> str:
 
 
 def read_token(place: str, token_env: str | None) -> str | None:
-    """Read a bearer token from the environment; None where no variable is named.
-
-    Raises:
-        InputError: the variable is not set, or contains something else.
-    """
+    """Read a bearer token from the environment, None without a variable's name; InputError if it has no token."""
     if token_env is None:
         return None
     token = os.environ.get(token_env, "").strip()
@@ -115,13 +97,7 @@ def read_token(place: str, token_env: str | None) -> str | None:
 
 
 def pause_s(attempt: int, backoff_s: float, retry_after_s: float | None = None) -> float:
-    """Return the pause after an attempt, in seconds; it doubles with each further one and is cut by up to half.
-
-    Args:
-        attempt: number of the attempt that failed, from 1.
-        backoff_s: the first pause.
-        retry_after_s: that the service requested; a longer one counts instead.
-    """
+    """Return the pause after an attempt (from 1), in seconds: doubling, less up to half, or as the service requests."""
     own = min(backoff_s * 2.0 ** (attempt - 1), MAX_PAUSE_S) * _JITTER.uniform(0.5, 1.0)
     return max(own, min(retry_after_s or 0.0, MAX_RETRY_AFTER_S))
 
@@ -130,10 +106,7 @@ def run_awaitable(awaitable: Awaitable[_Result]) -> _Result:
     """Wait for the result from code that is not asynchronous; its exceptions are raised here, an interrupt cancels it.
 
     One loop serves the whole process, as in TRL's trainer: a client that a user's module keeps open belongs to the
-    loop that it was first used on.
-
-    Raises:
-        RuntimeError: this is the loop's own thread, which would wait for itself.
+    loop that it was first used on. RuntimeError on the loop's own thread, which would wait for itself.
     """
 
     async def wait() -> _Result:
@@ -180,13 +153,11 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: in
 
 @dataclass(frozen=True)
 class Service:
-    """A service at an address.
+    """A service at an address without a trailing slash; `user` names who uses it, such as `rewards.judge`.
 
     Attributes:
-        address: without a trailing slash.
         timeout_s: of one request, in seconds, from connecting to the last byte.
         token: bearer token; None to send none.
-        user: of the service, for messages, such as `rewards.judge`.
     """
 
     address: str

@@ -1,7 +1,6 @@
 """Check the fields of settings against their annotations; how tokens are sampled and images are made.
 
-The ranges and choices of a setting are declared in the annotation of its field only. Pydantic reads them when a
-configuration embeds the settings; `check_fields` reads them when Python code builds the settings.
+Pydantic reads the annotations when a configuration embeds the settings, `check_fields` when Python code builds them.
 """
 
 import dataclasses
@@ -57,11 +56,7 @@ _TYPES = {
 
 
 def type_hint(details: Sequence["ErrorDetails"]) -> str:
-    """Say what a value has to be, in the words of YAML.
-
-    Args:
-        details: pydantic's errors; a value of several types has one for each, and the first one's value counts.
-    """
+    """Say what a value has to be, in the words of YAML; pydantic has an error for each of several types."""
     first = details[0]
     same = [each for each in details if each["loc"][:1] == first["loc"][:1] and each["input"] is first["input"]]
     if any(each["type"] not in _TYPES for each in same):
@@ -74,14 +69,10 @@ def type_hint(details: Sequence["ErrorDetails"]) -> str:
 def check_fields(
     settings: "DataclassInstance", place: str, declared_by: "type[DataclassInstance] | None" = None
 ) -> None:
-    """Refuse the first field whose value its annotation does not allow.
+    """Refuse the first field whose value its annotation does not allow; `place` of the error is ``<place>.<field>``.
 
     Args:
-        settings: a dataclass; the annotations of its fields may carry pydantic's constraints.
         declared_by: a base of its class, whose fields alone are checked; None: all fields.
-
-    Raises:
-        InputError: `place` is ``<place>.<field>``.
     """
     if isinstance(settings, BaseModel):
         return  # a section of a configuration: pydantic has checked it

@@ -20,22 +20,17 @@ def parse(source: str | bytes) -> ast.Module:
 
 
 class SyntaxWalk:
-    """One pass over a syntax tree: its text, the names in it, and what it imports.
+    """One pass over a syntax tree.
 
     Attributes:
-        text: parts of a text that is equal for sources that differ in format, comments and docstrings alone.
+        text: equal, joined, for sources that differ in format, comments and docstrings alone.
         names: that are read or bound.
         imports: the bound name, what it is bound to, and whether the import runs, which one for types does not.
         beyond: lines of relative imports that lead out of the packages' root.
     """
 
     def __init__(self, package: str, *, passes_on: bool = False) -> None:
-        """Begin a pass.
-
-        Args:
-            package: dotted name of the package that relative imports begin from; empty at the root.
-            passes_on: whether imports are no part of the text, as those of a package that only pass names on.
-        """
+        """Begin in a package (dotted; empty at the root); `passes_on` leaves imports out of the text."""
         self.package, self.passes_on = package, passes_on
         self.text: list[str] = []
         self.names: set[str] = set()

@@ -41,7 +41,6 @@ class SourceFile:
 
     Attributes:
         module: its dotted name, below the folder of the code or on Python's path.
-        path: where it is.
         content: as it was when it was read, which is what runs.
         digest: sha256 of its syntax tree without comments and docstrings; of the bytes where it is not Python's source.
         own: whether it is of the folder tree of the function's file.
@@ -60,7 +59,7 @@ class UserCode:
 
     Attributes:
         folder: of the function's file; None where it is in an importable module.
-        module: that has the function: its name below the folder, or on Python's path.
+        module: that has the function.
         files: that were followed, the function's own first; none where there is no such module.
         distributions: version of each installed distribution that the files import, by name.
         project: modules of this project that they import.
@@ -98,13 +97,9 @@ class UserCode:
 
 
 def follow_code(reference: str) -> UserCode:
-    """Find the code of ``package.module:function`` or ``path/to/file.py:function``.
+    """Find the code of ``package.module:function`` or ``path/to/file.py:function``; OSError without the file.
 
-    A file's code is read at each call. An importable module stays what it was at its first import, so its code is read
-    once in a process.
-
-    Raises:
-        OSError: there is no such file.
+    A file is read at each call; an importable module once in a process, since it stays what its first import read.
     """
     module = reference.rpartition(":")[0]
     if not module.endswith(".py"):
@@ -119,11 +114,7 @@ def follow_code(reference: str) -> UserCode:
 
 @contextmanager
 def code_kept(place: str, references: Iterable[str]) -> Iterator[None]:
-    """Refuse what functions have made in this block if their code has changed meanwhile.
-
-    Raises:
-        InputError: nobody knows which code made it; `place` is the one given.
-    """
+    """Raise InputError if the code of functions has changed when the block ends: nobody knows which code was used."""
     before = {reference: follow_code(reference).parts for reference in references}
     yield
     for reference, parts in before.items():
@@ -145,12 +136,7 @@ def _follow_module(module: str) -> UserCode:
 
 
 class _Following:
-    """Follows imports from the first file on.
-
-    Args:
-        folder: whose tree is the user's own; None for that of a package on Python's path.
-        package: top-level name of that package.
-    """
+    """Follows imports from the first file on, of a folder's tree or of a package on Python's path."""
 
     def __init__(self, folder: Path | None, package: str = "") -> None:
         self._folder, self._package = folder, package
@@ -188,11 +174,7 @@ class _Following:
                 self._unfollowed[f"{path.name}:{line} ({call})"] = None
 
     def add_module(self, module: str, *, own: bool) -> bool:
-        """Add the files of a module and of its packages; return whether there is one of this name.
-
-        Args:
-            own: whether the user's own tree is looked at first.
-        """
+        """Add the files of a module and its packages, the user's own first; return whether there is such a module."""
         if module and (module, own) not in self._found:
             self._found[module, own] = self._add_module(module, own)
         return not module or self._found[module, own]
@@ -236,11 +218,7 @@ class _Following:
         return [self._folder] if found[0] is not None or origin_of(find_specification(name)) is None else None
 
     def _elsewhere(self, module: str) -> tuple[list[Path], bool]:
-        """Note what a name that is not the user's own stands for.
-
-        Returns:
-            Where its files are to be followed, and whether there is such a module.
-        """
+        """Note what a name not the user's own stands for; return where to follow it, and whether there is such."""
         name = module.partition(".")[0]
         if name in sys.stdlib_module_names:
             if name == self._package:
@@ -263,10 +241,7 @@ class _Following:
 
 @dataclass(frozen=True)
 class _Parsed:
-    """What a file says: modules and names that it imports, and calls, with their lines, whose target is computed.
-
-    `listed` is its ``__all__``. A call of a fixed name has that name.
-    """
+    """What a file says: its imports and ``__all__``, and calls, with their lines, of computed or fixed names."""
 
     digest: str
     imports: tuple[Import, ...] = ()

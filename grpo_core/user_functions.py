@@ -30,9 +30,7 @@ class UserFunction:
     """A function and its code.
 
     Attributes:
-        call: the function itself.
         place: file and line of its definition, as a person opens them.
-        code: that runs when it is called.
         arguments: a JSON object of keyword arguments that go along with every call.
     """
 
@@ -76,9 +74,8 @@ def load_function(place: str, reference: str, arguments: str = "{}", *, factory:
     """Import the function, once per process for each state of its code.
 
     Args:
-        arguments: a JSON object of keyword arguments.
-        factory: whether what `reference` names gives the function when it is called with `arguments`; without it they
-            go along with every call.
+        arguments: a JSON object of keyword arguments, for every call.
+        factory: whether what `reference` names gives the function when it is called with `arguments` instead.
 
     Raises:
         InputError: no such module or function, an error while importing it, no Python function.

@@ -1,8 +1,7 @@
 """Import a user's file and its neighbours, exactly as they were read for the key.
 
-Every folder has modules of its own: two files that both ``import helper`` get the helper next to each. What runs is the
-content that was followed, so a file that changed since is imported again, with all that belongs to it, and code that
-imports only when it is called still gets what the key says.
+Every folder has modules of its own, so two files that ``import helper`` get the helper next to each. A file that
+changed since is imported again, with all that belongs to it; code that imports when called gets what the key says.
 """
 
 import builtins
@@ -125,13 +124,10 @@ _FINDER = _Finder()
 
 
 def import_code(code: UserCode) -> tuple[ModuleType, str]:
-    """Import the module of a user's function; call it from one thread at once.
+    """Import the module of a user's function, from one thread at once; raises whatever the code raises.
 
     Returns:
         The module, and the name of the state that its folder's modules have; equal as long as none of them changed.
-
-    Raises:
-        Exception: whatever the code raises.
     """
     if code.folder is None:
         return importlib.import_module(code.module), code.digest

@@ -30,10 +30,7 @@ class Uses(Enum):
 
 @cache
 def declared_uses(settings: type) -> Mapping[str, Uses]:
-    """Return what the fields of a settings class are used for, of those that are marked.
-
-    Args:
-        settings: a pydantic model or a dataclass.
+    """Return what the marked fields of a settings class, a pydantic model or a dataclass, are used for.
 
     Raises:
         TypeError: a field has several marks.
@@ -55,11 +52,7 @@ def settings_defaults(settings: type) -> Mapping[str, object]:
 
 
 def use_of(annotation: Any) -> Uses | None:
-    """Return the mark in an annotation, on the type itself or on any part of it; None without one.
-
-    Raises:
-        TypeError: it has several.
-    """
+    """Return the mark in an annotation, on the type or any part of it; None without one, TypeError for several."""
     found = set(_marks(annotation))
     if len(found) > 1:
         raise TypeError(f"{annotation} is marked as {' and '.join(sorted(each.name for each in found))}")

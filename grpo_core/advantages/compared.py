@@ -1,13 +1,10 @@
 """Which samples of a prompt are compared to train a stream, and the number that they are compared by.
 
-Tokens decide between the drafts of a prompt and denoising steps between the renderings of one draft. One comparison for
-both would give the denoising steps no signal, since nearly all of the difference is the tokens', and equally many
-renderings of every draft would leave few drafts for the tokens. So the samples of a prompt can be uneven: many drafts,
-a few of them rendered several times.
+Tokens decide between the drafts of a prompt and denoising steps between the renderings of one draft; a comparison of
+both would give the denoising steps no signal. So samples can be uneven: many drafts, a few rendered several times.
 
-n_k is the reward, or (reward - mean) / standard deviation. The gates multiply before that, while 0 is
-still the lowest possible reward. Afterwards 0 is the average, and a gate of 0 would lift a sample above half of its
-siblings.
+n_k is the reward, or (reward - mean) / standard deviation. The gates multiply before that, while 0 is still the lowest
+possible reward: afterwards 0 is the average, and a gate of 0 would lift a sample.
 """
 
 from collections.abc import Sequence
@@ -30,8 +27,7 @@ class ComparedSamples:
 
     Attributes:
         values: rewards of what is compared; NaN where none is known.
-        samples: index of the sample whose actions get the advantage, among all samples, group after group.
-        groups: index of the group that each row belongs to.
+        samples: index, among all samples, of the sample whose actions get the advantage.
     """
 
     values: Float[Tensor, "rows compared rewards"]
@@ -44,15 +40,14 @@ def compared_samples(
 ) -> ComparedSamples:
     """Arrange the rewards of samples by what is compared for a stream.
 
-    - Drafts: those of a prompt, in the order of their numbers. A draft's reward is the mean over its renderings that
-      have one, for each reward before anything else is done to it; its advantage goes to its first sample, whose tokens
-      are those of all its renderings.
-    - Renderings: those of a draft, in the order of the samples; drafts that are rendered once are left out. Where no
-      draft is rendered more often, as in an evaluation, they are all samples of a prompt, for its statistics.
+    - Drafts: those of a prompt, by number. A draft's reward is the mean over its renderings that have one, for each
+      reward before anything else is done to it; its advantage goes to its first sample.
+    - Renderings: those of a draft; drafts that are rendered once are left out. Where none is rendered more often, as
+      in an evaluation, they are all samples of a prompt, for its statistics.
 
     Args:
         values: NaN marks a null.
-        drafts: number of the draft that each sample is rendered from; 0 to n - 1 in every group.
+        drafts: number of each sample's draft; 0 to n - 1 in every group.
     """
     match stream:
         case "tokens":
@@ -136,8 +131,7 @@ def moments_of(
     """Compute the moments of each row in fp64; values where `counted` is False are ignored.
 
     Args:
-        magnitudes: for values that are sums: of the magnitudes of what was added, which bounds the rounding where it
-            cancels; by default |value|.
+        magnitudes: of what was added up to a value, which bound its rounding; by default |value|.
     """
     zeroed = torch.where(counted, values, 0.0).double()
     counts = counted.sum(-1)
@@ -157,11 +151,9 @@ def objective_of(
 ) -> tuple[Float[Tensor, "groups siblings"], Float[Tensor, "groups siblings"]]:
     """Normalise each reward as its term says (`normalize_then_sum`: all of them by group), and sum.
 
-    A standard deviation of zero is not divided by.
-
     Returns:
-        S = sum over k of w_k n_k of the samples that are present, which is the combined reward where nothing is
-        normalised; and the sum of the magnitudes of the summands, to which rounding is relative.
+        sum over k of w_k n_k of the samples that are present, which is the combined reward where nothing is normalised;
+        and the sum of the magnitudes of the summands, to which rounding is relative.
     """
     whole_mix = settings.aggregation == "normalize_then_sum"
     kinds: list[Normalization] = ["group" if whole_mix else term.normalize for term in terms]

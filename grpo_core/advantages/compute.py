@@ -26,18 +26,15 @@ class GroupAdvantages:
 
     Attributes:
         advantages: NaN where the sample is not trained: it has no reward, or its group is dropped.
-        rewards: combined, less the KL in the reward, before any normalisation by group or running moments; NaN where
-            `present` is False.
-        means: mean of `rewards` over the group; NaN for a group without any.
-        stds: their Bessel-corrected standard deviation; zero for a constant group.
-        constant: the group teaches nothing: its rewards (where they are normalised, their normalised sums) do not
-            differ.
+        rewards: combined, less the KL in the reward, before normalisation; NaN where `present` is False.
+        means: of `rewards` over the group; NaN for a group without any.
+        stds: Bessel-corrected; zero for a constant group.
+        constant: the group teaches nothing: its rewards, normalised if they are, do not differ.
         dropped: constant groups that are left out on request.
         present: whether the sample has any reward.
         imputed: null rewards that count and were filled with the group's mean.
-        scaled: each reward after clamp and fixed range, of a gate its factor; imputed ones filled; NaN where there is
-            no value.
-        running: moments of the known scaled values, this call's merged into those that were given; for the next call.
+        scaled: each reward after clamp and fixed range, of a gate its factor; imputed ones filled; NaN without a value.
+        running: moments of the known scaled values of this call and all before.
     """
 
     advantages: Float[Tensor, "groups siblings"]
@@ -73,7 +70,7 @@ def compute_advantages(
     Raises:
         InputError: the mix and the settings do not fit together (`refuse_terms`).
         ValueError: the terms do not fit the values, or a KL in the reward without penalties.
-        NonFiniteError: a reward is infinite, or the KL of a rewarded sample is not finite; named `group/sibling`.
+        NonFiniteError: a reward, or the KL of a rewarded sample, is not finite; named `group/sibling`.
     """
     refuse_terms(terms, settings)
     combined = combine_rewards(values.double(), terms, applies=applies, missing=settings.missing)
@@ -172,19 +169,15 @@ def kl_penalty(
 
     With k1 that is log p(row) - log ref(row), whose mean over samples is the KL of whole sequences (Ouyang et al.,
     2022, arXiv:2203.02155, equation 2). It is summed, not averaged: a longer row has diverged more.
-
-    Args:
-        logprobs: under the policy that sampled, computed as the reference's were.
     """
     return estimate_kl(logprobs, ref_logprobs, loss_mask, estimator).detach().sum(-1, dtype=torch.float64)
 
 
 def reward_metrics(result: GroupAdvantages) -> dict[str, float]:
-    """Return mean and spread of the combined rewards, and how many were filled in or left out.
+    """Return mean and Bessel-corrected spread of the combined rewards, and how many were filled in or left out.
 
-    `reward` and `reward_std` (Bessel-corrected) are over all rewarded samples, dropped groups included;
-    `frac_reward_zero_std` is the share of groups that teach nothing. `reward` is absent without any rewarded sample,
-    `reward_std` with fewer than two.
+    Both are over all rewarded samples, dropped groups included; `reward` needs one of them, `reward_std` two.
+    `frac_reward_zero_std` is the share of groups that teach nothing.
     """
     rewards = result.rewards[result.present].double()
     metrics = {

@@ -72,12 +72,7 @@ class AdvantageSettings:
 
 
 def refuse_terms(terms: Sequence[RewardTerm], settings: AdvantageSettings) -> None:
-    """Refuse a mix from which nothing can be learned, or that these settings would normalise twice.
-
-    Raises:
-        InputError: no reward is added with a weight other than 0 (`place` ``rewards``); or a reward has its own
-            normalisation next to normalize_then_sum (`place` ``rewards.<index>.normalize``).
-    """
+    """Raise InputError for a mix from which nothing can be learned, or that these settings would normalise twice."""
     if not any(term.role == "sum" and term.weight for term in terms):
         found = [term.role if term.role == "gate" else term.weight for term in terms]
         hint = "No reward is added with a weight other than 0, so nothing would be learned; give one a weight."

@@ -27,7 +27,6 @@ class LossInputs:
     Attributes:
         logprobs: under the policy that is being trained, with gradient.
         old_logprobs: under the policy before the update; a constant, like all that follow but the entropy.
-        advantages: one per row.
         loss_mask: True for a trained token; masked overlong rows are already False.
         rollout_logprobs: as recorded while sampling; None where the sampler is the policy before the update.
         ref_logprobs: under the reference; None without one.
@@ -56,12 +55,10 @@ class TokenLoss:
     Attributes:
         policy_loss: the microbatch's share of the minibatch's loss without KL and entropy bonus, a scalar.
         surrogate: policy term, after masks and mismatch weights; of a loss that gives a scalar, all zero.
-        kl: estimate of KL(policy || reference) as it enters the loss, with its weights and before kl_coef; all zero
-            without a reference.
+        kl: estimate of KL(policy || reference) as it enters the loss, with its weights and before kl_coef.
         importance_ratio: exp(logprobs - old_logprobs), or its row's at sequence level.
         log_ratio_clamped: the ratio's exponent is clamped to +-grpo_core.losses.ratios.MAX_LOG_RATIO.
-        clipped_low: the lower bound is active; never for losses without one.
-        clipped_high: the upper bound is active; never for losses without one.
+        clipped_low: the lower bound is active; clipped_high: the upper one. Never for losses without them.
         active: tokens that have a policy term: neither the entropy mask nor the off-policy mask removes them.
         mismatch_weights: correction for the sampler, 1 where masked; None where none is configured.
     """
@@ -87,7 +84,7 @@ def compute_microbatch_loss(
 
     Args:
         settings: None for the defaults: grpo, clipped at 0.2, without KL and entropy bonus.
-        denominators: counts of the whole minibatch; None: these rows are the whole minibatch.
+        denominators: counts of the whole minibatch; None: these rows are it.
 
     Raises:
         ValueError: a term is switched on and one of its inputs is missing.
@@ -192,10 +189,7 @@ def _mean_entropy(inputs: LossInputs, denominators: Denominators) -> Float[Tenso
 def count_clipped(
     terms: TokenLoss, loss_mask: Bool[Tensor, "batch time"], settings: LossSettings
 ) -> Float[Tensor, " low_high_counted"]:
-    """Count where the lower and where the upper bound is active, out of how many; sums over microbatches and processes.
-
-    Tokens are counted; where a row has one ratio, rows, those without trained tokens included.
-    """
+    """Count where the lower and where the upper bound is active, out of how many tokens, or rows of one ratio each."""
     flags = (terms.clipped_low, terms.clipped_high, loss_mask)
     if settings.level == "sequence":
         flags = (terms.clipped_low.any(-1), terms.clipped_high.any(-1), torch.ones_like(loss_mask[:, 0]))

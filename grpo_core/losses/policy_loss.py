@@ -1,11 +1,8 @@
 """Every loss: the policy term of each token, DiffusionNFT's regression without ratios, and the names.
 
 A new loss is one function, here with one entry in LOSSES, or in any module that :func:`find_loss` can import. It
-takes :class:`TermInputs` and the settings and returns a :class:`PolicyTerm`, whose values are minimised; values where
-the loss mask is False are undefined, because the caller drops them.
-
-An image is learned from by two implicit policies on either side of the old policy: the positive one, on the side of the
-trained policy, where its advantage is high, and the negative one, on the other side, where it is low.
+takes :class:`TermInputs` and the settings and returns a :class:`PolicyTerm`; values where the loss mask is False are
+undefined, because the caller drops them.
 """
 
 import math
@@ -34,7 +31,6 @@ class TermInputs:
         logprobs: under the policy that is being trained, nats, with gradient; 0 where masked.
         log_ratio: logprobs - old_logprobs, with gradient; 0 where masked.
         ratio: importance ratio of each token, or of its row, with gradient; its exponent is clamped.
-        advantages: one per row.
         loss_mask: True for a trained token.
         mismatch_weights: correction for a sampler that is not the policy, 1 where masked; None without one.
         denominators: counts of the minibatch, for a loss that reduces its tokens itself.
@@ -53,12 +49,9 @@ class TermInputs:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """The policy term of each token, and where its bounds stop the gradient.
+    """The policy term of each token, and where its bounds stop the gradient; None where the loss has no such bound.
 
-    Attributes:
-        values: to be minimised; a scalar is the microbatch's share of the minibatch's policy loss, already reduced.
-        clipped_low: the lower bound is active; None where the loss has none.
-        clipped_high: the upper bound is active; None where the loss has none.
+    `values` are minimised; a scalar is the microbatch's share of the minibatch's policy loss, already reduced.
     """
 
     values: Float[Tensor, "batch time"] | Float[Tensor, ""]
@@ -174,8 +167,8 @@ def find_loss(name: str) -> tuple[Term, Reduction]:
     Args:
         name: a key of LOSSES, or `package.module:function` or `path/to/file.py:function`. The function takes
             (TermInputs, LossSettings) and returns the policy term of each token, [batch, time], which is masked,
-            multiplied by the mismatch weights and averaged as in grpo; or a scalar, which is used unchanged as the
-            microbatch's share of the minibatch's policy loss.
+            multiplied by the mismatch weights and averaged as in grpo; or a scalar, the microbatch's share of the
+            minibatch's policy loss.
 
     Raises:
         InputError: there is no such loss or function, or its module cannot be imported.
@@ -192,14 +185,7 @@ SMALLEST_ERROR = 1e-5
 
 @dataclass(frozen=True)
 class NoisedImages:
-    """Latents of images with noise added again: noised = (1 - sigma) image + sigma noise.
-
-    Attributes:
-        images: finished latents.
-        noised: what the model reads.
-        sigmas: noise levels.
-        advantages: of the images.
-    """
+    """Finished latents of images, and what the model reads: noised = (1 - sigma) image + sigma noise."""
 
     images: Float[Tensor, "rows ..."]
     noised: Float[Tensor, "rows ..."]
@@ -213,13 +199,7 @@ class NoisedImages:
 
 @dataclass(frozen=True)
 class NftTerms:
-    """The terms of the loss, one per row.
-
-    Attributes:
-        policy: positive and negative error, weighted by the advantage; with gradient.
-        positive: error of the positive policy, a constant like the next.
-        negative: error of the negative policy.
-    """
+    """One value per row: errors of both policies weighted by the advantage, with gradient, then each error alone."""
 
     policy: Float[Tensor, " rows"]
     positive: Float[Tensor, " rows"]
@@ -236,14 +216,8 @@ def nft_terms(
 ) -> NftTerms:
     """Return advantage_clip / beta * (r positive + (1 - r) negative), with r = clip(A / advantage_clip) / 2 + 1/2.
 
-    At r = 1/2 and velocity = old both errors are equal and their gradients cancel.
-
-    Args:
-        velocity: of the policy that is trained, with gradient.
-        old: of the old policy, a constant.
-        noised: what both were computed at.
-        beta: the implicit policies are old +- beta (velocity - old).
-        advantage_clip: advantages are clipped to [-advantage_clip, advantage_clip].
+    Positive and negative are the errors of the implicit policies old +- beta (velocity - old), on either side of the
+    old policy. At r = 1/2 and velocity = old both are equal and their gradients cancel. `velocity` has a gradient.
     """
     moved = beta * (velocity - old)
     positive, negative = _error(old + moved, noised), _error(old - moved, noised)

@@ -1,14 +1,13 @@
 """Importance ratios, weights that correct for the sampler, and estimates of the KL to the reference.
 
-The sampler is not quite that policy: they differ by arithmetic (another engine, dtype or kernel), or the rollouts are
-older. exp(old - rollout) is truncated (Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
-training", TIS) or masked (IcePop, in "Every step evolves", 2025, arXiv:2510.18855).
+The sampler differs from the policy by arithmetic, or the rollouts are older: exp(old - rollout) is truncated (Yao et
+al., 2025, "Your efficient RL framework secretly brings you off-policy RL training", TIS) or masked (IcePop, in "Every
+step evolves", 2025, arXiv:2510.18855).
 
 Schulman, 2020, "Approximating KL divergence". As numbers, k1 and k3 are unbiased and k2 is not. As terms of a loss
 their gradients on policy differ (Liu et al., 2025, arXiv:2510.01555): that of k1 is zero in expectation, that of k2
 is the gradient of KL(policy || reference), that of k3 is the gradient of KL(reference || policy). Multiplied by the
-ratio of the policy to whatever sampled the token, k1 and k3 both have the gradient of KL(policy || reference), and
-their mean is that KL.
+ratio of the policy to whatever sampled the token, k1 and k3 have the mean and the gradient of KL(policy || reference).
 """
 
 from typing import assert_never
@@ -35,10 +34,9 @@ def token_log_ratio(
 def log_ratio_at(
     log_ratio: Float[Tensor, "batch time"], loss_mask: Bool[Tensor, "batch time"], level: ImportanceLevel
 ) -> Float[Tensor, "batch time"]:
-    """Return the log-ratios at a level: as given, or the mean over each row's tokens at every place of the row.
+    """Return the log-ratios at a level: as given, or the mean over each row's tokens, 0 for a row without, everywhere.
 
-    The mean is the length-th root of the sequence's ratio (Zheng et al., 2025, GSPO, arXiv:2507.18071, equation 7);
-    it is 0 for a row without tokens.
+    The mean is the length-th root of the sequence's ratio (Zheng et al., 2025, GSPO, arXiv:2507.18071, equation 7).
     """
     if level == "token":
         return log_ratio
@@ -48,10 +46,7 @@ def log_ratio_at(
 
 
 def importance_ratio(log_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
-    """Return exp of the log-ratio, which is clamped to +-MAX_LOG_RATIO; there is no gradient beyond the bound.
-
-    Without the bound a single token whose policy moved far makes the loss of the whole minibatch infinite.
-    """
+    """Return exp of the log-ratio, clamped to +-MAX_LOG_RATIO without a gradient beyond, or one token could be inf."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -67,10 +62,7 @@ def mismatch_weights(
     loss_mask: Bool[Tensor, "batch time"],
     settings: MismatchSettings,
 ) -> Float[Tensor, "batch time"]:
-    """Return the weights of the policy term and of the KL, 1 where masked.
-
-    At sequence level all tokens of a row have the row's.
-    """
+    """Return the weights of the policy term and of the KL, 1 where masked; at sequence level a row has one."""
     log_ratio = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
     if settings.level == "sequence":
         log_ratio = torch.where(loss_mask, log_ratio.sum(-1, keepdim=True), 0.0)
@@ -83,10 +75,7 @@ def mismatch_weights(
 def mismatch_metrics(
     weights: Float[Tensor, "batch time"], loss_mask: Bool[Tensor, "batch time"], level: ImportanceLevel
 ) -> dict[str, float]:
-    """Return min, mean and max of the weights of :func:`mismatch_weights`, named as by TRL.
-
-    At sequence level each row counts once, whatever its length.
-    """
+    """Return min, mean and max of the weights of :func:`mismatch_weights`, named as by TRL; a row counts once."""
     # The first trained token's weight is the row's; that of a row without tokens is 1.
     first = loss_mask.int().argmax(-1, keepdim=True)
     counted = (weights[loss_mask] if level == "token" else weights.gather(1, first)).double()

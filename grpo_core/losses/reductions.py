@@ -14,24 +14,15 @@ def overlong_mask(
 ) -> Bool[Tensor, "batch time"]:
     """Return the loss mask without the rows that were truncated at their maximum length.
 
-    Yu et al., 2025, DAPO (arXiv:2503.14476), section 3.4, overlong filtering. The rows stay in their groups'
-    statistics and in the count of rows; they leave the count of tokens.
+    Yu et al., 2025, DAPO (arXiv:2503.14476), section 3.4, overlong filtering. The rows stay in the count of rows.
     """
     return loss_mask & finished.unsqueeze(-1)
 
 
 def entropy_threshold(entropies: Float[Tensor, " tokens"], share: float) -> float:
-    """Return the entropy that `share` of the tokens reach: their (1 - share) quantile, interpolated linearly.
+    """Return the entropy, in nats, that `share` of the trained tokens reach: their (1 - share) quantile, interpolated.
 
-    Wang et al., 2025, "Beyond the 80/20 rule" (arXiv:2506.01939). Computed once over the trained tokens of the
-    minibatch, on all processes, the threshold does not depend on the microbatches.
-
-    Args:
-        entropies: one per trained token, nats.
-        share: part of the tokens to keep, in (0, 1].
-
-    Raises:
-        ValueError: share is not in (0, 1].
+    Wang et al., 2025, "Beyond the 80/20 rule" (arXiv:2506.01939). ValueError for a share outside (0, 1].
     """
     if not 0.0 < share <= 1.0:
         raise ValueError(f"share is {share}; it is the part of the tokens to keep, in (0, 1]")
@@ -55,13 +46,10 @@ def on_policy_rows(
     *,
     threshold: float,
 ) -> Bool[Tensor, " batch"]:
-    """Return False for rows with A < 0 whose mean (sampling - current) log-prob exceeds the threshold.
+    """Return False for rows with A < 0 whose mean (sampling - current) log-prob exceeds the threshold, nats per token.
 
     DeepSeek-V3.2 (arXiv:2512.02556), equation 9, off-policy sequence masking: a bad sample that the policy would
     rarely sample again teaches little and destabilises.
-
-    Args:
-        threshold: nats per token.
     """
     difference = torch.where(loss_mask, sampling_logprobs - logprobs, 0.0).detach()
     drift = difference.sum(-1) / loss_mask.sum(-1).clamp(min=1)
@@ -70,16 +58,13 @@ def on_policy_rows(
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over all microbatches and all processes.
-
-    Where gradients are averaged over processes (DDP, FSDP), each process multiplies its loss by their number.
+    """Counts over all microbatches and all processes; those that average gradients multiply the loss by their number.
 
     Attributes:
         rows: of the minibatch, rows without trained tokens included.
         tokens: trained tokens of the minibatch.
         entropy_tokens: those of them that the entropy bonus is taken over: all, or the entropy mask's.
-        rollout_rows: of all minibatches of an epoch together.
-        rollout_tokens: trained tokens of all minibatches of an epoch together.
+        rollout_rows: of all minibatches of an epoch together; rollout_tokens: their trained tokens.
         max_completion_length: maximum number of tokens in a row; of images, that of one of the sampler's own size.
     """
 
@@ -99,11 +84,7 @@ class Denominators:
     def of(
         cls, loss_mask: Bool[Tensor, "batch time"], entropy_mask: Bool[Tensor, "batch time"] | None = None
     ) -> "Denominators":
-        """Count a batch that is a whole minibatch, and the only one of its rollout set.
-
-        Args:
-            entropy_mask: the tokens that the entropy bonus is taken over; None: all trained ones.
-        """
+        """Count a batch that is a whole minibatch, and the only one of its rollout set; `entropy_mask` None: all."""
         (rows, time), tokens = loss_mask.shape, int(loss_mask.sum())
         entropy_tokens = tokens if entropy_mask is None else int((loss_mask & entropy_mask).sum())
         return cls(rows, tokens, entropy_tokens, rows, tokens, max_completion_length=time)

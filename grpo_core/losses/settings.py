@@ -208,11 +208,7 @@ def custom_loss_digest(name: str) -> str | None:
 
 
 def load_custom_loss(name: str) -> UserFunction:
-    """Import a user's function as a loss.
-
-    Raises:
-        InputError: there is no such loss or function, or its module cannot be imported.
-    """
+    """Import a user's function as a loss; InputError if there is none, or its module cannot be imported."""
     _require_reference(name)
     return load_function("update.loss", name)
 

@@ -17,10 +17,7 @@ no prompt has any) -> drafts of one prompt side by side."""
 def sample_drafts(
     requests: Sequence[GroupRequest], sample: SampleTokens
 ) -> Iterator[tuple[GroupRequest, SampledTokens]]:
-    """Sample the drafts of all groups at once, and give each group one row per sample.
-
-    Args:
-        requests: of one image size, each with equally many different seeds.
+    """Sample the drafts of all groups of one image size at once, and give each group one row per sample.
 
     Raises:
         NonFiniteError: a log-prob is not finite; names the samples of all groups, before any group is given out.

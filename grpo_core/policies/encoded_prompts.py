@@ -1,8 +1,7 @@
 """Encoded prompts of texts, with images and of images: encoded once each, kept, and padded to a batch for a pass.
 
-Positions are given to the model explicitly, always. Left padding shifts every id of a short prompt, and a model with
-places in time, height and width takes those of the previous caller, or plain ones: without explicit positions it reads
-another text, and log-probs are wrong by nats without a warning.
+Positions are always given to the model explicitly: it would count padding on the left, or go on from the previous
+caller's places in time, height and width, and log-probs would be wrong by nats without a warning.
 """
 
 from collections import OrderedDict
@@ -51,11 +50,7 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...
 
 
 def join_features(parts: Sequence[ImageFeatures]) -> Any:
-    """Return the features of several rows, in the form of the model's own output.
-
-    Args:
-        parts: at least one, in the order of the rows; rows without images have none.
-    """
+    """Return the features of several rows, in order, in the form of the model's own output."""
     joined = BaseModelOutputWithPooling()
     whole = [part.pooled for part in parts if isinstance(part.pooled, Tensor)]
     single = [each for part in parts if not isinstance(part.pooled, Tensor) for each in part.pooled]
@@ -77,8 +72,7 @@ class EncodedPrompt:
         token_types: by the model's argument, one for each id.
         pixels: arguments of the model's image encoder; empty without images, or where the features are kept.
         features: of its images; None without images, or while they are not kept.
-        marked: the ids with one mark in place of each image's placeholders, for an engine that reads images itself;
-            None: as they are.
+        marked: the ids with one mark in place of each image's placeholders, for an engine; None: as they are.
     """
 
     ids: list[int]
@@ -106,18 +100,14 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts, left-padded to one length.
+    """Prompts, left-padded to one length, with zeros where padded; fields as of an EncodedPrompt.
 
     Attributes:
-        input_ids: zero where padded.
         attention_mask: 1 for a prompt id, 0 for left padding.
-        position_ids: 0 where padded. For models whose ids have a place in time, height and width, one row of each.
-        next_positions: of the tokens of completions, in the form of `position_ids`, any where a prompt has fewer;
-            None: they count on from the last position of the prompt.
+        next_positions: any where a prompt has fewer.
         features: of each prompt's images, None without any; empty: no prompt has images.
-        token_types: by the model's argument, 0 where padded.
         completion_type: the token type of a completion's ids.
-        marked: the ids of each prompt for an engine, without padding; None: as they are.
+        marked: without padding.
     """
 
     input_ids: Int[Tensor, "prompts length"]
@@ -174,13 +164,9 @@ class EncodedPrompts:
 
 
 def pad_prompts(prompts: Sequence[EncodedPrompt], device: torch.device, *, completion_type: int = 0) -> EncodedPrompts:
-    """Pad prompts on the left to the longest.
-
-    Padding has id 0 outside the attention mask, so a tokenizer without a pad token needs none.
+    """Pad prompts of one model on the left to the longest, with id 0 outside the attention mask.
 
     Args:
-        prompts: at least one, of one model.
-        device: of the model.
         completion_type: the token type of a completion's ids.
     """
     length = max(len(each.ids) for each in prompts)
@@ -227,11 +213,7 @@ class RecentlyUsed(Generic[V]):
     """What was used last, as much as fits into a number of bytes."""
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
-        """Start empty.
-
-        Args:
-            limit: most bytes of all values.
-        """
+        """Start empty, for values of `limit` bytes together."""
         self._limit, self._bytes = limit, 0
         self._values: OrderedDict[Hashable, V] = OrderedDict()
 

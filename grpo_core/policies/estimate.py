@@ -1,11 +1,9 @@
 """Estimate the GPU memory and disk space that a configuration needs, part by part, before anything is loaded.
 
 Weights, adapters, copies, gradients, optimizer moments and a policy version's files are exact: their parameters are
-counted on the model built on the meta device. What a pass computes is approximate: bytes for each position of a row,
-block and unit of hidden width, taken from the tensors that autograd keeps on a CPU of SD3's, FLUX's, Qwen-Image's,
-Z-Image's and GLM-Image's blocks: 69 to 131 bytes in fp32, 42 to 96 in 16 bits, where norms and adapters keep copies in
-fp32. PyTorch's allocator, under a driver that computes nothing, is within 9 % of it, but for autocast; kernels'
-workspaces and the allocator's fragmentation are in ERROR_MARGIN.
+counted on the meta device. What a pass computes is bytes for each position, block and unit of hidden width, taken from
+what autograd keeps of blocks of SD3, FLUX, Qwen-Image, Z-Image and GLM-Image (69 to 131 in fp32, 42 to 96 in 16 bits).
+PyTorch's allocator is within 9 % of it, but for autocast; workspaces and fragmentation are in ERROR_MARGIN.
 """
 
 from collections.abc import Iterator, Mapping
@@ -55,12 +53,9 @@ ALWAYS = frozenset(PHASES)
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One part of the memory.
+    """One part of the memory, in bytes, counted exactly or estimated by a formula.
 
     Attributes:
-        name: of the part.
-        bytes: its size.
-        exact: whether it is counted; otherwise it is estimated by a formula.
         phases: when it is on the GPU.
         offloaded: whether it is in CPU memory in the other phases.
     """
@@ -74,12 +69,7 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The GPU memory that a configuration needs.
-
-    Attributes:
-        parts: all of them; names are unique.
-        phases: those that the configuration has, in order.
-    """
+    """The GPU memory that a configuration needs: its parts, by unique names, and its phases, in order."""
 
     parts: tuple[MemoryPart, ...]
     phases: tuple[Phase, ...]
@@ -104,7 +94,6 @@ class Workload:
     """Dtype and sizes of what is computed at once for one stream.
 
     Attributes:
-        dtype: of the weights.
         group_size: drafts of a prompt, or the most renderings of one draft.
         prompts_per_batch: prompts sampled at once.
         micro_batch_size: rows per forward and backward pass.
@@ -126,10 +115,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class ModelEstimate:
-    """The memory and disk space that one model needs.
+    """The memory of one GPU and the disk space that a model needs.
 
     Attributes:
-        memory: of one GPU.
         checkpoint: bytes of a policy version on disk, optimizer state included.
         counted: sizes of the model's parts, as text.
         tokens: number of tokens of an image by its size; empty for texts.
@@ -157,7 +145,6 @@ def estimate_resources(
     """Estimate the GPU memory and disk space of a model of this kind; nothing is loaded.
 
     Args:
-        settings: the family's, of its sampler.
         choices: what of each trained component is trained.
         workloads: of the same components.
         offload: whether networks that a phase does not need are in CPU memory.
@@ -266,8 +253,7 @@ def training_parts(
 def _activations(sizes: ComponentSizes, choice: TrainingChoice, workload: Workload) -> int:
     """Return what a microbatch keeps for its backward pass, and the largest step of that pass: a block, or its logits.
 
-    Checkpointing keeps each block's input and computes one block at a time again (arXiv:1604.06174). Logits are made
-    for a chunk of tokens at a time; where the head is trained, its gradient is added up.
+    Checkpointing keeps each block's input (arXiv:1604.06174). A trained head's gradient is added up over chunks.
     """
     rows, b = workload.micro_batch_size, BYTES[workload.dtype]
     again = choice.gradient_checkpointing
@@ -281,10 +267,7 @@ def _activations(sizes: ComponentSizes, choice: TrainingChoice, workload: Worklo
 
 
 def _sampling(sizes: ModelSizes, settings: Any, workloads: Mapping[Stream, Workload]) -> Iterator[MemoryPart]:
-    """Yield the key-value cache, one step's logits with their fp32 and fp64 sums, and the largest tensors of images.
-
-    Images that together have more pixels than PIXELS_AT_ONCE are decoded one by one.
-    """
+    """Yield the key-value cache, one step's logits with their fp32 and fp64 sums, and the largest tensors of images."""
     workload = next(iter(workloads.values()))
     rows, b = workload.prompts_per_batch * workload.group_size, BYTES[workload.dtype]
     yield MemoryPart("key-value cache", rows * sizes.cached * b, phases=frozenset({"sampling"}))

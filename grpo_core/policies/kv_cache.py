@@ -10,21 +10,14 @@ _GROWTH = 64
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of one layer, in memory for more tokens than there are.
-
-    The layer that it replaces joins all earlier keys and values with those of each new token.
-    """
+    """Keys and values of one layer, in memory for more tokens; DynamicLayer joins all with those of each new token."""
 
     keys: Tensor
     values: Tensor
     _memory: tuple[Tensor, Tensor]
 
     def __init__(self, filled: DynamicLayer, limit: int) -> None:
-        """Take over the keys and values of a filled layer.
-
-        Args:
-            limit: most tokens of a row; no memory is taken for more.
-        """
+        """Take over the keys and values of a filled layer, for at most `limit` tokens of a row."""
         super().__init__()
         assert filled.keys is not None, "the prefill comes first"
         assert filled.values is not None, "the prefill comes first"
@@ -67,11 +60,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def grow_in_place(cache: Cache, limit: int) -> None:
-    """Let the layers of a filled cache that keep all tokens grow in place; those with windows or states stay.
-
-    Args:
-        limit: most tokens of a row, its prompt included.
-    """
+    """Let the layers of a filled cache that keep all tokens grow in place, to `limit` tokens of a row."""
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.is_initialized:
             cache.layers[index] = GrowingLayer(layer, limit)

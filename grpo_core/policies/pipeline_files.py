@@ -24,11 +24,7 @@ ONE_NETWORK: Parts = MappingProxyType({"": ("transformers", "PreTrainedModel")})
 
 
 def refuse_missing_folder(model: str, file: str = INDEX_FILE) -> None:
-    """Raise InputError for a path that is not a saved model's folder; hub names pass.
-
-    Args:
-        file: that every such folder has: INDEX_FILE of a pipeline, or CONFIG_FILE of a language model.
-    """
+    """Raise InputError for a path that is no folder with this file, INDEX_FILE or CONFIG_FILE; hub names pass."""
     path, slashes = Path(model).expanduser(), model.count("/")
     # Some language models have a hub name of one word.
     names_folder = slashes != 1 if file == INDEX_FILE else slashes > 1
@@ -43,13 +39,7 @@ def refuse_missing_folder(model: str, file: str = INDEX_FILE) -> None:
 
 
 def find_model_file(model: str, name: str, revision: str | None = None) -> Path | None:
-    """Find a file of a saved model or pipeline on this machine; None if it is not there.
-
-    Args:
-        model: a folder, or a hub name, whose files are searched in the local cache only.
-        name: path inside the folder, such as transformer/config.json.
-        revision: branch, tag or commit of a hub name; None: main.
-    """
+    """Find a file of a saved model or pipeline, or of a hub name in the local cache; None if it is not there."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         file = folder / name
@@ -67,15 +57,7 @@ def find_model_file(model: str, name: str, revision: str | None = None) -> Path 
 def read_kind(
     model: str, revision: str | None = None
 ) -> Literal["glm_image", "diffusers", "causal_lm", "vision_lm"] | None:
-    """Read from the files of a saved model or pipeline which kind of policy it is; None if they are not here.
-
-    Args:
-        model: a folder, or a hub name, whose files are searched in the local cache only.
-        revision: branch, tag or commit of a hub name; None: main.
-
-    Raises:
-        InputError: its description is damaged.
-    """
+    """Read from a model's files, or a hub name's in the local cache, which kind of policy it is; None without files."""
     index = find_model_file(model, INDEX_FILE, revision)
     if index is not None:
         released = read_pipeline_file(model, index).get("_class_name") == "GlmImagePipeline"
@@ -89,14 +71,7 @@ def read_kind(
 
 
 def read_pipeline_file(model: str, file: Path) -> dict[str, Any]:
-    """Read a configuration file of a saved pipeline.
-
-    Args:
-        model: folder or hub name of the pipeline, for the message.
-
-    Raises:
-        InputError: the file is missing or damaged.
-    """
+    """Read a configuration file of a saved pipeline; InputError if it is missing or damaged."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -109,14 +84,7 @@ def read_pipeline_file(model: str, file: Path) -> dict[str, Any]:
 
 
 def refuse_missing_parts(model: str, parts: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse a folder without one of the parts that its index names; a hub's cache may get them later.
-
-    Args:
-        parts: of its index, from `pipeline_parts`.
-
-    Raises:
-        InputError: names the part.
-    """
+    """Raise InputError for a folder without one of the parts that its index names; a hub's cache may get them later."""
     folder = Path(model).expanduser()
     for name in parts if folder.is_dir() else ():
         if not (folder / name).is_dir():
@@ -125,14 +93,7 @@ def refuse_missing_parts(model: str, parts: Mapping[str, tuple[str, str]]) -> No
 
 
 def refuse_missing_weights(model: str, parts: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse a folder in which a part has no weights in safetensors, or not all of them; a hub name passes.
-
-    Args:
-        parts: of its index, from `pipeline_parts`.
-
-    Raises:
-        InputError: names the part's folder and the missing file.
-    """
+    """Raise InputError for a folder in which a part has no, or not all, weights in safetensors; a hub name passes."""
     folder = Path(model).expanduser()
     for name, (library, class_name) in parts.items() if folder.is_dir() else ():
         # Tokenizers, processors and schedulers have other configuration files, some of them this one as well.
@@ -160,11 +121,7 @@ def _missing_shards(model: str, folder: Path, file: str) -> list[str]:
 
 
 def pipeline_parts(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return library and class of each part that a pipeline has, by the part's name.
-
-    Args:
-        index: content of INDEX_FILE.
-    """
+    """Return library and class of each part that a pipeline's index names, by the part's name."""
     # Settings of a class may be lists as well, and a part that the pipeline was saved without is a list of null.
     found = {name: place for name, place in index.items() if isinstance(place, list) and len(place) == 2}
     return {name: (place[0], place[1]) for name, place in found.items() if all(isinstance(each, str) for each in place)}

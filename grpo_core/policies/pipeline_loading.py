@@ -34,11 +34,7 @@ def is_network(parts: Parts, part: str) -> bool:
 
 
 def read_part_config(folder: Path, parts: Parts, part: str) -> Any:
-    """Read the configuration of a network: a mapping for diffusers, an object for transformers.
-
-    Raises:
-        InputError: its config.json is missing or damaged.
-    """
+    """Read a network's configuration, a mapping for diffusers, an object for transformers; or InputError."""
     # For a missing file transformers returns the defaults of the class.
     if not (folder / part / "config.json").is_file():
         hint = f"It has no {part}/config.json; give the folder of a complete saved pipeline."
@@ -54,14 +50,7 @@ def read_part_config(folder: Path, parts: Parts, part: str) -> Any:
 
 
 def build_on_meta(folder: Path, parts: Parts, part: str) -> Any:
-    """Build a network on the meta device: every shape and name, no memory and no values.
-
-    Args:
-        folder: of the pipeline; no weights are opened.
-
-    Raises:
-        InputError: its config.json is missing or damaged.
-    """
+    """Build a network of a pipeline's folder on the meta device, or raise InputError; no weights are opened."""
     config, network = read_part_config(folder, parts, part), part_class(parts, part)
     with torch.device("meta"):
         return network.from_config(config) if parts[part][0] == "diffusers" else network(config)
@@ -98,10 +87,8 @@ def load_pipeline(
     """Load a pipeline with all its networks frozen, in evaluation mode.
 
     Args:
-        model: folder or hub name, for errors.
         read: loads the pipeline from safetensors, without code of its own, with these arguments of from_pretrained.
-        parts: that it has.
-        folder: with their configurations.
+        folder: with the configurations of its parts.
         quantization: of its large networks, or of those that it names; None: as they are stored.
         offloaded: names of the parts that are left where they are loaded, in CPU memory unless they are quantized.
         left_alone: returns the parameters of a network that are never quantized, beside the usual ones.
@@ -137,10 +124,5 @@ def load_pipeline(
 
 
 def offloaded_parts(parts: Parts, full: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the parts that can be off the device.
-
-    Args:
-        full: names of those whose own weights are trained; they stay on it, as others than encoders, transformers and
-            autoencoders do.
-    """
+    """Return the names of the parts that can be off the device, except those in `full`, whose weights are trained."""
     return tuple(name for name in parts if name.startswith(_MOVABLE) and name not in full and is_network(parts, name))

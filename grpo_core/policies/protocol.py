@@ -29,19 +29,14 @@ if TYPE_CHECKING:
 
 
 class PolicyComponent(Protocol):
-    """The part of a policy that makes the actions of one stream, and scores actions that were sampled before.
-
-    Attributes:
-        trained: the model and its trained parameters; processes that share an update shard it.
-    """
+    """The part of a policy that makes the actions of one stream, and scores actions that were sampled before."""
 
     trained: "TrainedModel"
 
     def logprobs(self, actions: Any, *, entropy: "Entropies" = "constant", kl: bool = False) -> "ActionLogprobs":
-        """Compute the log-probs of the given actions under the current weights; gradients flow if enabled.
+        """Compute the log-probs of actions of its stream under the current weights; gradients flow if enabled.
 
         Args:
-            actions: a batch of the component's own stream, such as TokenBatch.
             entropy: whether entropies are computed too, and whether gradients flow through them.
             kl: whether the KL to the reference is computed too, in closed form and with gradients.
         """
@@ -56,11 +51,7 @@ class PolicyComponent(Protocol):
         """Return the parameters that an update changes, by name, in a fixed order."""
 
     def prepare_for_update(self, actions: Any = None) -> None:
-        """Enter the mode for gradients: dropout stays off, activations are recomputed if so configured.
-
-        Args:
-            actions: a batch of all actions that will be scored, for what is computed once for all passes.
-        """
+        """Enter the mode for gradients: no dropout, recomputation if so configured; `actions` are all that follow."""
 
     def prepare_for_sampling(self) -> None:
         """Enter the mode for sampling: no dropout, no recomputation."""
@@ -76,22 +67,14 @@ class VelocityComponent(PolicyComponent, Protocol):
     """A component that denoises, seen by an algorithm that adds noise to finished images again."""
 
     def velocities(self, actions: "DenoisingBatch") -> "Float[Tensor, 'batch ...']":
-        """Return the derivative of each row's first state by sigma at its first step; gradients flow if enabled.
-
-        Args:
-            actions: of one size.
-        """
+        """Return the derivative of each row's first state by sigma at its first step; the actions are of one size."""
 
     def sigmas(self, actions: "DenoisingBatch") -> "Float[Tensor, ' steps']":
         """Return the noise level before each denoising step of these rows, which are of one size."""
 
 
 class Policy(Protocol):
-    """A model, or several that work together, from prompts to images or texts.
-
-    Attributes:
-        offload: what moves the weights that are not in use off the device.
-    """
+    """A model, or several that work together, from prompts to images or texts."""
 
     offload: "ComponentOffload"
 
@@ -120,16 +103,15 @@ class Policy(Protocol):
             offload: keep the frozen weights that are not in use off the device, if it has several networks.
 
         Raises:
-            InputError: no such model, settings that it cannot sample with, or no parameter to train.
+            InputError: no such model, one that cannot run here, settings that it cannot sample with, adapter targets
+                that match nothing, or no parameter to train.
         """
 
     def sample_with(self, settings: Any) -> None:
         """Use these settings, the family's frozen record, from this call on to sample, score and read prompts."""
 
     def sample(self, requests: "Sequence[GroupRequest]") -> "Iterator[RolloutGroup]":
-        """Sample every group, in order.
-
-        A sample depends on its prompt, its size and its seeds, not on the other rows.
+        """Sample every group, in order; a sample depends on its prompt, size and seeds, not on the other rows.
 
         Args:
             requests: of one image size, with equally many sources and samples; they are sampled at once.
@@ -142,12 +124,6 @@ class Policy(Protocol):
         """Sample the groups of several batches, in order, as `sample` does for each.
 
         Where components are offloaded, each does its part for all batches before the next one comes to the device.
-
-        Args:
-            batches: the requests of each are sampled at once.
-
-        Raises:
-            NonFiniteError: as `sample`.
         """
 
 
@@ -155,7 +131,6 @@ class PolicyFamily(ABC):
     """One kind of policy; creating it does not import its models' libraries.
 
     Attributes:
-        modality: what it generates.
         trained: the network whose weights make a stream's actions, by stream in the order of STREAMS; "" is the model.
         settings_class: of its sampling settings, a frozen dataclass.
         file: that the folder of each of its models has.
@@ -174,11 +149,7 @@ class PolicyFamily(ABC):
         return tuple(self.trained)
 
     def settings(self, values: Mapping[str, Any]) -> Any:
-        """Return the frozen sampling settings.
-
-        Args:
-            values: a configuration section or a stored row; may have others. A table keeps a tuple as a list.
-        """
+        """Return the frozen sampling settings of a section or a stored row, which may have others, tuples as lists."""
         known = {field.name: values[field.name] for field in fields(self.settings_class) if field.name in values}
         tuples = {name: tuple(each) if isinstance(each, list) else each for name, each in known.items()}
         return self.settings_class(**tuples)
@@ -193,19 +164,11 @@ class PolicyFamily(ABC):
 
     @abstractmethod
     def build_on_meta(self, model: str, part: str) -> Any:
-        """Build a network of a model on the meta device: every shape and name, no memory and no values.
-
-        Raises:
-            InputError: its configuration is not on this machine, or damaged.
-        """
+        """Build a network on the meta device, without memory or values; InputError without its configuration."""
 
     @abstractmethod
     def train(self, stream: Stream, network: Any, choice: "TrainingChoice", model: str) -> "TrainedModel":
-        """Apply a choice to a network on the meta device.
-
-        Raises:
-            InputError: the choice matches nothing in it.
-        """
+        """Apply a choice to a network on the meta device; InputError if it matches nothing."""
 
     @abstractmethod
     def refuse_unusable(self, model: str, settings: Any) -> None:
@@ -219,13 +182,10 @@ class PolicyFamily(ABC):
     def refuse_prompts(
         self, model: str, settings: Any, prompts: Sequence[str], images: "Sequence[Sequence[ImageSize]]" = ()
     ) -> int | None:
-        """Raise InputError if the model cannot read one of the prompts; only its tokenizer and processor are loaded.
+        """Raise InputError, with `prompt N` from 1, if the model cannot read one of the prompts and its images' sizes.
 
-        Returned are the ids of the longest, its images' included; None where a prompt's length decides no memory.
-        The place of an error of a prompt has `prompt N`, from 1.
-
-        Args:
-            images: sizes of the source images of each prompt, upright; empty where no prompt has any.
+        Only its tokenizer and processor are loaded. Returned are the ids of the longest, its images' included; None
+        where a prompt's length decides no memory.
         """
 
     @abstractmethod
@@ -240,8 +200,6 @@ class PolicyFamily(ABC):
         """Return what decides the memory of the model, which is built on the meta device with what is trained of it.
 
         Args:
-            settings: the family's, of its sampler.
-            choices: what of each trained component is trained.
             images: sizes of the images; empty: that of the settings.
             longest: ids of the longest prompt, as `refuse_prompts` returned them; None: an assumed number.
 
@@ -264,12 +222,8 @@ class PolicyFamily(ABC):
     ) -> None:
         """Raise InputError if the weights cannot be quantized as chosen on this device, or are stored quantized.
 
-        Only local configuration files are read.
-
-        Args:
-            quantization: of the frozen weights; None: as they are stored.
-            streams: of the components that are trained.
-            adapters: whether by adapters alone, under which weights that bitsandbytes stored in 4 bits are used too.
+        Under `adapters` alone, weights that bitsandbytes stored in 4 bits are used too. Only local configuration files
+        are read.
         """
         if (parts := self.parts(model)) is not None:
             trained = [self.trained[stream] for stream in streams]
@@ -280,10 +234,7 @@ class PolicyFamily(ABC):
     ) -> list[int] | None:
         """Return token ids as a sample has them, for a trial of what reads them; None without tokens or local files.
 
-        Args:
-            output: the text of the sample, or the size of its image.
-            edited: whether the image is made of images in its prompt.
-            seed: of the ids of an image.
+        The output is a text, or the size of an image, edited or not, whose ids come from the seed.
         """
         return None
 
@@ -299,7 +250,6 @@ class PolicyFamily(ABC):
         """Write the base with trained weights in place of its own, as diffusers or transformers load it.
 
         Args:
-            base: folder of the model that was trained.
             weights: folder with what `save_weights` of each trained component wrote, by stream.
             folder: empty.
             dtype: of the base's weights during training; merged weights are saved in it.

@@ -20,13 +20,10 @@ class ComponentSizes:
     """The sizes of a component that is trained.
 
     Attributes:
-        trained: the model with its trained part.
         width: hidden width of a position.
-        blocks: number of transformer blocks.
         positions: of the longest row: ids, or patches of the image and ids of the prompt.
         passes: over a row that one backward pass goes through: noisy steps, twice with classifier-free guidance.
-        scored: tokens of a row that are scored; 0 for denoising.
-        vocabulary: ids that they can be.
+        scored: tokens of a row that are scored; 0 for denoising; vocabulary: ids that they can be.
         whole_logits: all logits are computed at once, because another operation follows the output head.
         encoder_values: hidden values of a row in all blocks of an encoder that is trained too; 0 without one.
     """
@@ -48,12 +45,9 @@ class ModelSizes:
 
     Attributes:
         networks: parameters of each network by the name of its part, adapters left out.
-        components: the trained ones.
         prompt: ids that a prompt is counted as.
-        cached: values in the key-value cache of a sampled row; 0 without tokens.
-        head: width of the output head; 0 without tokens.
+        cached: values in the key-value cache of a sampled row; 0 without tokens, like head, the output head's width.
         image_values: hidden values of an image, over all passes that run at once; 0 for texts.
-        image_pixels: pixels of an image.
         image_channels: of the autoencoder at full resolution, in the block before its last.
         state_values: numbers in the latents of one image; None where the configuration does not say it.
         tokens: number of tokens of an image by its size; empty for texts.
@@ -114,13 +108,9 @@ def cached_values(config: Any) -> int:
 
 
 def token_sizes(trained: TrainedModel, text: Any, prompt: int, tokens: int, **others: Any) -> ComponentSizes:
-    """Return the sizes of a language model.
+    """Return the sizes of a language model by its configuration, or with `others` in place of its vocabulary and so on.
 
-    Args:
-        text: its configuration, of transformers.
-        prompt: ids of the longest prompt.
-        tokens: that are sampled at most; the last one is never fed back.
-        others: fields that differ from those of a language model that samples from its whole vocabulary.
+    The last of the tokens that are sampled at most is never fed back.
     """
     sizes = {"vocabulary": text.vocab_size, **others}
     return ComponentSizes(

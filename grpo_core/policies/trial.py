@@ -1,8 +1,8 @@
 """Whether a loaded model can be trained: it samples a little, and what an update would score is compared with that.
 
 A language model writes a few tokens, a pipeline makes two steps. Parity alone would pass a model that looks at no
-image, or that reads padding as a part of the text on both sides, so another image has to change log-probs, and those of
-tokens are compared with one plain forward pass over each row alone.
+image, or that reads padding as text, so another image has to change log-probs, and those of tokens are compared with
+one plain forward pass over each row alone.
 """
 
 import math
@@ -54,12 +54,7 @@ _SHORT: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Trial:
-    """What was measured.
-
-    Attributes:
-        seconds: that it took.
-        difference: largest, in nats, between log-probs while sampling and those that they were compared with.
-    """
+    """The seconds that it took, and the largest difference, in nats, from log-probs while sampling."""
 
     seconds: float
     difference: float
@@ -72,12 +67,7 @@ class _RefusedError(Exception):
 def try_policy(kind: str, model: str, policy: Any) -> Trial | None:
     """Sample and score a little with the settings that a policy has; it is the same afterwards.
 
-    Args:
-        kind: of the policy.
-        model: its folder or hub name, for the error.
-
-    Returns:
-        None for GLM-Image: it has one architecture, which this project's tests try.
+    None for GLM-Image: it has one architecture, which this project's tests try.
 
     Raises:
         InputError: the model cannot be sampled and scored here, or does not see its images.

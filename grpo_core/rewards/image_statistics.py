@@ -1,15 +1,13 @@
 """Statistics of single images that need nothing but the image: JPEG size, edges, sharpness, colours.
 
 - jpeg: Black, Janner, Du, Kostrikov and Levine, 2023, "Training Diffusion Models with Reinforcement Learning" (DDPO,
-  arXiv:2305.13301), section 5.1: compressibility and incompressibility, the file size at quality 95.
-- edge_density falls when a policy paints flat areas, and rises when it paints texture or noise. Canny, 1986, "A
-  Computational Approach to Edge Detection", IEEE Transactions on Pattern Analysis and Machine Intelligence 8(6), as
-  OpenCV computes it.
-- sharpness falls when a policy blurs, and rises when it adds grain. Pech-Pacheco, Cristobal, Chamorro-Martinez and
-  Fernandez-Valdivia, 2000, "Diatom Autofocusing in Brightfield Microscopy: a Comparative Study", International
-  Conference on Pattern Recognition: the variance of the Laplacian.
-- colour_entropy falls when a policy narrows to a palette. Shannon, 1948, "A Mathematical Theory of Communication",
-  section 6, of the image's joint RGB histogram.
+  arXiv:2305.13301), section 5.1: the file size at quality 95.
+- edge_density: Canny, 1986, "A Computational Approach to Edge Detection", IEEE Transactions on Pattern Analysis and
+  Machine Intelligence 8(6). It falls with flat areas, and rises with texture or noise.
+- sharpness: Pech-Pacheco, Cristobal, Chamorro-Martinez and Fernandez-Valdivia, 2000, "Diatom Autofocusing in
+  Brightfield Microscopy: a Comparative Study", International Conference on Pattern Recognition. It falls with blur.
+- colour_entropy: Shannon, 1948, "A Mathematical Theory of Communication", section 6, of the joint RGB histogram. It
+  falls when a policy narrows to a palette.
 """
 
 import abc
@@ -178,11 +176,7 @@ def jpeg_bytes(image: Image.Image, quality: int) -> int:
 
 
 def edge_share(image: Image.Image, low: float, high: float) -> float:
-    """Count the edge pixels of an RGB image, over all pixels.
-
-    At every pixel the channel with the steepest gradient counts, so that an edge between two colours of one brightness
-    is an edge too.
-    """
+    """Return the share of an RGB image's pixels that are edges, in the channel with the steepest gradient of each."""
     import cv2
 
     edges = cv2.Canny(np.asarray(image), low, high, apertureSize=3, L2gradient=True)

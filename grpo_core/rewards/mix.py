@@ -1,9 +1,7 @@
 """Several rewards of a sample become one; the running mean and spread of each reward.
 
-A reward that is null for a sample says nothing about it. Counted as zero it would push a good sample to the bottom of
-its group, and as a gate it would shut out the others. The group's mean in its place leaves the other rewards to decide;
-renormalising the weights of that sample alone compares it with its siblings on another scale. TRL counts it as zero,
-which is a choice too.
+A null reward says nothing about a sample. As zero, TRL's choice, it would push a good sample to the bottom of its
+group; the group's mean in its place leaves the other rewards to decide.
 """
 
 import math
@@ -27,11 +25,10 @@ class CombinedRewards:
         rewards: sum over k of w_k s_k, times the gates; NaN where `present` is False.
         present: whether the sample has a reward at all.
         known: rewards that were scored, of samples that are present.
-        imputed: rewards that count, were null and have been filled with the group's mean, by sample and reward.
+        imputed: rewards that count, were null and have been filled with the group's mean.
         weights: w_k of each sample; zero where a reward is left out, for gates, and for samples that are not present.
         scaled: s_k (`scaled_values`), of a gate its factor; imputed ones filled; NaN where there is none.
-        gated: s_k times the gates of the sample: what the weights multiply. Never NaN; where the weight is zero it
-            means nothing.
+        gated: s_k times the gates of the sample: what the weights multiply. Never NaN.
     """
 
     rewards: Float[Tensor, "groups siblings"]
@@ -128,9 +125,7 @@ def _treat_missing(
 ]:
     """Return the weights of each sample, which samples are present, and which nulls take the group's mean.
 
-    Args:
-        weight: zero for gates.
-        used: rewards that count in the group: known for one of its samples, and a gate or with a weight.
+    `used` are rewards that count in the group: known for one of its samples, and a gate or with a weight.
     """
     if missing == "zero":
         weights = torch.where(known & used, weight, 0.0)
@@ -234,13 +229,10 @@ class RunningMoments:
         return cls(tuple(counts.tolist()), tuple(means.tolist()), tuple(squares.tolist()))
 
     def merged(self, other: "RunningMoments") -> "RunningMoments":
-        """Return the moments of the values of both.
+        """Return the moments of the values of both; ValueError for different numbers of rewards.
 
         Chan, Golub and LeVeque, 1979, Updating formulae and a pairwise algorithm for computing sample variances
         (STAN-CS-79-773), section 2, written with means in place of sums.
-
-        Raises:
-            ValueError: they are of different numbers of rewards.
         """
         if len(self.counts) != len(other.counts):
             raise ValueError(f"moments of {len(self.counts)} rewards and of {len(other.counts)} cannot be merged")

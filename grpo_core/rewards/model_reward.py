@@ -37,12 +37,9 @@ _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "
 
 
 def load_state_dict(weights: Weights) -> dict[str, Tensor]:
-    """Load the tensors of a .safetensors file, or of a PyTorch file without running code from it; on the CPU.
+    """Load the tensors, or those under ``state_dict``, of a .safetensors or PyTorch file on the CPU, without its code.
 
-    A checkpoint with the tensors under ``state_dict`` is accepted.
-
-    Raises:
-        InputError: as :meth:`Weights.path`; another kind of file, or one with other content than named tensors.
+    InputError as :meth:`Weights.path`, and for other content.
     """
     file = Path(weights.path()).expanduser()
     try:
@@ -60,13 +57,9 @@ def load_state_dict(weights: Weights) -> dict[str, Tensor]:
 
 
 def load_weights(weights: Weights, network: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Load these tensors in fp32 into the network: all of its tensors, and no other.
+    """Load these tensors, all and no other, in fp32 into the network, which may be on the meta device; or InputError.
 
-    The network may be on the meta device: its parameters are replaced, not filled. `weights` and `what`, the network in
-    words, are for messages.
-
-    Raises:
-        InputError: a tensor is missing, left over or of another shape.
+    `weights` and `what`, the network in words, are for messages.
     """
     wanted, remedy = network.state_dict(), f"Set the weights of {what}."
     found = {name: find_tensor(weights, tensors, name, like.shape, remedy) for name, like in wanted.items()}
@@ -79,11 +72,7 @@ def load_weights(weights: Weights, network: nn.Module, tensors: Mapping[str, Ten
 def find_tensor(
     weights: Weights, tensors: Mapping[str, Tensor], name: str, shape: Sequence[int], remedy: str
 ) -> Tensor:
-    """Return a file's tensor of this name in this shape; `remedy` ends the message.
-
-    Raises:
-        InputError: it is missing or of another shape.
-    """
+    """Return a file's tensor of this name in this shape, or raise InputError, whose message `remedy` ends."""
     tensor = tensors.get(name)
     # A scale is a number to some writers and a vector of one to others.
     if tensor is None or (tuple(tensor.shape) != tuple(shape) and not (tensor.numel() == math.prod(shape) == 1)):
@@ -93,11 +82,7 @@ def find_tensor(
 
 
 def load_model(weights: Weights, model_class: Any, **settings: object) -> nn.Module:
-    """Load the model in fp32 on the CPU, frozen and in evaluation mode; .safetensors, or weights without code.
-
-    Raises:
-        InputError: as :meth:`Weights.path`; the files are broken, contain code, or are of another kind of model.
-    """
+    """Load the model in fp32 on the CPU, frozen and in evaluation mode, from weights without code; or InputError."""
     folder, kind = Path(weights.path()), model_class.__name__
     try:
         model, report = model_class.from_pretrained(
@@ -121,11 +106,7 @@ def load_model(weights: Weights, model_class: Any, **settings: object) -> nn.Mod
 
 
 def load_tokenizer(weights: Weights) -> Any:
-    """Load the model's tokenizer.
-
-    Raises:
-        InputError: as :meth:`Weights.path`; the tokenizer is missing or broken.
-    """
+    """Load the model's tokenizer; InputError as :meth:`Weights.path`, and if it is missing or broken."""
     from transformers import AutoTokenizer
 
     folder = Path(weights.path())
@@ -168,11 +149,7 @@ class ModelReward(Reward):
 
     @abc.abstractmethod
     def weight_sources(self) -> Mapping[str, Weights]:
-        """Return the weights by role.
-
-        Raises:
-            InputError: a setting cannot be the name of weights.
-        """
+        """Return the weights by role; InputError for a setting that cannot be the name of weights."""
 
     def weight_digests(self) -> Mapping[str, str]:
         """Return the digest of each role's weights."""
@@ -190,10 +167,7 @@ class ModelReward(Reward):
 
 @contextmanager
 def exact_inference(device: str) -> Iterator[None]:
-    """Run without gradients, deterministically, and in the precision of the tensors.
-
-    One thread at a time on CUDA.
-    """
+    """Run without gradients, deterministically, in the precision of the tensors; on CUDA one thread at a time."""
     kind = torch.device(device).type
     # Flat patches have features near zero, which half precision divides into NaN; TF32 keeps 10 bits only.
     with torch.inference_mode(), torch.autocast(kind, enabled=False):
@@ -212,10 +186,7 @@ def exact_inference(device: str) -> Iterator[None]:
 
 
 def load_once(load: Callable[Concatenate[Weights, _P], _Model]) -> Callable[Concatenate[Weights, _P], _Model]:
-    """Decorate a loader of weights: a process loads each model once, by their digest; other threads wait for it.
-
-    The other arguments must be hashable. Files that have changed are loaded again.
-    """
+    """Decorate a loader of weights: a process loads each model once, by their digest, for all threads."""
     loaded: OrderedDict[tuple[object, ...], _Model] = OrderedDict()
     loading = threading.Lock()
 

@@ -142,11 +142,7 @@ REWARDS: Mapping[str, str] = MappingProxyType(
 
 
 def reward_reference(name: str) -> str:
-    """Return the reward's class as ``package.module:name``; the class is not imported.
-
-    Raises:
-        InputError: there is no such reward.
-    """
+    """Return the reward's class as ``package.module:name``, not imported; InputError without such a reward."""
     if name not in REWARDS:
         raise InputError("rewards", name, f"There is no such reward. {_nearest(name, tuple(REWARDS))}")
     return f"{__package__}.{REWARDS[name]}"
@@ -165,11 +161,7 @@ def reward_settings(name: str) -> dict[str, object]:
 
 
 def build_reward(name: str, settings: Mapping[str, object] | None = None) -> "Reward":
-    """Build the reward with these settings, the others at their defaults; loads no weights.
-
-    Raises:
-        InputError: no such reward, no such setting, or a value that is not accepted.
-    """
+    """Build the reward with these settings, the others at their defaults, without weights; InputError for any other."""
     settings = settings or {}
     known = tuple(reward_settings(name))
     for key in settings:

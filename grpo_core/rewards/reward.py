@@ -1,8 +1,4 @@
-"""A reward is a named, versioned function from finished samples to scores.
-
-A reward sees a batch of samples and nothing of the training; the same samples give the same scores whatever the batch
-or the order.
-"""
+"""A reward is a named, versioned function from finished samples to scores, whatever their batch or order."""
 
 import abc
 import dataclasses
@@ -43,8 +39,7 @@ class Needs:
             image of a pipeline that samples none.
         sources: the images in prompts, as `tokens`.
         source: which of them, from 0, a sample is compared with; None: with none.
-        squeezes_reference: whether the image that a sample is compared with is squeezed to its size, and so needs its
-            aspect ratio.
+        squeezes_reference: whether the image that a sample is compared with is squeezed to its size.
         min_side: smallest side of an image that it can score, in pixels.
         max_aspect: largest ratio of an image's long side to its short one.
     """
@@ -62,10 +57,9 @@ class Needs:
 
 
 class Reward(abc.ABC):
-    """A reward; its settings are fixed when it is built and named in its provenance.
+    """A reward: a pydantic dataclass whose fields are its settings, fixed when it is built and named in its provenance.
 
-    A subclass is a pydantic dataclass whose fields are its settings. A class attribute replaces each property that does
-    not depend on the settings.
+    A class attribute replaces each property that does not depend on the settings.
     """
 
     free_settings: ClassVar[frozenset[str]] = frozenset({"device"})
@@ -106,11 +100,7 @@ class Reward(abc.ABC):
         return {name: getattr(self, name) for name in names}
 
     def weight_digests(self) -> Mapping[str, str]:
-        """Return the sha256 of every weight file that the scores come from, by role.
-
-        Raises:
-            InputError: a file is missing or has another digest.
-        """
+        """Return the sha256 of every weight file that the scores come from, by role; InputError for a wrong one."""
         return {}
 
     def preflight(self) -> Sequence[str]:
@@ -125,7 +115,7 @@ class Reward(abc.ABC):
         Args:
             columns: the other columns of the prompt file.
             sizes: width and height of the images in the prompt, in pixels.
-            prompt: itself, a text or the JSON of its messages.
+            prompt: a text or the JSON of its messages.
 
         Raises:
             InputError: `place` is ``column <name>``, or what else of the prompt is wrong.
@@ -144,11 +134,8 @@ class Reward(abc.ABC):
         """Score images or texts outside of a run: `build_reward("ssim")([image], targets=[target])`.
 
         Args:
-            outputs: the images, or the texts.
-            prompts: one per output; None for empty ones.
-            targets: the target image of each output; None where there is none.
+            prompts: one per output, like targets and source_images; None for empty ones.
             group_ids: the same for siblings; None: all outputs are siblings.
-            source_images: the images in the prompt of each output; None where there are none.
             columns: other columns of a prompt file, one value per output.
 
         Raises:
@@ -175,11 +162,7 @@ def _loose_batch(
     fields: Mapping[str, Sequence[Any] | None],
     columns: Mapping[str, Sequence[object]],
 ) -> ScoringBatch:
-    """Return outputs that come from no run as a batch, with everything that the reward needs.
-
-    Args:
-        fields: of the batch, by name; None for those that are not given.
-    """
+    """Return outputs that come from no run as a batch, with everything that the reward needs, or raise InputError."""
     place, needs = f"rewards.{reward.name}", reward.load_needs()
     if isinstance(outputs, str | Image.Image):
         raise InputError(place, outputs, "Give a list of outputs, also for a single one.")
@@ -213,8 +196,7 @@ def _loose_batch(
 def score_samples(reward: Reward, batch: ScoringBatch) -> list[Score]:
     """Score a batch and check the answer: a value or raw quantity that is not finite becomes a logged failure.
 
-    Raises:
-        InputError: the reward returned another number of scores than there are samples.
+    InputError if the reward returned another number of scores than there are samples.
     """
     scores = list(reward.score(batch)) if len(batch) else []
     if len(scores) != len(batch):
@@ -231,11 +213,8 @@ def provenance_of(reward: Reward) -> dict[str, object]:
     """Describe where the reward's scores come from, as JSON values: equal provenance means equal scores.
 
     Returns:
-        reward: its name; version: of its code; settings: those that determine the scores; settings_digest: their
-        sha256; weights: sha256 of every weight file by role.
-
-    Raises:
-        InputError: a weight file is missing or has another digest.
+        reward, its name; version, of its code; settings that determine the scores, and settings_digest; weights, the
+        sha256 of every weight file by role.
     """
     settings: Mapping[str, object] = dict(reward.settings())
     canonical = json.dumps(settings, sort_keys=True, allow_nan=False)

@@ -17,12 +17,10 @@ class ScoringBatch:
     """Samples to score, one entry per sample in every field.
 
     Attributes:
-        sample_ids: stable names of the samples.
-        prompts: the prompt of each sample.
-        images: the image of each sample (RGB, 8 bit); empty where samples are texts.
-        targets: the target image that belongs to the sample's prompt, None where there is none; empty for texts.
+        images: of the samples (RGB, 8 bit); empty where samples are texts.
+        targets: the target images of the samples' prompts, None where there is none; empty for texts.
         columns: every other column of the prompt file, by name, one value per sample.
-        completions: the text of each sample; empty where samples are images.
+        completions: the texts of the samples; empty where samples are images.
         group_ids: the same for siblings; groups are complete and contiguous. Empty where groups are not known.
         token_ids: the tokens that each sample was decoded from; empty where they are not needed or not known.
         source_images: the images in each sample's prompt (RGB, 8 bit), in its order; empty where no prompt has any.
@@ -105,10 +103,7 @@ class Score:
 
     @classmethod
     def of(cls, value: float, raw: float, reason: str | None = None) -> "Score":
-        """Return value and raw, or a failure (`reason`, or the number itself) where raw is not finite.
-
-        A NaN would leave a clamp as a value.
-        """
+        """Return value and raw, or a failure (`reason`, or the number itself) where raw is not finite."""
         return cls(value, raw) if math.isfinite(raw) else cls.failed(reason or not_finite(raw))
 
 

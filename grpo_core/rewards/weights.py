@@ -1,8 +1,7 @@
 """Weights on disk or on the Hugging Face Hub, found and checked before they are loaded.
 
-On the Hub a file is ``hf://owner/repo/path/in/repo``, a model ``owner/repo``. Either may end in ``@revision`` (a
-branch, a tag or a commit); in a file's name the revision may also follow the repository, as fsspec writes it
-(``hf://owner/repo@revision/path/in/repo``). Without one it is the branch ``main``.
+On the Hub a file is ``hf://owner/repo/path/in/repo``, a model ``owner/repo``, of the branch ``main`` unless it ends in
+``@revision`` (a branch, a tag or a commit), which may also follow a file's repository, as fsspec writes it.
 """
 
 import hashlib
@@ -103,7 +102,6 @@ class Published:
     Attributes:
         project: who publishes them.
         file: the published name of a file; empty for a model, which is a folder of files.
-        url: where.
         hub: their name on the Hub (``hf://owner/repo/file``, or ``owner/repo`` for a model), if they are there.
         sha256: first digits of a file's digest; empty where they are not known.
         note: another place where they may already be, or an example, for the message.
@@ -126,7 +124,6 @@ class Weights:
         source: a path, or a name on the Hub; None where it is not set.
         sha256: what :meth:`digest` must return, complete or its first digits. Without it, a file with the published
             name must have the published digest.
-        published: where such weights come from, and whether they are a file or a model.
 
     Raises:
         InputError: the source is blank, or a malformed name of a file on the Hub.
@@ -144,10 +141,7 @@ class Weights:
             self._hub_name()
 
     def problem(self) -> InputError | None:
-        """Return what is wrong with the weights, without loading or downloading; None where nothing is.
-
-        What is on the Hub and not in the local cache is no problem unless the Hub is offline.
-        """
+        """Return what is wrong with the weights; nothing is loaded, and online what is on the Hub is no problem."""
         try:
             self._find(download=False)
         except InputError as error:
@@ -155,31 +149,22 @@ class Weights:
         return None
 
     def path(self) -> str:
-        """Return the checked file or folder; what is on the Hub only is downloaded.
+        """Return the checked file or folder, from the local cache, or downloaded if it is on the Hub; or InputError.
 
-        The local cache comes before the Hub, so that weights do not change during a run when their branch moves on.
-
-        Raises:
-            InputError: missing or wrong weights, or a failure of the Hub.
+        With the cache first, weights do not change during a run when their branch moves on.
         """
         return self._find(download=True)
 
     def digest(self) -> str:
         """Return the sha256 of the file, or one over the names and bytes of a model's files.
 
-        These are weights, configuration and tokenizer. The same model has the same digest in a folder and in the Hub's
-        cache. Other files in the folder do not count: a model card, or pickled weights next to .safetensors ones.
-
-        Raises:
-            InputError: as :meth:`path`; a file cannot be read.
+        These are weights, configuration and tokenizer, and no others, so that a folder and the Hub's cache agree.
+        InputError as :meth:`path`, or if a file cannot be read.
         """
         return self._sha256_of(self.path())
 
     def values(self) -> Mapping[str, int]:
-        """Return the number of values of each file by its header; nothing is loaded, and what is not here has none.
-
-        Pickled files have no header: a value is taken to be 4 bytes.
-        """
+        """Return the number of values of each local file by its header; pickled files have none: a value is 4 bytes."""
         try:
             found = Path(self._find(download=False) or "nowhere")
         except InputError:

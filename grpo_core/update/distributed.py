@@ -1,8 +1,7 @@
 """Process groups over torch.distributed: one process per GPU, or several on the CPU, on one machine or on several.
 
-Each has the full model, or a share of it (FSDP2). DistributedDataParallel would average the gradients of each backward
-pass. The denominators here count the full minibatch, so gradients are summed once per minibatch, after the last
-microbatch: the same traffic as with its `no_sync`, without a wrapper around the model.
+Each has the full model, or a share of it (FSDP2). Gradients are summed once per minibatch, over denominators that count
+all of it, with the traffic of DistributedDataParallel's `no_sync` and without a wrapper around the model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,8 +32,6 @@ def join(store: Store, rank: int, count: int, device: torch.device) -> None:
 
     Args:
         store: where they find each other.
-        rank: number of this process, from 0.
-        count: number of processes.
         device: cpu, or the GPU of this process, which becomes the current one.
     """
     if device.type == "cuda":
@@ -44,11 +41,7 @@ def join(store: Store, rank: int, count: int, device: torch.device) -> None:
 
 
 class DistributedProcessGroup:
-    """A ProcessGroup of the processes that have joined; the backward pass already sums sharded gradients.
-
-    Attributes:
-        device: of this process.
-    """
+    """A ProcessGroup of the processes that have joined; the backward pass already sums sharded gradients."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.rank, self.count = device, dist.get_rank(), dist.get_world_size()
@@ -106,11 +99,7 @@ class DistributedProcessGroup:
         self.require_equal(trained.trainable_parameters())
 
     def require_equal(self, parameters: Mapping[str, Tensor]) -> None:
-        """Check that every process has the same weights.
-
-        Raises:
-            RuntimeError: they differ; names the first that does.
-        """
+        """Raise RuntimeError if two processes have other weights; it names the first that differs."""
         replicated = {name: value.detach() for name, value in parameters.items() if not isinstance(value, DTensor)}
         if not replicated:
             return
@@ -166,11 +155,9 @@ def _checksum(values: Tensor) -> Float[Tensor, " sums"]:
 class ShardedProcessGroup(DistributedProcessGroup):
     """A ProcessGroup in which each process has a share of every layer and gathers the full layer while it runs.
 
-    torch's `fully_shard` (Zhao et al., 2023, arXiv:2304.11277). accelerate would shard the outermost module and gather
-    the weights outside the layers only in that module's forward pass. Log-probs of tokens bypass it: they run the inner
-    model once, then the output head for one chunk of tokens at a time, and processes differ in their number of chunks.
-    So each layer is sharded, then the rest of the inner model; the head, and an embedding that is tied to it, stay
-    unsharded on every process. A denoising model has no head, and is sharded completely.
+    torch's `fully_shard` (Zhao et al., 2023, arXiv:2304.11277) of each layer, then of the rest of the inner model. The
+    output head, and an embedding tied to it, stay unsharded: log-probs of tokens run the inner model once, then the
+    head for one chunk of tokens at a time, of which processes have different numbers.
     """
 
     def distribute(self, trained: TrainedModel) -> None:
@@ -198,7 +185,7 @@ class ShardedProcessGroup(DistributedProcessGroup):
     def collect(self, trained: TrainedModel) -> None:
         """Give the first process the full weights; every process has to call this, and the model cannot run afterwards.
 
-        Sharded values are in CPU memory afterwards, and empty in all but the first process.
+        Sharded values are then in CPU memory, and empty in all but the first process.
         """
         super().collect(trained)
         for copy in trained.copies.values():
@@ -243,8 +230,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
 def _network(model: nn.Module) -> tuple[Any, nn.Module, set[nn.Parameter]]:
     """Return the network inside adapters, the part of it that a pass runs once, and the weights used outside of that.
 
-    A diffusers model runs as a whole; of a language model the output head runs chunk by chunk, and a frozen encoder of
-    images once per image, of which processes have different numbers.
+    A diffusers model runs as a whole; of a language model the head runs chunk by chunk, and a frozen encoder of images
+    once per image.
     """
     from diffusers import ModelMixin
     from transformers import PreTrainedModel

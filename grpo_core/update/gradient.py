@@ -21,12 +21,10 @@ class Minibatch:
     """The rows of one optimizer step, with the denominators of its loss; nothing of the rows is copied.
 
     Attributes:
-        rows: all rows of the update, with everything that the settings need. Without old_logprobs the weights are
-            those before the update, and old_logprobs are the log-probs of the pass itself.
+        rows: all rows of the update. Without old_logprobs the log-probs of the pass itself are those before the update.
         indices: of the minibatch's rows among them.
         trained: actions of the minibatch that the loss reads.
         entropy_mask: of these, the ones whose entropy is high enough; None where all train.
-        denominators: counts of the full minibatch.
     """
 
     rows: TrainingRows
@@ -46,9 +44,7 @@ class Passes:
     """What the passes of this process over a minibatch leave, beside the gradients of the parameters.
 
     Attributes:
-        sums: for the metrics of the step.
-        logprobs: of the weights that the passes ran on, one row for each of the minibatch; zero in rows of other
-            processes.
+        logprobs: of the weights that the passes ran on, a row for each of the minibatch's; zero in other processes'.
         broken: names of the samples whose loss is not finite.
         of_gaussians: whether the actions are denoising steps.
     """
@@ -72,13 +68,7 @@ def make_minibatch(
     trained: Bool[Tensor, "rows time"],
     settings: UpdateSettings,
 ) -> Minibatch:
-    """Compute the masks and denominators of a minibatch.
-
-    Args:
-        rows: all rows of the update.
-        indices: of the minibatch's rows.
-        trained: from `trained_actions`, of all rows.
-    """
+    """Compute the masks and denominators of a minibatch of these rows; `trained` is of all rows."""
     own = trained[indices]
     entropy_mask = None
     if settings.entropy_quantile < 1:
@@ -130,10 +120,9 @@ def _backward(
     *,
     counts: bool,
 ) -> tuple[Float[Tensor, "part time"], Bool[Tensor, " part"]]:
-    """Add one microbatch's share of the minibatch gradient; one that does not count adds zeros.
+    """Add one microbatch's share of the minibatch gradient (zeros if it does not count); return its log-probs.
 
-    Returns:
-        Its log-probs, and the rows whose terms are not finite; all, if the loss is not though each of them is.
+    And the rows whose terms are not finite; all, if the loss is not though each of them is.
     """
     chunk = minibatch.rows.select([minibatch.indices[place] for place in part])
     actions = chunk.actions.trimmed()

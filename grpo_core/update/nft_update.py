@@ -38,13 +38,9 @@ from grpo_core.update.step import (
 
 @dataclass(frozen=True, order=True)
 class Noising:
-    """One image at one noise level; ordered so that neighbours can share a call of the pipeline.
+    """One image, a row of the update, at one noise level, that before a denoising step.
 
-    Attributes:
-        size: of the image.
-        prompt: of the image.
-        step: index of the denoising step that starts at this level.
-        row: of the image among the rows of the update.
+    Ordered so that neighbours can share a call of the pipeline.
     """
 
     size: ImageSize
@@ -54,19 +50,14 @@ class Noising:
 
 
 class ForwardProcess:
-    """The images of an update, and noise for them from a seed.
-
-    The noise of an image depends on the seed, the epoch, its name and the level, not on the rows beside it.
-    """
+    """The images of an update, with noise that depends on the seed, the epoch, an image's name and the level alone."""
 
     def __init__(self, component: VelocityComponent, rows: TrainingRows, timesteps_per_image: int | None, seed: int):
         """Read the noise levels of every size.
 
         Args:
-            component: whose pipeline made the images.
             rows: finished latents, one state per row.
             timesteps_per_image: levels that an image is trained at in an epoch; None: all.
-            seed: of levels and noise.
 
         Raises:
             ValueError: rows of noisy steps, or fewer levels than an image should be trained at.
@@ -84,13 +75,7 @@ class ForwardProcess:
             raise ValueError(f"images were denoised in {levels} steps, so there are no {self.levels} noise levels")
 
     def microbatches(self, indices: Sequence[int], epoch: int, size: int) -> list[list[Noising]]:
-        """Return every image with each of its levels, in microbatches of one image size.
-
-        Args:
-            indices: rows of a minibatch.
-            epoch: from 0; each has its own levels, and its own noise.
-            size: of a microbatch.
-        """
+        """Return every image with each of its levels in an epoch, from 0, in microbatches of one image size."""
         noisings = sorted(each for row in indices for each in self._of_row(row, epoch))
         alike = (list(group) for _, group in groupby(noisings, lambda noising: noising.size))
         return [group[start : start + size] for group in alike for start in range(0, len(group), size)]
@@ -103,11 +88,7 @@ class ForwardProcess:
         yield from (Noising(size, prompt, step, row) for step in drawn.tolist())
 
     def noised(self, part: Sequence[Noising], epoch: int) -> tuple[DenoisingBatch, NoisedImages]:
-        """Add noise to images of one size.
-
-        Returns:
-            What the component computes velocities of, and the same for the loss.
-        """
+        """Add noise to images of one size; return what the component computes velocities of, and the loss's inputs."""
         rows = [each.row for each in part]
         chosen = self.images.select(rows)
         stored = torch.stack([states[0] for states in chosen.states])
@@ -130,12 +111,8 @@ class ForwardProcess:
 class NftStepMetrics(StepMetrics):
     """One optimizer step of DiffusionNFT; means over the images of its minibatch and their noise levels.
 
-    `kl` is the mean square of the distance of the velocity from the reference's.
-
-    Attributes:
-        positive_error: of the positive policy's images, squared, over its mean size.
-        negative_error: of the negative policy's.
-        velocity_change: mean square of the distance of the velocity from the old policy's.
+    `kl` and `velocity_change` are mean squares of the distance of the velocity from the reference's, and from the old
+    policy's; `positive_error` and `negative_error` those of the implicit policies' images over their mean size.
     """
 
     positive_error: float
@@ -154,13 +131,7 @@ class NftStepMetrics(StepMetrics):
 
 @dataclass
 class _Passes:
-    """Sums over this process's noised images of a minibatch.
-
-    Attributes:
-        count: noised images of the whole minibatch, in all processes.
-        sums: of loss, policy loss, KL, and the rest of NftStepMetrics.
-        broken: names of the samples whose loss is not finite.
-    """
+    """Sums over this process's noised images, of `count` in all: loss, policy loss, KL, the rest of NftStepMetrics."""
 
     count: int
     sums: Float[Tensor, " measurements"] = field(default_factory=lambda: torch.zeros(6, dtype=torch.float64))
@@ -191,18 +162,14 @@ def update_by_nft(
     process_group: ProcessGroup = SINGLE_PROCESS,
     on_progress: Progress | None = None,
 ) -> UpdateResult:
-    """Train the component on finished images.
+    """Train the component on finished images; arguments as of `update_policy`.
 
     The old policy is the component's copy of that name, if it keeps one before, or the policy before the update.
     Rows that other weights sampled are trained on unchanged, since no ratio relates them to the policy.
 
-    With `settings.ema` the component has to keep its average before, which follows every step.
-
     Args:
         rows: with finite advantages, and one state per row, the finished latents; without rows nothing changes.
         seed: decides the order of the rows, the noise levels and the noise.
-        process_group: the processes that share the update; each has all rows and computes its part of them.
-        on_progress: called with the number of passes done and their total.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite; names the samples.

@@ -26,11 +26,7 @@ _CODES = 256
 
 
 def refuse_unavailable(kind: OptimizerKind, device: torch.device) -> None:
-    """Refuse an optimizer that this machine cannot run, before any model is loaded.
-
-    Raises:
-        InputError: bitsandbytes is not installed, or a paged optimizer without CUDA.
-    """
+    """Raise InputError for an optimizer that this machine cannot run, before any model is loaded."""
     if kind == "adamw":
         return
     if find_spec("bitsandbytes") is None:
@@ -57,9 +53,6 @@ class PolicyOptimizer:
         Args:
             steps: optimizer steps already made; the schedule continues from there.
             undecayed: names of parameters without weight decay; they are no part of the optimizer's state.
-
-        Raises:
-            InputError: the optimizer cannot be run on this machine.
         """
         self.parameters = dict(parameters)
         self.steps = steps
@@ -206,9 +199,7 @@ class PolicyOptimizer:
 class _OffloadedAdamW:
     """AdamW of torch, whose moments are in CPU memory, pinned for a GPU, and on the device for one parameter at a time.
 
-    Attributes:
-        param_groups: as of an optimizer of torch, one for each parameter.
-        state: moments by parameter, in CPU memory.
+    `param_groups` has a group for each parameter, `state` the moments by parameter.
     """
 
     def __init__(self, groups: list[dict[str, Any]], values: Mapping[str, Any]) -> None:

@@ -43,13 +43,10 @@ def update_policy(
 ) -> UpdateResult:
     """Train the component on the rows of its stream.
 
-    The passes of the first minibatch run on the weights before the update, so they give its old_logprobs as well; those
-    of the other rows are computed before. The gate compares all of them with the stored ones before the first step.
-
-    With `settings.ema` the component has to keep its average before, which follows every step.
-
-    Rows that other weights sampled skip the parity gate: their log-probs are expected to differ, and
-    `settings.mismatch` corrects the difference.
+    The first minibatch's passes run on the weights before the update, so they give its old_logprobs as well; those of
+    the other rows are computed before. The gate compares all of them with the stored ones before the first step, but
+    for rows that other weights sampled, whose difference `settings.mismatch` corrects. With `settings.ema` the
+    component has to keep its average before, which follows every step.
 
     Args:
         rows: with finite advantages; without rows nothing changes.

@@ -13,12 +13,7 @@ Part = TypeVar("Part")
 
 
 class ProcessGroup(Protocol):
-    """The processes of one update, seen from one of them.
-
-    Attributes:
-        rank: number of this process, from 0.
-        count: number of processes.
-    """
+    """The processes of one update, seen from the one of number `rank`, from 0."""
 
     rank: int
     count: int
@@ -36,11 +31,7 @@ class ProcessGroup(Protocol):
         """Scale the gradients to a total norm of at most max_norm; return the norm before."""
 
     def distribute(self, trained: TrainedModel) -> None:
-        """Check before the optimizer is made that all processes have the same weights, and give each its part.
-
-        Raises:
-            RuntimeError: the weights of two processes differ.
-        """
+        """Before the optimizer is made, give each process its part; RuntimeError if the weights of two differ."""
 
     def load_state(self, optimizer: PolicyOptimizer, state: Mapping[str, Tensor]) -> None:
         """Load the optimizer's state, which every process has in full."""
@@ -94,7 +85,7 @@ def share(parts: Sequence[Part], process_group: ProcessGroup) -> list[tuple[Part
     """Return the parts that this process computes, and whether each counts.
 
     Every process computes equally many, because a sharded model gathers its weights in each pass of each process; one
-    that runs out repeats the last part, which then does not count.
+    that runs out repeats the last part.
     """
     rounds = -(-len(parts) // process_group.count)
     indices = [number * process_group.count + process_group.rank for number in range(rounds)]

@@ -37,14 +37,7 @@ class StepSettings:
     ema: Annotated[float | None, Field(gt=0, lt=1)] = None
 
     def old_policy_decay(self, update: int) -> float:
-        """Return the share of the policy that sampled in the one that samples after an update.
-
-        Args:
-            update: its number, from 1.
-
-        Returns:
-            0 if the trained policy itself samples.
-        """
+        """Return the share of the policy that sampled in the one that samples after an update (its number, from 1)."""
         return 0.0
 
 
@@ -218,16 +211,11 @@ class OptimizerSettings:
 class LearningRateSchedule:
     """One of transformers' schedules as a function of the step.
 
-    Schedules that depend on the length of the run keep the rate of step `total_steps` from there on: a cosine would
-    rise again. Most end at zero, and further steps change nothing.
+    One that depends on the length of the run keeps the rate of step `total_steps` from there on.
     """
 
     def __init__(self, settings: OptimizerSettings) -> None:
-        """Prepare the schedule of these settings.
-
-        Raises:
-            InputError: a length that is missing or too short, or values that the schedule cannot be computed with.
-        """
+        """Prepare the schedule; InputError for a missing or short length, or values it cannot be computed with."""
         name, given = settings.lr_scheduler, dict(settings.lr_scheduler_kwargs)
         self._last = settings.total_steps if name in WITH_LENGTH else None
         if name in WITH_LENGTH:

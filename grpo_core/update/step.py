@@ -28,12 +28,7 @@ Tick = Callable[[], None]
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What an optimizer step was made with.
-
-    Attributes:
-        grad_norm: of all processes' gradient, before it was clipped.
-        learning_rate: of the step.
-    """
+    """The norm of all processes' gradient before it was clipped, and the learning rate of a step."""
 
     grad_norm: float
     learning_rate: float
@@ -52,7 +47,6 @@ def optimizer_step(
     Args:
         sample_ids: names of the minibatch's rows.
         broken: names of the samples whose loss is not finite.
-        settings: with the norm that the gradient is scaled to, and the decay of the average.
 
     Raises:
         NonFiniteError: a loss or the gradient is not finite; names the samples. No weight was changed by this step.
@@ -130,10 +124,8 @@ class StepMetrics(ABC):
     """One optimizer step, whatever the algorithm.
 
     Attributes:
-        loss: of the minibatch, as its gradient was computed.
-        policy_loss: the same without the KL term and the entropy bonus.
+        policy_loss: the loss without the KL term and the entropy bonus.
         grad_norm: before it was clipped.
-        learning_rate: of this step.
         kl: distance to the reference, as the loss measures it; None without a reference.
     """
 
@@ -159,12 +151,10 @@ class RatioStepMetrics(StepMetrics):
         entropy: nats; None where no weight can change it.
         clip_low: share of tokens where the lower bound is active; of rows where a row has one ratio.
         clip_high: the same for the upper bound.
-        clip_low_min: smallest share over the rows.
-        clip_high_max: largest share over the rows.
-        ratio_mean: importance ratio.
+        clip_low_min: smallest share over the rows; clip_high_max: the largest.
         log_ratio_clamped: number of tokens whose log-ratio was clamped.
         mismatch_weight: correction for a sampler that is not the policy; 1 where there is none.
-        trained_tokens: tokens of the minibatch that the loss reads, a number.
+        trained_tokens: number of tokens that the loss reads.
     """
 
     entropy: float | None
@@ -202,12 +192,7 @@ def mean(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The result of an update.
-
-    Attributes:
-        before: what was measured before the first step, such as parity, by name.
-        steps: every optimizer step, all of one algorithm.
-    """
+    """Measurements before the first step, such as parity, by name, and every optimizer step, all of one algorithm."""
 
     before: dict[str, float]
     steps: tuple[StepMetrics, ...]
@@ -248,11 +233,7 @@ class StepSums:
         settings: LossSettings,
         rows: list[int],
     ) -> None:
-        """Add one microbatch.
-
-        Args:
-            rows: their indices in the minibatch.
-        """
+        """Add one microbatch, of these rows of the minibatch."""
         weights = mask if terms.mismatch_weights is None else terms.mismatch_weights
         over_tokens = (
             terms.kl,

@@ -22,12 +22,7 @@ def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class StopTexts:
-    """Finds stop texts in a row's tokens.
-
-    Attributes:
-        tokenizer: decodes the tokens.
-        texts: each ends a completion.
-    """
+    """Finds stop texts, each of which ends a completion, in a row's tokens."""
 
     tokenizer: PreTrainedTokenizerBase
     texts: tuple[str, ...]

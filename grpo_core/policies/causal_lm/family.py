@@ -188,14 +188,7 @@ class CausalLMFamily(PolicyFamily):
         prompt: int,
         encoder_values: int = 0,
     ) -> "ModelSizes":
-        """Return the sizes of a language model, with or without images in its prompts.
-
-        Args:
-            model: folder or hub name, for errors.
-            config: of transformers.
-            prompt: ids of the longest prompt.
-            encoder_values: as in ComponentSizes.
-        """
+        """Return the sizes of a language model whose longest prompt, images included, has `prompt` ids."""
         from grpo_core.policies.causal_lm.loading import on_meta
         from grpo_core.policies.sizes import ModelSizes, cached_values, count_parameters, token_sizes
 

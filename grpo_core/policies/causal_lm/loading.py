@@ -58,7 +58,6 @@ class ModelKind:
     """A kind of language models by the class of transformers that loads them.
 
     Attributes:
-        auto: that class.
         classes: names of the models' classes by model type.
         described: the kind in words, for errors.
         outside: returns the parameters of a model outside its language model, which are never quantized.
@@ -73,11 +72,7 @@ class ModelKind:
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer.
-
-    Raises:
-        InputError: there is none, or it cannot be read.
-    """
+    """Load a model's tokenizer; InputError if there is none, or it cannot be read."""
     try:
         return AutoTokenizer.from_pretrained(place_of(model), trust_remote_code=False)
     except UNREADABLE as error:
@@ -88,11 +83,7 @@ CAUSAL_LM = ModelKind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "
 
 
 def read_config(model: str, kind: ModelKind = CAUSAL_LM) -> Any:
-    """Read the configuration of a language model; no weights are opened.
-
-    Args:
-        model: a folder written by `save_pretrained`, or a hub name.
-        kind: that it has to be of.
+    """Read the configuration of a language model, a folder or a hub name; no weights are opened.
 
     Raises:
         InputError: it does not exist, cannot be read, or is another kind of model.
@@ -115,9 +106,8 @@ def read_config(model: str, kind: ModelKind = CAUSAL_LM) -> Any:
 def read_context(config: Any) -> Context:
     """Return the number of ids that the model can read and write together.
 
-    LongRoPE has other frequencies in calls that reach past the original length. A cache that was filled below it is
-    then wrong, and one pass over a row scores its first tokens with other frequencies than they were sampled with, so
-    rows end there. Dynamic NTK, the other type of transformers that changes, does so past the configured length.
+    Rows end at LongRoPE's original length: beyond it a call has other frequencies, so a cache that was filled below is
+    wrong, and so is one pass over a row. Dynamic NTK changes past the configured length only.
     """
     text = config.get_text_config()
     length, ropes = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
@@ -146,11 +136,9 @@ def load_model(
     kind: ModelKind = CAUSAL_LM,
     quantization: QuantizationSettings | None = None,
 ) -> Any:
-    """Load the model in evaluation mode.
+    """Load the model, a folder or a hub name, in evaluation mode.
 
     Args:
-        model: a folder written by `save_pretrained`, or a hub name.
-        kind: that it has to be of.
         quantization: of its linear layers, the output head and what encodes images left out; None: as they are stored.
 
     Raises:
@@ -191,13 +179,9 @@ def on_meta(config: Any, kind: ModelKind) -> Any:
 
 
 def vocabulary_size(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return n: ids [0, n) are sampled and scored.
+    """Return n: ids [0, n), those with a text in the tokenizer, are sampled and scored; heads are often padded.
 
-    Heads are often padded to a round number of rows. Ids without a text in the tokenizer are left out of the
-    distribution, both while sampling and while scoring.
-
-    Raises:
-        InputError: the tokenizer has ids that the model has no embedding for.
+    InputError if the tokenizer has ids that the model has no embedding for.
     """
     highest = max(tokenizer.get_vocab().values())
     rows = model.get_input_embeddings().weight.shape[0]
@@ -222,9 +206,7 @@ def train_language_model(
 ) -> TrainedModel:
     """Call `train_model`; by default every linear layer but the head gets an adapter, none outside a frozen vision.
 
-    Raises:
-        InputError: adapter targets or frozen names that match nothing, or layers of the frozen vision, or nothing that
-            would be trained.
+    InputError also for adapters that reach layers of the frozen vision.
     """
     frozen = {id(each) for each in kind.outside(base)} if choice.freeze_vision else set()
     trained = train_model(
@@ -255,8 +237,7 @@ def load_trained(
 ) -> TrainedModel:
     """Load a language model with the chosen part of it trainable; on the meta device without weights.
 
-    Raises:
-        InputError: no such model, one that is known not to run here, or adapter targets that match nothing.
+    InputError for no such model, one that is known not to run here, or adapter targets that match nothing.
     """
     config = read_config(model, kind)
     if device.type == "meta":
@@ -283,13 +264,10 @@ def decoder_linears(model: Any) -> str:
 
 
 def matrices_without_adapter(model: Any) -> dict[str, int]:
-    """Count the elements of matrices that have no adapter, other than embeddings and the output head.
+    """Count the elements of matrices without an adapter, but for embeddings and head, of a model inside peft's wrapper.
 
     peft's "all linear layers" leaves out matrices that are no `nn.Linear`, such as the experts of some models, and
     layers that share their names with experts (peft 0.21: the dense layers and shared experts of DeepSeek-V3).
-
-    Args:
-        model: inside peft's wrapper.
 
     Returns:
         Elements by parameter name with `*` for the index of a layer or expert, most first.
@@ -318,11 +296,7 @@ def _adapted(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def describe_left_out(base: Any) -> str | None:
-    """Say which matrices of a model get no adapter, with their share of all parameters; None if each has one.
-
-    Args:
-        base: inside peft's wrapper.
-    """
+    """Say which matrices of a model inside peft's wrapper get no adapter, with their share; None if each has one."""
     left_out = matrices_without_adapter(base)
     if not left_out:
         return None

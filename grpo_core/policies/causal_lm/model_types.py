@@ -46,11 +46,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 
 
 def refuse_known(model: str, config: Any) -> None:
-    """Refuse a model that is known not to run, by its type or by the caches of its layers; no weights are read.
-
-    Raises:
-        InputError: it cannot be sampled and scored here.
-    """
+    """Raise InputError for a model that cannot run by its type or by the caches of its layers; no weights are read."""
     reason = None
     if config.model_type not in TRIED | TRIED_WITH_IMAGES:
         reason = REFUSED.get(config.model_type) or _unusable_cache(config)

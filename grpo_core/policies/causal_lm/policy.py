@@ -38,9 +38,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     """A text model that answers prompts; it is its only component.
 
     Attributes:
-        kind: how transformers loads its models.
-        vocabulary: ids [0, vocabulary) can be sampled.
-        forbidden: except these; None: there are none.
+        vocabulary: ids [0, vocabulary) can be sampled, except the forbidden ones.
         engine: samples completions; None: this model, token by token.
     """
 
@@ -56,11 +54,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         *,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Combine the parts; `load` is the usual way.
-
-        Raises:
-            InputError: tokenizer and model do not belong together, or the settings need a missing template.
-        """
+        """Combine the parts; `load` is the usual way. InputError if they do not belong together."""
         self.trained, self.tokenizer, self.autocast = trained, tokenizer, autocast
         self._prompts = RecentlyUsed[EncodedPrompt]()
         self.vocabulary = vocabulary_size(self._model, tokenizer)
@@ -83,12 +77,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         attn_implementation: str | None = None,
         offload: bool = False,
     ) -> Self:
-        """Load by folder or hub name; on the meta device without weights, to sample with an engine that has its own.
-
-        Raises:
-            InputError: no such model, one that is known not to run here, no tokenizer, or adapter targets that match
-                nothing.
-        """
+        """Load by folder or hub name; on the meta device without weights, to sample with an engine that has its own."""
         refuse_unscaled_float16(dtype, autocast)
         reader = cls.kind.load_reader(model)
         trained = load_trained(
@@ -158,7 +147,6 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         """Encode prompts; one that was encoded before with its images and the current settings is not encoded again.
 
         Args:
-            prompts: at least one.
             sources: the source images of each; none where they are left out.
             for_engine: leave out positions and features, because an engine reads images itself.
         """
@@ -211,13 +199,10 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         size: ImageSize | None = None,
         sources: Sources | None = None,
     ) -> SampledTokens:
-        """Sample `group_size` token sequences for each prompt, siblings next to each other.
+        """Sample `group_size` token sequences for each prompt, siblings next to each other; texts have no size.
 
         Args:
-            prompts: of the groups.
-            group_size: samples of each.
             seeds: one per sample.
-            size: has to be None.
             sources: the source images of each prompt; None: no prompt has any.
         """
         assert size is None, "texts have no size"

@@ -45,11 +45,7 @@ _PRINTED_BLOCK = re.compile(r"""['"]type['"]: *['"]text['"]""")
 
 
 def uses_template(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings) -> bool:
-    """Return whether prompts are formatted with the tokenizer's chat template.
-
-    Raises:
-        InputError: the settings need a template and there is none.
-    """
+    """Return whether prompts are formatted with the tokenizer's chat template; InputError without a needed one."""
     has_template = bool(tokenizer.chat_template)
     if settings.chat_template and not has_template:
         raise InputError("rollout.chat_template", True, "This tokenizer has no chat template; set it to false or null.")
@@ -69,11 +65,7 @@ def prompt_ids(
 ) -> list[int]:
     """Encode one prompt without padding, with one mark for each image; arguments and errors of `print_prompt`.
 
-    Without a template a plain text is encoded with the special tokens that the tokenizer puts around texts. With one,
-    only the template adds special tokens.
-
-    Raises:
-        InputError: it has no ids.
+    Only the template adds special tokens, if there is one; else the tokenizer does. InputError for no ids.
     """
     printed = print_prompt(tokenizer, settings, prompt, images, mark)
     ids: list[int] = tokenizer(printed, add_special_tokens=not uses_template(tokenizer, settings))["input_ids"]
@@ -126,17 +118,10 @@ def print_prompt(
 
 
 def image_messages(prompt: str, images: int) -> list[Message]:
-    """Return a prompt as messages whose contents are blocks, with a block for each image.
+    """Return a prompt with this many images as messages whose contents are blocks, with a block for each image.
 
-    A plain text has as many marks `<image>` as images, or none: then the images come before it. A conversation has as
-    many blocks `{"type": "image"}`, or none: then they come first in its first user message.
-
-    Args:
-        prompt: as it was given.
-        images: how many it has.
-
-    Raises:
-        InputError: the prompt names another number of images.
+    A plain text has as many marks `<image>`, or none: then the images come before it. A conversation has as many blocks
+    `{"type": "image"}`, or none: then they come first in its first user message. InputError for another number.
     """
     messages = read_messages(prompt)
     if messages is None:
@@ -171,12 +156,7 @@ def print_messages(
 ) -> str:
     """Format a conversation with the chat template, after the system prompt of the settings if it has none.
 
-    Args:
-        messages: at least one; blocks of texts and images.
-        prompt: as it was given, for errors.
-
-    Raises:
-        InputError: the template refuses it.
+    InputError if the template refuses it, with the prompt as it was given.
     """
     system = settings.system_prompt
     if system is not None and all(message["role"] != "system" for message in messages):
@@ -216,9 +196,6 @@ def answer_start(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings)
 def render_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **arguments: Any) -> str:
     """Format messages with the tokenizer's own call; blocks of texts are joined for a template that knows texts only.
 
-    Args:
-        arguments: of `apply_chat_template`.
-
     Raises:
         TemplateError, ValueError, TypeError: the template refuses them.
     """
@@ -243,13 +220,7 @@ def render_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
 
 
 def require_room(prompt: str, length: int, settings: CausalLMSettings, context: Context, of_images: int = 0) -> None:
-    """Raise InputError for a prompt that leaves no room for a completion of full length.
-
-    Args:
-        length: number of its ids.
-        context: of the model.
-        of_images: how many of its ids are placeholders of images.
-    """
+    """Raise InputError for a prompt of `length` ids that leaves no room for a completion of full length."""
     room = None if context.length is None else context.length - settings.max_completion_length
     if room is not None and length > room:
         those = f", {of_images} of them of its images" if of_images else ""
@@ -265,15 +236,7 @@ def require_room(prompt: str, length: int, settings: CausalLMSettings, context: 
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings, prompt: str, *, context: Context
 ) -> EncodedPrompt:
-    """Encode a text.
-
-    Args:
-        settings: template, system prompt, and the room to leave.
-        context: of the model.
-
-    Raises:
-        InputError: the prompt cannot be read or is too long.
-    """
+    """Encode a text; InputError if it cannot be read or leaves no room for a completion."""
     ids = prompt_ids(tokenizer, settings, prompt)
     require_room(prompt, len(ids), settings, context)
     return EncodedPrompt(ids)

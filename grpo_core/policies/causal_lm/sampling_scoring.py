@@ -28,13 +28,10 @@ class SamplingRule:
     """How the next token is sampled from logits, and when to stop.
 
     Attributes:
-        vocabulary: ids [0, vocabulary) can be sampled.
-        temperature: divides the logits.
-        truncation: which of these ids can be sampled.
+        vocabulary: ids [0, vocabulary) can be sampled, except the forbidden ones.
         ends: ids that end a row; they are sampled and trained as any other.
         stops: texts that end a row; None: there are none.
         max_tokens: of a row.
-        forbidden: ids below `vocabulary` that cannot be sampled; None: there are none.
         width: number of ids that the model has logits for; 0: as many as `vocabulary`.
     """
 
@@ -62,7 +59,7 @@ class SamplingRule:
 def without_router_losses(model: Any) -> dict[str, bool]:
     """Return the arguments of a call that leave out the losses of routers, which some configurations ask for.
 
-    They are losses of supervised training, and are computed from a mask without the keys in a cache.
+    They are computed from a mask without the keys in a cache.
     """
     asked = getattr(model.config.get_text_config(), "output_router_logits", False)
     return {"output_router_logits": False} if asked else {}
@@ -87,9 +84,7 @@ def sample_completions(
     """Sample one completion per row; the loop ends when every row has ended.
 
     Args:
-        encoded: distinct prompts.
-        prompts: that each row continues.
-        rows: their indices among the encoded ones.
+        encoded: distinct prompts, `rows` the index of each row's among them.
         sources: the source images of each row's prompt; None: no prompt has any.
         step_by_step: for rows of one length; None: the model's own forward pass.
     """
@@ -225,7 +220,6 @@ def score_completions(
         encoded: one row per sample.
         token_ids: padded on the right.
         support: the ids each token was sampled from; None without truncation.
-        entropy: whether entropies are computed too.
         whole_logits: take the logits from the model, because its head does not give them (`head_gives_logits`).
         forbidden: ids below `vocabulary` that could not be sampled; None: there are none.
     """
@@ -275,9 +269,8 @@ def _inputs(
 def head_gives_logits(model: Any) -> bool:
     """Return whether the model's logits are its head's output for its last hidden states, without further operations.
 
-    Some models cap or scale the head's output (Gemma 2's soft cap, Granite's and Cohere's scale): their logits must
-    come from the model itself. Small logits would hide a cap, so the head's input is scaled up to logits of about 100
-    for this one comparison.
+    Some models cap or scale the head's output (Gemma 2, Granite, Cohere). Small logits would hide a cap, so the head's
+    input is scaled up to logits of about 100 for this comparison.
     """
     head, body = model.get_output_embeddings(), model.base_model
     # A model without a body of its own returns no hidden states.

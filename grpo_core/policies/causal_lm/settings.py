@@ -29,12 +29,7 @@ class CausalLMSettings(TokenSamplingSettings):
 
 @dataclass(frozen=True)
 class Context:
-    """How many ids a model reads and writes together.
-
-    Attributes:
-        length: that number; None if unbounded.
-        why: what limits it, for errors; empty where that is the model's configured length.
-    """
+    """How many ids a model reads and writes together, None if unbounded; `why` if another length than configured."""
 
     length: int | None = None
     why: str = ""

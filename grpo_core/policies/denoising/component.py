@@ -39,14 +39,10 @@ VAE = "vae"
 
 
 class DenoisingComponent(TrainedComponent[DenoisingBatch]):
-    """The denoising model of a diffusers pipeline.
+    """The denoising model of a diffusers pipeline, whose other parts are frozen.
 
     The pipeline's own `__call__` denoises, with another scheduler in place of its own: noisy while sampling, and the
     stored steps while scoring. `trained.model` has to be the pipeline's denoising model, or peft's wrapper of it.
-
-    Attributes:
-        pipeline: its other parts are frozen.
-        settings: steps, guidance, noise and window, of sampling and of scoring.
     """
 
     def __init__(
@@ -78,15 +74,14 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         size: ImageSize,
         sources: tuple[SourceImage, ...] = (),
     ) -> Mapping[str, Any]:
-        """Return the arguments of the pipeline's call for these rows, guidance included.
+        """Return the arguments of the pipeline's call for these rows, guidance included; it runs without gradients.
 
-        It runs without gradients. Prompts have to be given as embeddings, or the text encoders run in every pass.
-        `num_inference_steps`, `generator`, `latents` and `output_type` are added by the caller.
+        Prompts have to be given as embeddings, or the text encoders run in every pass. `num_inference_steps`,
+        `generator`, `latents` and `output_type` are added by the caller.
 
         Args:
             prompts: one per row; one and the same where there are sources.
             drafts: one per row; None for a pipeline without tokens.
-            size: of all rows' images.
             sources: the images in the prompt of the rows, in its order.
         """
 
@@ -95,12 +90,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         return nullcontext()
 
     def latents_argument(self, latents: Float[Tensor, "rows ..."], size: ImageSize) -> Float[Tensor, "rows ..."]:
-        """Return latents in the form in which the pipeline's call takes them, from that of its scheduler.
-
-        Args:
-            latents: as the scheduler sees them.
-            size: of the images.
-        """
+        """Return latents of images of this size in the form of the pipeline's call, from that of its scheduler."""
         return latents
 
     def sample(
@@ -110,7 +100,6 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
 
         Args:
             drafts: one per sample, group after group; None for a pipeline without tokens.
-            size: of the images.
             rows_per_call: maximum number of images that are denoised and decoded at once.
 
         Raises:
@@ -139,10 +128,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
             start = stop
 
     def _shared(self, prompt: str, sources: tuple[SourceImage, ...]) -> Hashable:
-        """Return what rows have in common that one call can make: their source images, and with these the prompt.
-
-        Pipelines take source images for all rows of a call; embeddings of a prompt may depend on its images.
-        """
+        """Return what rows of one call have in common: their source images, and with these the prompt."""
         return (prompt if sources or self.one_prompt_per_call else None), sources
 
     @torch.no_grad()
@@ -272,10 +258,8 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
     def velocities(self, actions: DenoisingBatch) -> Float[Tensor, "batch ..."]:
         """Return the derivative of each row's first state by sigma at its first step, guidance included.
 
-        It is what the pipeline gives to its scheduler, in fp32 or wider; with gradients where they are enabled.
-
-        Args:
-            actions: of one size; only the first state of a row is read.
+        It is what the pipeline gives to its scheduler, in fp32 or wider; with gradients where they are enabled. The
+        actions are of one size.
         """
         found = []
         with self.offload.using(*self._parts_of(actions)):
@@ -314,15 +298,7 @@ def _by_row(sources: Sources | None, rows: int) -> Sources:
 
 @dataclass(frozen=True)
 class _Call:
-    """Rows that the pipeline scores at once.
-
-    Attributes:
-        rows: their places in the batch.
-        arguments: of the pipeline.
-        size: of their images.
-        first_step: index of their first noisy step.
-        states: on the model's device.
-    """
+    """Rows that the pipeline scores at once: their places in the batch, and what they have in common."""
 
     rows: list[int]
     arguments: Mapping[str, Any]

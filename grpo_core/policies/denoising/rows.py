@@ -34,12 +34,7 @@ def only_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DenoisedGroup:
-    """The images of one group.
-
-    Attributes:
-        images: one per sample.
-        sampled: the noisy steps; None where the group was denoised by the ODE.
-    """
+    """The images of one group, and their noisy steps; None where the group was denoised by the ODE."""
 
     images: tuple[Image.Image | BrokenImage, ...]
     sampled: SampledActions | None
@@ -50,8 +45,6 @@ class SampleRows(Rows):
     """The samples of several groups, one after another.
 
     Attributes:
-        prompts: one per row, like all that follow.
-        sample_ids: names of the rows.
         noise_seeds: of the first latents.
         step_seeds: of the noisy steps; empty without them.
         window_start: index of the first noisy step; None: every step is deterministic.
@@ -110,10 +103,7 @@ def _joined(sampled: Sequence[SampledActions]) -> SampledActions:
 
 
 def slice_decoding(pipeline: Any, images: int, size: ImageSize) -> None:
-    """Let the pipeline's autoencoder decode this many images at once if they are small, and one by one otherwise.
-
-    Its tensors are the largest of all: one by one, they take no more memory for more images.
-    """
+    """Let the pipeline's autoencoder decode this many images at once if they are small, else one by one."""
     vae: Any = getattr(pipeline, "vae", None)
     if hasattr(vae, "use_slicing"):
         vae.use_slicing = images * size.pixels > PIXELS_AT_ONCE

@@ -1,9 +1,7 @@
 """One noisy denoising step, and schedulers that a pipeline runs over while it samples and while steps are scored.
 
-A flow-matching model predicts the velocity v of latents x = (1 - sigma) clean + sigma noise. All functions compute in
-the dtype of their inputs; callers give fp32.
-
-A pipeline keeps its own loop: guidance, packing, clocks and dtypes are the same on both sides, so on unchanged weights
+A flow-matching model predicts the velocity v of latents x = (1 - sigma) clean + sigma noise. Callers give fp32. A
+pipeline keeps its own loop: guidance, packing, clocks and dtypes are the same on both sides, so on unchanged weights
 the importance ratio is one for any pipeline that calls FlowMatchEulerDiscreteScheduler.
 """
 
@@ -26,13 +24,7 @@ from grpo_core.seeds import make_generator
 
 
 class Transition(NamedTuple):
-    """The Gaussian of the next latents: independent values of one standard deviation.
-
-    Attributes:
-        mean: of every value of the latents.
-        std: one number for the step.
-        dt: length of the step, sigma - next_sigma.
-    """
+    """The Gaussian of the next latents: a mean for every value, one standard deviation; dt is sigma - next_sigma."""
 
     mean: Float[Tensor, "rows ..."]
     std: Float[Tensor, ""]
@@ -40,13 +32,7 @@ class Transition(NamedTuple):
 
 
 class NoiseSchedule(NamedTuple):
-    """The noise of one step.
-
-    Attributes:
-        sigma: before the step.
-        next_sigma: after it; smaller.
-        second_sigma: of the whole schedule; stands in for a sigma of 1, where flow_grpo would divide by 0.
-    """
+    """Sigma before and after one step; the schedule's second one stands in for 1, where Flow-GRPO divides by 0."""
 
     sigma: Float[Tensor, ""]
     next_sigma: Float[Tensor, ""]
@@ -60,12 +46,10 @@ def transition(
     latents: Float[Tensor, "rows ..."],
     velocity: Float[Tensor, "rows ..."],
 ) -> Transition:
-    """Return mean and standard deviation of the latents after one step; noise level 0 is Euler's step of the ODE.
+    """Return the Gaussian of the latents after one step; noise level 0 is Euler's step of the ODE.
 
     Args:
         noise_level: as in DenoisingSettings.
-        noise: sigmas of the step, 0-dimensional.
-        latents: before the step.
         velocity: that the model predicts there, after guidance.
     """
     sigma, next_sigma, second_sigma = noise
@@ -111,12 +95,8 @@ def step_logprob(
 def step_kl(mean: Float[Tensor, "rows ..."], other: Transition, reduction: LogprobReduction) -> Float[Tensor, " rows"]:
     """Return KL(policy || other) of one step in nats, reduced over the values like the log-prob.
 
-    Both Gaussians have one standard deviation, so the KL is exact: (mean - other's mean)^2 / (2 std^2), which is never
-    negative and needs no sample. Flow-GRPO divides by 2 eta^2, without the step's length.
-
-    Args:
-        mean: of the policy, with gradient.
-        other: reference, or the policy before the update; a constant.
+    Both Gaussians have one standard deviation, so the KL is (mean - other's mean)^2 / (2 std^2), exactly. Flow-GRPO
+    divides by 2 eta^2, without the step's length. The mean has a gradient, the other is a constant.
     """
     return _reduced((mean - other.mean.detach()).square() / (2 * other.std.square()), reduction)
 
@@ -129,8 +109,7 @@ def _reduced(values: Float[Tensor, "rows ..."], reduction: LogprobReduction) -> 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that states of a pipeline are stored in: fp32 as fp16, any other unchanged.
 
-    fp16 rounds latents, which are below 10, eight times finer than bf16. Sampling continues from the rounded value, so
-    that what is scored is what was stored.
+    fp16 rounds latents, which are below 10, eight times finer than bf16. Sampling continues from the rounded value.
     """
     return torch.float16 if dtype == torch.float32 else dtype
 
@@ -186,20 +165,11 @@ class WindowScheduler(FlowMatchEulerDiscreteScheduler):
 class NoisyScheduler(WindowScheduler):
     """Steps of the ODE outside the window and noisy ones inside it, whose latents and log-probs are recorded.
 
-    Attributes:
-        states: latents before and after the window's steps, in the dtype they are stored in. Of an empty window that
-            starts after the last step they are the finished latents.
-        logprobs: of each noisy step, one per row.
+    `states` are in the dtype they are stored in; of an empty window after the last step, the finished latents.
     """
 
     def begin(self, start: int, step_seeds: Sequence[int], sample_ids: Sequence[str]) -> "NoisyScheduler":
-        """Prepare for one call of the pipeline.
-
-        Args:
-            start: index of the window's first step.
-            step_seeds: of the window's noise, one per row.
-            sample_ids: names of the rows, for errors.
-        """
+        """Prepare for one call of the pipeline, with the index of the window's first step and one seed per row."""
         self.window = range(start, start + self.settings.sde_window_size)
         assert not self.window or len(step_seeds) == len(sample_ids), "one seed per row"
         self.sample_ids = tuple(sample_ids)
@@ -252,11 +222,7 @@ class NoisyScheduler(WindowScheduler):
 
 
 class PartialScheduler(WindowScheduler):
-    """The whole schedule, of which the pipeline sees a part of the timesteps.
-
-    Attributes:
-        kept: the indices of these.
-    """
+    """The whole schedule, of which the pipeline sees the timesteps that are kept."""
 
     kept: slice
 
@@ -275,19 +241,10 @@ class PartialScheduler(WindowScheduler):
 
 
 class ReplayScheduler(PartialScheduler):
-    """The window's steps alone, each answered with the stored latents, so that each step's graph is its own.
-
-    Attributes:
-        transitions: of the window's steps under the model that runs; with gradients where they are enabled.
-    """
+    """The window's steps alone, each answered with the stored latents, so that each step's graph is its own."""
 
     def begin(self, start: int, states: Float[Tensor, "states rows ..."]) -> "ReplayScheduler":
-        """Prepare for one call of the pipeline.
-
-        Args:
-            start: index of the window's first step.
-            states: latents before and after the window's steps.
-        """
+        """Prepare for one call of the pipeline, with the latents before and after the steps from `start` on."""
         self.window = range(start, start + len(states) - 1)
         self.kept = slice(self.window.start, self.window.stop)
         self.states = states
@@ -307,21 +264,12 @@ class StartScheduler(PartialScheduler):
 
 
 class VelocityScheduler(PartialScheduler):
-    """One timestep, whose model output is recorded; nothing is denoised.
-
-    Attributes:
-        velocity: output of the model as the pipeline gives it to its scheduler, guidance included: the derivative of
-            the latents by sigma; with gradients where they are enabled.
-    """
+    """One timestep, whose model output is recorded as the pipeline gives it, guidance included; nothing is denoised."""
 
     velocity: Tensor
 
     def begin(self, index: int) -> "VelocityScheduler":
-        """Prepare for one call of the pipeline.
-
-        Args:
-            index: of the timestep among the denoising steps.
-        """
+        """Prepare for one call of the pipeline at the timestep of a denoising step."""
         self.kept = slice(index, index + 1)
         return self
 

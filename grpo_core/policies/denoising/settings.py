@@ -51,11 +51,7 @@ class DenoisingSettings:
     logprob_reduction: LogprobReduction = "mean"
 
     def check_window(self) -> None:
-        """Refuse settings under which a step of the window has no density.
-
-        Raises:
-            InputError: a window outside its range or over the last step, or a noise level that gives no density.
-        """
+        """Raise InputError for a window outside its range or over the last step, or a noise level without a density."""
         if self.sde_window_size == 0:
             return
         begin, end = self.sde_window_range
@@ -82,16 +78,9 @@ class DenoisingSettings:
             raise InputError("rollout.noise_level", self.noise_level, hint)
 
     def window_start(self, iteration: int, seed: int) -> int:
-        """Return the index of the first noisy step: one for all samples of an iteration, which are compared.
+        """Return the index of the first noisy step: one for all samples of an iteration, from 1, which are compared.
 
-        An empty window is after the last step.
-
-        Args:
-            iteration: number of the iteration, from 1.
-            seed: of the run.
-
-        Raises:
-            InputError: as `check_window`.
+        An empty window is after the last step. InputError as `check_window`.
         """
         self.check_window()
         if self.sde_window_size == 0:
@@ -117,16 +106,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
 
 
 def refuse_scheduler(model: str, name: object, config: Mapping[str, Any]) -> None:
-    """Refuse a scheduler other than that of flow matching, or one that is stochastic by itself.
-
-    Args:
-        model: folder or hub name of the pipeline, for the message.
-        name: of its class.
-        config: content of its scheduler/scheduler_config.json.
-
-    Raises:
-        InputError: names the scheduler or its setting.
-    """
+    """Raise InputError for a scheduler, by its class and config, that is not flow matching's, or adds own noise."""
     if name != SCHEDULER:
         hint = f"It denoises with {name}; only the steps of {SCHEDULER} can be made noisy and scored."
         raise InputError("policy.model", model, hint)

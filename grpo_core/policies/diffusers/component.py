@@ -38,11 +38,7 @@ class DiffusersDenoising(DenoisingComponent):
         autocast: torch.dtype | None = None,
         offload: ComponentOffload = NO_OFFLOAD,
     ) -> None:
-        """Combine the parts; `DiffusersPolicy.load` is the usual way.
-
-        Args:
-            saved: what the pipeline's configuration files say.
-        """
+        """Combine the parts; `DiffusersPolicy.load` is the usual way."""
         super().__init__(pipeline, settings, trained, autocast=autocast, offload=offload)
         self.saved = saved
         self.prompts = PromptCache(pipeline, encoding=self._encoding)
@@ -64,12 +60,9 @@ class DiffusersDenoising(DenoisingComponent):
             self.encode_ahead(zip(actions.prompts, sources, actions.sizes, strict=True))
 
     def encode_ahead(self, rows: Iterable[tuple[str, tuple[SourceImage, ...], ImageSize]]) -> None:
-        """Encode the prompts of rows before the transformer takes the place of the text encoders on the device.
+        """Encode prompts of rows, equal ones once, before the transformer takes the text encoders' place on the device.
 
         Without offloaded parts nothing is done: the first call with a prompt encodes it.
-
-        Args:
-            rows: prompt, source images and size of the image; equal ones are encoded once.
         """
         if not self.offload.enabled:
             return
@@ -96,11 +89,7 @@ class DiffusersDenoising(DenoisingComponent):
         size: ImageSize,
         sources: tuple[SourceImage, ...] = (),
     ) -> Mapping[str, Any]:
-        """Return the arguments of the pipeline's call for these rows.
-
-        Raises:
-            InputError: a source image cannot be decoded.
-        """
+        """Return the arguments of the pipeline's call for these rows; InputError if a source image is broken."""
         edited, texts = self._source_arguments(sources, prompts, size)
         given = call_settings(self.saved, self.settings)
         # Some pipelines want as many negative prompts as prompts.

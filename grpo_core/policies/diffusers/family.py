@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 def refuse_cut_prompts(model: str, saved: SavedPipeline, settings: DiffusersSettings, prompts: Sequence[str]) -> None:
-    """Refuse prompts that every text encoder cuts off: two of them that differ only later would be one to the model.
-
-    Raises:
-        InputError: names the first such prompt.
-    """
+    """Raise InputError for a prompt that every text encoder cuts off: two that differ only later would be one to it."""
     tokenizers = _tokenizers(model, saved)
     limits = [_limit(each, saved, settings) for each in tokenizers]
     for prompt, number in first_numbers(prompts).items():

@@ -24,11 +24,7 @@ _IN_BLOCKS = re.compile(
 
 
 def require_saved_pipeline(model: str) -> SavedPipeline:
-    """Read the configuration files of a pipeline that has to be on this machine.
-
-    Raises:
-        InputError: no such files, or a pipeline that cannot be trained.
-    """
+    """Read the configuration files of a pipeline that can be trained and has to be on this machine, or InputError."""
     refuse_missing_folder(model)
     saved = read_saved_pipeline(model)
     if saved is None:
@@ -41,12 +37,9 @@ def require_saved_pipeline(model: str) -> SavedPipeline:
 
 
 def absent_parts(model: str, saved: SavedPipeline) -> dict[str, None]:
-    """Return the parts that a pipeline was saved without, of those that the constructor of its class has to be given.
+    """Return as None the parts a pipeline was saved without, of those that its constructor has to be given.
 
-    diffusers fails without them, where its user does not give them as None.
-
-    Raises:
-        InputError: names a part that the class cannot do without.
+    InputError names one that the class cannot do without.
     """
     found, spared = getattr(diffusers, saved.class_name), saved.pipeline_class.can_lack
     wanted = [each for each in inspect.signature(found.__init__).parameters.values() if each.name != "self"]
@@ -60,11 +53,7 @@ def absent_parts(model: str, saved: SavedPipeline) -> dict[str, None]:
 
 
 def load_pipeline(model: str, **options: Any) -> Any:
-    """Load all parts of a pipeline, frozen; options and errors as in `pipeline_loading.load_pipeline`.
-
-    Raises:
-        InputError: it is not a pipeline that can be trained.
-    """
+    """Load all parts of a pipeline, frozen; options and errors as in `pipeline_loading.load_pipeline`."""
     saved = require_saved_pipeline(model)
     absent = absent_parts(model, saved)
 
@@ -77,21 +66,13 @@ def load_pipeline(model: str, **options: Any) -> Any:
 
 
 def train_transformer(transformer: Any, choice: TrainingChoice, model: str, **options: Any) -> TrainedModel:
-    """Make the chosen part of a pipeline's transformer trainable; other arguments and errors as in `train_model`.
-
-    Args:
-        model: folder or hub name, written into saved adapters.
-    """
+    """Make the chosen part of a pipeline's transformer trainable; other arguments and errors as in `train_model`."""
     targets = default_targets(transformer) if choice.lora is not None and choice.lora.targets is None else None
     return train_model(transformer, choice, base_name=model, default_targets=targets, **options)
 
 
 def default_targets(transformer: nn.Module) -> str:
-    """Return a regular expression for the attention and feed-forward layers of all blocks.
-
-    Raises:
-        InputError: the transformer has no layers by their usual names.
-    """
+    """Return a regular expression for the attention and feed-forward layers of all blocks; InputError without any."""
     linear = (name for name, each in transformer.named_modules() if isinstance(each, nn.Linear))
     found = dict.fromkeys(re.sub(r"\.\d+\.", "|", name, count=1) for name in linear if _IN_BLOCKS.fullmatch(name))
     if not found:

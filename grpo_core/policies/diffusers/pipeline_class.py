@@ -43,7 +43,7 @@ class PipelineClass:
         takes_area: whether its `max_area` in pixels overrides the size.
         spatial_latents: whether its `latents` are [rows, C, h, w] where its scheduler sees [rows, h w, C].
         sources: how it takes the source images of a prompt; None: it makes images from text alone.
-        can_lack: a part that its call does without, although its constructor wants one, and the parts that serve it.
+        can_lack: parts that its constructor wants and its call does without.
         problem: why its denoising cannot be trained, as a sentence; None if it can.
     """
 

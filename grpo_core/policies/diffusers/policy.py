@@ -39,11 +39,7 @@ class DiffusersPolicy:
         return {"denoising": self.denoising}
 
     def sample_with(self, settings: DiffusersSettings) -> None:
-        """Use these settings for sampling and scoring from this call on.
-
-        Raises:
-            InputError: a size or a guidance that the pipeline does not have.
-        """
+        """Use these settings for sampling and scoring; InputError for a size or guidance the pipeline does not have."""
         refuse_size(self.denoising.saved, settings.size)
         call_settings(self.denoising.saved, settings)
         self.settings = self.denoising.settings = settings
@@ -61,12 +57,7 @@ class DiffusersPolicy:
         attn_implementation: str | None = None,
         offload: bool = False,
     ) -> "DiffusersPolicy":
-        """Load by folder or hub name.
-
-        Raises:
-            InputError: no such model, one that is known not to run here, settings that it cannot sample with, or
-                adapter targets that match nothing.
-        """
+        """Load by folder or hub name."""
         choice = choices["denoising"]
         saved, quantization = require_saved_pipeline(model), choice.quantization
         adapters = choice.lora is not None

@@ -49,11 +49,10 @@ class _Kept:
 
 
 class PromptCache:
-    """A pipeline's own `encode_prompt`, with what it returned before.
+    """A pipeline's own `encode_prompt`, with what it returned before, in that method's place.
 
-    It takes that method's place: a pipeline's call encodes its prompts in its own way, negative ones included, and
-    nothing here knows what the results mean. Each prompt is encoded alone, so that the embeddings of a row
-    do not depend on the other rows.
+    A pipeline's call encodes its prompts in its own way, and nothing here knows what the results mean. Each prompt is
+    encoded alone, so the embeddings of a row do not depend on the other rows.
     """
 
     def __init__(
@@ -62,12 +61,7 @@ class PromptCache:
         max_bytes: int = CACHE_BYTES,
         encoding: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Take the method's place in the pipeline.
-
-        Args:
-            max_bytes: of CPU memory for embeddings.
-            encoding: a context in which the text encoders can be run.
-        """
+        """Take the method's place; `encoding` is a context in which the text encoders can be run."""
         self._encoding = encoding
         self._encode: Callable[..., Any] = pipeline.encode_prompt
         self._signature = inspect.signature(self._encode)
@@ -77,11 +71,7 @@ class PromptCache:
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the pipeline's method returns for these prompts.
-
-        Raises:
-            ValueError: prompts whose embeddings have several lengths, or of which some have a mask and some do not.
-        """
+        """Return what the pipeline's method returns; ValueError for embeddings of several lengths, or mixed masks."""
         given = self._signature.bind(*args, **kwargs).arguments
         times = given.get(_COPIES, 1)
         if times > 1:
@@ -114,11 +104,7 @@ class PromptCache:
         return self._results.get(key, lambda: _Kept.of(self._encode_rows(single, 1))).returned()
 
     def _growth(self, single: dict[str, Any], result: Any, *, copies: bool) -> Any:
-        """Return which dimensions of a result belong to the rows; others, such as those of position ids, do not.
-
-        Args:
-            copies: whether rows are copies of one prompt; an encoder that reads images has one for each prompt.
-        """
+        """Return which dimensions of a result belong to the rows; `copies`: rows are copies of one prompt."""
 
         def found() -> Any:
             two = self._encode_rows({**single, _COPIES: 2}, 1) if copies else self._encode_rows(single, 2)
@@ -154,11 +140,7 @@ def _kind(value: Any) -> Any:
 
 
 def content_digest(value: Any) -> str | None:
-    """Return a digest of an argument by content: of an image's pixels and a tensor's values, not of their addresses.
-
-    Returns:
-        None for what has no known content, such as an object of a class of its own.
-    """
+    """Return a digest of an argument by its pixels and values; None for what has no known content."""
     digest = hashlib.sha256()
     try:
         for part in _content(value):
@@ -205,11 +187,7 @@ def _growing(one: Any, two: Any) -> Any:
 
 
 def _joined(results: Sequence[Any], grows: Any) -> Any:
-    """Return the results of several rows as one: parts that grow with the rows one after another, others as they are.
-
-    Raises:
-        ValueError: the results have several lengths.
-    """
+    """Join the results of several rows: parts that grow with the rows one after another, others as they are."""
     first = results[0]
     if grows is None:
         return first

@@ -45,8 +45,6 @@ class SavedPipeline:
 
     Attributes:
         folder: of its configuration files.
-        class_name: of the pipeline.
-        pipeline_class: what its class can do.
         parts: library and class of each of its parts, by name.
         transformer: configuration of the denoising model.
         vae: configuration of the autoencoder; empty for a pipeline without one.
@@ -117,13 +115,9 @@ class SavedPipeline:
 
 
 def read_saved_pipeline(model: str) -> SavedPipeline | None:
-    """Read a pipeline's configuration files; None if they are not on this machine.
+    """Read a pipeline's configuration files, of a hub name in the local cache; None if they are not on this machine.
 
-    Args:
-        model: a folder, or a hub name, whose files are searched in the local cache only.
-
-    Raises:
-        InputError: a file is damaged, or the pipeline or its scheduler cannot be trained.
+    InputError if a file is damaged, or the pipeline or its scheduler cannot be trained.
     """
     index = find_model_file(model, INDEX_FILE)
     return None if index is None else _read(model, index.parent)
@@ -186,11 +180,8 @@ EMPTY_NEGATIVE_PROMPT = " "
 def call_settings(pipeline: SavedPipeline, settings: DiffusersSettings) -> dict[str, Any]:
     """Return the arguments of the pipeline's call that the settings give: guidance and lengths of prompts.
 
-    A guidance scale means what diffusers makes of it: the embedded guidance of a distilled model, the true
-    classifier-free guidance of pipelines that have both, or classifier-free guidance.
-
-    Raises:
-        InputError: guidance that the model was distilled to do without, or a setting that its pipeline does not have.
+    A guidance scale is the embedded guidance of a distilled model, the true classifier-free guidance of pipelines that
+    have both, or classifier-free guidance. InputError for a setting that the model or its pipeline does not have.
     """
     call, scale = pipeline.pipeline_class.call, settings.guidance_scale
     _refuse_settings(pipeline, settings)

@@ -1,7 +1,6 @@
 """Source images of a prompt, as the calls of pipelines that edit images take them; what they do not take is refused.
 
-A call makes the images of one prompt, `num_images_per_prompt` of them: what `image` means for several prompts differs
-between classes (one image for all, one for each, references of each), and for one prompt it does not.
+A call makes the images of one prompt: what `image` means for several prompts differs between classes.
 """
 
 import math
@@ -26,7 +25,6 @@ class SourceArgument:
         most: how many images a prompt may have; None: any number.
         as_list: whether it takes a list of them; False: the image itself.
         pixels: what it scales every source to, as an area, up or down; None: it takes them in their own size.
-        min_side: smallest side in pixels.
         max_aspect: largest ratio of the long side to the short one.
         usual: whether its prompts usually have one, so that estimates of memory count one.
         shrinks: whether a source with more pixels than the image to make is scaled down to as many, which the class
@@ -43,15 +41,7 @@ class SourceArgument:
     shrinks: bool = False
 
     def argument(self, sources: Sequence[SourceImage], size: ImageSize) -> Any:
-        """Return the value of `image` for a prompt.
-
-        Args:
-            sources: of the prompt; at least one.
-            size: of the image to make.
-
-        Raises:
-            InputError: a source cannot be decoded.
-        """
+        """Return the value of `image` for a prompt and an image of this size; InputError if a source is broken."""
         images = [self._fitted(each.open(), size) for each in sources]
         return images if self.as_list else images[0]
 
@@ -94,16 +84,11 @@ def refuse_sources(
     prompts: Sequence[str],
     images: Sequence[Sequence[ImageSize]],
 ) -> None:
-    """Refuse prompts with another number of source images than a class takes, or with images that are too small.
+    """Raise InputError for a prompt with another number of source images than a class takes, or with too small ones.
 
     Args:
-        name: of the class.
-        argument: how it takes them; None: not at all.
         unit: pixels along one side of a position of the transformer, which a source has at least; None: not known.
         images: sizes of the source images of each prompt; empty where no prompt has any.
-
-    Raises:
-        InputError: names the first such prompt.
     """
     for number, (prompt, sizes) in enumerate(zip(prompts, images or ((),) * len(prompts), strict=True), start=1):
         place = f"prompt {number}"

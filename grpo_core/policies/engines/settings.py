@@ -28,7 +28,6 @@ class EngineRecord:
     """Who sampled rows, as it is stored with each of them.
 
     Attributes:
-        engine: its name in rollout.engine.
         engine_version: of its package; None for the policy itself.
         engine_dtype: that it computes in.
         engine_settings: JSON of what else decides its results; None for the policy itself.
@@ -119,9 +118,6 @@ def server_command(
 
     Args:
         words: the program, such as `vllm serve` or `python -m vllm.entrypoints.openai.api_server`, and options.
-        model: folder or hub name.
-        dtype: that it computes in.
-        revision: branch, tag or commit of a hub name; None: main.
         rank: of the adapters that it loads; None: it loads none.
         images: arguments of its processor of images; None: prompts have none.
         at_most: ids that it may read; None: as many as its model can.
@@ -158,11 +154,7 @@ def _checked(check: Any, field: str, value: str) -> None:
 
 
 def refuse_truncation(engine: EngineName, truncation: Truncation) -> None:
-    """Refuse cuts of a distribution whose kept ids the engine does not return: log-probs are over these only.
-
-    Raises:
-        InputError: names the setting.
-    """
+    """Raise InputError for cuts whose kept ids the engine does not return: log-probs are over these."""
     if engine == "policy":
         return
     hint = (
@@ -175,11 +167,7 @@ def refuse_truncation(engine: EngineName, truncation: Truncation) -> None:
 
 
 def refuse_adapters(lora: LoraSettings, place: str = "policy.lora") -> None:
-    """Refuse adapters that vLLM does not load.
-
-    Raises:
-        InputError: names the setting.
-    """
+    """Raise InputError for adapters that vLLM does not load."""
     if lora.use_dora:
         raise InputError(f"{place}.use_dora", True, "vLLM does not load DoRA; set it to false.")
     if lora.modules_to_save:

@@ -1,7 +1,7 @@
 """vLLM servers as an engine: a request for each row, with its own seed.
 
-A server may die, hang or cut an answer: rows without a usable answer are requested again with the same seeds, from
-another server where there is one. What a server would refuse again is an error at once.
+Rows without a usable answer are requested again with the same seeds, from another server where there is one. What a
+server would refuse again is an error at once.
 """
 
 import asyncio
@@ -85,15 +85,7 @@ class VllmEngine:
         seeds: Sequence[int],
         sources: Sources | None = None,
     ) -> SampledTokens:
-        """Sample one completion per row, each from its own seed, all rows at a time.
-
-        Args:
-            encoded: distinct prompts.
-            prompts: that each row continues.
-            rows: their indices among the encoded ones.
-            rule: vocabulary, temperature, truncation and ends.
-            seeds: one per row.
-            sources: the source images of each row's prompt; None: no prompt has any.
+        """Sample one completion per row, each from its own seed, all rows at a time; arguments of `sample_completions`.
 
         Raises:
             EngineError: some rows have no usable answer after several attempts.

@@ -27,9 +27,8 @@ class Needs:
 
     Attributes:
         context: ids of the longest prompt and a completion of full length.
-        top_k: of the rollouts.
         adapter: that adds nothing, of the rank that is trained; None: none is loaded.
-        prompt: that it is tried with, of the policy's prompts one with images where any has them.
+        prompt: that it is tried with, one with images where any has them.
         at_most: ids that it may be able to read; None: any number.
     """
 
@@ -41,11 +40,7 @@ class Needs:
 
 
 def write_zero_adapter(trained: TrainedModel, folder: Path) -> None:
-    """Write an adapter with the settings of a policy's and zeros for the matrices of its first layer.
-
-    Args:
-        trained: adapters over a model, on the meta device too.
-    """
+    """Write an adapter with the settings of a policy's (also on the meta device) and zeros for its first layer."""
     from peft import get_peft_model_state_dict
 
     model: Any = trained.model
@@ -71,12 +66,7 @@ def unservable_modules(trained: TrainedModel) -> list[str]:
 
 
 async def server_problems(server: Server, needs: Needs) -> list[InputError]:
-    """Return what keeps a server from sampling a policy.
-
-    Raises:
-        ServiceError: it does not answer.
-        InputError: it refuses the token.
-    """
+    """Return what keeps a server from sampling a policy; ServiceError if it does not answer."""
     problems = [server.refused(hint) for hint in _described(server, needs)]
     async with server.service.client() as client:
         for require in (_require_processed, _require_adapter):
@@ -105,9 +95,6 @@ async def _require_processed(server: Server, needs: Needs, client: httpx.AsyncCl
     """Refuse a server that reads another prompt, or whose log-probs are not of the distribution that it samples from.
 
     Of one id that can be sampled the log-prob is 0, whatever the model; before the truncation it is that of the logits.
-
-    Raises:
-        InputError: it does, they are not, or it does not return as many as top_k needs.
     """
     wanted = needs.top_k + TIES if needs.top_k else 0
     sampling = {"max_tokens": 4, "temperature": 1.0, "top_k": 1, "seed": 0, "ignore_eos": True, "logprobs": wanted}

@@ -30,13 +30,7 @@ class UnusableAnswerError(Exception):
 
 @dataclass(frozen=True)
 class ServedPrompt:
-    """A prompt that a server continues.
-
-    Attributes:
-        ids: as the policy reads them, with a placeholder for each feature of an image.
-        marked: with one mark for each image.
-        images: as data URLs, in the order of the marks.
-    """
+    """A prompt: its ids, those with one mark for each image, and these as data URLs."""
 
     ids: list[int]
     marked: list[int]
@@ -50,12 +44,7 @@ def prompt_ids_of(encoded: EncodedPrompts) -> list[list[int]]:
 
 
 def served_prompts(encoded: EncodedPrompts, rows: Sequence[int], sources: Sources | None) -> dict[int, ServedPrompt]:
-    """Return the encoded prompts by their numbers.
-
-    Args:
-        rows: the number of each row's prompt.
-        sources: the images of each row's prompt; None: no prompt has any.
-    """
+    """Return the encoded prompts by their numbers, of which `rows` has that of each row's."""
     ids = prompt_ids_of(encoded)
     marked = encoded.marked or ids
     images = dict(zip(rows, sources, strict=True)) if sources is not None else {}
@@ -73,12 +62,9 @@ def _data_url(image: SourceImage) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """One row as a server is asked for it.
+    """One row as a server is asked for it, from the base or an adapter.
 
-    Attributes:
-        model: the name of the base, or of an adapter.
-        prompt: that it continues.
-        sampling: by the names of vLLM's sampling parameters; nothing is left to the server's or its model's defaults.
+    `sampling` has all of vLLM's parameters that matter; nothing is left to the server's or its model's defaults.
     """
 
     model: str
@@ -142,8 +128,7 @@ class Answer:
     """What a server said to a request, from either path.
 
     Attributes:
-        ids: that it sampled.
-        logprobs: of each; None where it is no number.
+        logprobs: of each id that it sampled; None where it is no number.
         likeliest: the ids with the largest log-probs at each place, where they were asked for.
         reason: why it ended.
     """
@@ -190,12 +175,9 @@ async def ask(server: Server, request: Request, client: httpx.AsyncClient) -> An
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine returned for a row.
+    """The ids that an engine returned for a row, that which ended it included, with their log-probs.
 
-    Attributes:
-        token_ids: with the one that ended it.
-        logprobs: of each, in the distribution that it was sampled from.
-        support: the ids that each could have been, ascending; None without truncation.
+    `support` has the ids that each could have been, ascending; None without truncation.
     """
 
     token_ids: tuple[int, ...]
@@ -218,9 +200,7 @@ def end_of(rule: SamplingRule, token_ids: Sequence[int]) -> int | None:
 def completion_of(answer: Answer, request: Request, rule: SamplingRule) -> Completion | None:
     """Return the completion of an answer; None: a stop text ended it that its ids do not complete by the rule.
 
-    Raises:
-        UnusableAnswerError: tokens or log-probs are missing or not finite.
-        InputError: top_k kept more ids than were asked for.
+    UnusableAnswerError for missing numbers; InputError if top_k kept more ids than were asked for.
     """
     ids = answer.ids
     if not ids or len(ids) != len(answer.logprobs):

@@ -21,12 +21,7 @@ _SCALE_OUT = "--enable-scale-out"
 
 @dataclass(frozen=True)
 class Adapter:
-    """A stored adapter that a server samples with.
-
-    Attributes:
-        name: with the digest of its weights, so that no server answers with another one under it.
-        path: its folder, as the server sees it.
-    """
+    """A stored adapter: its folder, as a server sees it, and a name with its digest, so that no other answers to it."""
 
     name: str
     path: str
@@ -42,11 +37,8 @@ class Server:
     """One vLLM server, and the adapters that this process has loaded there.
 
     Attributes:
-        service: its address.
-        model: the name of its base model.
         root: the folder or hub name that the base model was loaded from.
         context: ids of a prompt and its completion together, at most.
-        version: of vLLM.
         loaded: names of adapters, the one used last at the end.
         uses: how many stages use each now.
     """
@@ -70,12 +62,7 @@ class Server:
         return InputError(f"{PLACE}.url", self.address, hint)
 
     async def load(self, adapter: Adapter, client: httpx.AsyncClient) -> None:
-        """Have an adapter loaded, and those unloaded that no stage uses, except the one used last.
-
-        Raises:
-            ServiceError: the server does not answer.
-            InputError: it refuses the adapter, or adapters at all.
-        """
+        """Have an adapter loaded, and those unloaded that no stage uses, except the one used last."""
         async with self._lock:
             unused = [name for name in self.loaded if not self.uses[name] and name != adapter.name]
             for name in unused[:-1]:
@@ -137,12 +124,7 @@ class Server:
 
 
 async def find_server(service: Service) -> Server:
-    """Ask a server what it serves.
-
-    Raises:
-        ServiceError: it does not answer.
-        InputError: it refuses the token, or is no vLLM server.
-    """
+    """Ask a server what it serves; ServiceError without an answer, InputError if it refuses, or is no vLLM."""
     async with service.client() as client:
         version, cards = await _asked(service, "/version", client), await _cards(service, client)
     base = next((card for card in cards if not card.get("parent")), {})
@@ -184,15 +166,7 @@ class UnknownAdapterError(ServiceError):
 
 
 async def post(server: Server, path: str, body: Mapping[str, Any], client: httpx.AsyncClient) -> object:
-    """Return the answer to a request for tokens.
-
-    Args:
-        body: names a model.
-
-    Raises:
-        ServiceError: there is none now.
-        InputError: the server refuses the request.
-    """
+    """Return the answer to a request for tokens, whose body names a model; InputError if the server refuses it."""
     try:
         return await server.service.request(path, json.dumps(body).encode(), client)
     except RefusedRequestError as refusal:

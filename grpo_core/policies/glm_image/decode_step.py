@@ -1,7 +1,6 @@
 """One decode step of the token model, with its mask and rotary embedding computed once.
 
-The model's own forward pass makes both anew for each token, which takes as long as two layers of a small model. Here
-the layers are called themselves, and so are their adapters and hooks.
+The model's own forward pass makes both for each token, which takes as long as two layers of a small model.
 """
 
 from typing import Any

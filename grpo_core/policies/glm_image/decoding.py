@@ -47,12 +47,7 @@ class GlmImageDecoder(DenoisingComponent):
         sources: SourceEncoder | None = None,
         offload: ComponentOffload = NO_OFFLOAD,
     ) -> None:
-        """Combine the parts.
-
-        Args:
-            trained: the pipeline's diffusion transformer, or the frozen one where only the token model is trained.
-            sources: encodes source images; None: one of its own.
-        """
+        """Combine the parts; `trained` may be the frozen transformer, `sources` None for an encoder of its own."""
         super().__init__(pipeline, settings, trained, autocast=autocast, offload=offload)
         self.sources = sources or SourceEncoder(pipeline, offload)
 
@@ -112,8 +107,7 @@ def large_grid_ids(
 ) -> Int[Tensor, "samples prior"]:
     """Return the decoder's conditioning: the large grid, each token doubled along both axes.
 
-    An image that ended early has cells without a token; they repeat the last sampled token, so that the
-    image can still be viewed and scored.
+    Cells without a token, of an image that ended early, repeat the last one, so that it can be viewed and scored.
     """
     large = slice(grids.preview.tokens, grids.tokens)
     token_ids = torch.where(loss_mask, token_ids, 0)

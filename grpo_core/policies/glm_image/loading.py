@@ -1,10 +1,9 @@
 """The networks of GLM-Image, by folder or hub name, and what of prompts and source images it cannot read.
 
-The release is zai-org/GLM-Image, whose configurations are in the folder `released`, written out in full, so that
-changed defaults of a library do not change them. Source: config.json of `vision_language_encoder`, `transformer` and
-`vae` on the hub. The glyph encoder's configuration is not published; it is the encoder of google/byt5-small (Xue et
-al., 2022, arXiv:2105.13626), whose width is the decoder's `text_embed_dim` and whose size in fp32 is that of the
-released file.
+The configurations of the release, zai-org/GLM-Image, are in the folder `released`, written out in full, so that changed
+defaults of a library do not change them: config.json of `vision_language_encoder`, `transformer` and `vae` on the hub.
+The glyph encoder's is not published: it is google/byt5-small's encoder (Xue et al., 2022, arXiv:2105.13626), by the
+decoder's `text_embed_dim` and the size of the released file.
 """
 
 from collections.abc import Sequence
@@ -51,11 +50,7 @@ FROZEN_PARTS = ("model.visual.", "model.vqmodel.")
 
 
 def configs_folder(model: str) -> Path:
-    """Return the folder with the configurations of a model: its own, that in the hub's cache, or that of the release.
-
-    Raises:
-        InputError: no such folder, or a hub name that is neither cached nor the release.
-    """
+    """Return the folder of a model's configurations: its own, the hub's cache, or the release's; or InputError."""
     refuse_missing_folder(model)
     folder, cached = Path(model).expanduser(), find_model_file(model, f"{DECODER}/config.json")
     if folder.is_dir():
@@ -79,11 +74,7 @@ def pixel_unit(pipeline: GlmImagePipeline) -> int:
 
 
 def train_half(stream: Stream, network: nn.Module, choice: TrainingChoice, model: str, **options: Any) -> TrainedModel:
-    """Make the chosen part of the network of a stream trainable; other arguments and errors as in `train_model`.
-
-    Args:
-        model: folder or hub name, written into saved adapters.
-    """
+    """Make the chosen part of the network of a stream trainable; other arguments and errors as in `train_model`."""
     targets = LANGUAGE_MODEL_LINEARS if stream == "tokens" else DECODER_LINEARS
     return train_model(network, choice, base_name=model, default_targets=targets, own_frozen=FROZEN_PARTS, **options)
 
@@ -113,11 +104,7 @@ def load_pipeline(model: str, **options: Any) -> GlmImagePipeline:
 
 
 def refuse_unusable_prompts(model: str, settings: GlmImageSettings, prompts: Sequence[str]) -> None:
-    """Refuse prompts with the model's reserved tags, or too long for its positions; only its processor is loaded.
-
-    Raises:
-        InputError: names the first prompt with a tag, or every prompt that is too long.
-    """
+    """Raise InputError for prompts with reserved tags, or too long for the positions; only the processor is loaded."""
     processor = GlmImageProcessor.from_pretrained(model, subfolder="processor")
     positions, unit = _positions(model), read_pixel_unit(model)
     room = positions - (0 if unit is None else token_grids(nearest_size(settings.size, unit), unit).tokens)
@@ -138,15 +125,7 @@ def _positions(model: str) -> int:
 
 
 def refuse_unusable_sources(model: str, settings: GlmImageSettings, images: Sequence[Sequence[ImageSize]]) -> None:
-    """Refuse source images that the model cannot read; only configurations are loaded.
-
-    Args:
-        images: sizes of the source images of each prompt.
-
-    Raises:
-        InputError: the model cannot edit, an image is too long, or a prompt has more images than the token model has
-            positions for; names every such prompt.
-    """
+    """Raise InputError for every prompt whose source images (their sizes) the model cannot read, or not all of them."""
     limits = SourceLimits.of(GlmImageProcessor.from_pretrained(model, subfolder="processor").image_processor)
     unit = read_pixel_unit(model)
     if unit is not None:

@@ -54,12 +54,7 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         sources: SourceEncoder | None = None,
         offload: ComponentOffload = NO_OFFLOAD,
     ) -> None:
-        """Combine the parts.
-
-        Args:
-            trained: the pipeline's autoregressive model, or the frozen one where only the decoder is trained.
-            sources: encodes source images; None: one of its own.
-        """
+        """Combine the parts; `trained` may be the frozen model, `sources` None for an encoder of its own."""
         self.pipeline, self.offload = pipeline, offload
         self.sources = sources or SourceEncoder(pipeline, offload)
         self.trained, self.autocast = trained, autocast
@@ -67,11 +62,7 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         self.sample_with(settings)
 
     def sample_with(self, settings: GlmImageSettings) -> None:
-        """Use these settings from this call on.
-
-        Raises:
-            InputError: a size that the model cannot generate.
-        """
+        """Use these settings from this call on; InputError for a size that the model cannot generate."""
         self.grids = self.grids_of(settings.size)
         self.settings = settings
 
@@ -104,11 +95,7 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         return tokens.sizes or (self.settings.size,) * len(tokens)
 
     def encode(self, prompts: Sequence[str], sizes: Sequence[ImageSize], sources: Sources | None) -> EncodedPrompts:
-        """Encode prompts, each for an image of its size; one that was encoded before is not encoded again.
-
-        Args:
-            sources: the source images of each prompt; None: no prompt has any.
-        """
+        """Encode prompts, each for an image of its size; one that was encoded before is not encoded again."""
         given = zip(prompts, sizes, sources or ((),) * len(prompts), strict=True)
         return pad_prompts([self._encoded(*each) for each in given], self._device)
 
@@ -131,7 +118,7 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         """Sample `group_size` token sequences for each prompt, siblings next to each other.
 
         Args:
-            seeds: len(prompts) * group_size seeds, one per sequence.
+            seeds: one per sequence.
             size: of the images; None: that of the settings.
             sources: the source images of each prompt, at least one each; None: no prompt has any.
         """
@@ -185,20 +172,10 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
 
 
 class GlmImagePolicy:
-    """Both halves of GLM-Image, each trained or frozen.
-
-    Attributes:
-        tokens: the autoregressive half.
-        decoder: the diffusion half.
-        components: the trained halves by stream.
-    """
+    """Both halves of GLM-Image, each trained or frozen; `components` has the trained ones."""
 
     def __init__(self, tokens: GlmImageTokens, decoder: GlmImageDecoder, trained: Sequence[Stream]) -> None:
-        """Combine the halves; `load` is the usual way.
-
-        Args:
-            trained: streams of the halves that are trained, in the order of STREAMS.
-        """
+        """Combine the halves, of which those of the named streams are trained; `load` is the usual way."""
         self.tokens, self.decoder, self.offload = tokens, decoder, decoder.offload
         halves: Mapping[Stream, Any] = {"tokens": tokens, "denoising": decoder}
         self.components: Mapping[Stream, PolicyComponent] = {stream: halves[stream] for stream in trained}
@@ -209,11 +186,7 @@ class GlmImagePolicy:
         return self.tokens.settings
 
     def sample_with(self, settings: GlmImageSettings) -> None:
-        """Use these settings for sampling, scoring and reading prompts from this call on.
-
-        Raises:
-            InputError: a size that the model cannot generate.
-        """
+        """Use these settings from this call on; InputError for a size that the model cannot generate."""
         self.tokens.sample_with(settings)
         self.decoder.settings = settings
 
@@ -230,16 +203,7 @@ class GlmImagePolicy:
         attn_implementation: str | None = None,
         offload: bool = False,
     ) -> "GlmImagePolicy":
-        """Load by folder or hub name.
-
-        Args:
-            choices: what of each half is trained; a half without a choice is frozen.
-            autocast: of the trained halves; a frozen decoder computes in its own dtype.
-            attn_implementation: of the token model.
-
-        Raises:
-            InputError: no such model, a size the model cannot generate, or adapter targets that match nothing.
-        """
+        """Load by folder or hub name; a half without a choice is frozen, and a frozen decoder keeps its own dtype."""
         quantization = next((choice.quantization for choice in choices.values()), None)
         trained = [TRAINED[stream] for stream in choices]
         full = [TRAINED[stream] for stream, choice in choices.items() if choice.lora is None]

@@ -1,7 +1,6 @@
 """Prompts of images -> ids, and the positions of all tokens of their grids.
 
-GLM-Image keeps position state on the module between a prefill and its decode steps; it is taken from there, so that
-each pass can be given its positions explicitly.
+GLM-Image keeps positions on the module between a prefill and its decode steps; they are taken from there.
 """
 
 from collections.abc import Sequence
@@ -37,12 +36,7 @@ def encode_prompts(
     size: ImageSize,
     sources: Sequence[Sequence[Codes]] = (),
 ) -> EncodedPrompts:
-    """Encode prompts for one image size, padded to one length; arguments and errors of `encode_prompt`.
-
-    Args:
-        prompts: at least one.
-        sources: codes of the source images of each prompt; empty where no prompt has any.
-    """
+    """Encode at least one prompt for one image size, padded to one length; arguments and errors of `encode_prompt`."""
     given = zip(prompts, sources or ((),) * len(prompts), strict=True)
     encoded = [encode_prompt(model, processor, prompt, size, codes) for prompt, codes in given]
     return pad_prompts(encoded, next(model.parameters()).device)
@@ -58,7 +52,6 @@ def encode_prompt(
 
     Args:
         model: the inner GlmImageModel, which computes the positions.
-        processor: the pipeline's processor.
         codes: of the prompt's source images, which stand in the ids, each between its start and end token.
 
     Raises:
@@ -85,10 +78,7 @@ def encode_prompt(
 def _edit_inputs(
     processor: GlmImageProcessor, prompt: str, size: ImageSize, codes: Sequence[Codes]
 ) -> dict[str, Tensor]:
-    """Return what the processor gives for a prompt with images, except that the codes are in their places already.
-
-    The processor itself takes pixels, which the model would encode in every pass.
-    """
+    """Return what the processor gives for a prompt with images, with codes in place of pixels."""
     rows, columns, *_ = processor._get_target_shape(size.height, size.width)
     tags = f"{processor.grid_bos_token}{rows} {columns}{processor.grid_eos_token}{processor.bos_token}"
     content = [*({"type": "image"} for _ in codes), {"type": "text", "text": prompt}]

@@ -86,14 +86,7 @@ def preview_grid(large: Grid, unit: int) -> Grid:
 
 
 def token_grids(size: ImageSize, unit: int) -> TokenGrids:
-    """Return the grids of an image size.
-
-    Args:
-        unit: pixels along one side of a large token.
-
-    Raises:
-        InputError: a size that cannot be generated; names the nearest one.
-    """
+    """Return the grids of an image size, `unit` pixels along a large token's side; InputError names the nearest."""
     nearest = nearest_size(size, unit)
     if size != nearest:
         hint = f"This model generates images in units of {unit} pixels; the nearest size is {nearest}."
@@ -105,8 +98,7 @@ def token_grids(size: ImageSize, unit: int) -> TokenGrids:
 def nearest_size(size: ImageSize, unit: int) -> ImageSize:
     """Return the nearest size that can be generated, which is the size itself if it can.
 
-    Sides are multiples of the unit, an image has at most MAX_PIXELS, as no more could be read for a reward, and the
-    long side is at most (unit / 2)^2 times the short one, or else the preview would have no cell.
+    The long side is at most (unit / 2)^2 times the short one, or else the preview would have no cell.
     """
     sides = nearest_multiple(size, unit)
     longest = min(sides) * (unit // 2) ** 2
@@ -119,14 +111,9 @@ MAX_SOURCE_ASPECT = 4
 
 @dataclass(frozen=True)
 class SourceLimits:
-    """The sizes of source images that token model and decoder read alike.
+    """The sizes of source images that token model and decoder read alike; each resizes others by rules of its own.
 
-    Both resize an image by rules of their own, so it is given to both in a size that neither changes.
-
-    Attributes:
-        smallest: short side in pixels, at least.
-        largest: long side in pixels, at most.
-        unit: pixels along one side of a source's token; sides are multiples of it.
+    `smallest` bounds the short side and `largest` the long one, in pixels; sides are multiples of the unit.
     """
 
     smallest: int
@@ -145,11 +132,7 @@ class SourceLimits:
         )
 
     def nearest(self, size: ImageSize) -> ImageSize:
-        """Return the size to which a source image of this size is resized.
-
-        Raises:
-            InputError: the long side is over MAX_SOURCE_ASPECT short sides.
-        """
+        """Return the size to which a source image is resized; InputError over MAX_SOURCE_ASPECT short sides."""
         if max(size) > MAX_SOURCE_ASPECT * min(size):
             hint = f"The long side of a source image has at most {MAX_SOURCE_ASPECT} short sides; crop it."
             raise InputError("source image", f"{size} pixels", hint)
@@ -161,16 +144,7 @@ class SourceLimits:
 
 
 def refuse_coarse_codes(model: str, code_unit: int, unit: int) -> None:
-    """Refuse source images for a model whose halves would read them in grids of different sizes.
-
-    Args:
-        model: its folder or name, for the error.
-        code_unit: pixels of a source image along one side of a code.
-        unit: pixels along one side of a large token.
-
-    Raises:
-        InputError: they differ.
-    """
+    """Raise InputError for source images if a code covers other pixels of them than a large token has."""
     if code_unit != unit:
         hint = (
             f"It cannot edit images: its vision tower has a code for {code_unit} pixels of a source image, and its "
@@ -180,14 +154,7 @@ def refuse_coarse_codes(model: str, code_unit: int, unit: int) -> None:
 
 
 def read_pixel_unit(model: str) -> int | None:
-    """Read the pixel unit of a saved pipeline from its configuration files; None if they are not on this machine.
-
-    Args:
-        model: a folder, or a hub name, whose files are searched in the local cache only.
-
-    Raises:
-        InputError: a configuration file lacks it.
-    """
+    """Read the pixel unit from the configuration files of a model, None if they are not here; InputError if damaged."""
     decoder, autoencoder = (find_model_file(model, f"{part}/config.json") for part in (DECODER, VAE))
     if decoder is None or autoencoder is None:
         return None

@@ -1,8 +1,7 @@
 """Source images of an edit: their codes for the token model, and their keys and values in the decoder.
 
-The model's own image-to-image path encodes the sources in every pass, and in diffusers 0.42 it fails: it concatenates
-features of which the quantizer wants a list. Codes depend on the image alone, since tower and quantizer are frozen. So
-they are computed once and stand among the ids of the prompt, and no pass needs pixels.
+The model's own path encodes the sources in every pass, and in diffusers 0.42 it fails: it concatenates features of
+which the quantizer wants a list. Codes depend on the image alone, so they stand among the prompt's ids.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +23,7 @@ from grpo_core.streams import ImageSize
 
 
 class SourceEncoder:
-    """Encodes source images, each once while its codes are kept; siblings and passes share them.
-
-    Attributes:
-        limits: of the sizes that both halves of the model read alike.
-    """
+    """Encodes source images, each once while its codes are kept; siblings and passes share them."""
 
     def __init__(self, pipeline: GlmImagePipeline, offload: ComponentOffload = NO_OFFLOAD) -> None:
         self._pipeline, self._offload = pipeline, offload
@@ -38,21 +33,13 @@ class SourceEncoder:
         self.limits = SourceLimits.of(self._processor)
 
     def image(self, source: SourceImage) -> Image.Image:
-        """Decode a source in the size in which both halves read it.
-
-        Raises:
-            InputError: it is not a complete image, or too long; names its digest.
-        """
+        """Decode a source in the size in which both halves read it; InputError names its digest."""
         image = source.open()
         size = self.limits.nearest(ImageSize(*image.size))
         return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
     def codes(self, source: SourceImage) -> Codes:
-        """Return the codes of a source, on the CPU.
-
-        Raises:
-            InputError: it is not a complete image, or too long; names its digest.
-        """
+        """Return the codes of a source, on the CPU; InputError names its digest."""
         return self._kept.get(source.digest, lambda: self._encode(self.image(source)))
 
     @torch.no_grad()
@@ -92,9 +79,8 @@ SOURCE_ARGUMENTS = ("image", "prior_token_image_ids", "source_image_grid_thw")
 def shared_by_rows(transformer: Any) -> Iterator[None]:
     """Let the rows of a call of the pipeline, whose sources are the same, share the sources' keys and values.
 
-    The pipeline passes the sources of each row through the decoder. Here those of the first row are, with gradients
-    where they are enabled, and the cache gives them to all rows. A pass that reads the cache gets a copy of its lists:
-    a layer that is recomputed in the backward pass reads them again, after the pipeline has emptied its own.
+    The first row's are made, with gradients where they are enabled. A pass that reads the cache gets a copy of its
+    lists: a layer that is recomputed in the backward pass reads them after the pipeline has emptied its own.
     """
     forward, replaced = transformer.forward, vars(transformer).get("forward")
 

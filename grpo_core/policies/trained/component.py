@@ -20,12 +20,10 @@ from grpo_core.records import ActionLogprobs, Entropies
 
 @contextmanager
 def merged_adapters(model: nn.Module) -> Iterator[None]:
-    """Add the LoRA adapters to copies of the weights they adapt; the weights themselves come back to the bit.
+    """Put LoRA layers merged into copies of their weights in place of the wrappers; the weights come back to the bit.
 
     Only weights in fp32 or fp64 in CPU memory: in 16 bits the sum loses most of a small adapter, and on a GPU the
-    copies would take memory that the cache needs. The other layers compute with their adapters as ever.
-
-    A merged layer takes the place of its wrapper, whose own forward pass costs as much as a small matrix product.
+    copies would take memory that the cache needs.
     """
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     originals: list[tuple[nn.Module, str, Any, dict[nn.Parameter, torch.Tensor]]] = []
@@ -75,9 +73,7 @@ class TrainedComponent(ABC, Generic[A]):
     """The half of a PolicyComponent that does not depend on what is sampled; A is the type of its actions.
 
     Attributes:
-        trained: the trained parameters and the reference.
         autocast: dtype of matrix products; None: that of the weights.
-        offload: what moves the weights that are not in use off the device.
         parts: names of the networks that score actions.
     """
 
@@ -146,11 +142,7 @@ class TrainedComponent(ABC, Generic[A]):
 
 
 def refuse_unscaled_float16(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> None:
-    """Refuse training in float16: its smallest gradients are zero unless the loss is scaled, and no update scales it.
-
-    Raises:
-        InputError: weights or arithmetic are in float16.
-    """
+    """Raise InputError for training in float16: its smallest gradients are zero, and no update scales the loss."""
     hint = "Small gradients vanish in float16 without a scaled loss; use bfloat16 or float32."
     for place, found in (("policy.dtype", dtype), ("policy.autocast", autocast_dtype)):
         if found == torch.float16:
@@ -165,14 +157,9 @@ def refuse_unavailable_attention(name: str | None) -> None:
 
 
 def use_attention(network: Any, name: str | None) -> None:
-    """Let a network compute attention with this implementation; None leaves the default.
+    """Let a network compute attention with this implementation of transformers; None leaves the default.
 
-    Args:
-        network: of transformers or of diffusers.
-        name: as transformers calls it.
-
-    Raises:
-        InputError: its package is missing, or the network does not support it.
+    InputError if its package is missing, or the network does not support it.
     """
     refuse_unavailable_attention(name)
     if name is None:

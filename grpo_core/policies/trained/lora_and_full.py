@@ -34,11 +34,9 @@ def train_model(
     own_frozen: tuple[str, ...] = (),
     initial_state: Callable[[], dict[str, Tensor]] | None = None,
 ) -> TrainedModel:
-    """Add adapters to a model, or unfreeze its weights.
+    """Add adapters to a model of transformers or diffusers, or unfreeze its weights; it is changed in place.
 
     Args:
-        base: a model of transformers or diffusers on its device; changed in place.
-        choice: what is trained.
         base_name: folder or hub name, written into saved adapters for peft to find the base again.
         default_targets: regular expression, or peft's `all-linear`, if the choice names no targets.
         own_frozen: prefixes of the names of parameters that this kind of policy never trains.
@@ -68,11 +66,7 @@ class FrozenModel(TrainedModel):
 
 
 class FullModel(TrainedModel):
-    """Every weight outside the frozen parts is trained.
-
-    The reference differs only in the values of the trained weights. They are kept on the model's device or in CPU
-    memory, and are swapped with the policy's while the reference is used.
-    """
+    """Every weight outside the frozen parts is trained; the reference's values of these are swapped in for its use."""
 
     def __init__(
         self,
@@ -130,9 +124,8 @@ def _matching(model: nn.Module, pattern: str) -> set[str]:
 class LoraModel(TrainedModel):
     """Adapters over a frozen base.
 
-    The reference is the policy that training starts from. That is the base with the adapters off, or, where adapters
-    change the model from the start (a stored adapter, pissa, olora) or the reference was refreshed, the base with
-    earlier values of the adapters, which are kept on the same device.
+    The reference is the base with the adapters off, or, where adapters change the model from the start (a stored
+    adapter, pissa, olora) or the reference was refreshed, with earlier values of the adapters, on the same device.
     """
 
     model: "PeftModel"

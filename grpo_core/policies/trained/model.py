@@ -20,29 +20,17 @@ _NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)
 
 
 class WeightCopy:
-    """Other values of the parameters that a model trains.
-
-    Attributes:
-        values: by the parameter's name, on any device; changed in place.
-    """
+    """Other values of the parameters that a model trains, by name, on any device; changed in place."""
 
     def __init__(self, trained: "TrainedModel", values: dict[str, Tensor]) -> None:
-        """Combine the parts.
-
-        Args:
-            trained: the model.
-            values: of the names, shapes and dtypes of its trainable parameters.
-        """
+        """Combine a model with values of the shapes and dtypes of its trainable parameters."""
         self._trained, self.values = trained, values
 
     def mix(self, share: float) -> None:
-        """Make the values share * policy + (1 - share) * values, parameter by parameter, in fp32.
+        """Make the values share * policy + (1 - share) * values, parameter by parameter, in fp32; 0 < share <= 1.
 
         With adapters the matrices are mixed, not their products that are added to the weights; the initial reference of
         adapters has their initial matrices, which add nothing.
-
-        Args:
-            share: of the policy, 0 < share <= 1; 1 makes the copy the policy.
 
         Raises:
             ValueError: the share is outside its range.
@@ -71,21 +59,12 @@ class WeightCopy:
             yield self._trained.model
 
     def change(self, change: Callable[[str, Tensor], Tensor]) -> None:
-        """Keep the values in another form, such as a process's share of them.
-
-        Args:
-            change: takes a parameter's name and a value of it, returns the value to keep instead.
-        """
+        """Keep the values in another form, such as a process's share; `change` gets each with its name."""
         self.values = {name: change(name, value) for name, value in self.values.items()}
 
 
 class TrainedModel(ABC):
-    """A model with its trained part, and the copies of its parameters, as of the reference of its KL.
-
-    Attributes:
-        model: the module that is run.
-        copies: those that are kept, by name.
-    """
+    """A model with its trained part, and the copies of its parameters, as of the reference of its KL."""
 
     model: nn.Module
     copies: dict[CopyName, WeightCopy]
@@ -93,11 +72,7 @@ class TrainedModel(ABC):
     _reference_device: torch.device | None = None
 
     def __init__(self, model: nn.Module, choice: TrainingChoice) -> None:
-        """Wrap a model whose parameters are already frozen or trainable.
-
-        Raises:
-            InputError: activations are to be recomputed, but the model has no layers that can.
-        """
+        """Wrap a model whose parameters are frozen or trainable; InputError if no layer can recompute activations."""
         self.model, self.copies = model, {}
         self._gradient_checkpointing = choice.gradient_checkpointing
         if choice.gradient_checkpointing:
@@ -108,10 +83,7 @@ class TrainedModel(ABC):
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def undecayed_parameters(self) -> frozenset[str]:
-        """Return the names of the trained parameters that weight decay leaves alone: norms and biases.
-
-        The rule is that of transformers' Trainer, by the name of a parameter and the class of its module.
-        """
+        """Return the names of the parameters without weight decay, by the rule of transformers' Trainer."""
 
         def left_alone(name: str) -> bool:
             owner = self.model.get_submodule(name.rpartition(".")[0])
@@ -138,11 +110,7 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def load(self, folder: Path | None) -> None:
-        """Load the trained part from `folder`; None restores the initial one.
-
-        Raises:
-            InputError: the weights are another model's; none of them is loaded.
-        """
+        """Load the trained part from `folder`; None restores the initial one. InputError changes nothing."""
 
     @property
     def has_reference(self) -> bool:
@@ -150,45 +118,29 @@ class TrainedModel(ABC):
         return "reference" in self.copies
 
     def reference(self) -> AbstractContextManager[nn.Module]:
-        """Return a context manager that gives the reference model, for forward passes without gradients.
+        """Return a context that gives the reference for passes without gradients; ValueError if there is none.
 
         Inside it the policy's weights may be swapped out.
-
-        Raises:
-            ValueError: there is none.
         """
         self._require_reference()
         return self.copies["reference"].use()
 
     def reference_copy(self) -> WeightCopy:
-        """Return the reference's values, to be mixed or saved; adapters that were only switched off get their copy.
-
-        Raises:
-            ValueError: there is no reference.
-        """
+        """Return the reference's values, to be mixed or saved; ValueError if there is no reference."""
         self._require_reference()
         if "reference" not in self.copies:
             self.copies["reference"] = self._stored(None, self._reference_device)
         return self.copies["reference"]
 
     def load_reference(self, folder: Path | None) -> None:
-        """Load the reference of `folder`; None restores the initial one.
-
-        Raises:
-            ValueError: there is no reference to be replaced.
-            InputError: the weights are another model's; the reference stays as it was.
-        """
+        """Load the reference of `folder`; None restores the initial one. ValueError and InputError as above."""
         self._require_reference()
         self.copies["reference"] = self._stored(folder, self._reference_device)
 
     def keep(self, name: CopyName, folder: Path | None = None) -> None:
-        """Keep a copy of the trained parameters, in place of one of this name.
+        """Keep a copy of the trained parameters under this name, as WeightCopy.save wrote it; None: the current ones.
 
-        Args:
-            folder: has the values, as WeightCopy.save wrote them; None: the current ones.
-
-        Raises:
-            InputError: the weights are another model's, or a moving average would have 16 bits.
+        InputError if the weights are another model's, or a moving average would have 16 bits.
         """
         if name == "ema":
             _refuse_average_in_16_bits(self.trainable_parameters())
@@ -229,13 +181,9 @@ def copied(parameters: Mapping[str, Tensor], device: torch.device | None = None)
 
 @contextmanager
 def exchanged(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Swap the parameters with `values` inside the context, and back at its end.
+    """Swap the parameters with values of the same shapes and dtypes inside the context, one at a time, and back.
 
-    The only additional memory is a copy of one parameter at a time. A graph that was built over the parameters before
-    cannot be run backwards afterwards; torch refuses it.
-
-    Args:
-        values: of the same names, shapes and dtypes, on any device; changed in place.
+    A graph that was built over the parameters before cannot be run backwards afterwards; torch refuses it.
     """
     _exchange(parameters, values)
     try:
@@ -268,11 +216,7 @@ def _layers(model: nn.Module) -> Iterator[Any]:
 
 
 def enable_recomputation(model: nn.Module) -> None:
-    """Let the layers recompute their activations in the backward pass, while `recompute_layers` says so.
-
-    Raises:
-        InputError: the model has no layers that can.
-    """
+    """Let the layers recompute activations in the backward pass, while `recompute_layers` says so; or InputError."""
     diffusion_model = _diffusion_model(model)
     layers = [] if diffusion_model is not None else list(_layers(model))
     if diffusion_model is not None and diffusion_model._supports_gradient_checkpointing:
@@ -287,10 +231,7 @@ def enable_recomputation(model: nn.Module) -> None:
 
 
 def recompute_layers(model: nn.Module, recompute: bool) -> None:
-    """Switch recomputation on or off in a model whose dropout is off.
-
-    Layers are checkpointed only in training mode, so the layers are set to it and the modules inside are not.
-    """
+    """Switch recomputation on or off: layers are checkpointed only in training mode, the modules inside are not set."""
     for layer in _layers(model):
         layer.training = recompute
 
@@ -312,11 +253,7 @@ def _run(layer: nn.Module, function: Callable[..., Any], *inputs: Any) -> Any:
 def refuse_differing(
     stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], place: str, hint: str, value: str | None = None
 ) -> None:
-    """Raise InputError with the first names that one side lacks or has in another shape.
-
-    Args:
-        value: of the error; None: these names alone.
-    """
+    """Raise InputError with the first names that one side lacks or has in another shape, or with this value."""
     shapes = [{(name, value.shape) for name, value in side.items()} for side in (stored, expected)]
     if differing := sorted({name for name, _ in shapes[0] ^ shapes[1]}):
         raise InputError(place, value or differing[:3], f"{hint} ({', '.join(differing[:3])} differ.)")

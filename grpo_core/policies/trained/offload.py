@@ -1,8 +1,7 @@
 """Frozen weights off the device while other components work: in CPU memory, pinned where the device is a GPU.
 
 A policy encloses its work in `ComponentOffload.using`. Components stay on the device after it, until another one is
-needed there, so a stage that uses one component after the other moves each once. Values never change on the way: with
-and without offload the results are equal to the bit.
+needed there. Values never change on the way.
 """
 
 import time
@@ -39,22 +38,10 @@ class _Slot:
 
 
 class _Parked:
-    """The frozen values of a component, in one buffer of CPU memory, from which they are copied to the device at once.
-
-    Attributes:
-        nbytes: of the values.
-    """
+    """The frozen values of a component, in one buffer of CPU memory, which is copied to the device at once."""
 
     def __init__(self, name: str, component: nn.Module, device: torch.device) -> None:
-        """Copy the values from where they are, and leave placeholders there.
-
-        Args:
-            name: of the component, for errors.
-            device: where it computes.
-
-        Raises:
-            InputError: CPU memory is too small.
-        """
+        """Copy the values from where they are, and leave placeholders there; InputError if CPU memory is too small."""
         slots = {(id(slot.owner), slot.name): slot for slot in _frozen_slots(component)}.values()
         self._device, self._slots = device, [(slot, _key(slot.value)) for slot in slots]
         # Modules share parameters, and layers their scales.
@@ -114,12 +101,7 @@ def _placeholder(form: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moved:
-    """What was moved to the device.
-
-    Attributes:
-        bytes: to the device. Frozen weights leave it once, and are then only read.
-        seconds: that it took.
-    """
+    """The bytes that were moved to the device, and the seconds that it took; nothing is moved back."""
 
     bytes: int = 0
     seconds: float = 0.0
@@ -128,24 +110,11 @@ class Moved:
 class ComponentOffload:
     """The components of a pipeline, of which only those in use have their frozen weights on the device.
 
-    Trained parameters stay on the device, with their gradients and copies.
-
-    Attributes:
-        device: where components compute.
-        enabled: whether components are moved at all.
-        present: names of those that are on the device.
+    Trained parameters stay on the device, with their gradients and copies. `present` names what is there.
     """
 
     def __init__(self, components: Mapping[str, nn.Module], device: torch.device) -> None:
-        """Move all components off the device.
-
-        Args:
-            components: on any device, by the name of their part of the pipeline, without weights that two of them
-                share; empty: nothing is ever moved.
-
-        Raises:
-            InputError: CPU memory is too small for them.
-        """
+        """Move all components, which share no weights, off the device; InputError if the CPU has no room."""
         self.device, self.enabled = device, bool(components)
         self.present: set[str] = set()
         self._parked, self._in_use, self._moved = dict[str, _Parked](), list[frozenset[str]](), Moved()
@@ -158,9 +127,7 @@ class ComponentOffload:
     def using(self, *names: str, evict: bool = True) -> Iterator[None]:
         """Have these components on the device inside the context, and no others but those of enclosing contexts.
 
-        Args:
-            names: of components; unknown ones are passed over.
-            evict: false leaves the others where they are, until a component has to be brought to the device.
+        Unknown names are passed over. Without `evict` others stay until a component has to be brought to the device.
         """
         if not self.enabled:
             yield
@@ -196,14 +163,7 @@ class ComponentOffload:
 
 
 def refuse_too_little_room(components: Mapping[str, int]) -> None:
-    """Refuse weights that have no room in CPU memory.
-
-    Args:
-        components: bytes of the weights by component.
-
-    Raises:
-        InputError: they are more than there is.
-    """
+    """Raise InputError if weights, in bytes by component, are more than the CPU's memory has room for."""
     needed, room = sum(components.values()), psutil.virtual_memory().available
     if needed > room:
         text = f"{', '.join(components)}: {needed / GIB:.3g} GiB do not fit into the CPU's memory"
@@ -253,9 +213,5 @@ NO_OFFLOAD = ComponentOffload({}, torch.device("cpu"))
 
 
 def offload_parts(pipeline: Any, names: Collection[str], device: torch.device) -> ComponentOffload:
-    """Move these parts of a pipeline of diffusers off the device; without names nothing is ever moved.
-
-    Raises:
-        InputError: CPU memory is too small for them.
-    """
+    """Move these parts of a pipeline of diffusers off the device, or raise InputError; without names nothing moves."""
     return ComponentOffload({name: getattr(pipeline, name) for name in names}, device) if names else NO_OFFLOAD

@@ -52,20 +52,11 @@ class QuantizationSettings:
             raise InputError(f"{PLACE}.components", [], "Nothing would be quantized; leave policy.quantization out.")
 
     def computes_in_fp32(self, dtype: str) -> bool:
-        """Return whether products of such weights round no more than fp32.
-
-        Args:
-            dtype: of the weights that are not quantized.
-        """
+        """Return whether products round no more than fp32, `dtype` being that of the other weights."""
         return (self.compute_dtype or dtype) == "float32"
 
     def arguments(self, dtype: str, skip: Iterable[str] = ()) -> dict[str, Any]:
-        """Return the arguments of BitsAndBytesConfig, of transformers and of diffusers.
-
-        Args:
-            dtype: of the weights that are not quantized.
-            skip: modules that stay as they are, beside `skip_modules`.
-        """
+        """Return the arguments of BitsAndBytesConfig; `skip` names more modules that stay as they are."""
         skipped = [*dict.fromkeys((*skip, *self.skip_modules))]
         return {
             "load_in_4bit": True,
@@ -84,15 +75,7 @@ class QuantizationSettings:
 
 
 def refuse_adapters(quantization: QuantizationSettings, lora: Any, place: str = "policy.lora") -> None:
-    """Refuse adapters that cannot be trained over a quantized base.
-
-    Args:
-        lora: the settings of the adapters; None: every weight is trained.
-        place: of these settings.
-
-    Raises:
-        InputError: names the setting.
-    """
+    """Raise InputError for adapters that cannot be trained over a quantized base; None: every weight is trained."""
     if lora is None:
         hint = "Quantized weights cannot be trained; set policy.lora to {rank: 32}, or leave this out."
         raise InputError(f"{PLACE}.kind", quantization.kind, hint)
@@ -102,11 +85,7 @@ def refuse_adapters(quantization: QuantizationSettings, lora: Any, place: str = 
 
 
 def quantized_parts(parts: Parts, quantization: QuantizationSettings | None) -> tuple[str, ...]:
-    """Return the names of the parts that are quantized.
-
-    Raises:
-        InputError: the settings name a part that the pipeline does not have, or that is no transformer.
-    """
+    """Return the names of the parts that are quantized; InputError for one that is missing, or cannot be."""
     if quantization is None:
         return ()
     can_be = tuple(name for name in parts if not name or name.startswith(_LARGE))
@@ -125,15 +104,11 @@ def refuse_unusable_weights(
     trained: Collection[str],
     adapters: bool,
 ) -> None:
-    """Refuse weights that cannot be quantized as chosen on this device, or are stored quantized and cannot be trained.
+    """Raise InputError for weights that cannot be quantized as chosen on this device, or that cannot be trained.
 
     Args:
-        model: folder or hub name, whose files are searched on this machine only.
         trained: names of the parts that are trained.
         adapters: whether by adapters alone.
-
-    Raises:
-        InputError: names the setting, or the model.
     """
     chosen = quantized_parts(parts, quantization)
     for name, (library, _) in parts.items():
@@ -161,11 +136,7 @@ def refuse_unusable_weights(
 
 
 def stored_kind(model: str, part: str) -> str | None:
-    """Return the kind in which the stored weights of a part of a model are quantized; None if they are not.
-
-    Raises:
-        InputError: it is a method under which nothing was trained here.
-    """
+    """Return how the stored weights of a part are quantized; None if not, InputError for what was not tried here."""
     values = read_stored(find_model_file(model, f"{part}/config.json".removeprefix("/")))
     if not values:
         return None
@@ -189,11 +160,9 @@ def read_stored(file: Path | None) -> Any:
 
 
 def skipped_modules(network: Any, left_alone: Callable[[Any], Iterable[Any]] = lambda network: ()) -> list[str]:
-    """Return the names of the modules of a network of transformers that are not quantized.
+    """Return the names of the modules of a network of transformers, without adapters, that are not quantized.
 
-    Args:
-        network: on any device, without adapters.
-        left_alone: returns parameters whose modules are left alone beside the output head and tied weights.
+    These are the output head, tied weights, and modules of the parameters that `left_alone` returns.
     """
     from transformers.quantizers.base import get_keys_to_not_convert
 
@@ -213,12 +182,7 @@ def count_quantized(
     quantization: QuantizationSettings | None,
     left_alone: Callable[[Any], Iterable[Any]] = lambda network: (),
 ) -> dict[str, int]:
-    """Return the number of quantized weights of each quantized part.
-
-    Args:
-        networks: on the meta device, by the part's name; not quantized, without adapters.
-        left_alone: as in `skipped_modules`.
-    """
+    """Return the number of quantized weights of each quantized part, of networks on the meta device by name."""
     from torch import nn
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -241,12 +205,7 @@ def quantized_loading(
     build: Callable[[str], Any],
     left_alone: Callable[[Any], Iterable[Any]] = lambda network: (),
 ) -> dict[str, Any]:
-    """Return the configuration of bitsandbytes with which from_pretrained loads each quantized part.
-
-    Args:
-        build: builds a part on the meta device.
-        left_alone: as in `skipped_modules`.
-    """
+    """Return bitsandbytes' configuration for loading each quantized part, which `build` makes on the meta device."""
     if quantization is None:
         return {}
     import diffusers
@@ -275,13 +234,8 @@ def prepare_layers(model: "nn.Module", settings: QuantizationSettings | None) ->
     """Let quantized layers compute the same while sampling and scoring, with gradients.
 
     On a CPU with AVX512-BF16, the first pass without gradients would repack 4-bit weights for good, into a layout whose
-    products are others and have no gradient (bitsandbytes 0.50, Linear4bit.forward).
-
-    Args:
-        settings: that it was loaded with; None for weights that were stored as they are, which may have none.
-
-    Raises:
-        InputError: it was to be quantized, and no layer is.
+    products are others and have no gradient (bitsandbytes 0.50, Linear4bit.forward). InputError if no layer is
+    quantized despite the settings.
     """
     layers = list(quantized_layers(model))
     if settings is not None and not layers:

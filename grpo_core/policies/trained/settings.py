@@ -108,11 +108,7 @@ MOVING = ("pissa", "olora")
 
 
 def read_adapter_config(folder: Path, name: str) -> dict[str, Any]:
-    """Read a stored adapter's configuration.
-
-    Args:
-        folder: has adapter_config.json and adapter_model.safetensors.
-        name: the adapter as people call it, for errors.
+    """Read a stored adapter's configuration, of the folder that people call `name`.
 
     Raises:
         InputError: a file is missing or damaged, it is not LoRA, it has biases, or its initialisation changed the
@@ -138,11 +134,7 @@ def read_adapter_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def adapter_settings(config: dict[str, Any]) -> LoraSettings:
-    """Return the settings of a stored adapter; one that began as its base model needs no initialisation.
-
-    Args:
-        config: of `read_adapter_config`.
-    """
+    """Return the settings of a stored adapter; one that began as its base model needs no initialisation."""
     targets = config["target_modules"]
     if not isinstance(targets, str):
         targets = rf"(.*\.)?({'|'.join(re.escape(name) for name in sorted(targets or ()))})"
@@ -159,11 +151,7 @@ def adapter_settings(config: dict[str, Any]) -> LoraSettings:
 
 
 def refuse_other_settings(stored: LoraSettings, settings: LoraSettings, name: str) -> None:
-    """Refuse settings that contradict those of the stored adapter; default targets and initialisation follow it.
-
-    Raises:
-        InputError: names the setting and both values.
-    """
+    """Raise InputError for settings that contradict the adapter's; default targets and initialisation follow it."""
     follows = {"targets": None, "init_lora_weights": True}
     for field in fields(LoraSettings):
         given, found = getattr(settings, field.name), getattr(stored, field.name)

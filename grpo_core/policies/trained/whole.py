@@ -47,12 +47,7 @@ def expected_warnings() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """A part of a pipeline whose weights were trained.
-
-    Attributes:
-        weights: folder of its stored weights, an adapter or every weight.
-        load_base: loads the model that an adapter belongs to.
-    """
+    """A trained part of a pipeline: the folder of its weights or adapter, and what loads an adapter's model."""
 
     weights: Path
     load_base: Callable[[], Any]
@@ -63,7 +58,6 @@ def save_whole(weights: Path, folder: Path, load_base: Callable[[], Any]) -> Non
 
     Args:
         weights: folder of a stored component, with an adapter or with full weights.
-        folder: created if it does not exist.
         load_base: loads the model that an adapter belongs to; not called for full weights.
 
     Raises:
@@ -107,16 +101,7 @@ def _untie(model: Any) -> None:
 
 
 def save_pipeline(base: Path, folder: Path, trained: Mapping[str, TrainedPart]) -> None:
-    """Write a pipeline as diffusers loads it, with trained weights in some of its parts; all other files are copied.
-
-    Args:
-        base: folder of the pipeline that was trained.
-        folder: empty.
-        trained: the trained parts by their name in the pipeline, such as `transformer`.
-
-    Raises:
-        ValueError: merged weights are not finite.
-    """
+    """Write a pipeline into an empty folder, with trained weights in some parts, by name, and all other files."""
     index = json.loads(shutil.copyfile(base / INDEX_FILE, folder / INDEX_FILE).read_text())
     for name in pipeline_parts(index):
         if name in trained:

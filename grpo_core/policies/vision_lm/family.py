@@ -65,10 +65,7 @@ class VisionLMFamily(CausalLMFamily):
         prompts: Sequence[str],
         images: Sequence[Sequence["ImageSize"]] = (),
     ) -> int:
-        """Raise InputError if the model cannot read one of the prompts; return the ids of the longest.
-
-        Images are processed blank, those of the prompts with the most pixels.
-        """
+        """As the base, with blank images, those of the prompts with the most pixels."""
         from PIL import Image
 
         from grpo_core.policies.causal_lm.loading import read_config, read_context

@@ -11,11 +11,7 @@ from grpo_core.policies.causal_lm.loading import UNREADABLE, ModelKind, place_of
 
 
 def load_processor(model: str) -> Any:
-    """Load a model's processor, whose tokenizer has its chat template.
-
-    Raises:
-        InputError: there is none, it cannot be read, or one of its packages is missing.
-    """
+    """Load a model's processor, whose tokenizer has its chat template, or raise InputError."""
     try:
         processor = AutoProcessor.from_pretrained(place_of(model), trust_remote_code=False)
     except UNREADABLE as error:
@@ -38,14 +34,7 @@ def with_template(processor: Any) -> Any:
 
 
 def language_parameters(model: Any) -> set[int]:
-    """Return the ids of the parameter objects of the language model and of its output head.
-
-    Args:
-        model: without peft's wrapper, or inside it.
-
-    Raises:
-        InputError: the model does not say which of its parts is the language model.
-    """
+    """Return the ids of the parameters of the language model and its head; InputError if it is no part of its own."""
     decoder = model.get_decoder()
     if decoder is None or decoder is model or decoder is model.base_model:
         hint = f"{type(model).__name__} has no language model of its own (get_decoder): its vision cannot be frozen."

@@ -27,13 +27,8 @@ from grpo_core.policies.vision_lm.settings import VisionLMSettings
 class VisionLMPolicy(CausalLMPolicy):
     """A language model that answers prompts with images; it is its only component.
 
-    The features of a prompt's images are computed once, and shared by its samples, the passes over them and the
-    reference, while what computes them is frozen; where it is trained, they are computed once a pass.
-
-    Attributes:
-        processor: reads prompts.
-        placeholders: ids that stand for images.
-        vision_frozen: whether an image's features never change.
+    The features of a prompt's images are computed once while what computes them is frozen, else once a pass.
+    `placeholders` are the ids that stand for images.
     """
 
     kind = VISION_LM
@@ -47,11 +42,7 @@ class VisionLMPolicy(CausalLMPolicy):
         *,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Combine the parts; `load` is the usual way.
-
-        Raises:
-            InputError: processor and model do not belong together, or the settings need what the processor lacks.
-        """
+        """Combine the parts; `load` is the usual way. InputError if they do not belong together."""
         self.processor = processor
         super().__init__(trained, processor.tokenizer, settings, autocast=autocast)
         self.placeholders = find_placeholders(self._model.config, processor)

@@ -1,7 +1,6 @@
 """Prompts with images -> ids and pixels, one prompt at a time.
 
-What a processor returns for several prompts does not say which pixels belong to which of them: patches or tiles of all
-images stand one after another, or are padded to the most tiles. One prompt alone has nobody else's.
+What a processor returns for several prompts does not say which patches or tiles belong to which of them.
 """
 
 import inspect
@@ -31,12 +30,9 @@ _SIZE = (64, 64)
 
 @dataclass(frozen=True)
 class Placeholders:
-    """The ids that a model reads as images or as parts of them, which no text contains.
+    """The ids, ascending, that a model reads as images or parts of them; no text contains them, and none is sampled.
 
-    Attributes:
-        image: the id that each feature of an image replaces.
-        ids: all of them, ascending; they are never sampled.
-        completion_type: the token type of a completion's ids, for models that have token types.
+    Each feature of an image replaces the id `image`; `completion_type` is the token type of a completion's ids.
     """
 
     image: int
@@ -54,12 +50,7 @@ def placeholder_fields(config: Any) -> dict[str, int]:
 def find_placeholders(config: Any, processor: Any) -> Placeholders:
     """Find the ids that stand for images: those of the configuration, and those that the processor puts around one.
 
-    Args:
-        config: of the model.
-        processor: of the same folder.
-
-    Raises:
-        InputError: the model has no placeholder of images, or the processor cannot process an image.
+    InputError if the model has no placeholder of images, or the processor cannot process an image.
     """
     image = getattr(config, "image_token_id", None)
     if image is None:
@@ -90,11 +81,7 @@ def _call(processor: Any, **arguments: Any) -> Any:
 
 
 def image_mark(processor: Any) -> str:
-    """Return the text that the processor replaces by an image's placeholders.
-
-    Raises:
-        InputError: it has none.
-    """
+    """Return the text that the processor replaces by an image's placeholders; InputError without one."""
     mark = getattr(processor, "image_token", None)
     if not isinstance(mark, str):
         hint = f"{type(processor).__name__} has no image_token: it puts no images into prompts."
@@ -113,11 +100,7 @@ def printed_ids(processor: Any, settings: VisionLMSettings, prompt: str, images:
 
 
 def image_sizes(processor: Any, settings: VisionLMSettings) -> dict[str, Any]:
-    """Return the arguments that bound the size of images, by the name that the image processor has for it.
-
-    Raises:
-        InputError: the processor does not bound the pixels of an image.
-    """
+    """Return the arguments that bound the size of images, as the image processor names them; or InputError."""
     bounds = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
     given = {name: pixels for name, pixels in bounds.items() if pixels is not None}
     if not given:
@@ -151,11 +134,7 @@ def process_prompt(
     images: Sequence[Image.Image],
     placeholders: Placeholders,
 ) -> EncodedPrompt:
-    """Encode one prompt with its images; `place_prompt` adds positions.
-
-    Args:
-        images: RGB, in the order of the prompt.
-        placeholders: of the model.
+    """Encode one prompt with its RGB images, in its order; `place_prompt` adds positions.
 
     Raises:
         InputError: the prompt cannot be read, contains a placeholder as text, or the processor refuses it.
@@ -194,11 +173,7 @@ def process_prompt(
 
 
 def place_prompt(model: Any, prompt: EncodedPrompt) -> EncodedPrompt:
-    """Add the positions of a prompt's ids by the model's rule for images, if any, and leave out types that it ignores.
-
-    Args:
-        model: without peft's wrapper.
-    """
+    """Add the positions of a prompt's ids by the model's rule for images, and leave out types that it ignores."""
     taken = inspect.signature(model.base_model.forward).parameters
     kept = {name: each for name, each in prompt.token_types.items() if name in taken}
     rule = getattr(model.base_model, "get_rope_index", None)
@@ -224,12 +199,7 @@ def moved_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def image_features(model: Any, pixels: Mapping[str, Any]) -> ImageFeatures:
-    """Compute the features of one prompt's images.
-
-    Args:
-        model: without peft's wrapper.
-        pixels: as its processor returns them.
-    """
+    """Compute the features of one prompt's images by their pixels, as the processor returns them."""
     found = model.base_model.get_image_features(**moved_inputs(model, pixels), return_dict=True)
     pooled = found.pooler_output if isinstance(found.pooler_output, Tensor) else tuple(found.pooler_output)
     deepstack = getattr(found, "deepstack_features", None) or ()

@@ -158,15 +158,7 @@ def check_prompts(
     context_length: int,
     long_prompts: LongPrompts,
 ) -> None:
-    """Log, or refuse, prompts that are longer than what the model reads; once per batch.
-
-    Args:
-        count_tokens: of a prompt, including the start and end marks.
-        context_length: how many tokens the model reads.
-
-    Raises:
-        InputError: there is one, and `long_prompts` is ``refuse``.
-    """
+    """Log, or refuse with an InputError, prompts longer than the model reads, marks included; once per batch."""
     lengths = {prompt: count_tokens(prompt) for prompt in dict.fromkeys(batch.prompts)}
     long = [row for row, prompt in enumerate(batch.prompts) if lengths[prompt] > context_length]
     if not long:
@@ -191,11 +183,7 @@ def is_config_file(model: str) -> bool:
 
 
 def find_architecture(place: str, model: str, release: str | None) -> ClipArchitecture:
-    """Find the network that the settings `model` (at `place`) and ``pretrained`` (next to it) mean.
-
-    Raises:
-        InputError: no such configuration, release, or a release that was trained with another activation.
-    """
+    """Find the network of the settings `model` and ``pretrained``, next to it, or raise InputError."""
     if is_config_file(model):
         return _from_file(place, model, release)
     _require_tag(place, model)

@@ -5,8 +5,8 @@ Radford et al., 2021, "Learning Transferable Visual Models From Natural Language
 Hessel, Holtzman, Forbes, Le Bras and Choi, 2021, "CLIPScore: A Reference-free Evaluation Metric for Image Captioning"
 (arXiv:2104.08718), section 3: w max(cos, 0), there with w = 2.5 and ViT-B/32.
 
-Schuhmann, 2022, "improved-aesthetic-predictor" (LAION-Aesthetics V2): five layers without activations between them,
-fitted to the ratings of SAC, Logos and AVA on embeddings of length 1 of OpenAI's ViT-L/14.
+Schuhmann, 2022, "improved-aesthetic-predictor" (LAION-Aesthetics V2): five linear layers, fitted to the ratings of SAC,
+Logos and AVA on embeddings of length 1 of OpenAI's ViT-L/14.
 """
 
 import hashlib
@@ -47,10 +47,9 @@ _BESIDE_THE_WEIGHTS = ("input_resolution", "context_length", "vocab_size")
 
 
 class ClipModel:
-    """A network on one device. Threads may share it; each image is computed once.
+    """A network on one device, which threads may share; each image is computed once, and alone.
 
-    Images and texts go through the network one at a time: a matrix product's last bits depend on the batch that it
-    runs in, and a score must not.
+    A matrix product's last bits depend on the batch that it runs in, and a score must not.
     """
 
     def __init__(self, architecture: ClipArchitecture, network: Any, device: str) -> None:
@@ -109,11 +108,7 @@ class ClipModel:
 
 
 def load_clip(reward: ClipReward) -> ClipModel:
-    """Load a reward's model, frozen, in fp32; a process has one for each network, digest and device.
-
-    Raises:
-        InputError: the weights are missing, cannot be read, or are of another network.
-    """
+    """Load a reward's model, frozen, in fp32, once for each network, digest and device; or InputError."""
     device = "cuda:0" if reward.device == "cuda" else reward.device
     return _load_clip(reward.clip_weights(), reward.architecture(), device)
 
@@ -263,11 +258,7 @@ def aesthetic_rating(head: Layers, embedding: Float32[Tensor, " width"]) -> floa
 
 @load_once
 def load_head(weights: Weights, width: int) -> Layers:
-    """Load the head for embeddings of that width.
-
-    Raises:
-        InputError: the file cannot be read, or is not a head for such embeddings.
-    """
+    """Load the head for embeddings of that width, or raise InputError."""
     tensors, remedy = load_state_dict(weights), f"Set {HEAD.file}."
     name, outputs = LAYERS[0]
     first = tensors.get(f"{name}.weight")

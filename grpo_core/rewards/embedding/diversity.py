@@ -33,12 +33,7 @@ _T = TypeVar("_T")
 
 @plain_dataclass(frozen=True)
 class Distance(Generic[_T]):
-    """A distance in two steps: the network sees an image once, not once per pair. It must be bitwise symmetric.
-
-    Attributes:
-        prepare: from an RGB image to what `between` compares.
-        between: the distance of two prepared images; 0 for the same.
-    """
+    """A symmetric distance in two steps, `between` prepared images, so that a network sees each once."""
 
     prepare: Callable[[Image.Image], _T]
     between: Callable[[_T, _T], float]
@@ -156,10 +151,7 @@ def pixel_distance() -> Distance[np.ndarray]:
 
 
 def lpips_distance(network: nn.Module, device: str) -> Distance[list[Tensor]]:
-    """Compute LPIPS, bitwise equal to ``perceptual_distance`` of the pair.
-
-    An image's features stay in memory while its group is compared: some 11 MB for 512x512 pixels with alex.
-    """
+    """Compute LPIPS, bitwise as ``perceptual_distance`` of the pair; 11 MB for an image of 512x512 pixels with alex."""
     import lpips
 
     def prepare(image: Image.Image) -> list[Tensor]:

@@ -5,10 +5,8 @@ Text-to-Image Generation" (arXiv:2305.01569), equation 1. HPSv2: Wu, Hao, Sun, C
 Preference Score v2" (arXiv:2306.09341).
 
 Both are a CLIP ViT-H/14 fine-tuned on people's choices between two images; the measure is the cosine of prompt and
-image, PickScore's times CLIP's learned scale (near 100). Differences count, not levels: two images with the same
-prompt compare, two prompts do not.
-
-Images are prepared, and scores computed, as the imscore package does (0.0.11).
+image, PickScore's times CLIP's learned scale (near 100). Scores compare images of one prompt, and are computed as the
+imscore package does (0.0.11).
 """
 
 import abc
@@ -65,9 +63,7 @@ class PreferenceScorer:
 
     Attributes:
         measure: of one image [1, 3, height, width], in [0, 1] on the CPU, and its prompt: a tensor of one number.
-        count_tokens: of a prompt, including the start and end marks.
-        context_length: how many tokens of a prompt it reads, including these marks.
-        device: where the model is.
+        count_tokens: of a prompt, including the start and end marks, of which the model reads `context_length`.
     """
 
     measure: Callable[[Tensor, str], Tensor]
@@ -97,11 +93,7 @@ class PreferenceReward(ModelReward):
 
     @abc.abstractmethod
     def load(self) -> PreferenceScorer:
-        """Load the model, frozen, in fp32, once per process.
-
-        Raises:
-            InputError: the weights are missing or of another model.
-        """
+        """Load the model, frozen, in fp32, once per process; InputError for missing or other weights."""
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the weights."""
@@ -145,11 +137,7 @@ class PickScoreReward(PreferenceReward):
 
 @load_once
 def load_pickscore(weights: Weights, device: str) -> PreferenceScorer:
-    """Build PickScore.
-
-    Raises:
-        InputError: the folder has other content than a CLIPModel and its tokenizer.
-    """
+    """Build PickScore; InputError for a folder with other content than a CLIPModel and its tokenizer."""
     from torchvision import transforms
     from transformers import CLIPModel
 
@@ -226,13 +214,9 @@ class HpsV2Reward(PreferenceReward):
 
 @load_once
 def load_hpsv2(weights: Weights, architecture: ClipArchitecture, device: str) -> PreferenceScorer:
-    """Build HPSv2 from the CLIP that it was fine-tuned from.
+    """Build HPSv2 from the CLIP that it was fine-tuned from, or raise InputError.
 
-    Args:
-        weights: with open_clip's names, as its authors publish them, or these after ``model.``, as imscore has them.
-
-    Raises:
-        InputError: the file cannot be read, or is of another network.
+    The weights have open_clip's names, or, as imscore has them, these after ``model.``.
     """
     import open_clip
     from torchvision import transforms

@@ -37,12 +37,7 @@ class CallLog:
     def extras(self, samples: int, place: str) -> list[dict[str, object]]:
         """Return the columns of each sample: numbers, None and texts as they are, anything else as its text.
 
-        Args:
-            samples: number of samples of the call.
-            place: of the function, for the error.
-
-        Raises:
-            InputError: a column has another number of values than there are samples.
+        InputError, with the function's place, for another number of values than samples.
         """
         for column, values in self._columns.items():
             if len(values) != samples:

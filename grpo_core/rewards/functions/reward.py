@@ -200,11 +200,7 @@ def _call_keywords(
 ) -> dict[str, object]:
     """Build the call's arguments: copies, so that a function may change them.
 
-    Args:
-        conversational: whether samples are messages; None: those of prompts that are.
-
-    Raises:
-        InputError: a column with the name of an argument; token ids that the function needs are not known.
+    InputError for a column with the name of an argument, or token ids that the function needs and nobody knows.
     """
     for name in ("prompts", "completions"):
         if name in batch.columns:
@@ -280,11 +276,7 @@ def _call(function: UserFunction, keywords: Mapping[str, object]) -> object:
 
 
 def _read_scores(function: UserFunction, returned: object, sample_ids: Sequence[str]) -> list[Score]:
-    """Read one score per number; None means not applicable, NaN and infinity are failures.
-
-    Raises:
-        InputError: not one number or None per sample.
-    """
+    """Read one score per number; None is not applicable, NaN and infinity are failures, all else InputError."""
     place = f"the reward function at {function.place}"
     answers = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(answers, str | bytes | Mapping | AbstractSet) or not isinstance(answers, Iterable):

@@ -243,10 +243,9 @@ def fence(text: str) -> str:
 
 
 def read_score(answer: str) -> float | None:
-    """Read the score of an answer; None where it has none.
+    """Read the finite number ``score`` of an answer that is one JSON object, fenced or not, or of its last line.
 
-    The verdict is a JSON object with a finite number ``score``: the complete answer, in a code fence or not, or else
-    its last line. Never an object or a number inside running text, which the judge may have quoted.
+    None without one. Objects and numbers inside running text do not count: the judge may have quoted them.
     """
     lines = answer.strip().splitlines()
     if lines and lines[-1].strip() == "```":

@@ -82,14 +82,7 @@ class RewardModelReward(ModelReward):
 
 @plain_dataclass(frozen=True)
 class RewardModelScorer:
-    """A reward model and its tokenizer.
-
-    Attributes:
-        network: gives logits of shape [1, 1] for token ids of shape [1, T].
-        tokenizer: as transformers loads it.
-        positions: how many tokens the model has positions for; None where nothing bounds them.
-        device: where the network is.
-    """
+    """A reward model, logits [1, 1] for token ids [1, T], and its tokenizer; `positions` None without a bound."""
 
     network: nn.Module
     tokenizer: Any
@@ -140,11 +133,7 @@ def _has_template(weights: Weights) -> bool:
 
 @load_once
 def load_scorer(weights: Weights, device: str) -> RewardModelScorer:
-    """Load the model in fp32, and its tokenizer.
-
-    Raises:
-        InputError: it is not a sequence classification model with one label, or has no tokenizer.
-    """
+    """Load the model in fp32, and its tokenizer; InputError for another kind of model."""
     # Imported where it is used: the import takes longer than reading a configuration, which only needs the names.
     from transformers import AutoModelForSequenceClassification
 

@@ -78,11 +78,8 @@ class RapidEngine:
     def read(self, image: Image.Image) -> tuple[str, ...]:
         """Read the lines; a confidence of a half or more is accepted, and lines turned a quarter, either way.
 
-        Writing that is too large or too small for the library comes last, and is not accepted.
-
-        Raises:
-            ScoringError: the library broke down.
-            InputError: a model file is missing or changed.
+        Writing too large or small for the library comes last, not accepted. ScoringError if the library breaks down,
+        InputError if a model file is missing or changed.
         """
         models = tuple(str(_find_model_file(name)) for name in MODELS.values())
         with _READING:
@@ -261,11 +258,7 @@ class TesseractEngine:
     def read(self, image: Image.Image) -> tuple[str, ...]:
         """Read the lines, of each the words with a confidence of a half or more; at most TIMEOUT_SECONDS.
 
-        Nothing is turned: writing on its head or on its side is unread, where it is seen at all.
-
-        Raises:
-            ScoringError: the program broke down, or took too long.
-            InputError: the program, the package or a language is not installed.
+        Nothing is turned. ScoringError if the program breaks down or is late, InputError if something is not installed.
         """
         try:
             import pytesseract

@@ -38,8 +38,7 @@ def unread(text: str) -> str:
 def in_reading_order(lines: Sequence[Line]) -> tuple[str, ...]:
     """Order lines row by row from the top, each row from the left; falling lines side by side from the right.
 
-    Neighbours stand in one row where half the height of the lower one overlaps: unlike a number of pixels, this works
-    for images of any size, and for rows that are not quite level.
+    Neighbours stand in one row where half the height of the lower one overlaps, at any size and not quite level.
     """
     rows: list[list[Line]] = []
     for line in sorted(lines, key=lambda line: (line.top + line.bottom, line.left)):

@@ -3,9 +3,8 @@
 Double quotes are unmistakable but for inches; a single quote is more often an apostrophe, and is distinguished by
 the characters on either side of it. Titles between 《 》 are named rather than shown, and are no quotes here.
 
-Each takes the texts and the lines read, top to bottom, and counts errors. Only ``ned`` is safe to optimise: the two
-published ways leave surplus text free, so that the wanted text written over and over has full marks; lines that the
-engine did not accept are no text to them.
+Only ``ned`` is safe to optimise: the two published ways leave surplus text free, so that the wanted text written over
+and over has full marks; lines that the engine did not accept are no text to them.
 """
 
 import re
@@ -62,13 +61,11 @@ _ENDS_A_NUMBER = re.compile(r"[\d½¼¾⅓⅔⅛⅜⅝⅞]")
 
 
 def quoted_texts(prompt: str) -> tuple[str, ...]:
-    """Find every text between quotation marks, in order, each text once, without white space at its ends.
+    """Find every text between quotation marks, in order, each once, without white space at its ends.
 
-    A quotation within a quotation belongs to the outer one; an empty or unfinished one gives nothing. A prompt that
-    names the same text again speaks of the same writing, so it counts once.
-
-    Apostrophes give nothing: within a word (It's), at its start ('tis, '90s, rock 'n' roll) or after it (the dogs'
-    bowl). Where a single quote can be both, the reading that closes every quotation wins.
+    A quotation within a quotation belongs to the outer one; an empty or unfinished one gives nothing. Apostrophes give
+    nothing: within a word (It's), at its start ('tis, '90s, rock 'n' roll) or after it (the dogs' bowl). Where a single
+    quote can be both, the reading that closes every quotation wins.
     """
     return tuple(dict.fromkeys(text for text in _scan(prompt) if text))
 
@@ -154,12 +151,7 @@ _WORD = re.compile(f"[{_EAST_ASIAN}]|[^{_EAST_ASIAN}]+")
 
 @dataclass(frozen=True)
 class TextMatch:
-    """How near two texts are.
-
-    Attributes:
-        value: in [0, 1], 1 for the very text.
-        errors: what was counted: edits of a character, or words that are missing.
-    """
+    """How near two texts are: a value in [0, 1], 1 for the very text, and the edits, or missing words, behind it."""
 
     value: float
     errors: int
@@ -173,15 +165,9 @@ def match_ned(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
     surplus character, and so is every character that the engine saw and did not accept. Where one of the texts has
     neither letter nor digit ("!!!"), everything but white space is compared.
 
-    Of several texts each is wanted once, in whatever order and place, since quotes in a prompt do not say which stands
-    above which; within a text the order counts. The edits are the fewest that turn what was read into the texts one
-    after the other in some order, or, with each word read given to the text it suits (the words of a text in the order
-    read), the given words into their texts. Lengths are the sums over the texts and over the lines. Words are not given
-    to texts where that would be more than MAX_GIVEN pairs; the edits are then those in order, which are never fewer.
-
-    Args:
-        texts: the wanted ones, at least one, none of white space only.
-        lines: what was read.
+    Of several texts each is wanted once, in whatever order and place; within a text the order counts. The edits are the
+    fewest that turn what was read into the texts in some order, or, up to MAX_GIVEN pairs, with each word given to the
+    text it suits. Lengths are the sums over the texts and over the lines.
     """
     spelt = all(letters_and_digits(text) for text in texts)
     wanted = [letters_and_digits(text) if spelt else _without_space(text) for text in texts]
@@ -279,8 +265,7 @@ def _order_found(texts: Sequence[str], read: str) -> list[str]:
 def _edits_apart(texts: Sequence[str], words: Sequence[str]) -> int:
     """Count the edits that turn the words given to each text into it, every word being given to one.
 
-    Begins with the text that has the most of each word and gives words to other texts while that saves edits, so it
-    finds a small number and not always the smallest.
+    From the text with the most of each word, words go to others while that saves edits: a small number, not the least.
     """
     owners = [max(range(len(texts)), key=lambda i: fuzz.partial_ratio(word, texts[i])) for word in words]
 

@@ -72,19 +72,12 @@ class ServiceReward(Reward):
 
     @abstractmethod
     def check_service(self) -> None:
-        """Ask the service whether it has what the settings name.
-
-        Raises:
-            ScoringError: it does not answer.
-            InputError: it has no such reward or model, or another version of it.
-        """
+        """Ask the service whether it has what the settings name; ScoringError without an answer, InputError if not."""
 
     def request(self, path: str, body: bytes | None = None) -> object:
         """Return the JSON answer to a POST of this JSON, or to a GET where there is none.
 
-        Raises:
-            ScoringError: no connection, no answer in time, status 429 or 5xx, in every attempt.
-            InputError: another status than 200 (its value is ``status N``), or an answer that is not JSON.
+        ScoringError without an answer in any attempt; InputError for another status (its value), or no JSON.
         """
         import tenacity
 
@@ -124,10 +117,7 @@ def _refused(url: str, refusal: RefusedRequestError) -> InputError:
 
 
 def ask_side_by_side(ask: Callable[[_Item], _Result], items: Sequence[_Item], concurrency: int) -> list[_Result]:
-    """Ask for each item, at most `concurrency` at a time, and return the answers in order.
-
-    An exception is raised here, and ends those that have not begun.
-    """
+    """Ask for each item, at most `concurrency` at a time; return the answers in order. An exception ends the rest."""
     if concurrency == 1:
         return [ask(item) for item in items]
     with ThreadPoolExecutor(concurrency) as pool:

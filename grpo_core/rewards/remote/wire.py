@@ -138,15 +138,7 @@ class ScoreAnswer(_Answer):
 
 
 def write_request(reward: str, batch: ScoringBatch, *, with_targets: bool, with_sources: bool = False) -> bytes:
-    """Write the body that requests these samples' scores.
-
-    Args:
-        with_targets: whether target images are in it.
-        with_sources: whether the images in the prompts are.
-
-    Raises:
-        InputError: an image of an unknown mode; a column with values that JSON cannot express.
-    """
+    """Write the body that requests these samples' scores; InputError for what JSON cannot express."""
     shown = replace(
         batch,
         targets=batch.targets if with_targets else (),
@@ -201,11 +193,7 @@ def declared_pixels(request: ScoreRequest) -> int:
 
 
 def read_batch(request: ScoreRequest) -> ScoringBatch:
-    """Read the samples of a request and decode the images.
-
-    Raises:
-        InputError: an image that is not a PNG, or has more than MAX_PIXELS.
-    """
+    """Read the samples of a request and decode the images; InputError for one that is no PNG, or too large."""
     samples = request.samples
     named = [(f"sample {sample.sample_id}", sample) for sample in samples]
     return ScoringBatch(
@@ -232,11 +220,7 @@ def _source_images(request: ScoreRequest) -> Sequence[Sequence[Image.Image]]:
 
 
 def read_scores(answer: ScoreAnswer, sample_ids: Sequence[str]) -> list[Score]:
-    """Read the scores of an answer.
-
-    Raises:
-        ValueError: other samples than those requested.
-    """
+    """Read the scores of an answer; ValueError for other samples than those requested."""
     if len(answer.scores) != len(sample_ids):
         raise ValueError(f"{len(answer.scores)} scores for {len(sample_ids)} samples")
     for given, requested in zip(answer.scores, sample_ids, strict=True):
@@ -265,20 +249,12 @@ def write_answer(described: RewardDescription, sample_ids: Sequence[str], scores
 
 
 def encode_image(image: Image.Image, place: str) -> str:
-    """Encode the image as an RGB PNG file in base64; decoding returns the same levels.
-
-    Raises:
-        InputError: an image of an unknown mode.
-    """
+    """Encode the image as an RGB PNG file in base64, without loss; InputError for an unknown mode."""
     return base64.b64encode(encode_png(to_rgb(image, place))).decode()
 
 
 def decode_image(text: str, place: str) -> Image.Image:
-    """Decode a PNG file in base64, to RGB.
-
-    Raises:
-        InputError: not a PNG file in base64; more than MAX_PIXELS.
-    """
+    """Decode a PNG file in base64, to RGB; InputError for anything else, or more than MAX_PIXELS."""
     return to_rgb(_open_png(text, place), place)
 
 

@@ -94,11 +94,7 @@ class LpipsReward(ModelReward, PairReward):
 
 
 def perceptual_distance(network: nn.Module, images: Images, targets: Images) -> Float32[Tensor, " batch"]:
-    """Compute LPIPS of each pair in [0, 1], in full fp32; scaled here to the network's own range, [-1, 1].
-
-    Raises:
-        ValueError: as check_pair.
-    """
+    """Compute LPIPS of each pair in [0, 1], in full fp32; ValueError as check_pair."""
     check_pair(images, targets)
     with exact_inference(str(images.device)):
         distance: Tensor = network(2.0 * images - 1.0, 2.0 * targets - 1.0)
@@ -116,14 +112,7 @@ def heads_file(net: str) -> Path:
 
 @load_once
 def load_network(trunk: Weights, net: str, device: str) -> nn.Module:
-    """Load the LPIPS network with this trunk, frozen, in fp32.
-
-    Args:
-        trunk: a state dict with torchvision's names (``features.*``; the classifier is ignored).
-
-    Raises:
-        InputError: the file is not of this trunk.
-    """
+    """Load the LPIPS network, frozen, in fp32, with a trunk of torchvision's names (``features.*``), or InputError."""
     # Imported where it is used: the import takes longer than reading a configuration, which only needs the names.
     import lpips
 

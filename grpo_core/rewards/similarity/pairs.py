@@ -48,10 +48,7 @@ class ComparingReward(Reward):
         return Needs(target=self.against == "target")
 
     def settings(self) -> Mapping[str, object]:
-        """Return what determines the scores; the reference only where it is not the usual one.
-
-        So the scores of a reward that had no such setting are still those of this one.
-        """
+        """Return what determines the scores; the reference only where it is not the usual one."""
         left_out = {"against"} if self.against == type(self).against else set()
         left_out |= set() if self.against == "source" else {"source_index"}
         return {name: value for name, value in super().settings().items() if name not in left_out}

@@ -15,11 +15,7 @@ from grpo_core.images import WINDOW
 
 
 def to_tensor(image: Image.Image) -> Float32[Tensor, "1 3 height width"]:
-    """Convert an 8-bit RGB image to fp32 in [0, 1], exactly level / 255.
-
-    Raises:
-        ValueError: another mode than RGB; :func:`to_rgb` converts.
-    """
+    """Convert an 8-bit RGB image to fp32 in [0, 1], exactly level / 255; ValueError for another mode."""
     if image.mode != "RGB":
         raise ValueError(f"expected an RGB image, got mode {image.mode}")
     levels = torch.from_numpy(np.array(image, dtype=np.uint8))
@@ -27,12 +23,9 @@ def to_tensor(image: Image.Image) -> Float32[Tensor, "1 3 height width"]:
 
 
 def check_pair(images: Tensor, targets: Tensor) -> None:
-    """Refuse tensors that a similarity measure would score wrongly without an error.
+    """Raise ValueError for tensors that a similarity measure would score wrongly without an error.
 
-    uint8 levels look nearly alike to LPIPS, one channel and a single target broadcast, half precision gives NaN.
-
-    Raises:
-        ValueError: not fp32 of shape [N, 3, H, W], two shapes, or levels outside [0, 1].
+    They are not fp32 of shape [N, 3, H, W], of two shapes, or have levels outside [0, 1].
     """
     for tensor in (images, targets):
         if tensor.dtype != torch.float32 or tensor.ndim != 4 or tensor.shape[1] != 3:
@@ -62,9 +55,9 @@ def peak_signal_to_noise_ratio(images: Images, targets: Images) -> Float64[Tenso
 
 
 def coefficient_of_determination(images: Images, targets: Images) -> Float64[Tensor, " batch"]:
-    """Compute R² = 1 - MSE / variance of the target, over pixels and channels; each channel has its own mean.
+    """Compute R² = 1 - MSE / variance of the target, each channel with its own mean; NaN for a single colour.
 
-    NaN for a target of a single colour. ValueError as check_pair.
+    ValueError as check_pair.
     """
     error = mean_squared_error(images, targets)
     pixels = targets.double().flatten(2)
@@ -77,8 +70,7 @@ def coefficient_of_determination(images: Images, targets: Images) -> Float64[Ten
 def structural_similarity(images: Images, targets: Images) -> Float32[Tensor, " batch"]:
     """Average SSIM over complete windows and the three channels: Gaussian 11x11, sigma 1.5, K1 0.01, K2 0.03.
 
-    Raises:
-        ValueError: as check_pair, or a side under 11 pixels.
+    ValueError as check_pair, or for a side under 11 pixels.
     """
     check_pair(images, targets)
     if min(images.shape[-2:]) < WINDOW:

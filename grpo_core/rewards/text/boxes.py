@@ -158,14 +158,8 @@ class BoxIouReward(Reward):
 def resized_size(size: Size, factor: int, min_pixels: int, max_pixels: int) -> Size:
     """Return width and height of an image as the processors of Qwen2-VL, Qwen2.5-VL and Qwen3-VL resize it.
 
-    The sides become multiples of `factor`, and their product is within the bounds where the factor permits it: the rule
-    of `smart_resize` in transformers, whose import takes seconds.
-
-    Args:
-        size: width and height in pixels, whole numbers.
-        factor: patch size times merge size: 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL.
-        min_pixels: of width times height.
-        max_pixels: of width times height.
+    The sides become multiples of `factor`, patch size times merge size (28, and 32 for Qwen3-VL), and their product is
+    within the bounds where the factor permits it: the rule of `smart_resize` in transformers, slow to import.
     """
     area = size[0] * size[1]
     # Python rounds halves to even numbers, as there.
@@ -182,10 +176,8 @@ def resized_size(size: Size, factor: int, min_pixels: int, max_pixels: int) -> S
 def read_boxes(completion: str) -> list[Box | None]:
     """Find every list of four numbers in square brackets, in order; None for one that is not a box.
 
-    Boxes that the reasoning considers are not given as the answer: it ends with the last ``</think>``, and without one
-    it reaches from ``<think>`` to the end. Of what is left the last ``<answer>`` counts, or everything where there is
-    none. JSON such as ``[{"bbox_2d": [1, 2, 3, 4]}]`` is covered by its brackets. Four numbers with spaces or commas
-    between them are a box if they are all that is left.
+    Of what follows the last ``</think>`` (without one, precedes ``<think>``) the last ``<answer>`` counts, or all where
+    there is none. Four numbers with spaces or commas between them are a box if they are all that is left.
     """
     # Cut by hand: an expression would search for the end from every beginning, which takes ages over spam.
     said = completion.rpartition("</think>")[2].partition("<think>")[0]
@@ -201,13 +193,7 @@ def read_boxes(completion: str) -> list[Box | None]:
 def wanted_boxes(value: object, place: str, size: Size | None = None) -> list[Box]:
     """Read the boxes of a prompt's column: four numbers, a list of such, or either as JSON text.
 
-    Args:
-        value: of the column.
-        place: of the value, for messages.
-        size: width and height of the image in pixels; None where they are not known.
-
-    Raises:
-        InputError: anything else, a box without area, or one that reaches beyond the image.
+    InputError for anything else, a box without area, or one beyond an image of this size, if it is known.
     """
     hint = "Give [left, top, right, bottom] with left < right and top < bottom, or a list of such."
     read = value
@@ -232,16 +218,9 @@ def wanted_boxes(value: object, place: str, size: Size | None = None) -> list[Bo
 def matched_iou(given: Sequence[Box | None], wanted: Sequence[Box], threshold: float | None = None) -> float:
     """Sum the intersections over unions of the best one-to-one matching, over the larger number of boxes.
 
-    A box too many or too few costs its share, so that neither spamming boxes nor leaving hard ones out pays. The
-    matching is that of Kuhn, 1955, "The Hungarian Method for the Assignment Problem".
-
-    Args:
-        given: None for something that is not a box; it matches nothing, and counts.
-        wanted: the truth.
-        threshold: a pair counts 1 from this IoU on and 0 below; None counts the IoU itself.
-
-    Returns:
-        In [0, 1]; 1 where nothing is wanted and nothing given.
+    In [0, 1]; 1 where nothing is wanted and nothing given. None, not a box, matches nothing and counts. With a
+    threshold a pair counts 1 from this IoU on and 0 below. The matching is that of Kuhn, 1955, "The Hungarian Method
+    for the Assignment Problem".
     """
     # Imported where it is used: the import takes longer than reading a configuration, which only needs the names.
     from scipy.optimize import linear_sum_assignment
