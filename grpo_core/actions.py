@@ -57,9 +57,7 @@ class Rows:
 class TokenSupport(Rows):
     """The ids that a truncated sampler could choose at each token; log-probs are over these only.
 
-    Attributes:
-        ids: of all tokens one after another, row by row, ascending within a token.
-        counts: ids of each token; zero where the loss mask is False.
+    `ids` are of all tokens, row by row, ascending within a token; `counts` are zero where the loss mask is False.
     """
 
     ids: Int[Tensor, " entries"]

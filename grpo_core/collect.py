@@ -48,11 +48,8 @@ def collect_rollouts(
 ) -> Iterator[RolloutGroup]:
     """Sample and render every group, in order; up to `prompts_per_batch` alike ones are sampled at once.
 
-    Args:
-        with_reference: record the log-probs of policy and reference too, for a KL inside the reward.
-
-    Raises:
-        NonFiniteError: log-probs, latents, or the pixels of every image are not finite; names the samples.
+    With the reference its log-probs, and the policy's, are recorded for a KL inside the reward. NonFiniteError names
+    samples whose log-probs or latents are not finite, or all if no image has finite pixels.
     """
     whole = not requests
     batches = list(sampled_at_once(requests, prompts_per_batch))
@@ -68,12 +65,7 @@ def collect_rollouts(
 def join_groups(
     groups: Sequence[RolloutGroup], advantages: Float[Tensor, "groups samples"], stream: Stream = "tokens"
 ) -> TrainingRows:
-    """Return a stream's actions with their advantages, ready for `update_policy` with the weights that sampled.
-
-    Args:
-        groups: with equal numbers of samples.
-        advantages: NaN for a sample that is left out.
-    """
+    """Return a stream's actions, without those of NaN advantages, for `update_policy` with the weights that sampled."""
     samples = sum(len(group.outputs) for group in groups)
     sampled = [group.streams[stream] for group in groups]
     rows = TrainingRows(

@@ -64,13 +64,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class FailedSamplesError(RuntimeError):
-    """A reward failed for more of a stage's samples than is allowed; names the reward and the first reasons.
-
-    Args:
-        failed: `sample: reason`, one per sample.
-        total: samples that were to be scored.
-        limit: share of them that may fail, in [0, 1].
-    """
+    """A reward failed (`sample: reason`) for a larger share of a stage's samples than the limit, in [0, 1]."""
 
     def __init__(self, reward: str, failed: Sequence[str], total: int, limit: float) -> None:
         self.reward, self.failed, self.total, self.limit = reward, tuple(failed), total, limit

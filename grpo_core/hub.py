@@ -79,11 +79,7 @@ class Download:
 
 
 def plan_download(repo: str, revision: str | None = None, patterns: Collection[str] = ()) -> Download:
-    """Ask the Hub for the files of a model; raises what `one_message` turns, for a gated repository too.
-
-    Args:
-        patterns: of the wanted files of a repository that is no model; none: those that a model needs.
-    """
+    """Ask the Hub for the files of a model, or those of these patterns; raises what `one_message` turns."""
     import huggingface_hub
 
     info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
@@ -130,12 +126,9 @@ def cached_folder(repo: str, revision: str | None = None, patterns: Collection[s
 def fetch(
     repo: str, revision: str | None, patterns: Collection[str] = (), report: Callable[[Download], None] = lambda _: None
 ) -> Path:
-    """Return the folder of a repository in the local cache, after a download of what is missing.
+    """Return the folder of a repository in the local cache, after a reported download of what is missing.
 
     A complete copy in the cache is used where the Hub gives no answer, or none to this person.
-
-    Args:
-        report: called before something is downloaded.
     """
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 

@@ -28,10 +28,7 @@ def open_image(content: bytes, place: str, formats: tuple[str, ...] = _READABLE_
     """Read the header of an image of these formats and check its size; no pixel is decoded.
 
     Pillow refuses no image below twice its own limit, and tries some forty formats, one by starting another program.
-
-    Raises:
-        InputError: more than MAX_PIXELS.
-        OSError, ValueError, SyntaxError: not an image of these formats.
+    InputError for more than MAX_PIXELS; OSError, ValueError or SyntaxError for no image of these formats.
     """
     hint = f"Images have at most {MAX_PIXELS} pixels. Make it smaller."
     try:
@@ -45,12 +42,7 @@ def open_image(content: bytes, place: str, formats: tuple[str, ...] = _READABLE_
 
 @dataclass(frozen=True)
 class SourceImage:
-    """An image in a prompt, which is edited or asked about. Two with one digest are the same.
-
-    Attributes:
-        digest: sha256 of the file, 64 hexadecimal digits.
-        content: the file as it was given: PNG, JPEG, WebP or BMP.
-    """
+    """An image in a prompt, which is edited or asked about, as a PNG, JPEG, WebP or BMP file; one digest, one image."""
 
     digest: str
     content: bytes = field(repr=False, compare=False)
@@ -61,11 +53,7 @@ class SourceImage:
         return cls(hashlib.sha256(content).hexdigest(), content)
 
     def open(self, place: str | None = None) -> Image.Image:
-        """Decode it as 8-bit RGB, upright, transparent parts over white; `place` names it in errors.
-
-        Raises:
-            InputError: not a complete image of at most MAX_PIXELS.
-        """
+        """Decode it as 8-bit RGB, upright, over white; InputError, with its place, if it is incomplete or too large."""
         place = place or f"source image {self.digest[:16]}"
         try:
             return to_rgb(open_image(self.content, place), place)
@@ -108,8 +96,7 @@ def decode_stored(content: bytes, sample_id: str) -> Image.Image:
 def to_rgb(image: Image.Image, place: str) -> Image.Image:
     """Convert to 8-bit RGB, upright by the EXIF orientation, transparency over white; 16-bit greys are divided by 257.
 
-    Raises:
-        InputError: a mode of 32 bits, which has no known range; an empty, truncated or otherwise damaged image.
+    InputError for a mode of 32 bits, which has no known range, and for an empty, truncated or damaged image.
     """
     if 0 in image.size:
         raise InputError(place, shown_size(image), "Give an image of at least 1x1 pixel.")

@@ -224,15 +224,9 @@ def measure_parity(
     limit: float = ParityTolerance.max_difference,
     sampled_by: str | None = None,
 ) -> ParityReport:
-    """Compare the two over the loss mask.
+    """Compare the two over the loss mask; `sampled_by` is the engine, in words, None for the policy itself.
 
-    Args:
-        limit: tokens with a larger difference are counted.
-        sampled_by: the engine, in words; None: the policy itself.
-
-    Raises:
-        NonFiniteError: a log-prob is not finite; names the samples.
-        ValueError: the loss mask is empty.
+    NonFiniteError names samples whose log-probs are not finite; ValueError for an empty mask.
     """
     if not loss_mask.any():
         raise ValueError("the loss mask is empty: there is no token to compare or to train on")

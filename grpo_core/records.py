@@ -15,12 +15,7 @@ from grpo_core.streams import ImageSize, Stream
 
 @dataclass(frozen=True)
 class BrokenImage:
-    """A decoded image in which some pixels are not numbers.
-
-    Attributes:
-        image: with those pixels black.
-        reason: how much of it is broken.
-    """
+    """A decoded image in which some pixels are not numbers, with those black, and how much of it that is."""
 
     image: Image.Image
     reason: str
@@ -53,11 +48,7 @@ class SampledActions(Rows):
 
 @dataclass(frozen=True)
 class SampledTokens(SampledActions):
-    """Tokens as they were sampled.
-
-    Attributes:
-        prompt_lengths: number of ids that the model read before the first token of each row.
-    """
+    """Tokens as they were sampled, and the number of ids that the model read before the first of each row."""
 
     actions: TokenBatch
     prompt_lengths: Int[Tensor, " batch"]

@@ -71,14 +71,9 @@ _LOADING = threading.RLock()
 
 
 def load_function(place: str, reference: str, arguments: str = "{}", *, factory: bool = False) -> UserFunction:
-    """Import the function, once per process for each state of its code.
+    """Import the function, once per process for each state of its code; InputError if it cannot be imported.
 
-    Args:
-        arguments: a JSON object of keyword arguments, for every call.
-        factory: whether what `reference` names gives the function when it is called with `arguments` instead.
-
-    Raises:
-        InputError: no such module or function, an error while importing it, no Python function.
+    `arguments`, a JSON object, go along with every call, or with that of a factory, which gives the function.
     """
     with _LOADING:
         code, _, state = _import(place, reference)

@@ -30,11 +30,7 @@ class Uses(Enum):
 
 @cache
 def declared_uses(settings: type) -> Mapping[str, Uses]:
-    """Return what the marked fields of a settings class, a pydantic model or a dataclass, are used for.
-
-    Raises:
-        TypeError: a field has several marks.
-    """
+    """Return what the marked fields of a settings class are used for; TypeError for a field with several marks."""
     return {name: use for name, kind in settings_fields(settings).items() if (use := use_of(kind)) is not None}
 
 

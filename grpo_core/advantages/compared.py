@@ -23,12 +23,7 @@ from grpo_core.streams import Stream
 
 @dataclass(frozen=True)
 class ComparedSamples:
-    """What is compared, one row per comparison.
-
-    Attributes:
-        values: rewards of what is compared; NaN where none is known.
-        samples: index, among all samples, of the sample whose actions get the advantage.
-    """
+    """What is compared, one row per comparison: rewards, NaN where unknown, and the samples that get the advantages."""
 
     values: Float[Tensor, "rows compared rewards"]
     samples: Int[Tensor, "rows compared"]
@@ -128,11 +123,7 @@ def moments_of(
     *,
     magnitudes: Float[Tensor, "rows columns"] | None = None,
 ) -> Moments:
-    """Compute the moments of each row in fp64; values where `counted` is False are ignored.
-
-    Args:
-        magnitudes: of what was added up to a value, which bound its rounding; by default |value|.
-    """
+    """Compute the moments of each row's counted values in fp64; `magnitudes` bound the rounding of sums."""
     zeroed = torch.where(counted, values, 0.0).double()
     counts = counted.sum(-1)
     means = zeroed.sum(-1) / counts.clamp(min=1)
@@ -151,9 +142,7 @@ def objective_of(
 ) -> tuple[Float[Tensor, "groups siblings"], Float[Tensor, "groups siblings"]]:
     """Normalise each reward as its term says (`normalize_then_sum`: all of them by group), and sum.
 
-    Returns:
-        sum over k of w_k n_k of the samples that are present, which is the combined reward where nothing is normalised;
-        and the sum of the magnitudes of the summands, to which rounding is relative.
+    Returned are sum over k of w_k n_k of the samples that are present, and the sum of the summands' magnitudes.
     """
     whole_mix = settings.aggregation == "normalize_then_sum"
     kinds: list[Normalization] = ["group" if whole_mix else term.normalize for term in terms]

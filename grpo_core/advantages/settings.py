@@ -38,9 +38,6 @@ class AdvantageSettings:
             training loop samples other prompts in their place, until every trained stream has its groups.
         kl_coef: weight of the KL to the reference that is subtracted from the combined reward.
         kl_estimator: k1, k2 or k3, summed over the trained tokens of a row.
-
-    Raises:
-        InputError: a number is out of its range, or fields contradict each other; `place` is its configuration key.
     """
 
     baseline: Baseline = "mean"

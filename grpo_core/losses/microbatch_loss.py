@@ -77,17 +77,11 @@ class TokenLoss:
 def compute_microbatch_loss(
     inputs: LossInputs, settings: LossSettings | None = None, denominators: Denominators | None = None
 ) -> tuple[Float[Tensor, ""], TokenLoss]:
-    """Compute a microbatch's share of the minibatch's loss.
+    """Compute a microbatch's share of the minibatch's loss; ValueError if an input of a term is missing.
 
-    reduce(policy term + kl_coef KL) - entropy_coef * (mean entropy). With the counts of the whole minibatch, the
-    values and gradients of its microbatches add up to the minibatch's.
-
-    Args:
-        settings: None for the defaults: grpo, clipped at 0.2, without KL and entropy bonus.
-        denominators: counts of the whole minibatch; None: these rows are it.
-
-    Raises:
-        ValueError: a term is switched on and one of its inputs is missing.
+    reduce(policy term + kl_coef KL) - entropy_coef * (mean entropy). With the denominators of the whole minibatch, the
+    values and gradients of its microbatches add up to the minibatch's; without, these rows are all. The settings are by
+    default grpo's, clipped at 0.2, without KL and entropy bonus.
     """
     settings = LossSettings() if settings is None else settings
     denominators = Denominators.of(inputs.loss_mask, inputs.entropy_mask) if denominators is None else denominators

@@ -162,16 +162,11 @@ _TERMS = {term.__name__: term for term in (clipped, cispo, sapo, vespo, grpo_gua
 
 
 def find_loss(name: str) -> tuple[Term, Reduction]:
-    """Return the policy term of a loss of LOSSES, or a user's function as one, and its reduction.
+    """Return the policy term of a loss of LOSSES, or a user's function as one, and its reduction; or InputError.
 
-    Args:
-        name: a key of LOSSES, or `package.module:function` or `path/to/file.py:function`. The function takes
-            (TermInputs, LossSettings) and returns the policy term of each token, [batch, time], which is masked,
-            multiplied by the mismatch weights and averaged as in grpo; or a scalar, the microbatch's share of the
-            minibatch's policy loss.
-
-    Raises:
-        InputError: there is no such loss or function, or its module cannot be imported.
+    The function, `package.module:function` or `path/to/file.py:function`, takes (TermInputs, LossSettings) and returns
+    the policy term of each token, [batch, time], which is masked, multiplied by the mismatch weights and averaged as in
+    grpo; or a scalar, the microbatch's share of the minibatch's policy loss.
     """
     traits = LOSSES.get(name)
     if traits is None:

@@ -44,12 +44,10 @@ class MismatchSettings:
 
 @dataclass(frozen=True)
 class LossTraits:
-    """The functions of one loss, and what distinguishes its options from those of another.
+    """The functions of one loss, by name, and what distinguishes its options from those of another.
 
     Attributes:
-        term: name of the function in grpo_core.losses.policy_loss that gives the policy term of each token.
-        reduction: name of the function in grpo_core.losses.reductions that makes one number of one value per token; a
-            KL is reduced the same way.
+        reduction: makes one number of one value per token; a KL is reduced the same way.
         importance_levels: that the loss is defined for; the first is the default.
         clips: whether the ratio is clipped, so that `delta` has a meaning.
         uses_mismatch_weights: the term contains the mismatch weights; otherwise it is multiplied by them.

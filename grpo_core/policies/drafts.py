@@ -19,8 +19,7 @@ def sample_drafts(
 ) -> Iterator[tuple[GroupRequest, SampledTokens]]:
     """Sample the drafts of all groups of one image size at once, and give each group one row per sample.
 
-    Raises:
-        NonFiniteError: a log-prob is not finite; names the samples of all groups, before any group is given out.
+    NonFiniteError names the samples of all groups before any group is given out.
     """
     seeds = [tuple(dict.fromkeys(request.seeds)) for request in requests]
     count = len(seeds[0])

@@ -25,9 +25,8 @@ _ID_BYTES = 64
 class ImageFeatures:
     """The features of one prompt's images, as `get_image_features` of transformers returns them.
 
-    Attributes:
-        pooled: that replace placeholders: a tensor for each image, or one of all images or tiles.
-        deepstack: by layer, those of each image that are added behind it (Qwen3-VL); mostly empty.
+    `pooled` replace placeholders: a tensor for each image, or one of all. `deepstack` are, by layer, those added behind
+    it (Qwen3-VL).
     """
 
     pooled: Tensor | tuple[Tensor, ...]
@@ -164,11 +163,7 @@ class EncodedPrompts:
 
 
 def pad_prompts(prompts: Sequence[EncodedPrompt], device: torch.device, *, completion_type: int = 0) -> EncodedPrompts:
-    """Pad prompts of one model on the left to the longest, with id 0 outside the attention mask.
-
-    Args:
-        completion_type: the token type of a completion's ids.
-    """
+    """Pad prompts of one model on the left to the longest, with id 0 outside the attention mask."""
     length = max(len(each.ids) for each in prompts)
 
     def padded(rows: Sequence[Tensor], dim: int = 0) -> Tensor:

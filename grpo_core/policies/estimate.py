@@ -53,12 +53,7 @@ ALWAYS = frozenset(PHASES)
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One part of the memory, in bytes, counted exactly or estimated by a formula.
-
-    Attributes:
-        phases: when it is on the GPU.
-        offloaded: whether it is in CPU memory in the other phases.
-    """
+    """One part of the memory, in bytes, counted or estimated, and the phases in which it is on the GPU."""
 
     name: str
     bytes: int

@@ -36,9 +36,7 @@ class PolicyComponent(Protocol):
     def logprobs(self, actions: Any, *, entropy: "Entropies" = "constant", kl: bool = False) -> "ActionLogprobs":
         """Compute the log-probs of actions of its stream under the current weights; gradients flow if enabled.
 
-        Args:
-            entropy: whether entropies are computed too, and whether gradients flow through them.
-            kl: whether the KL to the reference is computed too, in closed form and with gradients.
+        The KL to the reference is in closed form, with gradients.
         """
 
     def reference_logprobs(self, actions: Any) -> "Float[Tensor, 'batch time']":
@@ -113,11 +111,7 @@ class Policy(Protocol):
     def sample(self, requests: "Sequence[GroupRequest]") -> "Iterator[RolloutGroup]":
         """Sample every group, in order; a sample depends on its prompt, size and seeds, not on the other rows.
 
-        Args:
-            requests: of one image size, with equally many sources and samples; they are sampled at once.
-
-        Raises:
-            NonFiniteError: a log-prob, or the latents of an image, are not finite; the samples are named.
+        Requests have one image size and equally many sources and samples. NonFiniteError names samples.
         """
 
     def sample_batches(self, batches: "Sequence[Sequence[GroupRequest]]") -> "Iterator[RolloutGroup]":

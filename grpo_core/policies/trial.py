@@ -67,10 +67,8 @@ class _RefusedError(Exception):
 def try_policy(kind: str, model: str, policy: Any) -> Trial | None:
     """Sample and score a little with the settings that a policy has; it is the same afterwards.
 
-    None for GLM-Image: it has one architecture, which this project's tests try.
-
-    Raises:
-        InputError: the model cannot be sampled and scored here, or does not see its images.
+    None for GLM-Image: it has one architecture, which this project's tests try. InputError if the model cannot be
+    sampled and scored here, or does not see its images.
     """
     if kind == "glm_image":
         return None

@@ -197,12 +197,8 @@ ROUNDING = 1e-12
 class RunningMoments:
     """Moments of the scaled values, one entry per reward; plain numbers, exact as JSON.
 
-    However the values are cut into calls, the merged moments are the same within rounding.
-
-    Attributes:
-        counts: how many values were known.
-        means: 0 where none was.
-        squares: sum of the squared deviations from the mean.
+    However the values are cut into calls, the merged moments are the same within rounding. `squares` are the sums of
+    the squared deviations from the means, all 0 where no value was known.
     """
 
     counts: tuple[int, ...]

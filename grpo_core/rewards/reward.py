@@ -133,13 +133,8 @@ class Reward(abc.ABC):
     ) -> list[Score]:
         """Score images or texts outside of a run: `build_reward("ssim")([image], targets=[target])`.
 
-        Args:
-            prompts: one per output, like targets and source_images; None for empty ones.
-            group_ids: the same for siblings; None: all outputs are siblings.
-            columns: other columns of a prompt file, one value per output.
-
-        Raises:
-            InputError: an argument that the reward needs is missing, or has another length; as :meth:`score`.
+        Every argument has one value per output; columns are those of a prompt file. Without group_ids all outputs are
+        siblings. InputError if one that the reward needs is missing, or has another length; as :meth:`score`.
         """
         given = {"prompts": prompts, "targets": targets, "group_ids": group_ids, "source_images": source_images}
         return score_samples(self, _loose_batch(self, outputs, given, columns))
@@ -148,11 +143,8 @@ class Reward(abc.ABC):
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Return one score per sample, in order; a sample's depends on no other sample except its siblings.
 
-        The first call of a process loads what the reward needs.
-
-        Raises:
-            InputError: weights, packages, columns, tokens or groups that it needs are missing or wrong; an image of an
-                unknown mode, or of a size that it cannot score; a service or function that breaks its contract.
+        The first call of a process loads what the reward needs. InputError for anything that is missing or wrong, and
+        for an image of a mode or size that it cannot score.
         """
 
 
@@ -210,12 +202,7 @@ def score_samples(reward: Reward, batch: ScoringBatch) -> list[Score]:
 
 
 def provenance_of(reward: Reward) -> dict[str, object]:
-    """Describe where the reward's scores come from, as JSON values: equal provenance means equal scores.
-
-    Returns:
-        reward, its name; version, of its code; settings that determine the scores, and settings_digest; weights, the
-        sha256 of every weight file by role.
-    """
+    """Describe where the reward's scores come from, as JSON values: equal provenance means equal scores."""
     settings: Mapping[str, object] = dict(reward.settings())
     canonical = json.dumps(settings, sort_keys=True, allow_nan=False)
     return {

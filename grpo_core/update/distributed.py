@@ -28,11 +28,9 @@ TIMEOUT = timedelta(days=7)
 
 
 def join(store: Store, rank: int, count: int, device: torch.device) -> None:
-    """Join the other processes, once in a process's life; every one of them has to call this.
+    """Join the other processes, found by the store, once in a process's life; every one of them has to call this.
 
-    Args:
-        store: where they find each other.
-        device: cpu, or the GPU of this process, which becomes the current one.
+    A GPU becomes the current one.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

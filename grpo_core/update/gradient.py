@@ -43,10 +43,8 @@ class Minibatch:
 class Passes:
     """What the passes of this process over a minibatch leave, beside the gradients of the parameters.
 
-    Attributes:
-        logprobs: of the weights that the passes ran on, a row for each of the minibatch's; zero in other processes'.
-        broken: names of the samples whose loss is not finite.
-        of_gaussians: whether the actions are denoising steps.
+    Log-probs are of the weights that the passes ran on, zero in rows of other processes; `broken` names the samples
+    whose loss is not finite.
     """
 
     sums: StepSums

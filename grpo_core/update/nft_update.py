@@ -53,14 +53,9 @@ class ForwardProcess:
     """The images of an update, with noise that depends on the seed, the epoch, an image's name and the level alone."""
 
     def __init__(self, component: VelocityComponent, rows: TrainingRows, timesteps_per_image: int | None, seed: int):
-        """Read the noise levels of every size.
+        """Read the noise levels of every size; ValueError for rows of noisy steps, or fewer levels than wanted.
 
-        Args:
-            rows: finished latents, one state per row.
-            timesteps_per_image: levels that an image is trained at in an epoch; None: all.
-
-        Raises:
-            ValueError: rows of noisy steps, or fewer levels than an image should be trained at.
+        Rows have one state, the finished latents; without a number of timesteps an image is trained at all levels.
         """
         actions = rows.actions
         if not isinstance(actions, DenoisingBatch) or any(len(states) != 1 for states in actions.states):
@@ -162,18 +157,11 @@ def update_by_nft(
     process_group: ProcessGroup = SINGLE_PROCESS,
     on_progress: Progress | None = None,
 ) -> UpdateResult:
-    """Train the component on finished images; arguments as of `update_policy`.
+    """Train the component on finished images, one state per row; arguments and errors as of `update_policy`.
 
     The old policy is the component's copy of that name, if it keeps one before, or the policy before the update.
-    Rows that other weights sampled are trained on unchanged, since no ratio relates them to the policy.
-
-    Args:
-        rows: with finite advantages, and one state per row, the finished latents; without rows nothing changes.
-        seed: decides the order of the rows, the noise levels and the noise.
-
-    Raises:
-        NonFiniteError: a loss or gradient is not finite; names the samples.
-        ValueError: rows of noisy steps, more noise levels than there are, or a KL without a reference.
+    Rows that other weights sampled are trained on unchanged, since no ratio relates them to the policy. Noise levels
+    and noise are of the seed too.
     """
     if not len(rows):
         return UpdateResult({}, ())

@@ -48,12 +48,7 @@ class PolicyOptimizer:
         steps: int = 0,
         undecayed: Container[str] = (),
     ) -> None:
-        """Build the optimizer.
-
-        Args:
-            steps: optimizer steps already made; the schedule continues from there.
-            undecayed: names of parameters without weight decay; they are no part of the optimizer's state.
-        """
+        """Build the optimizer after this many steps of the schedule; no weight decay of the undecayed parameters."""
         self.parameters = dict(parameters)
         self.steps = steps
         self._kind = settings.optimizer
@@ -117,9 +112,7 @@ class PolicyOptimizer:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Load what `state` returned; a refused state changes nothing.
 
-        Raises:
-            InputError: the state is another kind of optimizer's.
-            ValueError: it is of other parameters, of other shapes or dtypes, or incomplete.
+        InputError for another kind of optimizer; ValueError for other parameters, shapes or dtypes, or missing ones.
         """
         loaded = self._checked(state)
         if self.steps and not loaded:

@@ -44,12 +44,8 @@ def optimizer_step(
 ) -> OptimizerStep:
     """Sum the gradients of all processes, clip them, and make one step, which the component's average follows.
 
-    Args:
-        sample_ids: names of the minibatch's rows.
-        broken: names of the samples whose loss is not finite.
-
-    Raises:
-        NonFiniteError: a loss or the gradient is not finite; names the samples. No weight was changed by this step.
+    NonFiniteError names the broken samples, or all of the minibatch for a gradient that is not finite; no weight was
+    changed by this step then.
     """
     if broken:
         hint = "Lower the learning rate, or inspect what is stored of these samples."
@@ -121,12 +117,9 @@ def counter(total: int, report: Progress | None) -> Tick:
 
 @dataclass(frozen=True)
 class StepMetrics(ABC):
-    """One optimizer step, whatever the algorithm.
+    """One optimizer step, whatever the algorithm; `grad_norm` is that before it was clipped.
 
-    Attributes:
-        policy_loss: the loss without the KL term and the entropy bonus.
-        grad_norm: before it was clipped.
-        kl: distance to the reference, as the loss measures it; None without a reference.
+    `policy_loss` is the loss without KL and entropy bonus, `kl` the distance to the reference, None without one.
     """
 
     loss: float

@@ -83,11 +83,7 @@ CAUSAL_LM = ModelKind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "
 
 
 def read_config(model: str, kind: ModelKind = CAUSAL_LM) -> Any:
-    """Read the configuration of a language model, a folder or a hub name; no weights are opened.
-
-    Raises:
-        InputError: it does not exist, cannot be read, or is another kind of model.
-    """
+    """Read the configuration of a language model, a folder or a hub name, without weights; InputError for any other."""
     refuse_missing_folder(model, CONFIG_FILE)
     try:
         config = AutoConfig.from_pretrained(place_of(model), trust_remote_code=False)
@@ -136,13 +132,9 @@ def load_model(
     kind: ModelKind = CAUSAL_LM,
     quantization: QuantizationSettings | None = None,
 ) -> Any:
-    """Load the model, a folder or a hub name, in evaluation mode.
+    """Load the model, a folder or a hub name, in evaluation mode; InputError for any other, or missing weights.
 
-    Args:
-        quantization: of its linear layers, the output head and what encodes images left out; None: as they are stored.
-
-    Raises:
-        InputError: it does not exist, is another kind of model, or lacks weights.
+    Linear layers are quantized, if at all, but for the output head and what encodes images.
     """
     config = read_config(model, kind)
     options: dict[str, Any] = {}
@@ -267,10 +259,8 @@ def matrices_without_adapter(model: Any) -> dict[str, int]:
     """Count the elements of matrices without an adapter, but for embeddings and head, of a model inside peft's wrapper.
 
     peft's "all linear layers" leaves out matrices that are no `nn.Linear`, such as the experts of some models, and
-    layers that share their names with experts (peft 0.21: the dense layers and shared experts of DeepSeek-V3).
-
-    Returns:
-        Elements by parameter name with `*` for the index of a layer or expert, most first.
+    layers that share their names with experts (peft 0.21: the dense layers and shared experts of DeepSeek-V3). Names
+    have `*` for the index of a layer or expert; most elements come first.
     """
     adapted = {id(weight) for weight in _adapted(model)}
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]

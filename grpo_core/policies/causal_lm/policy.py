@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 class CausalLMPolicy(TrainedComponent[TokenBatch]):
     """A text model that answers prompts; it is its only component.
 
-    Attributes:
-        vocabulary: ids [0, vocabulary) can be sampled, except the forbidden ones.
-        engine: samples completions; None: this model, token by token.
+    Ids [0, vocabulary), except the forbidden ones, can be sampled, by the engine or by this model, token by token.
     """
 
     kind: ClassVar[ModelKind] = CAUSAL_LM
@@ -144,11 +142,9 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     def encode(
         self, prompts: Sequence[str], sources: Sequence[Sequence[SourceImage]] = (), *, for_engine: bool = False
     ) -> EncodedPrompts:
-        """Encode prompts; one that was encoded before with its images and the current settings is not encoded again.
+        """Encode prompts with their images; each is encoded once under the current settings.
 
-        Args:
-            sources: the source images of each; none where they are left out.
-            for_engine: leave out positions and features, because an engine reads images itself.
+        An engine reads images itself, so positions and features are left out for it.
         """
         found = []
         for prompt, images in zip(prompts, sources or ((),) * len(prompts), strict=True):
@@ -199,12 +195,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         size: ImageSize | None = None,
         sources: Sources | None = None,
     ) -> SampledTokens:
-        """Sample `group_size` token sequences for each prompt, siblings next to each other; texts have no size.
-
-        Args:
-            seeds: one per sample.
-            sources: the source images of each prompt; None: no prompt has any.
-        """
+        """Sample `group_size` token sequences for each prompt, siblings next to each other, with a seed each."""
         assert size is None, "texts have no size"
         settings = self.settings
         requested = tuple(prompt for prompt in prompts for _ in range(group_size))

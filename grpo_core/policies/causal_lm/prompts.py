@@ -81,18 +81,12 @@ def print_prompt(
     images: int = 0,
     mark: str | None = None,
 ) -> str:
-    """Format a prompt with the chat template, or without one as it is, with a mark for each image.
+    """Format a prompt with the chat template, or without one as it is, with a mark for each of its images.
 
     A conversation that ends with the assistant's words is continued, as by TRL's `apply_chat_template`. A template that
-    prints the date prints the same one every day.
-
-    Args:
-        images: how many the prompt has.
-        mark: text that the processor replaces by an image's placeholders; None: the model reads texts alone.
-
-    Raises:
-        InputError: it names another number of images, or a mark of one in its texts, is a conversation without a
-            template, or the template refuses it or prints no images.
+    prints the date prints the same one every day. The processor replaces a mark by an image's placeholders; None: the
+    model reads texts alone. InputError for another number of images, a mark in a text, a conversation without a
+    template, and what the template refuses or does not print.
     """
     given = read_messages(prompt)
     if mark is not None:
@@ -196,8 +190,7 @@ def answer_start(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings)
 def render_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **arguments: Any) -> str:
     """Format messages with the tokenizer's own call; blocks of texts are joined for a template that knows texts only.
 
-    Raises:
-        TemplateError, ValueError, TypeError: the template refuses them.
+    TemplateError, ValueError or TypeError if the template refuses them.
     """
     render = partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
     cleaned = [

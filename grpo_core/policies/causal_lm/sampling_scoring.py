@@ -81,12 +81,9 @@ def sample_completions(
     sources: Sources | None = None,
     step_by_step: StepByStep | None = None,
 ) -> SampledTokens:
-    """Sample one completion per row; the loop ends when every row has ended.
+    """Sample one completion per row until every row has ended; `rows` are indices of the encoded, distinct prompts.
 
-    Args:
-        encoded: distinct prompts, `rows` the index of each row's among them.
-        sources: the source images of each row's prompt; None: no prompt has any.
-        step_by_step: for rows of one length; None: the model's own forward pass.
+    `step_by_step`, for rows of one length, takes the place of the model's own forward pass.
     """
     assert step_by_step is None or not rule.can_end, "all rows have one length"
     plain = without_router_losses(model)
@@ -216,12 +213,8 @@ def score_completions(
 ) -> ActionLogprobs:
     """Compute log-probs of stored tokens with the positions, padding, support and temperature of their sampling.
 
-    Args:
-        encoded: one row per sample.
-        token_ids: padded on the right.
-        support: the ids each token was sampled from; None without truncation.
-        whole_logits: take the logits from the model, because its head does not give them (`head_gives_logits`).
-        forbidden: ids below `vocabulary` that could not be sampled; None: there are none.
+    Prompts are encoded for each row, and tokens padded on the right. Logits come from the model where its head does not
+    give them (`head_gives_logits`).
     """
     time = token_ids.shape[1]
     read = token_ids

@@ -98,12 +98,8 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
     ) -> list[DenoisedGroup]:
         """Draw the images of groups of one size and one window; a row depends on its own seeds alone.
 
-        Args:
-            drafts: one per sample, group after group; None for a pipeline without tokens.
-            rows_per_call: maximum number of images that are denoised and decoded at once.
-
-        Raises:
-            NonFiniteError: latents are not finite while noisy steps are recorded; names samples and step.
+        Pipelines with tokens have a draft for each sample, group after group. NonFiniteError names samples and step
+        whose latents are not finite while noisy steps are recorded.
         """
         rows = SampleRows.of(requests, drafts)
         images: list[Image.Image | BrokenImage] = []

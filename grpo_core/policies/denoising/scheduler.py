@@ -46,12 +46,7 @@ def transition(
     latents: Float[Tensor, "rows ..."],
     velocity: Float[Tensor, "rows ..."],
 ) -> Transition:
-    """Return the Gaussian of the latents after one step; noise level 0 is Euler's step of the ODE.
-
-    Args:
-        noise_level: as in DenoisingSettings.
-        velocity: that the model predicts there, after guidance.
-    """
+    """Return the Gaussian of the latents after one step at this velocity; noise level 0 is Euler's step."""
     sigma, next_sigma, second_sigma = noise
     dt = sigma - next_sigma
     match sde_type:

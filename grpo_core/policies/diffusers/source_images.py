@@ -86,9 +86,7 @@ def refuse_sources(
 ) -> None:
     """Raise InputError for a prompt with another number of source images than a class takes, or with too small ones.
 
-    Args:
-        unit: pixels along one side of a position of the transformer, which a source has at least; None: not known.
-        images: sizes of the source images of each prompt; empty where no prompt has any.
+    A source has at least `unit` pixels a side, those of a position of the transformer, if they are known.
     """
     for number, (prompt, sizes) in enumerate(zip(prompts, images or ((),) * len(prompts), strict=True), start=1):
         place = f"prompt {number}"

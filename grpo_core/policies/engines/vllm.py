@@ -64,11 +64,8 @@ class _Job:
 class VllmEngine:
     """Samples completions from vLLM servers, as `sample_completions` does from a model.
 
-    Attributes:
-        servers: returns those that are to be asked; one that this process started is started again if it has ended.
-        adapter: that they answer with; None: their base model.
-        concurrency: rows that a server is asked for at a time.
-        on_progress: called with the number of rows that are sampled.
+    `servers` returns those to ask, started again if this process started them and they have ended, for `concurrency`
+    rows each at a time. They answer with the adapter, or their base model.
     """
 
     servers: Callable[[], Sequence[Server]]

@@ -125,12 +125,9 @@ def request_of(model: str, prompt: ServedPrompt, seed: int, rule: SamplingRule) 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said to a request, from either path.
+    """What a server said to a request, from either path, and why it ended.
 
-    Attributes:
-        logprobs: of each id that it sampled; None where it is no number.
-        likeliest: the ids with the largest log-probs at each place, where they were asked for.
-        reason: why it ended.
+    Log-probs are None where they are no number; `likeliest` are those of the likeliest ids at each place, if asked for.
     """
 
     ids: tuple[int, ...]
@@ -140,12 +137,9 @@ class Answer:
 
 
 async def ask(server: Server, request: Request, client: httpx.AsyncClient) -> Answer:
-    """Return the answer to a request.
+    """Return the answer to a request; ServiceError if there is none now, UnusableAnswerError if parts are missing.
 
-    Raises:
-        ServiceError: there is none now.
-        UnusableAnswerError: parts of it are missing.
-        InputError: the server refuses the request, or answers for another model or to another prompt.
+    InputError if the server refuses the request, or answers for another model or to another prompt.
     """
     answer: Any = await post(server, request.path, request.body, client)
     try:

@@ -115,12 +115,9 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         size: ImageSize | None = None,
         sources: Sources | None = None,
     ) -> SampledTokens:
-        """Sample `group_size` token sequences for each prompt, siblings next to each other.
+        """Sample `group_size` token sequences for each prompt, siblings next to each other, with a seed each.
 
-        Args:
-            seeds: one per sequence.
-            size: of the images; None: that of the settings.
-            sources: the source images of each prompt, at least one each; None: no prompt has any.
+        Every prompt has source images, or none has any.
         """
         assert sources is None or all(sources), "an image drawn from text alone has other tokens than an edit"
         size = size or self.settings.size

@@ -48,14 +48,8 @@ def encode_prompt(
 ) -> EncodedPrompt:
     """Encode a prompt for an image size: its ids end with the tags of the grids and the image's start token.
 
-    Its `next_positions` are those of every token of the grids in the order they are sampled, and of the end slot.
-
-    Args:
-        model: the inner GlmImageModel, which computes the positions.
-        codes: of the prompt's source images, which stand in the ids, each between its start and end token.
-
-    Raises:
-        InputError: the prompt contains a reserved tag.
+    Its `next_positions`, by the inner GlmImageModel, are those of every token of the grids in the order they are
+    sampled, and of the end slot. Codes of source images stand in the ids. InputError for a reserved tag.
     """
     refuse_reserved_tokens(processor, prompt)
     if codes:

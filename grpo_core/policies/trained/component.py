@@ -72,9 +72,7 @@ A = TypeVar("A")
 class TrainedComponent(ABC, Generic[A]):
     """The half of a PolicyComponent that does not depend on what is sampled; A is the type of its actions.
 
-    Attributes:
-        autocast: dtype of matrix products; None: that of the weights.
-        parts: names of the networks that score actions.
+    `autocast` is the dtype of matrix products, None that of the weights; `parts` are the networks that score actions.
     """
 
     trained: TrainedModel

@@ -30,11 +30,7 @@ class WeightCopy:
         """Make the values share * policy + (1 - share) * values, parameter by parameter, in fp32; 0 < share <= 1.
 
         With adapters the matrices are mixed, not their products that are added to the weights; the initial reference of
-        adapters has their initial matrices, which add nothing.
-
-        Raises:
-            ValueError: the share is outside its range.
-            InputError: the values have 16 bits, and the share is below 1.
+        adapters has their initial matrices, which add nothing. InputError for values in 16 bits and a share below 1.
         """
         if not 0 < share <= 1:
             raise ValueError(f"the share is {share}; it has to be above 0 and at most 1")

@@ -104,12 +104,7 @@ def refuse_unusable_weights(
     trained: Collection[str],
     adapters: bool,
 ) -> None:
-    """Raise InputError for weights that cannot be quantized as chosen on this device, or that cannot be trained.
-
-    Args:
-        trained: names of the parts that are trained.
-        adapters: whether by adapters alone.
-    """
+    """Raise InputError for weights that cannot be quantized as chosen on this device, or, in trained parts, trained."""
     chosen = quantized_parts(parts, quantization)
     for name, (library, _) in parts.items():
         stored, where = stored_kind(model, name), f"{model}, {name}" if name else model

@@ -58,15 +58,10 @@ class TrainingChoice:
             memory, or nowhere. With adapters the reference needs no memory.
         gradient_checkpointing: recompute activations in the backward pass.
         seed: for the random half of the adapters.
-        adapter: folder of a stored adapter in peft's format that training starts from; its own settings are used, and
-            `lora` are the same.
+        adapter: folder of a stored adapter in peft's format that training starts from, with the settings of `lora`.
         hub: name and revision of a model that is loaded from a copy of that revision, for saved adapters.
         freeze_vision: of a vision-language model, train the language model alone, not what encodes its images.
         quantization: of the weights that are not trained, in 4 bits; None: in their dtype.
-
-    Raises:
-        InputError: `frozen` is not a regular expression, or is set together with `lora`, or such adapters cannot be
-            trained over a quantized base.
     """
 
     lora: LoraSettings | None
@@ -110,9 +105,7 @@ MOVING = ("pissa", "olora")
 def read_adapter_config(folder: Path, name: str) -> dict[str, Any]:
     """Read a stored adapter's configuration, of the folder that people call `name`.
 
-    Raises:
-        InputError: a file is missing or damaged, it is not LoRA, it has biases, or its initialisation changed the
-            model's weights in a way that is not repeated here.
+    InputError if a file is missing or damaged, or it is no LoRA without biases over an unchanged base, or `MOVING`.
     """
     for file in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
         if not (folder / file).is_file():

@@ -56,12 +56,8 @@ class TrainedPart:
 def save_whole(weights: Path, folder: Path, load_base: Callable[[], Any]) -> None:
     """Write a model with trained weights as transformers or diffusers loads it: its configuration and safetensors.
 
-    Args:
-        weights: folder of a stored component, with an adapter or with full weights.
-        load_base: loads the model that an adapter belongs to; not called for full weights.
-
-    Raises:
-        ValueError: the merged weights are not finite.
+    An adapter in the folder `weights` is merged into its base, full weights are copied. ValueError for weights that are
+    not finite.
     """
     folder.mkdir(exist_ok=True)
     if not (weights / ADAPTER_FILE).is_file():

@@ -136,8 +136,7 @@ def process_prompt(
 ) -> EncodedPrompt:
     """Encode one prompt with its RGB images, in its order; `place_prompt` adds positions.
 
-    Raises:
-        InputError: the prompt cannot be read, contains a placeholder as text, or the processor refuses it.
+    InputError if the prompt contains a placeholder as text, or template or processor refuse it.
     """
     printed = print_prompt(processor, settings, prompt, len(images))
     tokens = processor.tokenizer.convert_ids_to_tokens(list(placeholders.ids))

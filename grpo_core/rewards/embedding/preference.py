@@ -59,11 +59,9 @@ HPSV2 = Published(
 
 @plain_dataclass(frozen=True)
 class PreferenceScorer:
-    """A model with its tokenizer.
+    """A model's measure of one image [1, 3, height, width], in [0, 1] on the CPU, with its prompt: one number.
 
-    Attributes:
-        measure: of one image [1, 3, height, width], in [0, 1] on the CPU, and its prompt: a tensor of one number.
-        count_tokens: of a prompt, including the start and end marks, of which the model reads `context_length`.
+    It reads `context_length` tokens of a prompt, start and end marks included.
     """
 
     measure: Callable[[Tensor, str], Tensor]
