@@ -226,9 +226,10 @@ def _batches(config: RunConfig) -> Iterator[InputError]:
     for stream, update in config.updates.items():
         rows = config.rows_of(stream)
         # Without rows the settings that leave none are reported.
-        if update.minibatch_size is not None and 0 < rows < update.minibatch_size:
-            hint = f"An iteration trains on {rows} rows of {stream}; use at most that."
-            yield InputError(f"{config.update_path(stream)}.minibatch_size", update.minibatch_size, hint)
+        for name, given in (("minibatch_size", update.minibatch_size), ("minibatches", update.minibatches)):
+            if given is not None and 0 < rows < given:
+                hint = f"An iteration trains on {rows} rows of {stream}; use at most that."
+                yield InputError(f"{config.update_path(stream)}.{name}", given, hint)
 
 
 def _policy(config: RunConfig) -> Iterator[InputError]:

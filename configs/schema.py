@@ -277,7 +277,7 @@ class RunConfig(ByPolicy):
     def _scheduled(self, update: AnyUpdateSection, rows: int) -> AnyUpdateSection:
         if update.total_steps is not None or update.lr_scheduler not in WITH_LENGTH:
             return update
-        steps_per_epoch = -(-rows // (update.minibatch_size or rows or 1))
+        steps_per_epoch = -(-rows // (update.rows_per_step(rows) or 1))
         return update.model_copy(update={"total_steps": self.run.iterations * update.epochs * steps_per_epoch})
 
 

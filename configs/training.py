@@ -212,6 +212,11 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
     lr_scheduler_kwargs: Annotated[dict[str, ScheduleValue], Uses.NOTHING] = Field(default_factory=dict)
     reference: ReferenceSection = ReferenceSection()
 
+    def result_settings(self) -> dict[str, Any]:
+        """Return the fields that determine results; the number of minibatches where it does."""
+        values = super().result_settings()
+        return values if self.minibatches is not None else {k: v for k, v in values.items() if k != "minibatches"}
+
     @property
     def objective(self) -> str:
         """Name of the loss."""

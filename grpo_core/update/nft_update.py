@@ -165,7 +165,7 @@ def update_by_nft(
     """
     if not len(rows):
         return UpdateResult({}, ())
-    trained, size = component.trained, settings.minibatch_size or len(rows)
+    trained, size = component.trained, settings.rows_per_step(len(rows))
     component.prepare_for_update(rows.actions)
     process = ForwardProcess(component, rows, settings.timesteps_per_image, seed)
     epoch_steps = -(-len(rows) // size)

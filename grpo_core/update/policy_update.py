@@ -68,7 +68,7 @@ def update_policy(
     if not bool(rows.on_policy.all()) and settings.mismatch.mode == "none":
         raise ValueError("rows of other weights need a correction; set update.mismatch.mode to truncate or mask")
     trained = trained_actions(rows, settings)
-    minibatch_size = settings.minibatch_size or len(rows)
+    minibatch_size = settings.rows_per_step(len(rows))
     first, *later = minibatches(len(rows), minibatch_size, settings.epochs, seed)
     # An entropy threshold has to be known before the first pass with gradients.
     with_own_pass = set(first) if trained.any() and settings.entropy_quantile == 1 else set()

@@ -24,6 +24,7 @@ class StepSettings:
     Attributes:
         epochs: passes over the rows.
         minibatch_size: rows per optimizer step; None: all of them.
+        minibatches: in place of minibatch_size: the rows over this number, rounded up, are those of an optimizer step.
         micro_batch_size: rows per forward and backward pass; changes memory, not the gradient.
         max_grad_norm: gradients are scaled to this norm.
         ema: decay of an exponential moving average of the trained parameters, after every optimizer step
@@ -32,9 +33,22 @@ class StepSettings:
 
     epochs: PositiveInt = 1
     minibatch_size: PositiveInt | None = None
+    minibatches: PositiveInt | None = None
     micro_batch_size: PositiveInt = 8
     max_grad_norm: PositiveFloat = 1.0
     ema: Annotated[float | None, Field(gt=0, lt=1)] = None
+
+    def rows_per_step(self, rows: int) -> int:
+        """Return the rows of one optimizer step in an update of this many."""
+        if self.minibatches is not None:
+            return -(-rows // self.minibatches)
+        return self.minibatch_size or rows
+
+    def refuse_two_sizes(self) -> None:
+        """Raise InputError if both minibatch_size and minibatches are set."""
+        if self.minibatch_size is not None and self.minibatches is not None:
+            hint = "It is the rows of an optimizer step, or minibatches their number; leave out one of them."
+            raise InputError("update.minibatch_size", self.minibatch_size, hint)
 
     def old_policy_decay(self, update: int) -> float:
         """Return the share of the policy that sampled in the one that samples after an update (its number, from 1)."""
@@ -57,6 +71,10 @@ class UpdateSettings(LossSettings, StepSettings):
 
     entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
     mask_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_two_sizes()
 
     @property
     def with_reference(self) -> bool:
@@ -117,6 +135,7 @@ class NftSettings(StepSettings):
 
     def __post_init__(self) -> None:
         check_fields(self, "update")
+        self.refuse_two_sizes()
 
     @property
     def with_reference(self) -> bool:

@@ -104,6 +104,8 @@ def test_everything_is_reported_at_once() -> None:
     ("sections", "place", "value"),
     [
         ({"update": {"minibatch_size": 9}}, "update.minibatch_size", 9),
+        ({"update": {"minibatches": 9}}, "update.minibatches", 9),
+        ({"update": {"minibatches": 2, "minibatch_size": 2}}, "update.minibatch_size", 2),
         (quantized(lora=None, dtype="float32"), "policy.quantization.kind", "nf4"),
         (quantized(kind="int8"), "policy.quantization", {"kind": "int8"}),
         (quantized(lora={"init_lora_weights": "olora"}), "policy.lora.init_lora_weights", "olora"),
@@ -387,3 +389,8 @@ def test_another_reward_is_named_and_not_shown_with_all_its_settings() -> None:
     assert list(changed_settings(identity(), changed)) == ["rewards.mse added", "rewards.r2 removed"]
     changes = changed_settings(identity(), identity("policy.lora=null", "policy.dtype=float32"))
     assert "policy.lora removed" in changes
+
+
+def test_a_number_of_minibatches_is_in_the_keys_of_those_runs_alone_that_set_it() -> None:
+    assert "minibatches" not in identity()["update"]
+    assert identity("update.minibatches=2", "update.minibatch_size=null")["update"]["minibatches"] == 2

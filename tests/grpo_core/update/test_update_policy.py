@@ -69,6 +69,7 @@ def test_each_epoch_sees_each_row_once_in_an_order_of_its_own() -> None:
     assert sorted(seen[:7]) == sorted(seen[7:]) == [str(row) for row in range(7)]
     assert seen[:7] != seen[7:]
     assert len(result.steps) == 6
+    assert torch.equal(table_after(minibatch_size=None, minibatches=4), table_after(minibatch_size=2))
 
 
 @pytest.mark.parametrize(
