@@ -173,10 +173,7 @@ def _reward(config: RunConfig, section: RewardSection, place: str, parts: Sequen
 
 
 def _place_in(place: str, section: RewardSection, found: str) -> str:
-    """Return the place in the configuration of an error that a reward raised.
-
-    The error's own place is `rewards` (no such reward), `rewards.<reward>.<setting>`, or a place within a file.
-    """
+    """Return where the configuration has what a reward refused: its name, a setting, or a place within a file."""
     if found == "rewards":
         return f"{place}.reward"
     setting = found.removeprefix(f"rewards.{section.reward}")

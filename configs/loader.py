@@ -14,10 +14,7 @@ from grpo_core.policies.pipeline_files import read_kind
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a configuration file.
-
-    Args:
-        overrides: `section.key=value`, the value as YAML.
+    """Read a configuration file and overrides, `section.key=value` with the value as YAML.
 
     Raises:
         InputError: every error, each with its path in the file, the value found and a hint.
@@ -28,12 +25,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def as_config(given: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return a checked configuration from a file, plain values, or a configuration that was built in Python.
 
-    Args:
-        given: the path of a YAML file, a mapping with the same sections, or a RunConfig.
-        overrides: as for :func:`read_config`.
-
-    Raises:
-        InputError: as read_config.
+    Overrides and errors are those of :func:`read_config`.
     """
     if isinstance(given, str | Path):
         return read_config(given, overrides)
@@ -81,21 +73,14 @@ def _unknown_kind(policy: Any) -> InputError | None:
 def read_rewards_file(path: str | Path, place: str) -> RewardsFile:
     """Read a file of rewards, without checking whether they can be built or fit some rollouts.
 
-    Args:
-        place: the argument or option that names it, for messages.
-
     Raises:
-        InputError: every error in its form.
+        InputError: every error in its form; the file is named by `place`, an argument or option.
     """
     return validated(RewardsFile, read_mapping(path, place, example="configs/rewards/mix.yaml", keys="rewards"))
 
 
 def check_config(values: Mapping[str, Any]) -> RunConfig:
-    """Validate plain values as a configuration.
-
-    Raises:
-        InputError: as read_config.
-    """
+    """Validate plain values as a configuration; errors are those of :func:`read_config`."""
     return validated(RunConfig, values, contradictions)
 
 

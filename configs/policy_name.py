@@ -13,12 +13,7 @@ _NAMED = re.compile(rf"(.+)@([0-9]{{1,9}}|{BEST})")
 
 @dataclass(frozen=True)
 class PolicyName:
-    """A run, by its name or the path of its folder, and a version of its policy.
-
-    Attributes:
-        run: name or path.
-        version: a number as text, or `best`; None where none is named.
-    """
+    """A run, by name or path, and a version of its policy: a number as text, `best`, or None where none is named."""
 
     run: str
     version: str | None

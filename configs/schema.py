@@ -225,11 +225,7 @@ class RunConfig(ByPolicy):
         return iteration == self.run.iterations or (every > 0 and iteration % every == 0)
 
     def window_start(self, iteration: int) -> int | None:
-        """Return the index of an iteration's first noisy denoising step; None if no denoising is trained.
-
-        Raises:
-            InputError: as DenoisingSettings.check_window.
-        """
+        """Return the index of an iteration's first noisy denoising step; None if no denoising is trained."""
         if "denoising" not in self.streams or not isinstance(self.rollout, DenoisingSettings):
             return None
         return self.rollout.window_start(iteration, self.run.seed)

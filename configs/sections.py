@@ -334,10 +334,7 @@ class _GroupsSection(Section):
     prompts_per_batch: PositiveInt = Field(4, description="prompts sampled at once")
 
     def images_of_samples(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:
-        """Return how many images each token sample of a prompt gets, if these streams are trained.
-
-        Where tokens are trained there are group_size samples. Where only denoising is, there is one with all images.
-        """
+        """Return how many images each token sample of a prompt gets; one sample has all if no tokens are trained."""
         return (1,) * self.group_size if "tokens" in streams else (self.group_size,)
 
     def for_evaluation(self, evaluate: EvaluateSection) -> Self:

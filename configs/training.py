@@ -33,11 +33,7 @@ Scalar = str | int | float | bool
 
 
 def reward_label(section: Mapping[str, Any]) -> str:
-    """Return what a reward is called in tables and plots: its name, that of its function, as in TRL, or its reward's.
-
-    Args:
-        section: the plain values of a RewardSection, perhaps of a configuration that is damaged.
-    """
+    """Return a reward's name in tables and plots: its own, that of its function, as in TRL, or its reward's."""
     settings = section.get("settings")
     function = (
         settings.get("function") if section.get("reward") == "function" and isinstance(settings, Mapping) else None
@@ -164,8 +160,8 @@ class ParitySection(Section):
         """Return the tolerance, with the defaults of the stream and the precision filled in.
 
         Args:
-            by_engine: whether rollout.engine is another than the policy itself.
             summed_values: how many values a log-prob is a sum over, which round each on their own; 1 for a mean.
+            by_engine: whether rollout.engine is another than the policy itself.
             rounding: the tolerance of tokens in 16 bits; not needed for any other.
         """
         from grpo_core.parity import ParityTolerance
@@ -228,11 +224,7 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
         return None
 
     def importance_weights(self, default: MismatchSection) -> MismatchSection | None:
-        """Return the correction for rows that other weights sampled; None if the algorithm has none.
-
-        Args:
-            default: if none is configured.
-        """
+        """Return the correction for rows that other weights sampled, or the default; None if the algorithm has none."""
         return None
 
     def corrected(self, default: MismatchSection) -> Self:
@@ -328,11 +320,7 @@ def update_section(stream: Stream, values: Any) -> type[AnyUpdateSection]:
 
 
 def read_update(stream: Stream, values: Any, context: Any) -> Any:
-    """Read plain values of a stream's update as its section; a section is returned as it is.
-
-    Raises:
-        ValidationError: with every error.
-    """
+    """Read plain values of a stream's update as its section; a section is returned as it is."""
     if isinstance(values, BaseUpdateSection):
         return values
     return update_section(stream, values).model_validate(values, context=context)

@@ -76,11 +76,7 @@ class Section(BaseModel):
         return self
 
     def check(self) -> None:
-        """Refuse contradictory fields with the check of the inherited settings.
-
-        Raises:
-            InputError: the first contradiction.
-        """
+        """Raise InputError for the first contradiction of fields, by the check of the inherited settings."""
         inherited: Callable[[], None] | None = getattr(self, "__post_init__", None)
         if inherited is not None:
             inherited()
@@ -99,13 +95,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting that decides which keys a section has.
-
-    Attributes:
-        setting: its path.
-        value: what it is.
-        models: the section's model by each value that it can have.
-    """
+    """A setting, by path and value, that decides which keys a section has, with the section's model by each value."""
 
     setting: str
     value: str
@@ -149,10 +139,9 @@ def error_at(path: str, error: InputError) -> InputError:
 def validated(
     model: type[M], values: Mapping[str, Any], checks: Callable[[M], Sequence[InputError]] = lambda record: ()
 ) -> M:
-    """Validate plain values from YAML as this model.
+    """Validate plain values from YAML as this model, by the model's keys or TRL's names of them.
 
     Args:
-        values: by the model's keys or TRL's names of them.
         checks: returns further errors of a valid record.
 
     Raises:
@@ -198,10 +187,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _by_place(details: Sequence["ErrorDetails"], values: Any) -> dict[tuple[str, ...], list["ErrorDetails"]]:
-    """Return pydantic's errors by their place in the values; of a value with several types there is one for each.
-
-    That of a list or a mapping is left out where an entry of it has one.
-    """
+    """Return pydantic's errors by place, one for each type of a value; a list's only where no entry of it has one."""
     found: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in details:
         place: list[str] = []

@@ -46,11 +46,7 @@ def our_path(path: str) -> str:
 
 
 def translate(values: dict[str, Any]) -> list[InputError]:
-    """Rename TRL's settings in a configuration, in place.
-
-    Returns:
-        Errors for the settings that cannot be renamed; these are removed.
-    """
+    """Rename TRL's settings in a configuration, in place; return errors for those that cannot be, which are removed."""
     errors = []
     for path in (*TRL_NAMES, *OTHER_MEANING):
         section, _, name = path.partition(".")
@@ -65,11 +61,7 @@ def translate(values: dict[str, Any]) -> list[InputError]:
 
 
 def _translate(found: dict[str, Any], place: str, name: str) -> list[InputError]:
-    """Rename one of TRL's settings in a section.
-
-    Args:
-        place: path of the section.
-    """
+    """Rename one of TRL's settings in the section at a place."""
     if name not in found:
         return []
     path, value = f"{place.partition('.')[0]}.{name}", found.pop(name)
@@ -96,7 +88,7 @@ def _translate(found: dict[str, Any], place: str, name: str) -> list[InputError]
 def nearest_key(
     model: type[BaseModel], location: Sequence[str], chosen: Mapping[str, type[BaseModel]] = NONE_CHOSEN
 ) -> str:
-    """Suggest the full paths of similar keys, and list the keys of the section.
+    """Suggest the full paths of keys similar to an unknown one, and list the keys of its section.
 
     Args:
         location: path of the unknown key; numbers are indices in a list.
@@ -132,13 +124,7 @@ def nearest_key(
 def section_hint(
     model: type[BaseModel], location: Sequence[str], chosen: Mapping[str, type[BaseModel]], found: object
 ) -> str:
-    """Say how a section is written, for a value in its place.
-
-    Args:
-        location: path of the section; numbers are indices in a list.
-        chosen: as for nearest_key.
-        found: the value.
-    """
+    """Say how the section at a location is written, for a value in its place; arguments as for :func:`nearest_key`."""
     section = tuple(part for part in location if not part.isdigit())
     keys = [path[-1] for path in _paths(model, chosen) if path[:-1] == section]
     if section == ("rewards",) and isinstance(found, str):
@@ -148,12 +134,7 @@ def section_hint(
 
 
 def list_hint(model: type[BaseModel], location: Sequence[str], chosen: Mapping[str, type[BaseModel]]) -> str | None:
-    """Say how a list of sections is written, for a value in its place; None for a list of plain values.
-
-    Args:
-        location: path of the list.
-        chosen: as for nearest_key.
-    """
+    """Say how a list of sections is written, for a value in its place; None for a list of plain values."""
     section = tuple(part for part in location if not part.isdigit())
     entry = _model_at(model, section, chosen)
     if entry is None:
@@ -268,7 +249,7 @@ def parse_yaml(text: str, place: str) -> Any:
     """Parse YAML text to plain values.
 
     Raises:
-        InputError: the text is not YAML; names the line. Or it has too many values, or nests them too deeply.
+        InputError: the text is not YAML (with the line), has too many values, or nests them too deeply.
     """
     if len(text) > MAX_CHARACTERS:
         hint = (
@@ -306,10 +287,7 @@ def _parsed(text: str, place: str) -> Any:
 
 
 def read_mapping(path: str | Path, place: str, *, example: str, keys: str) -> dict[str, Any]:
-    """Read a YAML file whose top level is a mapping, as plain values.
-
-    Args:
-        place: the argument or option that names it, for messages.
+    """Read a YAML file whose top level is a mapping, as plain values; messages name it by its argument or option.
 
     Raises:
         InputError: it cannot be read, or is not a mapping.

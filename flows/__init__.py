@@ -8,12 +8,11 @@ init, pruning, deploy, worker   `grpo init`, `prune`, `deploy`, `worker`
 pipeline       what all flows share: an open run, how a stage is called, requests and forms
 preflight      checks before any model loads, `grpo doctor`
 tracking       metrics and images in TensorBoard, W&B, MLflow, trackio and SwanLab
-server         Prefect's server: `grpo ui`, a temporary one, checks of both
+server, prefect_settings   Prefect's server: `grpo ui`, a temporary one, checks of both; settings before its import
 command_line   the program `grpo`: its commands and options; those that run a flow are also functions for scripts
 run_flow       runs a flow to its end, from a terminal, a script or a notebook
 http_server    the HTTP servers of this program: on which address, for whom
 terminal       progress bars, tables and summaries that the commands print
-prefect_settings   Prefect's settings, applied before it is imported
 """
 
 import importlib

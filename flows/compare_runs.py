@@ -20,12 +20,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 
 
 class ComparedSummary(RunSummary):
-    """A run of a comparison.
-
-    Attributes:
-        label: name of the run in the comparison.
-        policy: policy version whose held-out samples are compared; None without any.
-    """
+    """A run of a comparison, with its label there and the policy version whose held-out samples are compared."""
 
     label: str
     policy: int | None
@@ -37,10 +32,8 @@ class CompareSummary(BaseModel):
     Attributes:
         runs: in the order in which they were named; the others are compared with the first.
         settings: value by run of each setting that is not the same in all, by its path; None where unset.
-        differences: each run's scores compared with those of the first.
         omissions: what is not compared and why, as sentences.
         warnings: policy versions that differ though none was named, damaged and missing files, as sentences.
-        html: path of the page; None where none was requested.
     """
 
     runs: list[ComparedSummary]
@@ -56,14 +49,10 @@ def compare(names: Sequence[str], *, root: str, html: Path | None = None, evalua
 
     Args:
         names: at least two runs under the root, or paths of their folders; RUN@N or RUN@best for a policy version.
-        root: a folder or any fsspec URL.
-        html: file for the page; None for no page.
-        evaluation: name of an evaluation of other prompts, a folder of `evaluations_of/`; the runs that have it are
-            compared by it.
+        evaluation: compare by this evaluation of other prompts, a folder of `evaluations_of/`.
 
     Raises:
-        InputError: fewer than two runs, one that does not exist, one that is named twice, a version or
-            other prompts that were not evaluated, or the page cannot be written there.
+        InputError: a run, version or evaluation is not there or named twice, or the page cannot be written.
     """
     if html is not None:
         require_page_path(html)

@@ -69,7 +69,6 @@ class DeployedFlow(BaseModel):
     Attributes:
         name: `<flow>/<deployment>`, as in Prefect's own commands.
         url: its page in the UI; None if the server has no UI.
-        schedule: description of the schedule; None without one.
         updated: whether it existed before.
     """
 
@@ -81,13 +80,7 @@ class DeployedFlow(BaseModel):
 
 
 class DeployedRun(BaseModel):
-    """What was registered, training first.
-
-    Attributes:
-        pool_type: `grpo`, `process` or another.
-        root: where runs are stored; a relative folder is in the worker's checkout.
-        watched: whether the server marks runs without heartbeats as crashed.
-    """
+    """What was registered, training first; `watched` if the server marks runs without heartbeats as crashed."""
 
     run: str
     pool: str
@@ -167,11 +160,7 @@ async def _pool(client: PrefectClient, request: DeployRequest) -> WorkPool:
 
 
 def refuse_image(request: DeployRequest, pool: WorkPool, config: RunConfig) -> None:
-    """Refuse an image that the pool's workers do not start, and a missing one.
-
-    Raises:
-        InputError: it does not fit the pool's type, or a run in a container would lose its results.
-    """
+    """Refuse an image that the pool's workers do not start, a missing one, and a container that loses its results."""
     root = config.storage.root
     if pool.type in _CHECKOUT_TYPES:
         if request.image is not None:
@@ -186,11 +175,7 @@ def refuse_image(request: DeployRequest, pool: WorkPool, config: RunConfig) -> N
 
 
 async def read_schedule(cron: str | None, timezone: str | None) -> CronSchedule | None:
-    """Parse a cron expression and a time zone; None without an expression.
-
-    Raises:
-        InputError: one of them is invalid, or the expression names a day that does not exist.
-    """
+    """Parse a cron expression, whose days must exist, and a time zone; None without an expression."""
     if not cron:
         if timezone is not None:
             raise InputError("--timezone", timezone, "It is the time zone of --cron; give both.")
@@ -299,11 +284,7 @@ def evaluation(config: RunConfig, name: str) -> Deployable:
 
 
 def rescoring(config: RunConfig, name: str, file: Path) -> Deployable:
-    """Describe the deployment that scores the run's rollouts with a rewards file, under the file's name.
-
-    Raises:
-        InputError: the file is missing, or is not a rewards file.
-    """
+    """Describe the deployment that scores the run's rollouts with a rewards file, under the file's name."""
     read_rewards_file(file, "--rescore")
     request = RescoreRequest(
         sources=(config.run.name,), rewards=_below_checkout(file), name=file.stem, root=config.storage.root

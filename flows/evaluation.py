@@ -79,11 +79,7 @@ class EvaluatePlan:
 
 @checked_once
 def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
-    """Find the run, the policy and the prompts, and check that they fit together.
-
-    Raises:
-        InputError: with the option or the key, the value and the hint.
-    """
+    """Find run, policy and prompts, and check that they fit; an InputError names each option or key."""
     store, config = requested_config(request, request.changes, EVALUATED)
     described, own = read_description(store), stored_config(store)
     require_heldout(config)
@@ -133,8 +129,7 @@ class RewardMetrics(BaseModel):
     """Statistics of one reward.
 
     Attributes:
-        mean: over the samples that have a score; None without any.
-        std: sample standard deviation of the same; None below two.
+        mean, std: of the samples that have a score; None without any, std also for one.
         without: samples without a score: the reward does not apply to them or could not score them.
         failed: samples that the reward could not score.
     """
@@ -152,11 +147,9 @@ class EvaluateSummary(BaseModel):
         policy: policy version; 0 is the initial model.
         prompts: prompt file; None for several.
         heldout: mean reward; None when no sample has one.
-        rewards: statistics by label.
-        guardrails: statistics by label; scored on the same samples, never trained on.
+        rewards, guardrails: statistics by label, on the same samples.
         stored: whether everything was stored already, so that nothing was computed.
         seconds: `total` for this start, and each stage as measured when it ran.
-        folder: where the samples and their scores are stored.
     """
 
     run: str
@@ -225,10 +218,7 @@ def evaluate_policy(run: Run, policy: PolicyRef, plan: RolloutPlan) -> StoredEva
 
 
 def evaluate_baselines(run: Run, plan: RolloutPlan) -> Mapping[Baseline, ArtifactRef]:
-    """Score what no policy made, for the held-out prompts with a target: blank images, and the targets themselves.
-
-    Returns the advantages of each, whose metrics have the mean reward; none without targets.
-    """
+    """Score blank images and the targets, of held-out prompts with targets; return the advantages, with the means."""
     if all(group.target_uri is None for group in plan.groups):
         return {}
     done: dict[Baseline, ArtifactRef] = {}

@@ -19,11 +19,7 @@ def local_hosts_only() -> Middleware:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; port 0 is any that is free.
-
-    Raises:
-        OSError, OverflowError: it cannot listen there.
-    """
+    """Return a socket that listens, or raise OSError or OverflowError; port 0 is any that is free."""
     if not 0 <= port < 2**16:
         raise OverflowError("ports are 0 to 65535")  # socket's own leaves the socket open
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -37,11 +37,9 @@ class InspectSummary(RunSummary):
     Attributes:
         iteration: shown iteration; None for a run without iterations.
         iterations_planned: number in the configuration; None without a readable one.
-        finished: whether every planned iteration is done.
         hacking: whether the reward is hacked as far as the evaluations show, with the reasons.
         warnings: damaged and missing files, as sentences.
         quarantined: place and reason of damaged and replaced files in `quarantine/`.
-        html: path of the page; None where none was requested.
     """
 
     iteration: int | None
@@ -55,13 +53,7 @@ class InspectSummary(RunSummary):
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is shown of a run.
-
-    Attributes:
-        run: everything but the samples.
-        samples: those of the chosen iteration, of evaluations, and for a page of other iterations.
-        warnings: damaged and missing files, as sentences.
-    """
+    """What is shown of a run: its view, samples, and warnings of damaged and missing files."""
 
     run: RunView
     samples: PageSamples
@@ -106,9 +98,7 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
 
     Args:
         name: a run under the root, or the path of its folder.
-        root: a folder or any fsspec URL.
         iteration: iteration to show; None for the last one whose samples have rewards.
-        html: file for the page; None for no page.
 
     Raises:
         InputError: there is no such run or iteration, or the page cannot be written there.
@@ -124,23 +114,13 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
 
 
 def require_iteration(reader: RunReader, iteration: int | None) -> None:
-    """Check that a run has an iteration; None stands for its last one.
-
-    Raises:
-        InputError: it has not.
-    """
+    """Raise InputError if a run has no such iteration; None stands for its last one."""
     if iteration is not None and iteration not in (known := reader.iterations()):
         raise InputError("--iteration", iteration, f"The run has iterations {spans(known)}. Choose one of these.")
 
 
 def read_inspection(reader: RunReader, iteration: int | None = None, *, with_page: bool) -> Inspection:
-    """Read what is shown of a run.
-
-    Args:
-        reader: of the run; what its memory has is not read again.
-        iteration: one of its iterations; None for the last whose samples have rewards.
-        with_page: whether to read what only a page shows: the rewards of all iterations, samples of some.
-    """
+    """Read what is shown of a run, with `with_page` also what only a page shows; the reader's memory is used."""
     run = read_run(reader, iteration)
     images_of = reader.memory.recall("images of prompts", lambda: PromptImages(LARGE, reader.store))
     with scratch_folder() as fetched:

@@ -28,10 +28,8 @@ class ListedRun(BaseModel):
 
     Attributes:
         state: `running` while a process has the run's lock; `refused` where it cannot be read, or a link leads out.
-        iterations: number of policy updates.
-        planned: number in the configuration; None without a readable one.
-        reward: mean training reward of the last iteration; None without one.
-        heldout: mean held-out reward of the last evaluated policy; None without one.
+        iterations: number of policy updates; `planned` is the configuration's, None without a readable one.
+        reward, heldout: means of the last iteration, and of the last evaluated policy; None without one.
         progress: when the last policy was stored, or else when the run was last started, UTC.
         problem: why it is refused, or what of its configuration is wrong; None for other runs.
     """
@@ -47,11 +45,7 @@ class ListedRun(BaseModel):
 
 
 def list_runs(root: str) -> list[ListedRun]:
-    """Return the runs below a storage root, the one that made progress last at the end.
-
-    Raises:
-        InputError: there is no such folder.
-    """
+    """Return the runs below a storage root, the one that made progress last at the end."""
     stores = runs_below(root, "ROOT")
     if stores is None:
         raise InputError("ROOT", root, "There is no such folder; name the one of storage.root, by default runs.")
@@ -60,11 +54,7 @@ def list_runs(root: str) -> list[ListedRun]:
 
 
 def write_list_page(root: str, runs: Sequence[ListedRun], html: Path) -> None:
-    """Write the page of the runs below a storage root; of refused ones it has the reason alone.
-
-    Raises:
-        InputError: the page cannot be written there.
-    """
+    """Write the page of the runs below a storage root; of refused ones it has the reason alone."""
     # The page takes longer to import than the list to read.
     from tasks.reports.list_page import render_list_page
 
@@ -153,11 +143,7 @@ def _described(store: ArtifactStore) -> Mapping[str, Any]:
 
 
 def _config(store: ArtifactStore) -> Mapping[str, Any]:
-    """Read config.yaml; empty where it is missing or has no sections.
-
-    Raises:
-        InputError: it is no YAML, or far too much.
-    """
+    """Read config.yaml, or raise InputError; empty where it is missing or has no sections."""
     content = store.read_file(CONFIG_FILE) or b""
     values = parse_yaml(content.decode(errors="replace"), f"{store.run}/{CONFIG_FILE}")
     return values if isinstance(values, Mapping) else {}

@@ -43,8 +43,7 @@ class ReplayPlan:
     Attributes:
         start: the source's policy to start from; None for the initial model.
         iterations: the stored iterations to train on, in order.
-        previous_advantages: the source's advantages of the iteration before these, which contain the running moments;
-            None at the first iteration and when no reward needs them.
+        previous_advantages: the source's advantages of the iteration before, if rewards need their running moments.
     """
 
     config: ReplayConfig
@@ -55,11 +54,7 @@ class ReplayPlan:
 
 @checked_once
 def plan_replay(request: ReplayRequest) -> ReplayPlan:
-    """Find what is stored, and check that it can be used as requested and that the replay could start.
-
-    Raises:
-        InputError: with the option or the key, the value and the hint.
-    """
+    """Find what is stored, and check that it can be used as requested and that the replay could start."""
     refuse_overrides(request.overrides, request.hint_against)
     store = find_run(request.named.run, request.root)
     name, version = request.run_name, chosen_version(store, request.named.version) or 0
@@ -159,11 +154,7 @@ def _advantages_problems(
 
 
 def correction_problems(overrides: Sequence[str], config: RunConfig) -> Iterator[InputError]:
-    """Yield each correction that the overrides set and leave switched off: a replay would use its default instead.
-
-    Args:
-        config: of the source, with the overrides.
-    """
+    """Yield each correction that overrides set and leave switched off: a replay would use its default instead."""
     given = [override.partition("=")[0].strip() for override in overrides]
     for stream, update in config.updates.items():
         place = f"{config.update_path(stream)}.mismatch"
@@ -208,9 +199,8 @@ class ReplaySummary(TrainSummary):
     Attributes:
         source_iterations: iterations of the source, one for each update.
         advantages: `stored`, `recomputed`, or the name of a rescoring.
-        max_staleness: maximum versions between a row's policy and the policy that was trained.
-        staleness: the largest of any row that was trained on.
-        rows_left_out: rows of all updates beyond max_staleness.
+        staleness: the largest of any row that was trained on; at most max_staleness versions.
+        rows_left_out: rows of all updates beyond that.
     """
 
     source: str
@@ -299,11 +289,7 @@ def reuse_advantages(
 def corrected_updates(
     run: Run, plan: ReplayPlan, policy: PolicyRef, stored: StoredIteration
 ) -> Mapping[Stream, AnyUpdateSection]:
-    """Return the updates' settings, with importance weights if other weights sampled rows of the iteration.
-
-    Raises:
-        InputError: other weights sampled rows, and the replay allows no staleness.
-    """
+    """Return the updates, with importance weights where other weights sampled rows, which staleness must allow."""
     if all(digest == policy.sampler.digest for _, digest in stored.samplers):
         return run.updates
     if plan.config.replay.max_staleness == 0:

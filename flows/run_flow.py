@@ -20,8 +20,7 @@ R = TypeVar("R")
 def run_flow(body: Callable[[], Coroutine[Any, Any, R]], hook: "IterationHook | None" = None, *, progress: bool) -> R:
     """Run a flow in a separate context, so that listeners and hooks end with it.
 
-    Args:
-        body: checks the input and returns the flow. It may ask a person, so bars begin with the flow.
+    `body` checks the input and returns the flow. It may ask a person, so bars begin with the flow.
     """
 
     def run() -> R:
@@ -49,11 +48,7 @@ def reporting(call: Callable[[], R], *, progress: bool) -> R:
 
 
 def start_server() -> None:
-    """Start a temporary server if none is configured, while this process imports and checks what a flow needs.
-
-    Raises:
-        InputError: nothing listens at the configured address.
-    """
+    """Start a temporary server if none is configured, or refuse one that does not listen; imports go on meanwhile."""
     from flows.server.reachable import refuse_closed_address
     from flows.server.temporary import start_temporary_server
 
@@ -64,11 +59,7 @@ def start_server() -> None:
 
 @contextmanager
 def all_machines(given: "RunConfig", *, progress: bool) -> Iterator[None]:
-    """Run the updates of a training on every machine on which it was started; only the first one has the run.
-
-    Raises:
-        SystemExit: on another machine, once the training has ended.
-    """
+    """Run a training's updates on every machine that it was started on; only the first returns, the others exit."""
     if "MASTER_ADDR" not in os.environ:
         yield
         return

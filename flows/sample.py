@@ -55,11 +55,9 @@ class Source:
     Attributes:
         name: for files; of the run with the version, or of the folder.
         config: sections of the model, its sampler and the device.
-        spec: the model, with nothing kept for a reference.
         version: of a run's policy; None for a folder.
         notes: messages about damaged versions that were skipped.
-        prompts: the requested prompts as the policy gets them.
-        images: in each of the prompts.
+        prompts, images: the requested prompts as the policy gets them, and the images in each of them.
     """
 
     name: str
@@ -72,11 +70,7 @@ class Source:
     images: tuple[SourceImage, ...] = ()
 
     def load(self) -> Policy:
-        """Load the policy with its weights, every stored file verified.
-
-        Raises:
-            InputError: the model's files are not those that the policy was trained from.
-        """
+        """Load the policy with its weights, every stored file verified, over the model that it was trained from."""
         rollout, placement = self.config.rollout, self.config.placement
         if self.store is None or self.version is None:
             return load_policy(self.spec, rollout, configure_torch(placement))
@@ -85,11 +79,7 @@ class Source:
 
 
 def open_source(request: SampleRequest) -> Source:
-    """Find the run or the folder, and check what does not need the model.
-
-    Raises:
-        InputError: with the option, the value and the hint.
-    """
+    """Find the run or the folder, and check what does not need the model; an InputError names each option."""
     refuse_overrides(request.overrides, request.hint_against)
     folder = Path(request.source).expanduser()
     source = _open_folder(folder, request) if _is_model(folder) else _open_run(request)
@@ -210,8 +200,7 @@ class Sample(BaseModel):
 
     Attributes:
         index: which of the prompt's samples, from 1.
-        text: the answer; None for an image.
-        file: path of the image; None for a text.
+        text, file: the answer, or the path of the image; the other is None.
         truncated: whether the text was cut at rollout.max_completion_length.
     """
 
@@ -223,11 +212,7 @@ class Sample(BaseModel):
 
 
 def check_output(request: SampleRequest, source: Source) -> Path | None:
-    """Return the folder for images; None for texts.
-
-    Raises:
-        InputError: it cannot be written, or the samples are texts.
-    """
+    """Return the folder for images, which must be writable; None for texts, which have none."""
     if source.spec.family.modality == "text":
         if request.out is not None:
             raise InputError("--out", request.out, "This model answers with texts, which are printed; leave it out.")
@@ -238,11 +223,7 @@ def check_output(request: SampleRequest, source: Source) -> Path | None:
 
 
 def sample(request: SampleRequest, source: Source) -> Iterator[Sample]:
-    """Sample prompt by prompt; a sample depends on its prompt, its index and the seed alone.
-
-    Raises:
-        NonFiniteError: pixels of an image are not numbers; it is not written.
-    """
+    """Sample prompt by prompt; a sample depends on its prompt, its index and the seed alone, and NaN raises."""
     folder, policy = check_output(request, source), source.load()
     numbers = range(request.samples)
     seeds = tuple(derive_seed(request.seed, "tokens", number) for number in numbers)

@@ -1,7 +1,6 @@
 """Log what a training or a replay has finished, with accelerate's trackers.
 
-Here is what a tracker gets of an iteration, and how each of them continues a run; everything else is accelerate's,
-which is imported when there is something to log. Without a tracker that fails the training continues.
+A tracker that fails is left out, and the training continues.
 """
 
 import contextlib
@@ -68,10 +67,9 @@ def tracking(config: RunConfig, store: ArtifactStore) -> Iterator["RunTrackers"]
 
 
 class RunTrackers:
-    """The trackers of one start of a run.
+    """The trackers of one start of a run; `trackers.json` has each one's id of the run and the step logged last.
 
-    `trackers.json` has the id of the run in each tracker and the step that was logged last. A later start logs later
-    steps only; a tracker that is new to the run gets all of them, those from the cache too.
+    A later start logs later steps only; a tracker that is new to the run gets all of them, those from the cache too.
     """
 
     def __init__(self, config: RunConfig, store: ArtifactStore) -> None:
@@ -82,13 +80,7 @@ class RunTrackers:
         self._open: dict[str, Backend] = {}
 
     def log(self, number: int, record: IterationRecord | None, evaluation: EvaluationView | None) -> None:
-        """Log an iteration, and the evaluation of the policy that it made, in every tracker that does not have it yet.
-
-        Args:
-            number: iterations done; 0 before training.
-            record: None before training, when the held-out metrics alone are logged.
-            evaluation: None without one.
-        """
+        """Log an iteration, 0 before training, and its policy's evaluation in every tracker that lacks it."""
         images: Images | None = None
         metrics: Mapping[str, float] = {}
         for name in [name for name in self._names if number > self._last_step(name)]:
@@ -157,11 +149,9 @@ def _read_records(store: ArtifactStore) -> dict[str, dict[str, Any]]:
 
 
 def read_images(store: ArtifactStore, evaluation: EvaluationView) -> Images:
-    """Read the first samples of held-out prompts by `heldout/NN PROMPT`, the same at every evaluation.
+    """Read the first samples of held-out prompts, of images that are not pruned, by `heldout/NN PROMPT`.
 
     The images in a prompt and its target come before its samples, on white of the samples' size.
-
-    There are none of texts, and none that were pruned.
     """
     with store.reading(without=(STATES,)) as read:
         try:
@@ -211,11 +201,7 @@ def flat_settings(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 class Backend:
-    """A tracker of accelerate, which begins a new run at each start unless its class says otherwise.
-
-    Attributes:
-        id: what the tracker calls the run, to continue it; None if it cannot.
-    """
+    """A tracker of accelerate, which begins a new run at each start unless its class `continues`, by the run's id."""
 
     continues = False
     """Whether a later start continues the same run."""
@@ -224,14 +210,7 @@ class Backend:
     """Options of the tracker's `log`."""
 
     def __init__(self, kind: str, config: RunConfig, store: ArtifactStore, known: Mapping[str, Any]) -> None:
-        """Start the tracker, and store the settings of a run that is new to it.
-
-        Args:
-            kind: its name.
-            config: settings of the run, stored by path as hyperparameters, with the address of the run.
-            store: that of the run, in whose folder the tracker's files are.
-            known: what the tracker called the run, and the iteration that was logged last; empty for a new run.
-        """
+        """Start the tracker, and store the settings of a run that is new to it; `known` has its id and last step."""
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         self.name, self.project, self.folder = config.run.name, config.run.project, tracker_folder(store)

@@ -51,12 +51,9 @@ class BusyError(Exception):
 
 
 def watch_run(name: str, *, root: str, port: int, iteration: int | None, started: Callable[[str], None]) -> None:
-    """Serve the page of a run until Ctrl-C.
+    """Serve the page of a run, on a port of this machine, until Ctrl-C.
 
     Args:
-        name: a run under the root, or the path of its folder.
-        root: a folder or any fsspec URL.
-        port: of this machine; 0 for a free one.
         iteration: the one to show first; None for the last whose samples have rewards, also when there is a later one.
         started: called with the address of the page once it is served.
 
@@ -102,15 +99,7 @@ class RunWatch:
         self._even_at = 0.0
 
     def page(self, iteration: int | None = None) -> str:
-        """Return the page, written now if it is due.
-
-        Args:
-            iteration: the one to show; None for the last whose samples have rewards.
-
-        Raises:
-            InputError: the run has no such iteration.
-            BusyError: reading has taken its share of the processor.
-        """
+        """Return the page, written now if it is due; BusyError when reading has taken its share of the processor."""
         with self._lock:
             page, tag = self._pages.get(iteration), self._tag()
             if page is None or (page.tag != tag and page.is_due):

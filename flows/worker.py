@@ -43,10 +43,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 
 
 async def carry_out_call(root: str, run: str, call: str, timeout: float | None = None) -> State | None:
-    """Run the stage of a call, given by its digest, in a run's folder.
-
-    Returns:
-        A failed state with the error of the stage; None if the stage is recorded.
+    """Run the stage of a call, by its digest, in a run's folder; return a failed state, or None once it is recorded.
 
     Raises:
         ValueError: the call is missing or damaged.
@@ -100,7 +97,6 @@ class WorkerState:
         polling: held by the one of them that polls.
         idle: seconds without a flow run after which the process ends; None for no end.
         limit: flow runs after which it ends; None for no end.
-        taken: flow runs that were taken so far.
         busy_until: when one of them was last running.
     """
 
@@ -129,10 +125,6 @@ class ResidentWorker(ProcessWorker):
     """Runs one flow at a time: a stage in the child that keeps the model, any other flow in a separate process.
 
     Two of them share a process and its machine, so that a run can continue while its stages run.
-
-    Args:
-        shift: what the two share.
-        pause: minimum seconds between two polls; Prefect's setting applies to both workers.
     """
 
     type = KIND
@@ -223,11 +215,7 @@ class ResidentWorker(ProcessWorker):
 
 
 def uses_the_gpu(parameters: Mapping[str, Any]) -> bool:
-    """Return whether the parameters are those of a stage, or of a training or evaluation that runs every stage itself.
-
-    A run with a stage on a pool waits most of its time. If nothing else ran meanwhile, runs could wait forever
-    for each other or for themselves.
-    """
+    """Return whether a flow with these parameters runs stages itself; a run with a stage on a pool mostly waits."""
     config = parameters.get("config", _evaluated(parameters.get("request")))
     if not isinstance(config, Mapping):
         return "call" in parameters
@@ -251,12 +239,9 @@ def _evaluated(request: object) -> Mapping[str, Any] | None:
 
 
 async def serve(pool: str, idle: float | None = None, limit: int | None = None) -> None:
-    """Serve a pool; pool, queue, deployments of the stages and the heartbeat automation are created if missing.
+    """Serve a pool; what it lacks is created: pool, queue, deployments of the stages and the heartbeat automation.
 
-    Args:
-        pool: name of the work pool.
-        idle: seconds without a flow run after which it ends; None to serve until interrupted.
-        limit: flow runs after which it ends; None for any number.
+    It ends after `idle` seconds without a flow run, or `limit` flow runs; None is without end.
 
     Raises:
         InputError: the pool of this name is for workers of another type.

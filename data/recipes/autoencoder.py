@@ -15,15 +15,8 @@ def build_cell_autoencoder(*, levels: int, sample_size: int, **config: object) -
     """Build an autoencoder of three latent channels that keeps images whose squares are of one colour each.
 
     A pixel a passes the nonlinearity as the pair (a, -a), because silu(a) - silu(-a) = a; residual branches add zero.
-
-    Args:
-        levels: of resolution; a latent covers a square of 2 ** (levels - 1) pixels, so 1 gives the identity.
-        sample_size: side of the images in pixels, for the configuration.
-        config: of AutoencoderKL, such as its scaling factor.
-
-    Returns:
-        The autoencoder in evaluation mode. Encoding takes the mean of each square, decoding paints it flat, both within
-        1e-4 of pixels in [-1, 1].
+    Encoding takes the mean of each square of 2 ** (levels - 1) pixels and decoding paints it flat, both within 1e-4 of
+    pixels in [-1, 1]. `config` is AutoencoderKL's, such as its scaling factor.
     """
     vae = AutoencoderKL(
         block_out_channels=(_CHANNELS,) * levels,

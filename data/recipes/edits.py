@@ -25,12 +25,7 @@ HELDOUT_FILE = "edits_heldout.jsonl"
 
 @dataclass(frozen=True, order=True)
 class Edit:
-    """One edit.
-
-    Attributes:
-        source: what the source image shows.
-        color: the new colour of its shape, another one than before.
-    """
+    """What the source image shows, and the new colour of its shape."""
 
     source: Scene
     color: str
@@ -53,11 +48,7 @@ def all_edits() -> tuple[Edit, ...]:
 
 
 def split_edits(seed: int, heldout_fraction: float) -> tuple[tuple[Edit, ...], tuple[Edit, ...]]:
-    """Split all edits by their pairs of colours, before and after, into those for training and held-out ones.
-
-    Args:
-        heldout_fraction: share of the pairs that is held out, in (0, 1).
-    """
+    """Split all edits by their pairs of colours, before and after, into training and held-out ones."""
     pairs = list(itertools.permutations(COLORS, 2))
     order = np.random.default_rng(seed).permutation(len(pairs))
     heldout = {pairs[i] for i in order[: round(len(pairs) * heldout_fraction)]}
@@ -68,13 +59,7 @@ def split_edits(seed: int, heldout_fraction: float) -> tuple[tuple[Edit, ...], t
 
 @dataclass(frozen=True)
 class EditCorpus:
-    """Edits with imperfect targets.
-
-    Attributes:
-        edits: one per image.
-        sources: uint8 [images, 8, 8, 3], one colour per cell; as they should be.
-        targets: the same for what the token model learns to answer.
-    """
+    """Edits, and of each the source and the imperfect target, uint8 [images, 8, 8, 3], one colour per cell."""
 
     edits: tuple[Edit, ...]
     sources: NDArray[np.uint8]
@@ -84,12 +69,7 @@ class EditCorpus:
 def draw_edit_corpus(
     edits: Sequence[Edit], count: int, seed: int, *, speckle_probability: float, unedited_probability: float
 ) -> EditCorpus:
-    """Draw `count` random edits, whose targets can be wrong.
-
-    Args:
-        speckle_probability: probability per cell of a target that it has a random colour.
-        unedited_probability: probability that a target's shape has the colour of the source.
-    """
+    """Draw `count` random edits; targets have speckles per cell, and some keep the colour of the source."""
     rng = np.random.default_rng(seed)
     chosen = tuple(edits[i] for i in rng.integers(len(edits), size=count))
     shown = [edit.source if rng.random() < unedited_probability else edit.target for edit in chosen]
@@ -99,11 +79,7 @@ def draw_edit_corpus(
 
 
 def choose_edits(edits: Sequence[Edit], count: int, seed: int) -> tuple[Edit, ...]:
-    """Choose edits so that every colour, shape, position and background is about equally frequent.
-
-    Args:
-        seed: orders the edits before the choice, which is greedy.
-    """
+    """Choose edits so that every colour, shape, position and background is about equally frequent."""
     return choose_evenly(edits, count, seed, lambda edit: (*edit.source.words, ("new color", edit.color)))
 
 
@@ -114,10 +90,8 @@ SOURCES = "sources"
 def write_edit_file(edits: Sequence[Edit], file: Path, targets: Path) -> None:
     """Write one JSON object per edit, and its two images as PNG.
 
-    The columns are prompt, image (the source), target, shape, color (the new one), position and background.
-
-    Args:
-        targets: folder of the target images, named by their file names.
+    The columns are prompt, image (the source), target (in the folder of targets), shape, the new color, position and
+    background.
     """
     sources = file.parent / SOURCES
     for folder in (sources, targets):

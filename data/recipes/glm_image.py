@@ -44,12 +44,7 @@ from grpo_core.streams import ImageSize
 
 @dataclass(frozen=True)
 class Corpus:
-    """Captioned images as tokens.
-
-    Attributes:
-        scene_index: int64 [images], which of the given scenes the caption describes.
-        tokens: int64 [images, 16 + 64], preview then large grid.
-    """
+    """Captioned images: which scene each caption describes, int64 [images], and tokens, int64 [images, 16 + 64]."""
 
     scene_index: Tensor
     tokens: Tensor
@@ -64,13 +59,7 @@ def draw_corpus(scenes: Sequence[Scene], recipe: TinyRecipe) -> Corpus:
 
 @dataclass(frozen=True)
 class AutoregressiveMetrics:
-    """The losses that the supervised training reached.
-
-    Attributes:
-        final_loss: mean cross-entropy over the last twentieth of the steps, nats per token.
-        heldout_preview_loss: cross-entropy of clean held-out images' preview tokens, nats per token.
-        heldout_large_loss: the same for the large grid's tokens.
-    """
+    """Cross-entropy in nats per token: over the last steps of the training, and of clean held-out images by grid."""
 
     final_loss: float
     heldout_preview_loss: float
@@ -149,14 +138,11 @@ _DROPPED_WEIGHT = 0.3
 
 
 def train_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe, on_step: ProgressCallback | None = None) -> float:
-    """Train `pipeline.transformer` in place to draw each image token as a flat cell of its colour.
+    """Train `pipeline.transformer` in place to draw each image token as a flat cell; return the loss of the last steps.
 
     The straight path x_t = (1 - t) x_0 + t noise and its velocity noise - x_0 are those of Lipman et al. 2023, "Flow
     Matching for Generative Modeling", section 4.1, example II, with time reversed as in diffusers; t is logit-normal
     as in Esser et al. 2024, "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis", section 3.1.
-
-    Returns:
-        Weighted mean squared error of the velocity over the last twentieth of the steps, in latent units.
     """
     train_scenes, _ = split_scenes(recipe.seed, recipe.heldout_fraction)
     large_tokens = draw_corpus(train_scenes, recipe).tokens[:, PREVIEW_GRID**2 :]
@@ -195,11 +181,7 @@ def scramble_tokens(tokens: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _draw_times(count: int, generator: torch.Generator) -> Tensor:
-    """Draw logit-normal times, shifted towards noise, a quarter of them pure noise.
-
-    Latents are large against the noise, so the image shows through it except near time 1, where the
-    decoder learns to read the tokens.
-    """
+    """Draw logit-normal times, shifted towards noise; in a quarter, pure noise, the decoder has to read the tokens."""
     time = torch.sigmoid(torch.randn(count, generator=generator))
     shifted = _TIME_SHIFT * time / (1 + (_TIME_SHIFT - 1) * time)
     return torch.where(torch.rand(count, generator=generator) < _PURE_NOISE, 1.0, shifted)
@@ -213,7 +195,7 @@ def flow_matching_loss(
     generator: torch.Generator,
     sources: GlmImageKVCache | None = None,
 ) -> Tensor:
-    """Return the weighted mean squared error of the velocity of images, at random times.
+    """Return the weighted mean squared error of the velocity of images, at random times, in latent units.
 
     Args:
         tokens: int64 [images, 64], of the large grid.

@@ -64,7 +64,6 @@ class TinyEditRecipe:
     """How the tiny GLM-Image learns to edit; the same recipe gives the same weights on the same machine.
 
     Attributes:
-        base: of the model that it starts from.
         heldout_fraction: share of the pairs of colours, before and after, that the training never sees.
         speckle_probability, unedited_probability: see :func:`data.recipes.edits.draw_edit_corpus`.
         decoder_steps: of the decoder's training; half of its batches have a source image.
@@ -182,11 +181,7 @@ def _encode_edits(pipeline: GlmImagePipeline, corpus: EditCorpus) -> tuple[Encod
 def train_token_editor(
     pipeline: GlmImagePipeline, recipe: TinyEditRecipe, on_step: ProgressCallback | None = None
 ) -> dict[str, float]:
-    """Train the token model in place on edits and, so that it does not forget them, on captions.
-
-    Returns:
-        The mean loss over the last twentieth of the steps, and that of clean held-out edits, nats per token.
-    """
+    """Train the token model in place on edits and, so that it does not forget them, on captions; return its losses."""
     model, base = pipeline.vision_language_encoder, recipe.base
     train_edits, heldout_edits = split_edits(base.seed, recipe.heldout_fraction)
     edits, edit_tokens = _encode_edits(pipeline, _draw_corpus(train_edits, recipe))
@@ -213,11 +208,7 @@ def train_token_editor(
 def train_decoder_on_sources(
     pipeline: GlmImagePipeline, recipe: TinyEditRecipe, on_step: ProgressCallback | None = None
 ) -> float:
-    """Train the decoder in place by flow matching; in half of the batches it reads a source image.
-
-    Returns:
-        Weighted mean squared error of the velocity over the last twentieth of the steps, in latent units.
-    """
+    """Train the decoder in place, with a source image in half of the batches; return the loss of the last steps."""
     base = recipe.base
     train_edits, _ = split_edits(base.seed, recipe.heldout_fraction)
     corpus = _draw_corpus(train_edits, recipe)

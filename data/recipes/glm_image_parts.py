@@ -40,10 +40,8 @@ class TinyRecipe:
         heldout_fraction: share of the captions that the supervised training never sees.
         slip_probability, confusion_probability, speckle_probability: see :class:`data.recipes.shapes.Mistakes`.
         rope_theta: base of the rotary frequencies; a grid of eight rows needs fast ones, or columns look alike.
-        latent_std: pixels, in [-1, 1], are divided by it to give latents; small values make the decoder's remaining
-            noise small against the image.
+        latent_std: pixels, in [-1, 1], per latent; a small value makes the decoder's noise small against the image.
         prior_drop_probability: probability that the image tokens are dropped in decoder training, for guidance.
-        train_prompts, heldout_prompts: sizes of the prompt files for training with rewards.
     """
 
     seed: int = 0
@@ -87,11 +85,7 @@ def _known_words() -> list[str]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the tokenizer of the tiny autoregressive model.
-
-    A word of the captions is one id, with or without the space before it; every other word is its UTF-8 bytes, so any
-    text has ids and none is unknown. Pads are on the left.
-    """
+    """Build the token model's tokenizer: a word of the captions is one id, any other its UTF-8 bytes."""
     entries = [image_token(i) for i in range(VISION_VOCAB_SIZE)] + sorted(pre_tokenizers.ByteLevel.alphabet())
     entries += [word for word in _known_words() if len(word) > 1]
     specials = [_PAD, _GRID_BOS, _GRID_EOS, _IMAGE]

@@ -87,11 +87,7 @@ def caption_words() -> list[str]:
 
 
 def build_clip_tokenizer(length: int) -> CLIPTokenizer:
-    """Build a CLIP tokenizer to which a word of the captions is one id; any other text is pieces of them, or bytes.
-
-    Args:
-        length: that prompts are padded and cut to, in tokens.
-    """
+    """Build a CLIP tokenizer, padding and cutting to a length, to which a word of the captions is one id."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     # A word grows letter by letter from its start, the longest word first: a shorter one's start may be inside it.
     merges: dict[tuple[str, str], None] = {}
@@ -191,14 +187,11 @@ def _build_t5(recipe: TinySd3Recipe, tokenizer: PreTrainedTokenizerBase) -> T5En
 def train_transformer(
     pipeline: StableDiffusion3Pipeline, recipe: TinySd3Recipe, on_step: ProgressCallback | None = None
 ) -> float:
-    """Train `pipeline.transformer` in place on the recipe's corpus of training captions.
+    """Train `pipeline.transformer` in place on the training captions; return the loss of the last steps.
 
     The straight path x_t = (1 - t) x_0 + t noise, its velocity noise - x_0 and logit-normal t are those of Esser et al.
     2024, "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis", section 3.1; t is shifted as the
     scheduler shifts its noise levels, section 5.3.2.
-
-    Returns:
-        Mean squared error of the velocity over the last twentieth of the steps, in latent units.
     """
     scenes, _ = split_scenes(recipe.seed, recipe.heldout_fraction)
     mistakes = Mistakes(recipe.slip_probability, recipe.confusion_probability, recipe.speckle_probability)

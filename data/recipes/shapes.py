@@ -1,10 +1,8 @@
 """Synthetic images of one coloured shape on a plain background, also imperfect ones, captions and tokens.
 
 An image is a grid of 8 x 8 cells with one flat colour each; a cell is 8 x 8 pixels, the size of one large image
-token of the tiny GLM-Image. A caption names colour, shape, position and background, so it determines its image.
-
-The image tokens are codes of one flat colour each. The first codes are the colours and the backgrounds; the rest are
-the blends of a preview cell of which a sprite covers a quarter, a half or three quarters.
+token of the tiny GLM-Image. Its tokens are codes of one flat colour each: the colours, the backgrounds, and the blends
+of a preview cell of which a sprite covers a quarter, a half or three quarters.
 """
 
 import itertools
@@ -95,14 +93,7 @@ def all_scenes() -> tuple[Scene, ...]:
 
 
 def split_scenes(seed: int, heldout_fraction: float) -> tuple[tuple[Scene, ...], tuple[Scene, ...]]:
-    """Split all scenes into those for supervised training and held-out ones.
-
-    Args:
-        heldout_fraction: share of the combinations that is held out, in (0, 1).
-
-    Returns:
-        Training scenes and held-out scenes, each in the order of :func:`all_scenes`.
-    """
+    """Split all scenes, in their order, into those for supervised training and a held-out share."""
     scenes = all_scenes()
     count = round(len(scenes) * heldout_fraction)
     heldout = {scenes[i] for i in np.random.default_rng(seed).permutation(len(scenes))[:count]}
@@ -122,14 +113,7 @@ def sprite_origin(shape: str, position: str) -> tuple[int, int]:
 
 
 def draw_cells(scene: Scene, origin: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-    """Draw a scene as one colour per cell.
-
-    Args:
-        origin: cell of the sprite's top left corner; None takes that of the scene's position.
-
-    Returns:
-        uint8 [8, 8, 3], RGB in 0..255.
-    """
+    """Draw a scene as cells, uint8 [8, 8, 3]; `origin` is the sprite's top left one, None that of the position."""
     mask = sprite_mask(scene.shape)
     row, column = sprite_origin(scene.shape, scene.position) if origin is None else origin
     cells = np.tile(np.array(BACKGROUNDS[scene.background], dtype=np.uint8), (GRID, GRID, 1))
@@ -174,14 +158,7 @@ def _nearest_code(cells: NDArray[np.floating]) -> NDArray[np.int64]:
 
 
 def encode_cells(cells: NDArray[np.uint8]) -> Tensor:
-    """Encode synthetic images as image tokens in the order of generation: the preview grid, then the large grid.
-
-    Args:
-        cells: uint8 [images, 8, 8, 3], one colour per cell.
-
-    Returns:
-        int64 [images, 16 + 64]; a preview cell is the mean of the four cells it covers.
-    """
+    """Encode images, uint8 [images, 8, 8, 3], as tokens, int64 [images, 16 + 64]: preview grid, then large grid."""
     count = len(cells)
     large = cells.astype(np.float32)
     preview = large.reshape(count, PREVIEW_GRID, 2, PREVIEW_GRID, 2, 3).mean(axis=(2, 4))
@@ -190,14 +167,7 @@ def encode_cells(cells: NDArray[np.uint8]) -> Tensor:
 
 
 def decode_tokens(large_tokens: Tensor) -> Tensor:
-    """Decode the tokens of the large grid to an image.
-
-    Args:
-        large_tokens: int64 [images, 64], each below :data:`CODEBOOK_SIZE`.
-
-    Returns:
-        float32 [images, 3, 8, 8], cell colours in [-1, 1].
-    """
+    """Decode tokens of the large grid, int64 [images, 64], to cell colours in [-1, 1], float32 [images, 3, 8, 8]."""
     colors = torch.from_numpy(codebook()) / 127.5 - 1
     return colors[large_tokens].view(-1, GRID, GRID, 3).permute(0, 3, 1, 2).contiguous()
 
@@ -207,11 +177,7 @@ HELDOUT_FILE = "shapes_heldout.jsonl"
 
 
 def choose_scenes(scenes: Sequence[Scene], count: int, seed: int) -> tuple[Scene, ...]:
-    """Choose scenes so that every colour, shape, position and background is about equally frequent.
-
-    Args:
-        seed: orders the scenes before the choice, which is greedy.
-    """
+    """Choose scenes so that every colour, shape, position and background is about equally frequent."""
     return choose_evenly(scenes, count, seed, lambda scene: scene.words)
 
 
@@ -221,11 +187,7 @@ T = TypeVar("T")
 def choose_evenly(
     items: Sequence[T], count: int, seed: int, words_of: Callable[[T], Sequence[tuple[str, str]]]
 ) -> tuple[T, ...]:
-    """Choose items so that each of their words is about equally frequent.
-
-    Args:
-        seed: orders the items before the choice, which is greedy.
-    """
+    """Choose items so that each of their words is about equally frequent, greedily after the seed has ordered them."""
     if count > len(items):
         raise ValueError(f"count is {count}, but there are only {len(items)} to choose from")
     left = [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
@@ -241,11 +203,7 @@ def choose_evenly(
 
 
 def write_prompt_file(scenes: Sequence[Scene], file: Path, targets: Path) -> None:
-    """Write one JSON object per scene, and its image as PNG into the folder of targets.
-
-    The columns are prompt, target (the image's file name within the folder of targets), color, shape, position and
-    background.
-    """
+    """Write one JSON object per scene, and its image as PNG into the folder of targets."""
     file.parent.mkdir(parents=True, exist_ok=True)
     targets.mkdir(parents=True, exist_ok=True)
     lines = []
@@ -260,9 +218,9 @@ class Mistakes:
     """How often a drawing does not show what its caption says; a policy can unlearn that with rewards.
 
     Attributes:
-        slip_probability: probability that a sprite is moved by -1, 0 or 1 cells along each axis, within the canvas.
-        confusion_probability: probability that another shape than the caption's is drawn.
-        speckle_probability: probability per cell of a random colour.
+        slip_probability: of a sprite that is moved by -1, 0 or 1 cells along each axis, within the canvas.
+        confusion_probability: of another shape than the caption's.
+        speckle_probability: of a random colour, per cell.
     """
 
     slip_probability: float
@@ -273,11 +231,7 @@ class Mistakes:
 def draw_imperfect_corpus(
     scenes: Sequence[Scene], count: int, mistakes: Mistakes, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Draw `count` images of random scenes.
-
-    Returns:
-        int64 [count], which of the scenes the caption describes; uint8 [count, 8, 8, 3], one colour per cell.
-    """
+    """Draw images of random scenes: which scene, int64 [count], and their cells, uint8 [count, 8, 8, 3]."""
     rng = np.random.default_rng(seed)
     index = rng.integers(len(scenes), size=count)
     cells = np.stack([_draw_imperfect(scenes[i], mistakes, rng) for i in index])

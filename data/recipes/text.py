@@ -30,7 +30,6 @@ class TinyTextRecipe:
         heldout_words: words that are in neither the supervised training nor the training prompts.
         swap_probability, skip_probability, repeat_probability: per letter of a supervised answer.
         context: ids that the model can read and write.
-        train_prompts, heldout_prompts: sizes of the prompt files for training with rewards.
     """
 
     seed: int = 0
@@ -97,10 +96,7 @@ HELDOUT_FILE = "letters_heldout.jsonl"
 
 
 def write_prompt_files(recipe: TinyTextRecipe, folder: Path) -> None:
-    """Write one JSON object per word, with the columns prompt, answer and word.
-
-    The supervised training uses the training words, with slips, and none of the held-out ones.
-    """
+    """Write one JSON object per word, with the columns prompt, answer and word."""
     folder.mkdir(parents=True, exist_ok=True)
     seen, unseen = split_words(recipe.seed, train=recipe.train_prompts, heldout=recipe.heldout_words)
     for name, words in ((TRAIN_FILE, seen), (HELDOUT_FILE, unseen[: recipe.heldout_prompts])):
@@ -118,11 +114,7 @@ _CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the tokenizer, with its chat template.
-
-    A word of the instruction is one id, with or without the space before it; every other word is its UTF-8 bytes, so
-    the letters of the word to sort are one id each, any text has ids, and none is unknown.
-    """
+    """Build the tokenizer: a word of the instruction is one id, so that each letter of the word to sort is one too."""
     words = set(INSTRUCTION.split())
     # Byte-level pre-tokenisation writes the space before a word as this letter, part of the word.
     words |= {"\u0120" + word for word in words}
@@ -176,12 +168,7 @@ _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Corpus:
-    """Conversations as ids, padded on the right.
-
-    Attributes:
-        ids: int64 [conversations, time], prompt and answer in the chat template.
-        trained: bool [conversations, time], True where an id belongs to the answer or ends it.
-    """
+    """Conversations as ids, int64 [conversations, time], padded on the right, and which belong to answers."""
 
     ids: Tensor
     trained: Tensor
@@ -238,11 +225,7 @@ def train_model(
     recipe: TinyTextRecipe,
     on_step: ProgressCallback | None = None,
 ) -> float:
-    """Train `model` in place on the recipe's corpus, and call `on_step` after every step.
-
-    Returns:
-        Mean cross-entropy over the last twentieth of the steps, nats per token.
-    """
+    """Train `model` in place on the recipe's corpus; return the loss of the last steps, nats per token."""
     corpus = draw_corpus(tokenizer, recipe)
     generator = torch.Generator().manual_seed(recipe.seed)
 

@@ -89,7 +89,6 @@ class Quality:
     """What a reward says of a model's samples.
 
     Attributes:
-        samples: number of them.
         reward: their mean reward; a sample to which it does not apply counts as 0.
         group_std: mean of the Bessel-corrected standard deviations of each prompt's samples: what training with the
             reward can distinguish.
@@ -109,10 +108,9 @@ def measure(
     group_size: int = 4,
     **columns: Sequence[Any],
 ) -> Quality:
-    """Sample each prompt `group_size` times, with fixed seeds, and score the samples.
+    """Sample each prompt `group_size` times, with fixed seeds, and score the samples with a registered reward.
 
     Args:
-        reward: a name of `grpo_core.rewards.registry`.
         sources: images in each prompt.
         columns: what the reward compares with, an entry for each prompt: targets, or columns of the prompt file.
     """

@@ -46,13 +46,11 @@ class TinyVisionRecipe:
     it carelessly, which training with rewards can then remove.
 
     Attributes:
-        seed: for weights, scenes, slips and data order. With 0 the model boxes either shape of two, whichever is meant:
-            learning which one takes more steps there than it gets.
+        seed: with 0 the model boxes either shape of two, whichever is meant, after so few steps.
         corpus_size: images of the supervised training, each asked about twice.
         slip_probability: probability that a coordinate of a later answer is moved by up to `slip_steps` on the grid.
         precise: share of the steps, at the beginning, whose answers are right.
         patch: pixels a side; each patch is one image token.
-        train_prompts, heldout_prompts: sizes of the prompt files for training with rewards.
         medground_prompts: rows of the example of MedGround-R1's data.
     """
 
@@ -240,12 +238,7 @@ def encode_scenes(processor: Qwen3VLProcessor, scenes: Sequence[GroundingScene])
 
 
 def move_corners(answers: Tensor, recipe: TinyVisionRecipe, lowest: int, rng: np.random.Generator) -> Tensor:
-    """Move coordinates by a few steps of the grid, on it, at the recipe's rate; a box stays as it was if it closed.
-
-    Args:
-        answers: int64 [answers, 5], from :class:`Corpus`.
-        lowest: id of coordinate 0; the others follow.
-    """
+    """Move coordinates of boxes, int64 [answers, 5], by steps of the grid, at the recipe's rate; none is moved shut."""
     corners, shape = answers[:, :4], (len(answers), 4)
     steps = rng.integers(-recipe.slip_steps, recipe.slip_steps + 1, shape) * (
         rng.random(shape) < recipe.slip_probability
@@ -267,11 +260,7 @@ def train_model(
     recipe: TinyVisionRecipe,
     on_step: ProgressCallback | None = None,
 ) -> float:
-    """Train `model` in place on the recipe's scenes, and call `on_step` after every step.
-
-    Returns:
-        Mean cross-entropy over the last twentieth of the steps, nats per token.
-    """
+    """Train `model` in place on the recipe's scenes; return the loss of the last steps, nats per token."""
     scenes = draw_corpus(recipe)
     corpus = encode_scenes(processor, scenes)
     lowest = processor.tokenizer.convert_tokens_to_ids("0")
@@ -295,11 +284,7 @@ def train_model(
 def measure_saved(
     folder: Path, recipe: TinyVisionRecipe, shapes: int, temperature: float, *, shift: int = 0, group_size: int = 4
 ) -> Quality:
-    """Measure the IoU of answers about the held-out images, with the policy of training with rewards.
-
-    Args:
-        shift: each question gets the image of the scene this many further on; 0: its own.
-    """
+    """Measure the IoU of answers about held-out images; with `shift` each gets the image that many further on."""
     _, unseen = split_scenes(recipe.seed, train=0, heldout=recipe.heldout_prompts, shapes=shapes)
     settings = VisionLMSettings(temperature=temperature, max_completion_length=6)
     policy = VisionLMPolicy.load(str(folder), settings, {"tokens": TrainingChoice(lora=None)})

@@ -1,7 +1,7 @@
 """`grpo train`, `replay`, `rescore` and `evaluate`, the commands that run a flow; for scripts, each is a function too.
 
-A function checks its input before anything heavy is imported, runs its flow to the end, also where an event loop runs
-already (a notebook), and returns what the command prints as a summary. Wrong input raises InputError.
+A function checks its input before anything heavy is imported, runs its flow to the end, also in a notebook, and returns
+what the command prints as a summary. Wrong input raises InputError, before anything is written.
 """
 
 import contextvars
@@ -101,9 +101,6 @@ def train(
         ask: called when the run has policies of other settings, code or prompts and `run.on_change` is refuse; returns
             the settings to change, as of `--set`. None refuses such a start.
         progress: show bars in a terminal, lines elsewhere; if False, the log goes to Prefect's UI only.
-
-    Raises:
-        InputError: everything that is wrong with the input, before anything is written.
     """
     from configs.loader import as_config
     from flows.preflight.files import check_files, refuse_missing_files
@@ -138,11 +135,7 @@ def train(
 
 
 def stored_summary(config: "RunConfig") -> "TrainSummary | None":
-    """Return the summary of a run in a local folder that has nothing left to do; None if it has to be started.
-
-    Raises:
-        InputError: another process writes the run.
-    """
+    """Return the summary of a run in a local folder that has nothing left to do; None if it has to be started."""
     from tasks.runs.layout import policy_folder
     from tasks.storage.artifacts.store import open_store
     from tasks.storage.files import is_local
@@ -185,13 +178,8 @@ def replay(
 
     Args:
         source: a run under the storage root, or the path of its folder.
-        on_iteration: as of :func:`train`.
-        progress: as of :func:`train`.
-        options: fields of ReplayRequest: advantages, iterations, max_staleness, name, overrides,
-            trust_code, root.
-
-    Raises:
-        InputError: what is wrong with the request or the source.
+        on_iteration, progress: as of :func:`train`.
+        options: fields of ReplayRequest: advantages, iterations, max_staleness, name, overrides, trust_code, root.
     """
     request = _request(ReplayRequest, source, "source", options)
 
@@ -235,9 +223,6 @@ def rescore(
 
     Returns:
         The summary, what changed, and as a frame the samples whose rank moved most.
-
-    Raises:
-        InputError: what is wrong with the request, the rewards or the runs.
     """
     with _rewards_file(rewards) as file:
         given = options if file is None else {**options, "rewards": file}
@@ -288,9 +273,6 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
         run: a run under the storage root, or the path of its folder.
         progress: as of :func:`train`.
         options: fields of EvaluateRequest: prompts, overrides, trust_code, root.
-
-    Raises:
-        InputError: what is wrong with the request or the run.
     """
     request = _request(EvaluateRequest, run, "run", options)
 

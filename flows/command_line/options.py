@@ -48,11 +48,7 @@ R = TypeVar("R", bound=Section)
 
 @contextmanager
 def handle_errors(as_json: bool = False) -> Iterator[None]:
-    """Turn an exception into messages on stderr and an exit code: 1 for a failure, 2 for wrong input.
-
-    Args:
-        as_json: also print the input errors as one JSON object on stdout, each with place, value and hint.
-    """
+    """Turn an exception into messages on stderr, also as one JSON object, and exit code 1, or 2 for wrong input."""
     try:
         yield
     except InputError as error:
@@ -124,11 +120,7 @@ def _signal_behind(error: BaseException | None) -> str | None:
 def print_result(
     report: "Report", result: BaseModel | Mapping[str, object], as_json: bool, *, stdout: bool = False
 ) -> None:
-    """Print the report of a command on stderr, and with `--json` its result as one object on the last line of stdout.
-
-    Args:
-        stdout: whether the report is what was asked for, and goes to stdout without `--json`.
-    """
+    """Print a command's report, on stderr unless it was asked for, and with --json its result as stdout's last line."""
     from rich.console import Console
 
     from flows.terminal.output import show_report
@@ -141,11 +133,7 @@ def print_result(
 def takes_request(model: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate `command(request, ...)` so that Typer sees the request's fields as arguments and options.
 
-    Further parameters of the command are Typer's as they are.
-
-    Args:
-        model: every field has a description, which becomes the help, and may have Typer's Argument or Option in its
-            annotation.
+    A field's description becomes the help; its annotation may have Typer's Argument or Option.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -219,14 +207,7 @@ def is_terminal() -> bool:
 
 
 def ask_about_change(change: "ChangedRunError") -> list[str]:
-    """Let a person choose what becomes of a run that is started with other settings.
-
-    Returns:
-        Overrides of the configuration that carry out the choice.
-
-    Raises:
-        typer.Exit: the person wants to stop.
-    """
+    """Ask what becomes of a run that is started with other settings; return the overrides that carry it out."""
     from rich.prompt import IntPrompt
 
     from flows.terminal.output import stderr

@@ -35,10 +35,8 @@ class ExportSummary(BaseModel):
     """What was exported.
 
     Attributes:
-        policy: policy version.
         policy_digest: sha256 of its weights.
         kind: `adapter`, in the formats of peft and diffusers, or `merged`, a model.
-        folder: absolute path.
         url: address of the repository on the hub; None where it was not pushed.
         quantization: of the base that the adapters were trained over, in a few words; None: it is not quantized.
     """
@@ -104,15 +102,7 @@ def export(plan: ExportPlan) -> ExportSummary:
 
 
 def write_adapter(stream: Stream, weights: Path, folder: Path, section: PolicySection) -> None:
-    """Write the adapter of a component for peft, and that of a denoising model for diffusers too.
-
-    Args:
-        weights: folder of the stored component.
-        folder: created if it does not exist.
-
-    Raises:
-        InputError: diffusers cannot load an adapter of this kind.
-    """
+    """Write a stored adapter for peft, and of a denoising model for diffusers too, which refuses whole modules."""
     folder.mkdir(exist_ok=True)
     config, state = json.loads((weights / ADAPTER_CONFIG_FILE).read_text()), load_file(weights / ADAPTER_FILE)
     # Of a revision, the stored one names this machine's copy.

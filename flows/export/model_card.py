@@ -17,12 +17,7 @@ _LICENCE = (
 
 
 def another_function(quantization: str, kind: str) -> str:
-    """Say what an export of adapters over a quantized base computes.
-
-    Args:
-        quantization: in a few words.
-        kind: of the export, adapter or merged.
-    """
+    """Say what an export, adapter or merged, of adapters over a quantized base computes."""
     trained = f"The adapters were trained over a base in {quantization}."
     if kind == "adapter":
         return f"{trained} Over a base that is not quantized in the same way they are another function."

@@ -27,7 +27,6 @@ class ExportPlan:
         policy: the version; where the run keeps a moving average of the weights, that.
         base_digest: digest of the model that was trained, and of the adapter that training started from.
         base: folder of that model; None for an adapter, which needs nothing of it.
-        weights: the stored files of the version.
         folder: absolute path; does not exist, or is empty.
         notes: messages about damaged versions that were skipped.
     """
@@ -45,11 +44,7 @@ class ExportPlan:
 
 
 def plan_export(request: ExportRequest) -> ExportPlan:
-    """Check the request against the run and the machine.
-
-    Raises:
-        InputError: with the option, the value and the hint.
-    """
+    """Check the request against the run and the machine; an InputError names each option."""
     folder = Path(request.folder).expanduser().absolute()
     _require_new_folder(folder)
     store = find_run(request.named.run, request.root)

@@ -67,13 +67,7 @@ _PIPELINES: Mapping[str, str] = MappingProxyType({"glm_image": "GlmImagePipeline
 
 
 def usage(config: RunConfig, exported: str, *, merged: bool) -> str:
-    """Return a script that draws one image, or answers one prompt.
-
-    Args:
-        config: of the run.
-        exported: folder or hub name of the export.
-        merged: whether the export is a model; otherwise an adapter of the run's model.
-    """
+    """Return a script that draws one image, or answers one prompt, with an export by its folder or hub name."""
     values = {
         "model": exported if merged else config.policy.model,
         "dtype": config.policy.dtype,

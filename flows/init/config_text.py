@@ -109,11 +109,7 @@ def _targets(folder: str | None, column: str | None) -> dict[str, str | None]:
 
 
 def _target_column(prompts: str, folder: str | None, given: str | None) -> str | None:
-    """Return the column that names the targets of prompts: the given one, or the only one whose cells are all files.
-
-    Raises:
-        InputError: there are several.
-    """
+    """Return the column that names targets: the given one, or the only one whose cells are all files."""
     if given is not None or folder is None:
         return given
     from tasks.prompts.files import list_input_folder
@@ -144,10 +140,9 @@ _SHIPPED = re.compile(r"(?<=: )(?:data|configs)/[\w./-]+")
 
 
 def fill(text: str, values: Mapping[str, str | None]) -> str:
-    """Give settings of a configuration other values; comments stay.
+    """Give settings of a configuration in block style other values; comments stay.
 
     Args:
-        text: YAML of sections in block style.
         values: YAML by section and key, such as `policy.lora.rank`; None removes a setting. One that is missing is
             added at the head of its section.
     """

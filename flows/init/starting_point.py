@@ -51,14 +51,7 @@ def shipped_names() -> tuple[str, ...]:
 
 
 def choose_name(model: str) -> str:
-    """Return the shipped configuration whose numbers fit a model: its own, or one by its files.
-
-    Args:
-        model: folder, or hub name; what describes a model of the hub is downloaded.
-
-    Raises:
-        InputError: it cannot be found.
-    """
+    """Return the shipped configuration whose numbers fit a model, of a folder or the hub: its own, or by its files."""
     for name in (*TINY.values(), "tiny_edit", *_FULL_SIZE.values(), *_BY_PIPELINE.values(), WITHOUT_GPU):
         own = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))["policy"]["model"]
         if model == own or Path(model).expanduser().resolve() == CHECKOUT / own:
@@ -109,13 +102,7 @@ def context_length(model: str) -> int | None:
 
 @dataclass(frozen=True)
 class Start:
-    """The configuration that is begun with.
-
-    Attributes:
-        name: of the shipped file.
-        text: its content.
-        given: the same as plain values.
-    """
+    """The shipped configuration that is begun with: its name, its text, and the same as plain values."""
 
     request: InitRequest
     name: str
@@ -124,11 +111,7 @@ class Start:
 
     @classmethod
     def of(cls, request: InitRequest) -> "Start":
-        """Choose the file by --from, by the model's files, or by the kind.
-
-        Raises:
-            InputError: there is no such file or model.
-        """
+        """Choose the file by --from, by the model's files, or by the kind."""
         if request.model is not None and request.kind is not None:
             raise InputError("--kind", request.kind, "The model's files tell it; leave it out.")
         name = request.template

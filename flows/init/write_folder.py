@@ -14,10 +14,7 @@ from grpo_core.policies.protocol import policy_family
 
 
 def write_folder(request: InitRequest) -> tuple[list[Path], tuple[str, ...]]:
-    """Write the folder.
-
-    Returns:
-        Its files, and what a person should know about the prompts.
+    """Write the folder; return its files, and what a person should know about the prompts.
 
     Raises:
         InputError: something that was given cannot be used, and nothing is left behind; or the model does not take
@@ -108,12 +105,7 @@ def _with_option(request: InitRequest, error: InputError) -> InputError:
 
 
 def _check(start: Start, config: Path) -> tuple[str, ...]:
-    """Return what a person should know about the inputs.
-
-    Raises:
-        UnfitDefaultsError: only defaults have to be changed.
-        InputError: something that was given cannot be used.
-    """
+    """Return what a person should know about the inputs; UnfitDefaultsError: only defaults have to be changed."""
     # Models' libraries are imported here, and wrong options are reported before.
     from configs.loader import read_config
     from flows.preflight.inputs import run_checks

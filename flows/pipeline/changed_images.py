@@ -22,11 +22,7 @@ Row = dict[str, Any]
 
 
 def changed_images(store: ArtifactStore, sets: Sequence[PromptSet]) -> list[str]:
-    """Say which images changed, each with its prompt; only prompts that were sampled can be compared.
-
-    Args:
-        sets: the prompts of a start.
-    """
+    """Say which images of these prompts changed, each with its prompt, among those that were sampled."""
     rows = _sampled(store)
     found = list(dict.fromkeys([*_changed_targets(rows, sets), *_changed_sources(rows, sets)]))
     more = [f"{len(found) - _SHOWN} more images changed"] if len(found) > _SHOWN else []

@@ -1,7 +1,6 @@
 """What a run's results are made of, input by input, so that a start can say which of them changed.
 
-run.json keeps a digest of each part of each input. They only name a change: whether there is one is for the identity to
-say, which has the same parts.
+The digests in run.json only name a change: whether there is one is for the identity to say, which has the same parts.
 """
 
 import hashlib

@@ -2,8 +2,7 @@
 
 A run's identity is kept in run.json: the settings that determine results, the model, the prompts, what the scores come
 from, and the code of each stage. A start with another identity makes what is stored the earlier run NAME~1, then NAME~2
-and so on: a run like any other. Stages whose own inputs, settings and code are unchanged get their results from there
-by their keys, as from every run of the root.
+and so on: a run like any other, whose stages are found by their keys, as those of every run of the root.
 """
 
 import hashlib
@@ -47,11 +46,7 @@ def identify(
     start: PolicyRef | None,
     heldout: Sequence[PromptSet],
 ) -> dict[str, Any]:
-    """Return the identity of a run that trains this model on these prompts, as JSON values, with names for its inputs.
-
-    Args:
-        start: policy of another run that is trained on; None if it is the model.
-    """
+    """Return a run's identity as JSON values; `start` is the policy of another run, or None for the model."""
     settings = run_identity(config)
     if isinstance(config, ReplayConfig):
         # Those of its source, which differ by the folder that it is started in.
@@ -125,13 +120,7 @@ def read_valid_description(store: ArtifactStore) -> Mapping[str, Any] | None:
 
 
 class ChangedRunError(InputError):
-    """A start has other settings, code or prompts than the policies that the run has stored.
-
-    Attributes:
-        config: the configuration of the start.
-        difference: what is different, in words.
-        iterations: number of iterations that the run has trained.
-    """
+    """A start has other settings, code or prompts than the policies that the run has stored, as `difference` says."""
 
     def __init__(self, config: RunConfig, difference: str, iterations: int) -> None:
         """Say what is different, and what can be done."""
@@ -184,9 +173,7 @@ def make_earlier_run(
     """Make what another identity made an earlier run, if there are results; `end_earlier_run` has to follow.
 
     run.json and config.yaml are copied and stay until they are written again, so a start after a kill knows the same.
-
-    Returns:
-        The description; None if it is not that of the folder any more.
+    Returned is the description, or None if it is not that of the folder any more.
     """
     if described is not None and described.get(LINEAGE) == lineage_digest(identity):
         return described
@@ -232,15 +219,10 @@ _PLACE = "run.continue_from"
 
 
 def resolve_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunConfig, PolicyRef | None]:
-    """Find the policy that a run starts from; None if that is the model as given.
+    """Find the policy that a run starts from, as version 0 of this run; None if that is the model as given.
 
-    A run that exists continues from where it started, even if the setting names no version or is left out since.
-
-    Args:
-        described: the content of run.json; empty for a new run.
-
-    Returns:
-        The configuration with run and version of that policy, and the policy as version 0 of this run.
+    A run that exists continues from where it started, even if the setting names no version or is left out since. The
+    configuration that is returned has run and version of that policy.
 
     Raises:
         InputError: there is no such policy, or it is of another model.
@@ -282,11 +264,10 @@ def _continuing(config: RunConfig, source: str) -> RunConfig:
 def model_problems(
     store: ArtifactStore, previous: RunConfig, config: RunConfig, version: int, otherwise: str
 ) -> Iterator[InputError]:
-    """Yield what differs of the model and its trained part from those of a run's policy.
+    """Yield what differs of the model and its trained part from those of a version of a run's policy.
 
     Args:
-        previous: configuration of the run in the store.
-        version: version of its policy; 0 is the initial model, whose trained part may be another.
+        version: 0 is the initial model, whose trained part may be another.
         otherwise: what to do instead, for the hint.
     """
     if version:

@@ -1,7 +1,7 @@
 """What Prefect's UI shows: the forms of flows, and of a flow run its log, progress bars and reports.
 
-The server checks submitted values against the JSON schema of the form. The flow reads the same values with the
-project's own checks, which report every mistake at once, each with a hint.
+The server checks submitted values by the form's JSON schema; the flow reads them with the project's own checks, which
+report every mistake at once.
 """
 
 import contextlib
@@ -54,9 +54,7 @@ ReplayForm = Annotated[ReplayRequest, _read_by(partial(validated, ReplayRequest)
 def form_schema(parameter: str, record: BaseModel) -> dict[str, Any]:
     """Return the parameter schema of a deployment whose flow takes a model, and a configuration's overrides.
 
-    Args:
-        parameter: name of the flow's parameter.
-        record: its default; a section that may be of several kinds is one of the same kind in the form.
+    A section that may be of several kinds is one of the record's kind in the form.
     """
     model = type(record)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -91,10 +89,7 @@ def _put_required_first(definition: dict[str, Any]) -> None:
 
 
 def _fold_optional_sections(definition: dict[str, Any]) -> None:
-    """Have the UI show each optional section as a few lines of JSON, instead of all its fields.
-
-    The UI does not know `oneOf`, and takes the section for an object of any content; the server does, and checks it.
-    """
+    """Have the UI show optional sections as lines of JSON: it takes `oneOf`, which the server checks, for any value."""
     required = definition.get("required", ())
     for name, section in definition.get("properties", {}).items():
         if name not in required and (reference := section.pop("$ref", None)) is not None:
@@ -109,11 +104,7 @@ _logger = logging.getLogger(__name__)
 
 
 def artifact_key(name: str) -> str:
-    """Return the key of an artifact in Prefect's UI, of lower-case letters, digits and dashes.
-
-    Runs whose names differ have keys that differ: a name of other characters than these and the spaces of a stage's
-    ends in a digest.
-    """
+    """Return an artifact's key, of lower-case letters, digits and dashes; names of other characters end in a digest."""
     folded = "".join(each if each.isalnum() and each.isascii() else "-" for each in name.lower())
     return (
         f"grpo-{folded}"
@@ -123,23 +114,14 @@ def artifact_key(name: str) -> str:
 
 
 def artifact_link(artifact: UUID | str) -> str | None:
-    """Return the address of a page of Prefect's UI; None without a lasting server, as a temporary one has no UI.
-
-    Args:
-        artifact: id of an artifact, or a key, whose page lists every artifact with it, newest first.
-    """
+    """Return the page of an artifact's id, or the list of a key's; None without a lasting server, which has a UI."""
     ui = get_current_settings().ui_url if server_url() is not None else None
     kind = "artifact" if isinstance(artifact, UUID) else "key"
     return None if ui is None else f"{ui.rstrip('/')}/artifacts/{kind}/{artifact}"
 
 
 async def publish_report(report: Report, name: str, appendix: str = "") -> UUID:
-    """Show a report on the page of the current flow run, and return the id of its artifact.
-
-    Args:
-        name: what the artifact's key is made of.
-        appendix: Markdown below the report.
-    """
+    """Show a report, with Markdown below it, on the page of the current flow run; return the id of its artifact."""
     text = f"{markdown_of(report)}\n{appendix}"
     # The UI reads the description as Markdown too.
     return await acreate_markdown_artifact(text, key=artifact_key(name), description=in_cell(report.title))
@@ -152,11 +134,7 @@ def folder_link(folder: str) -> str:
 
 @contextlib.contextmanager
 def shown_in_ui(name: str) -> Iterator[None]:
-    """Also send the progress of this context, and of stages that it calls, to the page of the current flow run.
-
-    Args:
-        name: of the run, which the keys of the artifacts begin with.
-    """
+    """Also send the progress of this context, and of stages that it calls, to the page of the current flow run."""
     # Without its own terminal, a run prints to that of the worker that started its process.
     terminal = listener() if has_listener() else Lines()
     with ThreadPoolExecutor(1, thread_name_prefix="progress artifacts") as sender:
@@ -179,10 +157,7 @@ class _Bar:
 
 
 class _FlowRunPage:
-    """Passes everything on to a reporter, and sends lines and bars to the server, which never slows a stage.
-
-    Bars are sent by a thread. While it waits for the server, later updates are dropped.
-    """
+    """Passes everything on to a reporter, and to the server on a thread, which drops bars while it waits."""
 
     def __init__(self, name: str, terminal: ProgressReporter, sender: ThreadPoolExecutor) -> None:
         context = FlowRunContext.get()

@@ -64,15 +64,7 @@ _IN_SAMPLES = ("rollout", "placement")
 
 
 def refuse_overrides(overrides: Sequence[str], hint: Callable[[str], str | None]) -> None:
-    """Refuse the settings of `--set` that a command cannot change.
-
-    Args:
-        overrides: as `section.key=value`.
-        hint: what to do instead of setting this path; None where it can be set.
-
-    Raises:
-        InputError: with one entry per override.
-    """
+    """Refuse the settings of `--set` that a command cannot change: those for whose path there is a hint."""
     hints = {override: hint(override.partition("=")[0].strip()) for override in overrides}
     raise_all(InputError("--set", override, found) for override, found in hints.items() if found)
 
@@ -173,10 +165,7 @@ class ReplayRequest(Section):
 def requested_config(
     request: EvaluateRequest | ReplayRequest, changes: Sequence[str], sections: Collection[str] | None = None
 ) -> "tuple[ArtifactStore, RunConfig]":
-    """Find the run of a request, and return its configuration with these changes.
-
-    Args:
-        sections: those that are used; None: all.
+    """Find the run of a request, and return its configuration with changes; `sections` are those used, None is all.
 
     Raises:
         InputError: there is no such run, a setting that the command cannot change, or as trusted_config.

@@ -53,11 +53,7 @@ from tasks.storage.schemas import SCHEMA_VERSION
 
 @dataclass(frozen=True)
 class Run:
-    """A training run whose inputs have been checked and whose folder is open and locked by this process.
-
-    Attributes:
-        start: another run's policy as version 0; None if the run starts from its model.
-    """
+    """A training run with checked inputs, in a folder locked by this process; `start` is another run's policy."""
 
     config: RunConfig
     store: ArtifactStore
@@ -96,11 +92,9 @@ class Run:
         statistics: PromptStatistics | None = None,
         earlier: Sequence[RolloutPlan] = (),
     ) -> RolloutPlan:
-        """Plan a sampling round of a training iteration.
+        """Plan a sampling round of a training iteration; both numbers are from 1.
 
         Args:
-            iteration: number, from 1.
-            sampling_round: number, from 1; later rounds replace groups without spread.
             count: number of prompts.
             statistics: rewards of earlier iterations; None with a uniform curriculum.
             earlier: previous rounds of this iteration, whose prompts are avoided while there are others.
@@ -151,11 +145,7 @@ def _shares_noise(rollout: RolloutSection) -> bool:
 
 
 def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunError | None:
-    """Return why `start_run` would refuse what is stored; None if this start can use it or replaces it.
-
-    Raises:
-        InputError: as for start_run.
-    """
+    """Return why `start_run` would refuse what is stored; None if this start can use it or replaces it."""
     inputs = check_inputs(config)
     require_schema(inputs.store)
     described = read_valid_description(inputs.store)
@@ -174,10 +164,7 @@ def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunEr
 
 
 def start_problems(config: RunConfig) -> tuple[InputError, ...]:
-    """Return what a start would refuse of stored runs: this one, or the one that it continues from.
-
-    Nothing is found where the model is still to be downloaded, since a run is identified by its files.
-    """
+    """Return what a start would refuse of stored runs; nothing while the model, which identifies them, is not here."""
     model = config.policy.model
     if not Path(model).expanduser().is_dir() and cached_folder(model, config.policy.revision) is None:
         return ()
@@ -198,8 +185,7 @@ def start_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
     With `accept_code`, stored results that other code made are kept, and run.json records it.
 
     Raises:
-        InputError: everything that is wrong with the inputs, before anything is written; another process writes the
-            run.
+        InputError: all that is wrong with the inputs, before anything is written; another process writes the run.
         ChangedRunError: its policies were made with something else, and `run.on_change` is refuse.
     """
     inputs = check_inputs(config)
@@ -240,13 +226,7 @@ def start_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
 def describe(
     run: Run, identity: Mapping[str, Any], accepted: Mapping[str, str], evaluation: str | None
 ) -> tuple[dict[str, Any], bytes]:
-    """Return the content of run.json and of config.yaml.
-
-    Args:
-        identity: from `identify`.
-        accepted: from `resolve_code`.
-        evaluation: from `heldout_digest`.
-    """
+    """Return the content of run.json and of config.yaml."""
     # What to do with earlier results is a decision of one start, not of the run.
     settings = run.config.model_dump(mode="json", exclude={"run": {"on_change"}})
     config = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)

@@ -95,10 +95,7 @@ def score_rewards(
 def compute_advantages(
     run: Run, rounds: tuple[SamplingRound, ...], folder: str, title: str, earlier: ArtifactRef | None = None
 ) -> ArtifactRef:
-    """Mix the rewards of all sampling rounds and compute advantages: stage 3.
-
-    The running statistics of the `earlier` iteration's advantages are continued.
-    """
+    """Mix the rewards of all sampling rounds and compute advantages, continuing the `earlier` statistics: stage 3."""
     config, stage = run.config, as_task(compute_advantages_task, title, run.config.placement)
     return stage(rounds, config.streams, config.rewards, config.advantages, folder, title, earlier, config.placement)
 
@@ -112,10 +109,7 @@ def update_policy(
     max_staleness: int,
     title: str,
 ) -> PolicyRef:
-    """Train a policy on the rollouts of all sampling rounds: stage 4.
-
-    Rows whose policy is more than `max_staleness` versions older are left out.
-    """
+    """Train a policy on the rollouts of all sampling rounds, without rows of older policies: stage 4."""
     config, stage = run.config, as_task(update_policy_task, title, run.config.placement)
     return stage(
         policy, rollouts, advantages, run.model, updates, config.run.seed, max_staleness, title, config.placement
@@ -134,10 +128,6 @@ def score_concurrently(
     """Run one task per reward, all at once; when one fails, the others still finish, and their scores are kept.
 
     Tables of `earlier` already have some of a reward's scores, by its label. Target images are read from `folders`.
-
-    Raises:
-        LockLostError: another process writes the run.
-        ServerLostError: the temporary server of this process is gone for good.
     """
     _require_lock_and_server()
     futures = {}
@@ -159,10 +149,9 @@ def score_concurrently(
 
 
 def forget_task_runs() -> None:
-    """Drop what Prefect remembers of this flow run's tasks, which otherwise grows as long as the run lasts.
+    """Drop what Prefect remembers of this flow run's tasks for its graph, which otherwise grows with the run.
 
-    It finds which task made an argument, for the graph in its UI, by the ids of results and of their fields. Here
-    arguments are references, so only the entries of references that still exist can be found again.
+    Arguments are references, so only the entries of references that still exist can be found again.
     """
     context = FlowRunContext.get()
     assert context is not None, "stages belong to a flow run"
@@ -190,12 +179,7 @@ def _require_lock_and_server() -> None:
 
 
 def as_task(stage: Task[P, R], title: str, placement: PlacementSection) -> Callable[P, R]:
-    """Return the stage's task under a name that says which iteration it belongs to, with the placement's retries.
-
-    Raises:
-        LockLostError: another process writes the run.
-        ServerLostError: the temporary server of this process is gone for good.
-    """
+    """Return the stage's task under a name that says which iteration it belongs to, with the placement's retries."""
     _require_lock_and_server()
     name = f"{title}: {stage.name}"
     task = with_retries(stage, name, placement)

@@ -47,10 +47,7 @@ UNTRIED = "models like this one are not tried by this project's tests: `grpo doc
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The results of all checks; without a memory estimate when the model's configuration cannot be read.
-
-    A subject has one verdict: its problems, or what is right with it.
-    """
+    """The results of all checks, one verdict a subject, and the memory where the model's configuration can be read."""
 
     findings: tuple[Finding, ...]
     memory: MemoryEstimate | None
@@ -65,11 +62,7 @@ class Diagnosis:
         return replace(self, findings=(*self.findings, *_problems(subject, errors)))
 
     def report(self, *, tables: bool = False) -> Report:
-        """Return each finding with its hint, and the verdict.
-
-        Args:
-            tables: whether the memory estimate is shown by part and phase.
-        """
+        """Return each finding with its hint, and the verdict; with `tables` the memory by part and phase too."""
         notes = []
         for each in self.findings:
             notes += [f"{'ok' if each.healthy else 'problem':<7} {each.subject}: {each.message}"]
@@ -160,11 +153,7 @@ def _prompt_length(config: RunConfig, prompts: PromptFiles) -> tuple[int | None,
 
 
 def _one_verdict_each(findings: Sequence[Finding], notes: Mapping[str, tuple[str, ...]]) -> tuple[Finding, ...]:
-    """Leave out what is right with a subject that has a problem, and add the notes of each subject to its last finding.
-
-    Args:
-        findings: of all checks; a later one may see what an earlier one of the same subject could not.
-    """
+    """Leave out what is right with a subject that has a problem; notes of a subject go to its last finding."""
     verdicts: list[Finding] = []
     for subject in dict.fromkeys(each.subject for each in findings):
         own = [each for each in findings if each.subject == subject]

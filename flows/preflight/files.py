@@ -27,11 +27,7 @@ R = TypeVar("R")
 
 
 def checked_once(check: Callable[[A], R], keep: Callable[[R], bool] = lambda result: True) -> Callable[[A], R]:
-    """Keep the result of a check for this object, so that a flow gets what the command line has checked before it.
-
-    Args:
-        keep: whether a result is kept.
-    """
+    """Keep the result of a check for this object, so that a flow gets what the command line has checked before it."""
     last: ContextVar[tuple[A, R] | None] = ContextVar(check.__name__, default=None)
 
     @functools.wraps(check)
@@ -52,13 +48,7 @@ read_files = checked_once(read_prompt_files, keep=lambda files: not files.proble
 
 
 def refuse_missing_files(config: RunConfig) -> None:
-    """Refuse a model's folder, a prompt file or a function's file of this machine that is not there.
-
-    So is a run's folder with links that lead out of it.
-
-    Raises:
-        InputError: with one entry per problem.
-    """
+    """Refuse a missing model's folder, prompt file or function's file, and a run's folder with links out of it."""
     problems = list(_missing_model(config))
     for place, dataset in config.datasets:
         if "://" in dataset.prompts or _is_dataset(dataset):
@@ -89,13 +79,8 @@ def prepare_hub(config: RunConfig) -> None:
 def check_files(config: RunConfig, *, storage: bool = True) -> None:
     """Check the prompts with their targets, what rewards need of them and of their own files, and the storage root.
 
-    Nothing is written; the complete checks of the inputs, which import the models' libraries, follow.
-
-    Args:
-        storage: whether the root is checked; that of a stored configuration may be the one of another machine.
-
-    Raises:
-        InputError: with one entry per problem.
+    Nothing is written, and no model's library is imported. `storage` is false for a stored configuration, whose root may
+    be the one of another machine. An InputError has an entry for each problem.
     """
     prepare_hub(config)
     files = read_files(config)
@@ -117,11 +102,7 @@ def check_heldout_files(config: RunConfig) -> None:
 
 
 def check_reward_files(file: RewardsFile) -> None:
-    """Check what the rewards of a file need of this machine, such as the file of a function.
-
-    Raises:
-        InputError: with one entry per problem; those of settings are reported with the runs that are scored.
-    """
+    """Check what a file's rewards need of this machine; their settings are checked with the runs that are scored."""
     problems: list[InputError] = []
     for index, section in enumerate(file.rewards):
         try:

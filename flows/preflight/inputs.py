@@ -52,10 +52,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The checked inputs of a run: its folder, unchanged, the model, and the prompts.
-
-    `notes` say what a person should know about inputs that can be used.
-    """
+    """The checked inputs of a run; `notes` say what a person should know about inputs that can be used."""
 
     store: ArtifactStore
     model: ModelSpec
@@ -71,8 +68,7 @@ def check_inputs(config: RunConfig) -> RunInputs:
     A model named by a hub id may be downloaded, and a probe is written to the storage root.
 
     Raises:
-        InputError: with one entry per problem; an unreachable server and missing pools are reported when nothing
-            else is wrong.
+        InputError: with one entry per problem; server and pools are reported when nothing else is wrong.
     """
     files = run_checks(config)
     require_pools(pools_of(config))
@@ -92,11 +88,7 @@ def check_inputs(config: RunConfig) -> RunInputs:
 
 
 def check_evaluation(config: RunConfig) -> RunInputs:
-    """Check what an evaluation of a run's policies needs: neither training prompts nor the update.
-
-    Raises:
-        InputError: as for check_inputs.
-    """
+    """Check what an evaluation of a run's policies needs: neither training prompts nor the update."""
     unsharded = config.placement.model_copy(update={"sharding": "ddp"})
     unused = {"data": DataSection(), "update": type(config.update)(), "placement": unsharded}
     config = config.model_copy(update=unused)
@@ -109,11 +101,7 @@ def check_evaluation(config: RunConfig) -> RunInputs:
 
 
 def run_checks(config: RunConfig, checks: Mapping[str, Check] = CHECKS) -> PromptFiles:
-    """Run the checks and return the prompts that they read.
-
-    Raises:
-        InputError: with one entry per problem.
-    """
+    """Run the checks and return the prompts that they read."""
     prepare_hub(config)
     files = read_files(config)
     raise_all(problem for check in checks.values() for problem in check(config, files))
@@ -132,11 +120,7 @@ def _check_model(config: RunConfig, files: PromptFiles) -> RunInputs:
 
 
 def _refuse_stored_settings(config: RunConfig, stored: LoraSettings | None) -> None:
-    """Refuse an adapter to start from whose own settings contradict the configuration, as those of `policy.lora` would.
-
-    Raises:
-        InputError: with one entry per contradiction.
-    """
+    """Refuse an adapter whose own settings contradict the configuration, as those of `policy.lora` would."""
     if config.policy.adapter is None or stored is None:
         return
     policy = config.policy.model_copy(update={"lora": LoraSection(**asdict(stored))})

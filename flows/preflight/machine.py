@@ -33,10 +33,7 @@ PARTS_SHOWN = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """What the checks of a subject found; `healthy` if a run would get past them, or else with a hint.
-
-    `notes` say what a person should know about it in either case.
-    """
+    """What the checks of a subject found; `healthy` if a run would get past them, or else with a hint; and notes."""
 
     subject: str
     healthy: bool
@@ -53,12 +50,7 @@ def offloads(config: RunConfig, memory: MemoryEstimate) -> bool:
 
 
 def compare_memory(config: RunConfig, memory: MemoryEstimate, moved: MemoryEstimate) -> Finding:
-    """Compare the estimate with this machine.
-
-    Args:
-        memory: of the run.
-        moved: with offloaded components, whether or not it does that.
-    """
+    """Compare the estimate of a run's memory, and that with offloaded components, with this machine."""
     needed = memory.needed / GIB
     devices = config.placement.devices
     try:
@@ -116,12 +108,7 @@ def describe_sizes(prompts: Counter[ImageSize], tokens: Mapping[ImageSize, int])
 
 
 def _temporary(config: RunConfig, checkpoint: int, states: int, *, remote: bool) -> tuple[str, str]:
-    """Describe the room for temporary files, and what to do if it is too small for an iteration's.
-
-    Args:
-        checkpoint, states: as for `_disk`.
-        remote: whether the root is a bucket, whose files are copied there.
-    """
+    """Describe the room for temporary files, with those of a bucket, and what to do if it is too small."""
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     needed = SERVER_BYTES + config.samples_per_iteration * states + (2 * checkpoint if remote else 0)
@@ -131,12 +118,7 @@ def _temporary(config: RunConfig, checkpoint: int, states: int, *, remote: bool)
 
 
 def compare_disk(config: RunConfig, checkpoint: int, states: int, prompts: Mapping[ImageSize, int]) -> Finding:
-    """Compare the free space with what the run stores.
-
-    Args:
-        checkpoint: bytes of a policy version.
-        states: bytes of an image's denoising states.
-    """
+    """Compare the free space with what the run stores; a checkpoint and an image's denoising states are in bytes."""
     store = open_store(config.storage, config.run.name)
     scratch, lacks = _temporary(config, checkpoint, states, remote=not is_local(store.filesystem))
     if lacks or not is_local(store.filesystem):

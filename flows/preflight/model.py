@@ -70,11 +70,7 @@ def _refuse_quantization(config: RunConfig) -> None:
 
 
 def refuse_offload_without_room(config: RunConfig, memory: MemoryEstimate) -> None:
-    """Raise InputError if what is offloaded on this machine has no room in CPU memory.
-
-    Args:
-        memory: with offloaded components.
-    """
+    """Raise InputError if what is offloaded on this machine has no room in CPU memory."""
     placement = config.placement
     # What a worker's machine has is found out there.
     if config.policy.offload == "components" and not (placement.rollouts.pool or placement.update.pool):
@@ -97,12 +93,9 @@ def _size_problems(config: RunConfig, prompts: PromptFiles) -> list[InputError]:
 
 
 def refuse_prompt_texts(config: RunConfig, files: PromptFiles) -> int | None:
-    """Refuse prompts that the model cannot read; only its tokenizer is loaded.
+    """Refuse prompts that the model cannot read, by file and row; only its tokenizer is loaded.
 
     Returned are the ids of the longest prompt; None where they decide no memory.
-
-    Raises:
-        InputError: with the file and the row of a prompt.
     """
     family = policy_family(config.policy.kind)
     read = [
@@ -122,11 +115,7 @@ def refuse_prompt_texts(config: RunConfig, files: PromptFiles) -> int | None:
 
 
 def trained_model(config: RunConfig) -> ModelSpec:
-    """Describe the model that a run trains; a hub name may be downloaded.
-
-    Raises:
-        InputError: its files, or those of its adapter, cannot be found.
-    """
+    """Describe the model that a run trains; a hub name may be downloaded."""
     adapter = adapter_version(config)
     return ModelSpec(
         section=config.policy,
@@ -195,11 +184,7 @@ def reward_model_bytes(config: RunConfig) -> int:
 
 
 def with_memory(config: RunConfig, spec: ModelSpec) -> ModelSpec:
-    """Add the estimate without offloaded components, by which a process decides whether it offloads any.
-
-    Raises:
-        InputError: what is offloaded has no room.
-    """
+    """Add the memory without offloading, by which a process decides about it; refuse to offload without room."""
     if config.policy.offload == "none":
         return spec
     store = open_store(config.storage, config.run.name) if spec.adapter else None
@@ -210,11 +195,7 @@ def with_memory(config: RunConfig, spec: ModelSpec) -> ModelSpec:
 
 
 def try_loaded(config: RunConfig) -> str:
-    """Load the model as a run does, try it, and say what was measured.
-
-    Raises:
-        InputError: it cannot be loaded, or trained.
-    """
+    """Load the model as a run does, try it, and say what was measured."""
     spec, device = with_memory(config, trained_model(config)), configure_torch(config.placement)
     use_store(open_store(config.storage, config.run.name))
     begun = time.perf_counter()

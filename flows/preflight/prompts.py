@@ -30,8 +30,7 @@ class PromptFiles:
     Attributes:
         sets: the prompt sets of each section, one entry per dataset; None where its file or a target cannot be used.
         problems: why sets cannot be used.
-        notes: what a person should know about sets that can be used: a column that was found, prompts that are long,
-            held-out prompts that are trained on.
+        notes: what a person should know about sets that can be used.
     """
 
     sets: Mapping[str, tuple[PromptSet | None, ...]]
@@ -97,11 +96,7 @@ def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[Prompt
 
 
 def _source_columns(config: RunConfig, dataset: DatasetSection) -> SourceColumns | None:
-    """Return which columns are images in prompts; None where all are columns like any other.
-
-    Many datasets have an image in each row that is no part of the prompt, so only a kind of policy that is there to
-    look at images reads them without being told.
-    """
+    """Return which columns are images in prompts; None where all are columns like any other."""
     if dataset.image_column is None and not policy_family(config.policy.kind).reads_images:
         return None
     return SourceColumns(dataset.image_column, dataset.max_image_pixels or MAX_PIXELS, dataset.limit)
@@ -168,11 +163,7 @@ def sizes_of(
     parts: Collection[str],
     meant: Callable[[str, Prompt], bool] = lambda *_: True,
 ) -> Iterator[tuple[ImageSize, str]]:
-    """Yield each size of each dataset once, with the place that gives it: its first row, or a section.
-
-    Args:
-        meant: says of a dataset's name and a prompt whether it counts.
-    """
+    """Yield each size of the prompts that are meant, once a dataset, with the place that gives it."""
     for part in parts:
         for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):
             default = "rollout" if dataset.width is None else own

@@ -36,10 +36,8 @@ class Trial:
     """One call of a reward that is a function of the user, as training calls it, with two made-up siblings.
 
     Attributes:
-        label: of the reward.
         called: whether there was a prompt that it scores.
-        problem: how training would refuse what the function raised or returned, or that no sample could be scored;
-            None where it would not.
+        problem: how training would refuse what the function raised or returned, or that no sample could be scored.
         outcome: their scores, or why they have none, for people.
     """
 
@@ -50,12 +48,7 @@ class Trial:
 
 
 def try_functions(config: RunConfig, prompts: PromptFiles, report_progress: Callable[[str], None]) -> Iterator[Trial]:
-    """Call each function of the user once with two images, or two texts, as of the first prompt that it scores.
-
-    Args:
-        prompts: of a configuration whose rewards :func:`check_rewards` accepts.
-        report_progress: called with one line before the first call.
-    """
+    """Call each function of the user once with two images, or two texts, as of the first prompt that it scores."""
     built = [(each, build_reward(each[1].reward, each[1].settings)) for each in _scored(config)]
     waiting = []
     for (place, section, parts), reward in built:
@@ -181,11 +174,7 @@ def check_rewards(config: RunConfig, prompts: PromptFiles) -> Iterator[InputErro
 
 
 def reward_problems(place: str, section: RewardSection, reward: Reward) -> Iterator[InputError]:
-    """Report what a reward needs and this machine lacks.
-
-    Args:
-        place: path of its section.
-    """
+    """Report what a reward needs and this machine lacks; `place` is the path of its section."""
     for problem in reward.preflight():
         yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
 

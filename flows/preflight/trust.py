@@ -43,25 +43,14 @@ def trusted_config(
 
 
 def trusted_folders(config: RunConfig, *, trust: bool) -> tuple[str, ...]:
-    """Return the folders of target images that a run's configuration names, of prompts that the person knows.
-
-    Args:
-        trust: whether the person agrees to all of them, which are then remembered.
-    """
+    """Return the folders of target images of prompts that the person knows, or, with `trust`, of all from now on."""
     if trust:
         remember(uses_of(config, within=("data", "evaluate")))
     return known_target_folders(config)
 
 
 def require_trust(uses: Iterable[Use], named_by: str, *, trust: bool) -> None:
-    """Refuse what is not known, unless the person trusts it.
-
-    Args:
-        named_by: the file of the run that names it.
-
-    Raises:
-        InputError: with an entry for each.
-    """
+    """Refuse what is not known, with the run's file that names it, unless the person trusts it."""
     known = known_digests()
     new = [use for use in uses if not use.is_missing and use.digest not in known]
     if trust:

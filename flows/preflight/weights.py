@@ -11,13 +11,7 @@ from grpo_core.hub import cached_folder, download_command, one_message, plan_dow
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """What is known about the weights.
-
-    Attributes:
-        problem: why a run cannot have them; None if it can.
-        described: whether the files that describe the model are here.
-        notes: what a start downloads.
-    """
+    """Why a run cannot have the weights, whether files here describe the model, and what a start downloads."""
 
     problem: InputError | None = None
     described: bool = True

@@ -66,7 +66,6 @@ class RunPlan:
     """What pruning does to one run.
 
     Attributes:
-        now: what ages are counted from.
         trusted: versions that this process has written, whose files are not verified again.
         kept: names of what the rules would delete, by kind and reason.
         notes: what else people should know.

@@ -52,11 +52,7 @@ class PrunedRun(BaseModel):
 
 
 class PruneSummary(BaseModel):
-    """What pruning did, or in a dry run would do.
-
-    Attributes:
-        bytes: freed in total.
-    """
+    """What pruning did, or in a dry run would do, and the bytes that it freed."""
 
     dry_run: bool
     bytes: int
@@ -102,22 +98,14 @@ def prune(request: PruneRequest) -> PruneSummary:
 
 @contextmanager
 def _locked(store: ArtifactStore) -> Iterator[list[RunLock]]:
-    """Lock a run, and every part of it that an evaluation or a rescoring may be writing and reading.
-
-    Raises:
-        InputError: another process has one of the locks.
-    """
+    """Lock a run, and every part of it that an evaluation or a rescoring may be writing and reading."""
     with locked(store, setting="RUN", value=store.run) as run, locked_apart(store, LOCKED_APART) as parts:
         yield [run, *parts]
 
 
 @contextmanager
 def locked_apart(store: ArtifactStore, patterns: Sequence[str]) -> Iterator[list[RunLock]]:
-    """Lock the folders of a run that match and have been locked before.
-
-    Raises:
-        InputError: another process has one of the locks.
-    """
+    """Lock the folders of a run that match and have been locked before."""
     with ExitStack() as stack:
         locks = []
         for pattern in patterns:
@@ -152,11 +140,7 @@ def _report(plan: RunPlan) -> PrunedRun:
 
 
 class PolicyKeeper:
-    """Deletes policy versions of a run by the rules of `grpo prune`, one start of a training at a time.
-
-    Versions that the next iterations are sampled with stay, and so do those that another run starts from or that a
-    `grpo evaluate` is using.
-    """
+    """Deletes policy versions of a run by the rules of `grpo prune`, one start of a training at a time."""
 
     def __init__(self, run: Run) -> None:
         """Find the versions that are stored, if the run deletes any."""
@@ -167,11 +151,7 @@ class PolicyKeeper:
         self._rewards = heldout_rewards(run.store) if self._stored else {}
 
     def delete_unneeded(self, version: int, heldout: Mapping[int, float]) -> None:
-        """Delete what is not needed once this version is trained and, where that is due, evaluated.
-
-        Args:
-            heldout: mean held-out reward by policy version.
-        """
+        """Delete what is not needed once this version is trained and, where that is due, evaluated."""
         run, section = self._run, self._run.config.run.keep_policies
         if section is None:
             return

@@ -48,8 +48,7 @@ class Retention:
         last: number of policy versions at the end; None: all versions.
         every: versions N, 2N, ...; None: none of them.
         best: whether the version with the best held-out reward is retained.
-        images: age from which images of iterations are deleted; None: none are.
-        states: age from which latents of denoising steps are deleted; None: none are.
+        images, states: age from which images of iterations, or latents of denoising steps, are deleted; None: none are.
     """
 
     by: str
@@ -106,11 +105,7 @@ class PruneRequest(Section):
 
 
 def check_request(request: PruneRequest) -> None:
-    """Check the options.
-
-    Raises:
-        InputError: no rule, a number below 1, an age that cannot be read.
-    """
+    """Refuse options without a rule, a number below 1, or an age that cannot be read."""
     raise_all(_problems(request))
 
 

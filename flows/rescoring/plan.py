@@ -80,11 +80,7 @@ class RescorePlan:
 
 @checked_once
 def plan_rescore(request: RescoreRequest) -> RescorePlan:
-    """Find what is stored, and check that it can be scored as requested.
-
-    Raises:
-        InputError: with the option or the key, the value and the hint.
-    """
+    """Find what is stored, and check that it can be scored as requested; an InputError names each option or key."""
     requested = read_rewards_file(request.rewards, "--rewards")
     raise_all(_option_problems(request))
     html = None if request.html is None else Path(request.html)

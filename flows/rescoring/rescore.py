@@ -57,8 +57,7 @@ class RescoreSummary(BaseModel):
     """The results of a rescoring; numbers are those of all runs together.
 
     Attributes:
-        computed: number of samples that each reward was computed for; 0 when all its scores were stored.
-        failed: number of samples that each reward could not score.
+        computed, failed: samples that each reward was computed for, and could not score.
         seconds: `total`, `scores`, `advantages` and `report`.
         report: paths of the pages, one per run and the requested one.
     """

@@ -48,12 +48,10 @@ class AnalysisSummary(BaseModel):
     """What `--json` prints.
 
     Attributes:
-        run: name of the run.
         rescored: name of the rescoring whose scores were analysed; None for the run's own.
         folder: where the page and the metrics are stored.
         fallen: guardrails, and rewards of weight 0, that have fallen while the held-out reward rose, in words.
         not_repeated: rewards that could not score again, and why.
-        analysis: every metric.
     """
 
     run: str
@@ -64,11 +62,7 @@ class AnalysisSummary(BaseModel):
     analysis: Statistics
 
     def report(self, *, on_page: bool = False) -> Report:
-        """Return what stands out, the metrics of each reward and pair, and what could not score again.
-
-        Args:
-            on_page: show all pairs of rewards, and not where the page is.
-        """
+        """Return what stands out, the metrics of rewards and pairs (all on a page), and what could not score again."""
         title = f"{self.run}: rewards" + (f" of the rescoring {self.rescored}" if self.rescored else "")
         report = analysis_report(self.analysis, title, self.fallen)
         notes = [f"{label} was not scored again: {reason}" for label, reason in self.not_repeated.items()]
@@ -93,15 +87,11 @@ def analyse_rewards(
 
     Args:
         source: a run under the root, or the path of its folder.
-        root: where runs are stored.
         iterations: `A-B` or `A`; None for all.
         rescored: name of a rescoring whose scores are analysed; None for the run's own.
         repeats: number of samples to score again; 0 for none.
         html: another file for the page; None for no other.
         trust_code: use also what of the run's rewards this person has not trained with, and remember it.
-
-    Raises:
-        InputError: with the option, the value and the hint.
     """
     if html is not None:
         require_page_path(html)

@@ -29,24 +29,14 @@ Answer = tuple[int, dict[str, object]]
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one request may contain.
-
-    Attributes:
-        max_pixels: pixels of all images together, which their bytes do not bound.
-        max_characters: characters of all prompts, completions and columns together, and token ids.
-    """
+    """What one request may contain: pixels of all images, and characters of all texts, with token ids."""
 
     max_pixels: int = 4 * MAX_PIXELS
     max_characters: int = 16 * 1024 * 1024
 
 
 def answer_request(rewards: Mapping[str, Reward], limits: RequestLimits, body: bytes) -> Answer:
-    """Score the samples of a request, or refuse it with the reason.
-
-    Args:
-        rewards: by their names in requests.
-        body: JSON of `wire.ScoreRequest`.
-    """
+    """Score the samples of a request, the JSON of `wire.ScoreRequest`, or refuse it with the reason."""
     try:
         requested = wire.ScoreRequest.model_validate_json(body)
     except ValidationError as error:
@@ -91,11 +81,7 @@ def _described(name: str, reward: Reward) -> wire.RewardDescription:
 
 
 def describe_reward(name: str, reward: Reward) -> wire.RewardDescription:
-    """Describe a reward; the version follows from everything in its provenance.
-
-    Raises:
-        InputError: a weight file is missing or not the right one.
-    """
+    """Describe a reward, whose weight files must be right; the version follows from everything in its provenance."""
     provenance, needs = provenance_of(reward), reward.load_needs()
     canonical = json.dumps(provenance, sort_keys=True, allow_nan=False)
     return wire.RewardDescription(

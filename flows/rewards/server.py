@@ -47,9 +47,7 @@ class ServerLimits:
         timeout: seconds that the scoring of a request may take.
         concurrency: requests scored at a time, each in a process that keeps the rewards' models loaded.
         max_requests: requests that have arrived and are not answered; further ones are refused with status 429.
-        max_body_bytes: largest body of a request.
         seconds_to_arrive: for the body of a request, beside its bytes.
-        content: what one request may contain.
     """
 
     timeout: float = SECONDS_TO_SCORE
@@ -62,15 +60,7 @@ class ServerLimits:
 
 @dataclass(eq=False)
 class RewardService:
-    """Answers the requests of a server.
-
-    Attributes:
-        rewards: named in requests by their labels.
-        token: the bearer token of every request; None to require none.
-
-    Raises:
-        InputError: a weight file is missing or not the right one.
-    """
+    """Answers the requests of a server, which name rewards by their labels and, with a token, have to bear it."""
 
     rewards: tuple[RewardSection, ...]
     token: str | None = None
@@ -253,8 +243,7 @@ def serve(
         report_progress: called with one line, the server's address, when requests are accepted.
 
     Raises:
-        InputError: rewards that are not ready, each problem with its hint; a required token is missing; an address
-            that cannot be listened on.
+        InputError: rewards that are not ready, a missing token, or an address that cannot be listened on.
     """
     built = build_rewards(tuple(rewards))
     raise_all(

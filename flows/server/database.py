@@ -1,8 +1,7 @@
-"""The database of a temporary server: a copy of an empty one that Prefect has migrated before.
+"""The database of a temporary server: a copy of an empty one that Prefect has migrated before, which takes seconds.
 
-Prefect migrates an empty database in some seconds, which every run would wait for. The first server of a release of
-Prefect does so, and what it has then is kept in the user's cache under its sha256; a copy that does not verify is left
-out. An in-memory database would be migrated each time, and be lost with a server that dies.
+The first server of a release of Prefect makes it, and it is kept in the user's cache under its sha256; a copy that does
+not verify is left out.
 """
 
 import contextlib
@@ -19,11 +18,7 @@ _DATABASE = "prefect.db"
 
 
 def database_settings(folder: Path) -> dict[str, str]:
-    """Return Prefect's settings for a server whose database is in a folder; it is copied there from the cache.
-
-    Args:
-        folder: of the server, for its database alone.
-    """
+    """Return Prefect's settings for a server with its database in this folder, copied there from the cache."""
     settings = {
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / _DATABASE}",
         # It would note in the user's folder that blocks are registered, for another database.
@@ -37,11 +32,7 @@ def database_settings(folder: Path) -> dict[str, str]:
 
 
 def keep_template(folder: Path) -> None:
-    """Keep the database of a server that nobody has used yet in the cache, unless there is one already.
-
-    Args:
-        folder: of the server.
-    """
+    """Keep the database of a server that nobody has used yet in the cache, unless there is one already."""
     if (cache := user_cache()) is None or _read_template() is not None:
         return
     partial = folder / "template.db"

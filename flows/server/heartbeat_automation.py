@@ -51,11 +51,7 @@ def heartbeat_automation() -> AutomationCore:
 
 
 async def ensure_automation(client: "PrefectClient") -> bool:
-    """Register the automation unless the server has one of this name; one that was changed or disabled stays so.
-
-    Returns:
-        Whether the server has it. A plan of Prefect Cloud allows a number of automations.
-    """
+    """Register the automation unless there is one of this name; return false where Prefect Cloud's plan refuses it."""
     try:
         if not await client.read_automations_by_name(NAME):
             await client.create_automation(heartbeat_automation())

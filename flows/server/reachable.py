@@ -41,10 +41,7 @@ def is_cloud() -> bool:
 
 
 def without_retries() -> "SettingsContext":
-    """Return a context in which Prefect's clients send each request once.
-
-    `temporary_settings` would read all settings again, in 40 milliseconds.
-    """
+    """Return a context in which Prefect's clients send each request once; `temporary_settings` takes 40 ms."""
     from prefect.context import SettingsContext, get_settings_context
 
     context = get_settings_context()
@@ -56,9 +53,6 @@ def refuse_closed_address() -> None:
     """Refuse an address in the environment at which nothing listens; Prefect, which takes seconds, is not imported.
 
     What answers is for `require_server` to ask, and also what a proxy or one of Prefect's profiles leads to.
-
-    Raises:
-        InputError: no connection can be made to it.
     """
     url = os.environ.get("PREFECT_API_URL", "")
     try:
@@ -76,12 +70,7 @@ def refuse_closed_address() -> None:
 
 
 def require_server() -> None:
-    """Refuse to begin when the configured server cannot be used; without one, do nothing.
-
-    Raises:
-        InputError: it does not answer in time, requires another password, is not Prefect's, or is of an incompatible
-            release.
-    """
+    """Refuse a configured server that does not answer, asks another password, or is not a compatible Prefect."""
     url = server_url()
     if url is None:
         return
@@ -111,11 +100,7 @@ def answers(url: str) -> bool:
 
 
 def require_configured(place: str, value: str) -> None:
-    """Refuse a setting that needs a server which several programs use.
-
-    Raises:
-        InputError: none is configured, or as require_server.
-    """
+    """Refuse a setting that needs a server which several programs use."""
     if server_url() is None:
         hint = "It belongs to a server: start one with `grpo ui`, and export the PREFECT_API_URL that it prints."
         raise InputError(place, value, hint)
@@ -123,11 +108,7 @@ def require_configured(place: str, value: str) -> None:
 
 
 def require_ui(place: str, value: str) -> None:
-    """Refuse a setting that needs a person in the UI when each run has a temporary server of its own.
-
-    Raises:
-        InputError: no server is configured.
-    """
+    """Refuse a setting that needs a person in the UI when each run has a temporary server of its own."""
     if server_url() is None:
         hint = (
             "The temporary server of a run has no UI in which a person could resume it: start one with `grpo ui` and "
@@ -137,14 +118,7 @@ def require_ui(place: str, value: str) -> None:
 
 
 def require_pools(places: Sequence[tuple[str, str]]) -> None:
-    """Refuse to begin when a pool that stages are sent to cannot be used.
-
-    Args:
-        places: the setting that names a pool, such as `placement.rollouts.pool`, and the pool's name.
-
-    Raises:
-        InputError: no server is configured, or a pool is missing, of another type or paused; as require_server.
-    """
+    """Refuse pools that are missing, paused or of another type; `places` has a setting and the pool that it names."""
     if not places:
         return
     if server_url() is None:
@@ -194,11 +168,7 @@ def workers_online(pool: str) -> int:
 
 
 def server_database() -> str | None:
-    """Return `sqlite` or `postgresql`, what the configured server uses; None if it does not say.
-
-    Raises:
-        InputError: as require_server.
-    """
+    """Return `sqlite` or `postgresql`, what the configured server uses; None if it does not say."""
     url = server_url()
     settings = _request(url, "GET", "/admin/settings") if url and not is_cloud() else None
     if not isinstance(settings, dict):

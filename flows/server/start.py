@@ -43,19 +43,10 @@ class ServerRequest(Section):
 
 
 def server_settings(request: ServerRequest, environment: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """Check the options, refuse those that would leave the server open, and return Prefect's settings for the others.
+    """Return Prefect's settings for the options, or refuse those that would leave the server open.
 
-    Args:
-        request: requests need a user and a password also if the environment sets them for the server; pages need the
-            server's token also if the host is not loopback.
-        environment: has the user and the password, which are never shown, and the address of the database.
-
-    Returns:
-        Environment variables of the server. PREFECT_SERVER_UI_API_URL is where browsers, runs and workers find it.
-
-    Raises:
-        InputError: other machines can reach the address without authentication; user and password are missing or
-            malformed; or the URL cannot be used.
+    Requests need a user and a password where other machines can reach it, and where the environment sets them.
+    PREFECT_SERVER_UI_API_URL is where browsers, runs and workers find it.
     """
     host, here = request.host, request.host in _LOOPBACK
     auth = request.auth or bool(environment.get(AUTH_VARIABLES[0]))
@@ -108,12 +99,7 @@ def _address(host: str, port: int) -> str:
 
 
 def serve(request: ServerRequest, report_progress: Callable[[str], None]) -> None:
-    """Run `prefect server start` in this process; report PREFECT_API_URL once requests are accepted.
-
-    Raises:
-        InputError: the address would leave the server open, or its port is taken.
-        SystemExit: the server has ended, or could not start; Prefect has printed why.
-    """
+    """Run `prefect server start` in this process, which ends with it; report PREFECT_API_URL once it answers."""
     settings = server_settings(request)
     _require_free_port(request)
     report_progress("starting Prefect's server ...")
@@ -136,11 +122,7 @@ def serve(request: ServerRequest, report_progress: Callable[[str], None]) -> Non
 
 
 def _require_free_port(request: ServerRequest) -> None:
-    """Refuse a port that another program listens on, whose answers would be taken for this server's.
-
-    Raises:
-        InputError: the port is taken, or this user may not listen on it.
-    """
+    """Refuse a port that another program listens on, whose answers would be taken for this server's."""
     try:
         found = socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:

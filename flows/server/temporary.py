@@ -1,8 +1,7 @@
 """A server for the runs of this process: started beside the imports, ended with the process, even if that is killed.
 
-Prefect would start one at its first request, and import its whole server into this process for that. The server has a
-database of its own, which is deleted with it. If it dies before the process, or its disk is full, the run says so at
-once and ends after its stage; the same command resumes it.
+Prefect would start one at its first request, and import its whole server into this process. If it dies before the
+process, or its disk is full, the run says so at once and ends after its stage; the same command resumes it.
 """
 
 import atexit
@@ -59,13 +58,9 @@ _ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PR
 
 
 class TemporaryServer(ServerProcess):
-    """The server's process; its output is kept for messages.
-
-    Args:
-        settings: Prefect's, by the names of their variables, beside the environment of this process.
+    """The server's process, with Prefect's settings beside the environment's; its output is kept for messages.
 
     Attributes:
-        port: of the loopback address.
         folder: of the database, deleted by the server when this process has ended.
         lost: why nothing can be reported any more; None while the server runs.
         is_ready: whether it has answered.
@@ -164,21 +159,13 @@ def is_lost() -> bool:
 
 
 def require_not_lost() -> None:
-    """Refuse to go on without the server of this process.
-
-    Raises:
-        ServerLostError: it is gone for good.
-    """
+    """Raise ServerLostError if the server of this process is gone for good."""
     if _server is not None and _server.lost is not None:
         raise ServerLostError(_server.lost)
 
 
 def start_temporary_server() -> bool:
-    """Start a server for this process, unless one is configured or has been started; returns before it answers.
-
-    Returns:
-        Whether this call started one.
-    """
+    """Start a server unless one is configured or was started; return whether, before it answers."""
     global _server
     from prefect.context import refresh_global_settings_context
     from prefect.settings import get_current_settings
@@ -203,11 +190,7 @@ def _environment(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def wait_for_temporary_server() -> None:
-    """Return once the server that this process has started answers; at once if there is none.
-
-    Raises:
-        RuntimeError: it did not start; with the last lines of its log.
-    """
+    """Return once the server that this process has started answers; RuntimeError if it did not start, with its log."""
     if _server is None or _server.is_ready:
         return
     from prefect.settings import get_current_settings

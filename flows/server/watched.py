@@ -1,8 +1,4 @@
-"""Say when a server that is kept goes away during a run, and when it is back.
-
-Prefect's clients repeat their requests for about four minutes without a word, while its background services print each
-event that they could not send.
-"""
+"""Say when a server that is kept goes away during a run, and is back: Prefect's clients retry without a word."""
 
 import contextlib
 import logging

@@ -54,14 +54,7 @@ COMPARED_PROMPTS, COMPARED_LETTERS, COMPARED_CURVE = 10, 160, 16
 def show_run(
     run: RunView, groups: Groups, heldout: Heldout | None, console: Console, *, everything: bool, config: bool
 ) -> None:
-    """Print the main curves and some samples of a run, which fit on a screen.
-
-    Args:
-        groups: samples of the shown iteration.
-        heldout: samples of evaluations; None with fewer than two.
-        everything: print every curve and metric, more samples, and what was moved away.
-        config: print the configuration with all defaults.
-    """
+    """Print the main curves and some samples of a run, which fit on a screen, or everything; and its configuration."""
     rows = MAX_ROWS if everything else 1 if _shows_images(run, console) else SCREEN_ROWS
     console.print(_curves(run, console, None if everything else SCREEN_CURVES))
     if heldout is not None and heldout.pairs:

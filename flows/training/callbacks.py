@@ -1,8 +1,5 @@
 """What follows each iteration: its report, the trackers, policies that nothing needs any more, an early end.
 
-Signs that the run does not learn are logged once. When a guardrail falls, `guardrails.on_fall` decides whether the run
-continues, ends, or waits for a person in Prefect's UI.
-
 A thread publishes one iteration after the other. The end of an iteration waits for the publication of the one before,
 the end of the run for the last, and raises what failed in it. The table of metrics is written last, so a run that was
 killed before publishes the iteration when it resumes.
@@ -46,11 +43,7 @@ _SECONDS_BETWEEN_POLLS = 5
 
 
 class Publisher:
-    """Publishes the iterations of one start of a run, on a thread.
-
-    Attributes:
-        last_report: id of the last iteration's report in Prefect's UI; None before the first.
-    """
+    """Publishes the iterations of one start of a run, on a thread, and knows the id of the last report."""
 
     def __init__(self, run: Run, thread: ThreadPoolExecutor) -> None:
         self.last_report: UUID | None = None
@@ -59,15 +52,7 @@ class Publisher:
         self._progress: UUID | None = None
 
     def publish(self, history: TrainingHistory, line: str) -> None:
-        """Wait for the iteration before, and begin to publish the last one of the history.
-
-        Args:
-            history: of the iterations so far.
-            line: says how far the run is.
-
-        Raises:
-            Exception: whatever failed while the iteration before was published.
-        """
+        """Wait for the iteration before, raise what failed in it, and begin to publish the last one of the history."""
         self.finish()
         context = contextvars.copy_context()
         heldout = tuple(history.heldout_rewards.values())
@@ -140,11 +125,7 @@ LOGGED_METRICS = (("reward", "reward"), ("held-out", HELDOUT), ("KL", "kl"), ("e
 
 @contextmanager
 def open_callbacks(run: Run) -> Iterator["Callbacks"]:
-    """Open what follows the iterations of a run; at the end, close its trackers and finish its reports.
-
-    Raises:
-        Exception: whatever failed while the last iteration was published.
-    """
+    """Open what follows the iterations of a run; at the end, close its trackers and finish its reports."""
     with tracking(run.config, run.store) as trackers, ThreadPoolExecutor(1, thread_name_prefix="publication") as thread:
         publisher = Publisher(run, thread)
         yield Callbacks(run, publisher, trackers, PolicyKeeper(run))
@@ -177,8 +158,6 @@ class Callbacks:
         replayed: bool = False,
     ) -> bool:
         """Add an iteration to the history, log one line, begin to publish it, and do what follows it.
-
-        Rounds that were `replayed` are those of another run.
 
         Returns:
             Whether the run ends here, as the hook of `on_iteration` or `guardrails.on_fall` says.
@@ -222,11 +201,9 @@ class Callbacks:
 def format_progress_line(
     record: IterationRecord, iterations: int, pace: float | None = None, replay: ReplaySection | None = None
 ) -> str:
-    """Format an iteration as one line of the log.
+    """Format an iteration as one line of the log, with the time left at a pace in seconds.
 
-    Args:
-        pace: seconds per iteration, for the time that is left; None if it is not known.
-        replay: what a replay is of: its iterations are counted, each with that of the source; None for a training.
+    Iterations of a replay are counted, each with that of the source.
     """
     trained_on = rescoring_of(replay.model_dump()) if replay is not None else None
     parts = [
@@ -255,16 +232,10 @@ class NotResumedError(RuntimeError):
 
 
 async def ends_at_sign(run: Run, history: TrainingHistory, policy: PolicyRef) -> bool:
-    """Store which guardrails have fallen at this version, and do what `guardrails.on_fall` says.
+    """Store which guardrails have fallen at this version, and return whether `guardrails.on_fall` ends the run here.
 
     A run pauses when a guardrail has newly fallen. Resuming it accepts the sign, which is stored, so that a later start
-    does not pause there again.
-
-    Returns:
-        Whether the run ends here.
-
-    Raises:
-        NotResumedError: nobody resumed it within `guardrails.pause_timeout`.
+    does not pause there again; NotResumedError if nobody does within `guardrails.pause_timeout`.
     """
     guardrails, version = run.config.guardrails, policy.version
     if not guardrails.rewards or history.evaluation_of(version) is None:

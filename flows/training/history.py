@@ -138,15 +138,7 @@ class TrainingHistory(RunHistory):
         *,
         replayed: bool = False,
     ) -> tuple[IterationRecord, bool]:
-        """Add an iteration with the metrics of its stages.
-
-        Args:
-            update: the policy version that it made.
-            replayed: whether the rounds are those of another run, which counts their metrics.
-
-        Returns:
-            Its record, and whether its table of metrics has to be written: it is missing, or was different.
-        """
+        """Add an iteration, of a replay too, by its stages' metrics; return its record, and whether to write it."""
         own = () if replayed else rounds
         previous = self.iterations[-1].metrics if self.iterations else None
         evaluation, earlier = self.evaluation_of(iteration), read_metrics(store, iteration)

@@ -20,19 +20,12 @@ _HOOK: ContextVar[IterationHook | None] = ContextVar("on_iteration", default=Non
 
 
 def use_hook(hook: IterationHook | None) -> None:
-    """Call this hook after each iteration of the runs of this context.
-
-    It is no parameter of the flow, because those are stored in Prefect's database and shown in its forms.
-    """
+    """Call this hook after each iteration of this context's runs; parameters of a flow are stored in a database."""
     _HOOK.set(hook)
 
 
 async def call_hook(record: "IterationRecord") -> str | None:
-    """Call the hook of this context, if there is one, and await it if it is asynchronous.
-
-    Returns:
-        Why the run is to end after this iteration; None to continue.
-    """
+    """Call this context's hook, if there is one; return why the run is to end after this iteration, or None."""
     hook = _HOOK.get()
     if hook is None:
         return None

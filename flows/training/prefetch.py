@@ -28,12 +28,10 @@ class RolloutPrefetcher:
     The iteration's number alone decides which policy samples it, not which thread is faster, so runs are reproducible.
 
     Attributes:
-        section: iterations and staleness of the run.
         sample: runs stages 1 to 3 with a policy for an iteration.
         thread: samples ahead; None when sampling and updates alternate.
         policies: the published policies that iterations may still need, by version.
         ahead: iterations that were submitted to the thread and not taken yet.
-        submitted: the last iteration that was submitted.
     """
 
     section: RunSection
@@ -54,11 +52,7 @@ class RolloutPrefetcher:
             self.submitted = iteration
 
     def next_batch(self, iteration: int) -> ScoredRollouts:
-        """Return what the iteration learns from, when it is ready.
-
-        Raises:
-            Exception: whatever one of its stages raised.
-        """
+        """Return what the iteration learns from, when it is ready, or raise what one of its stages raised."""
         if self.thread is None:
             return self._sample(iteration)
         with stages_cancelled_on_interrupt():

@@ -1,7 +1,7 @@
 """The end of a training run: first and last rewards, time by stage, where to look; also of a run that had finished.
 
-Everything that a start would use again is verified as the start would. Whatever is missing, damaged or made with other
-settings, code, prompts or libraries is left to the start, which names and replaces it.
+Everything that a start would use again is verified as the start would; whatever is missing, damaged or changed is left
+to the start, which names and replaces it.
 """
 
 import io
@@ -62,8 +62,7 @@ class TrainSummary(RunSummary):
         stopped_early: whether a guardrail, or a hook, ended the run before its last iteration.
         quarantined: damaged and replaced files that this start moved to `quarantine/`, and why.
         reused: number of iterations with results of another run, by its name; their seconds are not counted.
-        pages: addresses of this start's last report and summary in Prefect's UI, by what they show; empty without a
-            lasting server.
+        pages: addresses of the last report and the summary in Prefect's UI; empty without a lasting server.
     """
 
     contact_sheet: str | None
@@ -114,14 +113,7 @@ def summarize(run: Run, history: TrainingHistory, elapsed: float) -> TrainSummar
 
 
 async def publish_summary(run: Run, summary: TrainSummary, last_report: UUID | None) -> TrainSummary:
-    """Show the summary in Prefect's UI: in the run's log, and on a page with the held-out images before and after.
-
-    Args:
-        last_report: id of the last iteration's report in the UI; None without one.
-
-    Returns:
-        The summary with the addresses of both pages.
-    """
+    """Show the summary in Prefect's UI, with held-out images before and after; add the addresses of both reports."""
     pages = {} if last_report is None else _page("last report", last_report)
     parts = [f"[{title}]({address})" for title, address in pages.items()]
     sheet = run.store.read_file(CONTACT_SHEET) if summary.contact_sheet else None
@@ -148,11 +140,7 @@ _ELSEWHERE = ("placement", "storage")
 
 
 def read_finished(config: RunConfig) -> TrainSummary | None:
-    """Return the summary of a run that a start would leave as it is; None if there is anything for a start to do.
-
-    Raises:
-        InputError: another process writes the run.
-    """
+    """Return the summary of a run that a start would leave as it is; None if there is anything for a start to do."""
     started = time.perf_counter()
     store = open_store(config.storage, config.run.name)
     with locked(store, setting="run.name", value=config.run.name) as lock:

@@ -89,11 +89,7 @@ def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, itera
 
 
 def missing_prompts(config: RunConfig, kept: Mapping[str, float]) -> int:
-    """Return how many more prompts the stream needs that has the fewest groups with a difference in reward.
-
-    Args:
-        kept: metrics of the advantages of all sampling rounds so far.
-    """
+    """Return how many prompts the stream still needs that has kept the fewest groups, by metrics of all rounds."""
     prompts = config.rollout.prompts_per_iteration
     groups = {stream: int(kept[f"{stream_prefix(stream, config.streams)}groups_kept"]) for stream in config.streams}
     return max(prompts - count // config.groups_per_prompt(stream) for stream, count in groups.items())
