@@ -1,36 +1,27 @@
 """Refuse combinations of settings that are valid only separately. Nothing is read or loaded."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
+from configs.rollouts import TextRolloutSection
 from configs.schema import RunConfig
-from configs.sections import TextRolloutSection
+from configs.scoring import RewardSection
 from configs.stream_contradictions import stream_contradictions
-from configs.training import RewardSection
-from configs.validation import error_at
+from configs.validation import contradictions_within, error_at
 from grpo_core.advantages.settings import refuse_terms
 from grpo_core.errors import InputError
 from grpo_core.policies.engines.settings import refuse_adapters as refuse_vllm_adapters
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.quantization import refuse_adapters
 from grpo_core.rewards.registry import build_reward
-from grpo_core.update.settings import WITH_LENGTH
 
 MANIFEST_ENDING = ".manifest.json"
 """Ending of the file next to a stored table, whose folder has the reward's name."""
-
-# These fields weigh a reward in the mix, and a guardrail is not part of the mix.
-_OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range", "streams")
-_OF_ONE_FILE = (
-    *("prompts", "split", "subset", "revision", "streaming", "prompt_column", "columns", "limit"),
-    *("targets", "target_column", "image_column", "max_image_pixels", "height", "width"),
-)
 
 
 def contradictions(config: RunConfig) -> list[InputError]:
     """Return every refused combination of a configuration whose sections are valid."""
     return [
+        *contradictions_within(config),
         *_datasets(config),
         *_sizes(config),
         *_images(config),
@@ -38,7 +29,6 @@ def contradictions(config: RunConfig) -> list[InputError]:
         *reward_contradictions(config),
         *stream_contradictions(config),
         *_batches(config),
-        *_policy(config),
         *_quantization(config),
         *_engine(config),
         *_offload(config),
@@ -49,27 +39,13 @@ def contradictions(config: RunConfig) -> list[InputError]:
 
 
 def _datasets(config: RunConfig) -> Iterator[InputError]:
-    """Yield every refused combination of prompt files, and of rewards with them; nothing is read."""
-    if not config.data.sets:
-        yield InputError("data.prompts", None, "Give a prompt file, or several as data.datasets.")
-    for place, section in config.prompt_sections.items():
-        for field in _OF_ONE_FILE if section.datasets else ():
-            value = getattr(section, field)
-            if value not in (None, False):
-                hint = f"With {place}.datasets it has no effect; move it into one of them."
-                yield InputError(f"{place}.{field}", value, hint)
-        for name, times in Counter(each.name for each in section.datasets).items():
-            if times > 1:
-                hint = f"{times} datasets have this name; give each a different one."
-                yield InputError(f"{place}.datasets", name, hint)
+    """Yield datasets that rewards name and that are not there, and those that no reward scores; nothing is read."""
     known = sorted({each.name for _, each in config.datasets})
     for index, reward in enumerate(config.rewards):
-        place = f"rewards.{index}.datasets"
-        if reward.datasets == ():
-            yield InputError(place, [], "The reward would score nothing; name a dataset, or leave it out to score all.")
         for name in reward.datasets or ():
             if name not in known:
-                yield InputError(place, name, f"There is no such dataset; there is {', '.join(known) or 'none'}.")
+                hint = f"There is no such dataset; there is {', '.join(known) or 'none'}."
+                yield InputError(f"rewards.{index}.datasets", name, hint)
     weighted = [reward for reward in config.rewards if reward.weight]
     for place, section in config.prompt_sections.items():
         for each in section.sets if weighted else ():
@@ -131,10 +107,6 @@ def _streams(config: RunConfig) -> Iterator[InputError]:
     """Yield every stream of a reward that is not trained, and every trained stream without a reward."""
     trained = ", ".join(config.streams)
     for index, section in enumerate(config.rewards):
-        if section.streams == ():
-            yield InputError(
-                f"rewards.{index}.streams", [], "It would count for nothing; leave it out to count for all."
-            )
         for stream in section.streams or ():
             if stream not in config.streams:
                 hint = f"The run trains {trained} only; leave it out, or train it too with policy.train."
@@ -203,17 +175,9 @@ def _guardrails(config: RunConfig) -> Iterator[InputError]:
         place = f"guardrails.rewards.{index}"
         # Guardrails score only held-out samples.
         yield from _reward(config, section, place, ("evaluate",))
-        plain = RewardSection(reward=section.reward)
-        for field in _OF_THE_MIX:
-            if getattr(section, field) != getattr(plain, field):
-                hint = "A guardrail is only watched and not part of the reward; leave it out."
-                yield InputError(f"{place}.{field}", getattr(section, field), hint)
     if guardrails.rewards and not config.evaluate.sets:
         hint = "They are scored on held-out samples; set evaluate.prompts, or leave them out."
         yield InputError("guardrails.rewards", [section.label for section in guardrails.rewards], hint)
-    if guardrails.on_fall != "report" and not guardrails.rewards:
-        hint = "Nothing is watched; name guardrails.rewards, or leave it out."
-        yield InputError("guardrails.on_fall", guardrails.on_fall, hint)
     if guardrails.on_fall != "report" and guardrails.rewards and not config.evaluate.every:
         hint = "Only the first and the last policy are evaluated; set evaluate.every, or leave it out."
         yield InputError("guardrails.on_fall", guardrails.on_fall, hint)
@@ -229,31 +193,6 @@ def _batches(config: RunConfig) -> Iterator[InputError]:
                 yield InputError(f"{config.update_path(stream)}.{name}", given, hint)
 
 
-def _policy(config: RunConfig) -> Iterator[InputError]:
-    policy = config.policy
-    if not policy.trains_adapters and policy.dtype != "float32":
-        hint = "Small steps round away in 16 bits when every weight is trained; use float32, or set policy.lora."
-        yield InputError("policy.dtype", policy.dtype, hint)
-    if policy.trains_adapters and policy.frozen is not None:
-        hint = "Adapters already freeze every weight of the model; set policy.lora to null, or leave this out."
-        yield InputError("policy.frozen", policy.frozen, hint)
-    for place, lora in policy.loras.items():
-        if lora.modules_to_save and policy.dtype != "float32":
-            hint = "Small steps round away in 16 bits when a module is trained whole; set policy.dtype to float32."
-            yield InputError(f"{place}.modules_to_save", list(lora.modules_to_save), hint)
-    if policy.denoising_lora is not None and (len(policy.streams) == 1 or policy.lora is None):
-        hint = "It replaces policy.lora for denoising, where tokens are trained by adapters too; set policy.lora."
-        yield InputError("policy.denoising_lora", policy.denoising_lora.model_dump(exclude_defaults=True), hint)
-    if policy.revision is not None and Path(policy.model).expanduser().is_dir():
-        yield InputError("policy.revision", policy.revision, "policy.model is a folder, not a hub name; leave it out.")
-    if policy.attn_implementation == "flash_attention_2" and policy.in_fp32:
-        hint = "It computes in 16 bits only; set policy.dtype or policy.autocast to bfloat16, or use sdpa."
-        yield InputError("policy.attn_implementation", policy.attn_implementation, hint)
-    if policy.autocast is not None and policy.dtype != "float32":
-        hint = "It computes in 16 bits over float32 weights; set policy.dtype to float32, or leave this out."
-        yield InputError("policy.autocast", policy.autocast, hint)
-
-
 def _quantization(config: RunConfig) -> Iterator[InputError]:
     policy, quantization = config.policy, config.policy.quantization
     if quantization is None:
@@ -261,13 +200,7 @@ def _quantization(config: RunConfig) -> Iterator[InputError]:
     if not policy.trains_adapters:
         yield from _refused(refuse_adapters, quantization, None)
     for place, lora in policy.loras.items():
-        yield from _refused(refuse_adapters, quantization, lora, place)
-    if policy.autocast is not None:
-        hint = "Quantized layers compute in policy.quantization.compute_dtype; set that, and leave this out."
-        yield InputError("policy.autocast", policy.autocast, hint)
-    if quantization.components is not None and policy_family(policy.kind).modality == "text":
-        hint = "A language model is no pipeline of several; leave it out, or use skip_modules."
-        yield InputError("policy.quantization.components", list(quantization.components), hint)
+        yield from _refused(refuse_adapters, quantization, lora, f"policy.{place}")
     if config.placement.sharding == "fsdp2":
         hint = "Quantized weights are not sharded here; set it to ddp, in which each process has all of them."
         yield InputError("placement.sharding", "fsdp2", hint)
@@ -304,7 +237,7 @@ def _engine(config: RunConfig) -> Iterator[InputError]:
         )
         yield InputError("rollout.vllm.command", command, hint)
     for place, lora in policy.loras.items():
-        yield from _refused(refuse_vllm_adapters, lora, place)
+        yield from _refused(refuse_vllm_adapters, lora, f"policy.{place}")
 
 
 def _offload(config: RunConfig) -> Iterator[InputError]:
@@ -312,14 +245,8 @@ def _offload(config: RunConfig) -> Iterator[InputError]:
     if policy.offload != "none" and sharded:
         hint = "With fsdp2 each process has a share of the weights on its GPU; use none, or placement.sharding ddp."
         yield InputError("policy.offload", policy.offload, hint)
-    if policy.offload == "components" and policy_family(policy.kind).modality == "text":
-        hint = "A language model is one network, which every stage needs; use none, or policy.quantization."
-        yield InputError("policy.offload", policy.offload, hint)
     for stream, update in config.updates.items():
         place = f"{config.update_path(stream)}.offload_optimizer"
-        if update.offload_optimizer and update.optimizer != "adamw":
-            hint = f"Only the moments of adamw; {update.optimizer} keeps its own: use adamw, or leave this out."
-            yield InputError(place, True, hint)
         if update.offload_optimizer and sharded:
             yield InputError(place, True, "Sharded moments stay on the GPUs; leave it out, or use ddp.")
 
@@ -349,24 +276,17 @@ def _reference(config: RunConfig) -> Iterator[InputError]:
 
 def _schedule(config: RunConfig) -> Iterator[InputError]:
     for stream, update in config.scheduled_updates.items():
-        place = config.update_path(stream)
         try:
             update.schedule()
         except InputError as error:
             yield error_at(config.update_path(stream), error)
-        if update.warmup_steps and update.lr_scheduler == "constant":
-            hint = f"It needs {place}.lr_scheduler: constant_with_warmup, or another that warms up."
-            yield InputError(f"{place}.warmup_steps", update.warmup_steps, hint)
-        if config.updates[stream].total_steps is not None and update.lr_scheduler not in WITH_LENGTH:
-            hint = f"The schedule {update.lr_scheduler} does not depend on its length; leave it out."
-            yield InputError(f"{place}.total_steps", update.total_steps, hint)
 
 
 def _placement(config: RunConfig) -> Iterator[InputError]:
     placement, pooled = config.placement, any(section.pool for section in config.rewards)
     for place, lora in config.policy.loras.items():
         if placement.sharding == "fsdp2" and (lora.use_dora or lora.modules_to_save):
-            hint = f"{place}.use_dora and modules_to_save need the whole model in each process; set it to ddp."
+            hint = f"policy.{place}.use_dora and modules_to_save need the whole model in each process; set it to ddp."
             yield InputError("placement.sharding", "fsdp2", hint)
     yield from _devices(config)
     for name, where, known in (("rollouts", placement.rollouts, False), ("rewards", placement.rewards, pooled)):
@@ -379,14 +299,7 @@ def _placement(config: RunConfig) -> Iterator[InputError]:
 
 
 def _devices(config: RunConfig) -> Iterator[InputError]:
-    devices, hint = config.placement.devices, ""
-    indices = [each for each in devices if isinstance(each, int)]
-    if len(devices) > 1 and len(indices) < len(devices) and set(devices) != {"cpu"}:
-        hint = "Several devices are either GPUs by their index or the CPU: [0, 1], or [cpu, cpu]."
-    elif len(set(indices)) < len(indices):
-        hint = "Each GPU has one process; name it once. To sample more at once raise rollout.prompts_per_batch."
-    if hint:
-        yield InputError("placement.devices", list(devices), hint)
+    indices = [each for each in config.placement.devices if isinstance(each, int)]
     placed = {f"rewards.{index}": section for index, section in enumerate(config.rewards)}
     placed |= {f"guardrails.rewards.{index}": section for index, section in enumerate(config.guardrails.rewards)}
     for place, section in placed.items():

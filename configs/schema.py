@@ -6,33 +6,32 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationInfo, model_validator
 
+from configs.placement import PlacementSection, StorageSection
+from configs.rollouts import (
+    DiffusersRolloutSection,
+    GlmImageRolloutSection,
+    RolloutSection,
+    TextRolloutSection,
+    VisionRolloutSection,
+)
+from configs.scoring import AdvantagesSection, GuardrailsSection, RewardSection
 from configs.sections import (
     DataSection,
     DatasetSection,
-    DiffusersRolloutSection,
     EvaluateSection,
-    GlmImageRolloutSection,
     Kind,
-    PlacementSection,
     PolicySection,
     PromptsSection,
-    RolloutSection,
     RunSection,
-    StorageSection,
-    TextRolloutSection,
-    VisionRolloutSection,
     kind_of,
 )
 from configs.training import (
     ALGORITHMS,
     GRPO,
-    AdvantagesSection,
     AnyUpdateSection,
     DenoisingUpdateSection,
-    GuardrailsSection,
     MismatchSection,
     NftUpdateSection,
-    RewardSection,
     StreamUpdatesSection,
     UpdateSection,
     read_update,
@@ -117,32 +116,21 @@ class ByPolicy(Section):
         return {**values, **{name: _Given.of(values.get("policy"), each) for name, each in given.items()}}
 
     @classmethod
-    def chosen_sections(cls, values: Mapping[str, Any]) -> Mapping[str, type[Section]]:
-        """Return the models of the sections whose keys depend on the policy, by their path in the file."""
-        given = _Given.of(values.get("policy"), values.get("update", {}))
-        rollout = ROLLOUTS[given.kind]
-        if given.only is not None:
-            return {"rollout": rollout, "update": update_section(given.only, given.values)}
-        denoising = given.values.get("denoising") if isinstance(given.values, Mapping) else None
-        return {
-            "rollout": rollout,
-            "update": StreamUpdatesSection,
-            "update.denoising": update_section("denoising", denoising),
-        }
-
-    @classmethod
     def choices(cls, values: Mapping[str, Any]) -> Mapping[str, Choice]:
         """Return what chooses the keys of `rollout`, and those of each update."""
         given = _Given.of(values.get("policy"), values.get("update", {}))
-        updates: dict[str, tuple[Stream, Any]] = {}
+        chosen = {"rollout": Choice("policy.kind", given.kind, ROLLOUTS, ROLLOUTS[given.kind])}
+        updates: dict[str, tuple[Stream, Any]]
         if given.only is not None:
-            updates["update"] = (given.only, given.values)
-        elif isinstance(given.values, Mapping):
-            updates |= {f"update.{stream}": (stream, given.values.get(stream)) for stream in given.streams}
-        chosen = {"rollout": Choice("policy.kind", given.kind, {str(kind): each for kind, each in ROLLOUTS.items()})}
+            updates = {"update": (given.only, given.values)}
+        else:
+            chosen["update"] = Choice("policy.train", "", {}, StreamUpdatesSection)
+            inner = given.values if isinstance(given.values, Mapping) else {}
+            updates = {f"update.{stream}": (stream, inner.get(stream)) for stream in given.streams}
         for path, (stream, update) in updates.items():
             value = update.get("algorithm", GRPO) if isinstance(update, Mapping) else GRPO
-            chosen[path] = Choice(f"{path}.algorithm", str(value), ALGORITHMS[stream])
+            model = update_section(stream, update)
+            chosen[path] = Choice(f"{path}.algorithm", str(value), ALGORITHMS[stream], model)
         return chosen
 
 

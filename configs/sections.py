@@ -1,15 +1,15 @@
-"""The sections of a configuration about prompts, rollouts, placement and storage.
+"""The sections of a configuration about the run, the policy and prompts.
 
 A section that the core uses inherits the core's settings: fields, ranges and defaults are declared there, and the
 section adds the fields that only a configuration has.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
-    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -22,17 +22,10 @@ from pydantic_core import PydanticCustomError
 
 from configs.validation import Name, RunName, Section
 from grpo_core.errors import InputError
-from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.denoising.settings import DenoisingSettings
-from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
-from grpo_core.policies.engines.settings import EngineName, VllmSettings, refuse_truncation
-from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.pipeline_files import PolicyKind, read_kind
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.quantization import QuantizationSettings
 from grpo_core.policies.trained.settings import LoraSettings
-from grpo_core.policies.vision_lm.settings import VisionLMSettings
-from grpo_core.settings import ImageSettings
 from grpo_core.streams import MAX_PIXELS, STREAMS, Stream
 from grpo_core.uses import Uses
 
@@ -95,6 +88,8 @@ class QuantizationSection(Section, QuantizationSettings):
         return values
 
 
+_Text = Annotated[str | None, Uses.NOTHING, Field(min_length=1)]
+
 Kind = PolicyKind
 
 
@@ -128,9 +123,7 @@ class PolicySection(Section):
         description="of glm_image: tokens, denoising (its decoder), or both; of diffusers: denoising; of causal_lm "
         "and vision_lm: tokens",
     )
-    revision: Annotated[str | None, Uses.NOTHING] = Field(
-        None, min_length=1, description="branch, tag or commit of a hub name; null: main"
-    )
+    revision: _Text = Field(None, description="branch, tag or commit of a hub name; null: main")
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = Field(
         None, description="of the trained model, as in transformers; null: transformers' default"
     )
@@ -186,6 +179,42 @@ class PolicySection(Section):
         """Return the streams in the order of STREAMS: theirs means nothing, and would tell equal policies apart."""
         return tuple(sorted(train, key=STREAMS.index))
 
+    def contradictions(self) -> Iterator[InputError]:
+        """Yield what of the model cannot be trained as configured."""
+        if not self.trains_adapters and self.dtype != "float32":
+            hint = "Small steps round away in 16 bits when every weight is trained; use float32, or set policy.lora."
+            yield InputError("dtype", self.dtype, hint)
+        if self.trains_adapters and self.frozen is not None:
+            hint = "Adapters already freeze every weight of the model; set policy.lora to null, or leave this out."
+            yield InputError("frozen", self.frozen, hint)
+        for place, lora in self.loras.items():
+            if lora.modules_to_save and self.dtype != "float32":
+                hint = "Small steps round away in 16 bits when a module is trained whole; set policy.dtype to float32."
+                yield InputError(f"{place}.modules_to_save", list(lora.modules_to_save), hint)
+        if self.denoising_lora is not None and (len(self.streams) == 1 or self.lora is None):
+            hint = "It replaces policy.lora for denoising, where tokens are trained by adapters too; set policy.lora."
+            yield InputError("denoising_lora", self.denoising_lora.model_dump(exclude_defaults=True), hint)
+        if self.revision is not None and Path(self.model).expanduser().is_dir():
+            yield InputError("revision", self.revision, "policy.model is a folder, not a hub name; leave it out.")
+        if self.attn_implementation == "flash_attention_2" and self.in_fp32:
+            hint = "It computes in 16 bits only; set policy.dtype or policy.autocast to bfloat16, or use sdpa."
+            yield InputError("attn_implementation", self.attn_implementation, hint)
+        if self.autocast is not None and self.dtype != "float32":
+            hint = "It computes in 16 bits over float32 weights; set policy.dtype to float32, or leave this out."
+            yield InputError("autocast", self.autocast, hint)
+        text = policy_family(self.kind).modality == "text"
+        if self.offload == "components" and text:
+            hint = "A language model is one network, which every stage needs; use none, or policy.quantization."
+            yield InputError("offload", self.offload, hint)
+        if self.quantization is None:
+            return
+        if self.autocast is not None:
+            hint = "Quantized layers compute in policy.quantization.compute_dtype; set that, and leave this out."
+            yield InputError("autocast", self.autocast, hint)
+        if self.quantization.components is not None and text:
+            hint = "A language model is no pipeline of several; leave it out, or use skip_modules."
+            yield InputError("quantization.components", list(self.quantization.components), hint)
+
     @property
     def streams(self) -> tuple[Stream, ...]:
         """The streams whose components are trained, in the order of STREAMS."""
@@ -198,8 +227,8 @@ class PolicySection(Section):
 
     @property
     def loras(self) -> Mapping[str, LoraSection]:
-        """All configured adapters, by their place in the file."""
-        given = {"policy.lora": self.lora, "policy.denoising_lora": self.denoising_lora}
+        """All configured adapters, by their place in the section."""
+        given = {"lora": self.lora, "denoising_lora": self.denoising_lora}
         return {place: lora for place, lora in given.items() if lora is not None}
 
     @property
@@ -225,15 +254,9 @@ class _OnePromptFile(Section):
     keyless = frozenset({"streaming"})
 
     prompts: Annotated[str | None, Uses.PLACE] = Field(None, min_length=1, description=_PROMPTS)
-    split: Annotated[str | None, Uses.NOTHING] = Field(
-        None, min_length=1, description="of a dataset, such as train[:1000]; null: train"
-    )
-    subset: Annotated[str | None, Uses.NOTHING] = Field(
-        None, min_length=1, description="of a dataset with several; datasets calls it name"
-    )
-    revision: Annotated[str | None, Uses.NOTHING] = Field(
-        None, min_length=1, description="branch, tag or commit of the Hub; null: main"
-    )
+    split: _Text = Field(None, description="of a dataset, such as train[:1000]; null: train")
+    subset: _Text = Field(None, description="of a dataset with several; datasets calls it name")
+    revision: _Text = Field(None, description="branch, tag or commit of the Hub; null: main")
     streaming: bool = Field(False, description="read a dataset's first rows, as many as limit, without downloading all")
     prompt_column: Annotated[str | dict[str, str] | None, Uses.NOTHING] = Field(
         None, description="null: found by its usual names; a column per role, {system: a, user: b}: messages"
@@ -248,9 +271,8 @@ class _OnePromptFile(Section):
     target_column: Annotated[str | None, Uses.NOTHING] = Field(
         None, description="file name of each prompt's target image, relative to targets"
     )
-    image_column: Annotated[str | None, Uses.NOTHING] = Field(
+    image_column: _Text = Field(
         None,
-        min_length=1,
         description="images in the prompts, to edit or to look at; null: none, or of a vision model image and images",
     )
     max_image_pixels: int | None = Field(
@@ -277,6 +299,15 @@ class PromptsSection(_OnePromptFile):
     """One prompt file, or several with names and weights."""
 
     datasets: tuple[DatasetSection, ...] = Field((), description="instead of the fields above")
+
+    def contradictions(self) -> Iterator[InputError]:
+        """Yield what belongs to one of several files, and names that several have."""
+        for field in _OnePromptFile.model_fields if self.datasets else ():
+            if (value := getattr(self, field)) not in (None, False):
+                yield InputError(field, value, "With `datasets` it has no effect; move it into one of them.")
+        for name, times in Counter(each.name for each in self.datasets).items():
+            if times > 1:
+                yield InputError("datasets", name, f"{times} datasets have this name; give each a different one.")
 
     @property
     def sets(self) -> tuple[DatasetSection, ...]:
@@ -306,6 +337,12 @@ class DataSection(PromptsSection):
 
     curriculum: CurriculumSection = CurriculumSection()
 
+    def contradictions(self) -> Iterator[InputError]:
+        """Yield those of prompt files, and that there is none."""
+        yield from super().contradictions()
+        if not self.sets:
+            yield InputError("prompts", None, "Give a prompt file, or several as data.datasets.")
+
 
 class EvaluateSection(PromptsSection):
     """Held-out prompts, sampled with fixed seeds before, during and after training."""
@@ -319,227 +356,3 @@ class EvaluateSection(PromptsSection):
         None, description="denoising steps of held-out images, all without noise; null: the rollout's"
     )
     guidance_scale: NonNegativeFloat | None = Field(None, description="of held-out images; null: the rollout's")
-
-
-class _GroupsSection(Section):
-    keyless = frozenset({"prompts_per_batch"})
-
-    training_settings: ClassVar[frozenset[str]] = frozenset({"prompts_per_iteration", "group_size"})
-    """Fields without effect on held-out samples."""
-
-    prompts_per_iteration: PositiveInt = Field(8, description="groups of an iteration")
-    group_size: int = Field(
-        8, ge=2, le=100_000, description="samples per prompt; advantages compare siblings, so at least 2"
-    )
-    prompts_per_batch: PositiveInt = Field(4, description="prompts sampled at once")
-
-    def images_of_samples(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:
-        """Return how many images each token sample of a prompt gets; one sample has all if no tokens are trained."""
-        return (1,) * self.group_size if "tokens" in streams else (self.group_size,)
-
-    def for_evaluation(self, evaluate: EvaluateSection) -> Self:
-        """Return the settings of held-out samples."""
-        return self
-
-
-class ImageRolloutSection(_GroupsSection, ImageSettings):
-    """How groups of images are sampled, whatever makes them."""
-
-    keyless = frozenset({"prompts_per_batch", "decode_batch_size"})
-    noise_settings: ClassVar[frozenset[str]] = frozenset(field.name for field in fields(DenoisingSettings)) - {
-        "num_inference_steps",
-        "guidance_scale",
-    }
-    """Fields about noisy denoising steps."""
-
-    training_settings = _GroupsSection.training_settings | noise_settings
-
-    shared_noise: bool = Field(description="siblings start from the same noise")
-
-    def for_evaluation(self, evaluate: EvaluateSection) -> Self:
-        """Return the settings of held-out images, with the steps, guidance and size that the evaluation sets."""
-        own: dict[str, Any] = {name: getattr(evaluate, name) for name in ("num_inference_steps", "guidance_scale")}
-        # Prompt files of several sizes say nothing of an image outside of them.
-        sizes = {(each.height, each.width) for each in evaluate.sets}
-        if len(sizes) == 1:
-            own["height"], own["width"] = sizes.pop()
-        return self.model_copy(update={name: value for name, value in own.items() if value is not None})
-
-
-class GlmImageRolloutSection(ImageRolloutSection, GlmImageSettings):
-    """How groups of GLM-Image's images are sampled."""
-
-    training_settings = ImageRolloutSection.training_settings | {"images_per_sample", "samples_with_images"}
-
-    shared_noise: bool = Field(True, description="siblings share the decoder's first noise")
-    samples_with_images: PositiveInt = Field(
-        1, description="with tokens and denoising trained: token samples of a prompt that get several images"
-    )
-    images_per_sample: PositiveInt = Field(
-        1, description="with tokens and denoising trained: images of each of these, at least 2; the others get 1"
-    )
-
-    def images_of_samples(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:
-        """Return how many images each token sample of a prompt gets; uneven where both streams are trained."""
-        if len(streams) == 1:
-            return super().images_of_samples(streams)
-        several = min(self.samples_with_images, self.group_size)
-        return (self.images_per_sample,) * several + (1,) * (self.group_size - several)
-
-
-class DiffusersRolloutSection(ImageRolloutSection, DiffusersSettings):
-    """How groups of a pipeline's images are sampled."""
-
-    shared_noise: bool = Field(False, description="siblings start from the same noise and differ by their noisy steps")
-
-    def for_evaluation(self, evaluate: EvaluateSection) -> Self:
-        """Return the settings of held-out images; without noisy steps siblings differ by their first noise alone."""
-        return super().for_evaluation(evaluate).model_copy(update={"shared_noise": False})
-
-
-class VllmSection(Section, VllmSettings):
-    """The vLLM servers that answer for the policy."""
-
-    keyless = frozenset({"url", "command", "token_env", "timeout_s", "concurrency", "adapter_folder"})
-
-
-def _engine_of_a_run(engine: object) -> object:
-    """Say what replaces an engine that files and stored runs may still name."""
-    if engine == "continuous_batching":
-        hint = "Write policy, the model itself, or vllm with its servers in rollout.vllm (docs/operations.md)"
-        raise PydanticCustomError("engine", hint)
-    return engine
-
-
-class TextRolloutSection(_GroupsSection, CausalLMSettings):
-    """How groups of texts are sampled."""
-
-    engine: Annotated[EngineName, BeforeValidator(_engine_of_a_run)] = Field(
-        "policy", description="who samples: policy, the model itself; vllm, servers over HTTP"
-    )
-    vllm: VllmSection | None = Field(None, description="the servers of engine vllm")
-
-    def check(self) -> None:
-        """Refuse settings of an engine that is not used, and what the engine cannot sample."""
-        super().check()
-        refuse_truncation(self.engine, self)
-        if (self.engine == "vllm") != (self.vllm is not None):
-            hint = "Engine vllm needs its servers here, and engine policy has none; give both or neither."
-            raise InputError("rollout.vllm", None if self.vllm is None else "a section", hint)
-
-
-class VisionRolloutSection(TextRolloutSection, VisionLMSettings):
-    """How groups of texts about images are sampled."""
-
-
-RolloutSection = GlmImageRolloutSection | DiffusersRolloutSection | TextRolloutSection | VisionRolloutSection
-
-
-Device = Literal["auto", "cpu", "cuda"] | NonNegativeInt
-"""A device of this machine; a number is the index of a GPU, as PyTorch counts them."""
-
-
-class StagePlacement(Section):
-    """Where one stage runs."""
-
-    pool: Name | None = Field(None, description="a work pool of the Prefect server; null: in this process")
-    timeout: PositiveFloat | None = Field(
-        None, description="seconds after which the stage is stopped; runs it in a separate process"
-    )
-
-
-class ShardedStagePlacement(StagePlacement):
-    """Where a stage runs that can be split into shards of complete groups."""
-
-    shards: PositiveInt | None = Field(
-        None, description="shards that run in parallel, joined in order; null: one per device, on a pool 1"
-    )
-
-
-_COUNTED_ALONE = frozenset({"storage", "service", "lost", "timeout", "max_delay"})
-
-
-class RetrySection(Section):
-    """How often a stage is tried that meets temporary errors; each shard of a stage is counted alone."""
-
-    tries: PositiveInt = Field(
-        5, description="of a stage whose storage, service, process or worker fails for a while, or that is timed out"
-    )
-    delay: PositiveFloat = Field(
-        2.0, description="seconds before the second try; doubled each time up to a minute, with jitter"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _counted_together(cls, values: Any) -> Any:
-        """Say what replaces the keys that files may still have."""
-        if isinstance(values, Mapping) and not _COUNTED_ALONE.isdisjoint(values):
-            raise PydanticCustomError("retries", "All temporary errors count together: write {tries: 5, delay: 2}")
-        return values
-
-
-class PlacementSection(Section):
-    """Where the stages run; it changes results by rounding at most."""
-
-    devices: tuple[Device, ...] = Field(
-        ("auto",),
-        min_length=1,
-        description="where models run. auto, cpu or cuda: in the run's process, auto on a GPU if there is one. "
-        "[0, 1] or [cpu, cpu]: a process per device, for rollouts, rewards and the update",
-    )
-    torch_threads: PositiveInt = Field(
-        1, description="of each process; measure before raising: on a small shared machine 1 is fastest"
-    )
-    sharding: Literal["ddp", "fsdp2"] = Field("ddp", description="ddp: each process has all weights; fsdp2: a share")
-    rollouts: ShardedStagePlacement = ShardedStagePlacement()
-    rewards: ShardedStagePlacement = ShardedStagePlacement()
-    advantages: StagePlacement = StagePlacement()
-    update: StagePlacement = StagePlacement()
-    retries: RetrySection = RetrySection()
-
-    @field_validator("devices", mode="before")
-    @classmethod
-    def _accept_one(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list | tuple) else (value,)
-
-    @property
-    def in_processes(self) -> bool:
-        """Whether each device has a process; a GPU named by its index is seen by no other process of the run."""
-        return len(self.devices) > 1 or isinstance(self.devices[0], int)
-
-    @property
-    def names_devices_here(self) -> bool:
-        """Whether these processes are the run's; with rollouts and updates on pools they are the workers'."""
-        return self.in_processes and not (self.rollouts.pool and self.update.pool)
-
-    def shards_of(self, where: ShardedStagePlacement) -> int:
-        """Return the number of parts into which the stage of this section is cut."""
-        if where.pool is None and not self.names_devices_here:
-            return 1
-        return where.shards or (len(self.devices) if where.pool is None else 1)
-
-    def uncut(self) -> Self:
-        """Return the placement of a part of a stage."""
-        kinds = ("rollouts", "rewards")
-        return self.model_copy(update={kind: getattr(self, kind).model_copy(update={"shards": 1}) for kind in kinds})
-
-    def on(self, device: Device) -> Self:
-        """Return the placement for the process of one device, which sees no other GPU."""
-        return self.model_copy(update={"devices": ("cuda" if isinstance(device, int) else device,)})
-
-
-class StorageSection(Section):
-    """Where runs are kept."""
-
-    root: Annotated[str, Uses.ROOT] = Field(
-        "runs",
-        min_length=1,
-        description="a folder, or an fsspec URL that refuses to create a file twice, such as s3://",
-    )
-    cache_dir: Annotated[str | None, Uses.WRITTEN] = Field(
-        None,
-        min_length=1,
-        description="local copies of files read from a bucket, on every machine of the run; null, or not writable: the "
-        "user's cache folder",
-    )
-    cache_gib: PositiveFloat = Field(20.0, description="maximum size of these copies; the oldest are deleted first")

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 
+from configs.rollouts import GlmImageRolloutSection, ImageRolloutSection
 from configs.schema import RunConfig
-from configs.sections import GlmImageRolloutSection, ImageRolloutSection
 from configs.training import NftUpdateSection, UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.losses.settings import LOSSES

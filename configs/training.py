@@ -1,8 +1,7 @@
-"""The sections of a configuration about rewards, guardrails, advantages and the policy update."""
+"""The sections of a configuration about the policy update."""
 
 import difflib
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -11,106 +10,31 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     ValidationInfo,
     field_validator,
 )
 from pydantic_core import PydanticKnownError
 
-from configs.validation import NAME_PATTERN, Name, Section
-from grpo_core.advantages.settings import AdvantageSettings
+from configs.validation import Section
+from grpo_core.errors import InputError
 from grpo_core.losses.settings import LossKlEstimator, MismatchSettings, custom_loss_digest
 from grpo_core.policies.trained.settings import Reference
-from grpo_core.rewards.registry import HackingRule, RewardTerm
 from grpo_core.streams import Stream
-from grpo_core.update.settings import NftSettings, OptimizerSettings, ScheduleValue, StepSettings, UpdateSettings
+from grpo_core.update.settings import (
+    WITH_LENGTH,
+    NftSettings,
+    OptimizerSettings,
+    ScheduleValue,
+    StepSettings,
+    UpdateSettings,
+)
 from grpo_core.uses import Uses
 
 if TYPE_CHECKING:
     from grpo_core.parity import ParityTolerance
 
-Scalar = str | int | float | bool
-
-
-def reward_label(section: Mapping[str, Any]) -> str:
-    """Return a reward's name in tables and plots: its own, that of its function, as in TRL, or its reward's."""
-    settings = section.get("settings")
-    function = (
-        settings.get("function") if section.get("reward") == "function" and isinstance(settings, Mapping) else None
-    )
-    called = function.rpartition(":")[2].lstrip("_") if isinstance(function, str) else ""
-    return str(section.get("name") or (re.fullmatch(NAME_PATTERN, called) and called) or section.get("reward"))
-
-
-class RewardSection(Section, RewardTerm):
-    """One reward of the mix."""
-
-    keyless = frozenset({"max_failures", "batch_size", "processes", "pool"})
-
-    reward: Annotated[str, Uses.NOTHING] = Field(min_length=1, description="registered name")
-    name: Name | None = Field(
-        None, description="name in tables and plots; null: the reward's name, of `function` the function's"
-    )
-    datasets: Annotated[tuple[str, ...] | None, Uses.NOTHING] = Field(
-        None, description="score these datasets only; null: all"
-    )
-    where: Annotated[dict[str, tuple[Scalar, ...]] | None, Uses.NOTHING] = Field(
-        None, description="score only prompts whose column has one of these values; null: all"
-    )
-    streams: tuple[Stream, ...] | None = Field(
-        None, description="train these on it, `tokens` or `denoising`; null: all that the run trains"
-    )
-    max_failures: float = Field(
-        0.1, ge=0, le=1, description="share of its samples that may fail; if more fail, the run stops"
-    )
-    batch_size: PositiveInt = Field(32, description="samples scored at once; larger if a group is larger")
-    processes: int = Field(
-        0, ge=0, le=256, description="processes that score in parallel, one thread each; 0: score in the run's process"
-    )
-    pool: Name | None = Field(None, description="a work pool for this reward; null: the pool of placement.rewards")
-    settings: Annotated[dict[str, object], Uses.OF_REWARD] = Field(
-        default_factory=dict, description="the reward's own; `grpo rewards list` has them"
-    )
-
-    @property
-    def label(self) -> str:
-        """The name in tables and plots."""
-        return reward_label({"name": self.name, "reward": self.reward, "settings": self.settings})
-
-    def scores(self, dataset: str) -> bool:
-        """Return whether the reward scores the dataset."""
-        return self.datasets is None or dataset in self.datasets
-
-    def scores_prompt(self, dataset: str, columns: Mapping[str, Any]) -> bool:
-        """Return whether the reward scores a prompt of the dataset with these other columns."""
-        if not self.scores(dataset):
-            return False
-        return all(columns.get(name) in values for name, values in (self.where or {}).items())
-
-    def counts_for(self, stream: Stream) -> bool:
-        """Return whether the reward is part of the mix that a stream is trained on."""
-        return self.streams is None or stream in self.streams
-
-
-class GuardrailsSection(Section, HackingRule):
-    """Held-out scores that should not fall while the reward rises."""
-
-    rewards: tuple[RewardSection, ...] = Field((), description="scored on held-out samples, never trained on")
-    on_fall: Literal["report", "stop", "pause"] = Field(
-        "report",
-        description="when a guardrail falls: only report it, end the run, or wait for a person to resume it in the UI",
-    )
-    pause_timeout: PositiveInt = Field(86_400, description="seconds that a paused run waits before it ends as failed")
-
-
 GRPO: Literal["grpo"] = "grpo"
 """The algorithm of an update that names none."""
-
-
-class AdvantagesSection(Section, AdvantageSettings):
-    """How rewards become advantages."""
-
-    max_rounds: PositiveInt = Field(4, description="maximum number of sampling rounds per iteration, with redraw")
 
 
 _TOLERANCES: Mapping[Stream, tuple[tuple[float, float], ...]] = MappingProxyType(
@@ -212,6 +136,18 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
         """Return the fields that determine results; the number of minibatches where it does."""
         values = super().result_settings()
         return values if self.minibatches is not None else {k: v for k, v in values.items() if k != "minibatches"}
+
+    def contradictions(self) -> Iterator[InputError]:
+        """Yield settings that the optimizer or the schedule does not have."""
+        if self.offload_optimizer and self.optimizer != "adamw":
+            hint = f"Only the moments of adamw; {self.optimizer} keeps its own: use adamw, or leave this out."
+            yield InputError("offload_optimizer", True, hint)
+        if self.warmup_steps and self.lr_scheduler == "constant":
+            hint = "It needs lr_scheduler: constant_with_warmup, or another that warms up."
+            yield InputError("warmup_steps", self.warmup_steps, hint)
+        if self.total_steps is not None and self.lr_scheduler not in WITH_LENGTH:
+            hint = f"The schedule {self.lr_scheduler} does not depend on its length; leave it out."
+            yield InputError("total_steps", self.total_steps, hint)
 
     @property
     def objective(self) -> str:

@@ -50,11 +50,6 @@ class Section(BaseModel):
     """Fields that are in no key: about memory, speed or placement, they change results by rounding at most."""
 
     @classmethod
-    def chosen_sections(cls, values: Mapping[str, Any]) -> Mapping[str, type["Section"]]:
-        """Return the models that read sections of these plain values, by path, where other values would have others."""
-        return {}
-
-    @classmethod
     def choices(cls, values: Mapping[str, Any]) -> Mapping[str, "Choice"]:
         """Return what chooses the model of a section of these plain values, by the section's path."""
         return {}
@@ -81,6 +76,10 @@ class Section(BaseModel):
         if inherited is not None:
             inherited()
 
+    def contradictions(self) -> Iterator[InputError]:
+        """Yield the fields, relative to the section, that contradict each other in a run; it may be built with them."""
+        return iter(())
+
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Describe inherited fields in forms by the `Attributes:` of the settings that declare them."""
@@ -95,11 +94,12 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting, by path and value, that decides which keys a section has, with the section's model by each value."""
+    """A setting, by path and value, that decides which keys a section has; the models by value, and the chosen one."""
 
     setting: str
     value: str
-    models: Mapping[str, type[Section]]
+    models: Mapping[Any, type[Section]]
+    chosen: type[Section]
 
     def hint_about(self, key: str) -> str | None:
         """Say which values give the section this key; None if it has the key with no value."""
@@ -112,23 +112,35 @@ class Choice:
         )
 
 
-def refused_combinations(value: object, path: tuple[str, ...] = ()) -> Iterator[InputError]:
-    """Yield an error for every section in a value with contradictory fields, with its path in the file."""
+def sections_of(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Section]]:
+    """Yield every section in a value with its path in the file, those in a section before it."""
     if isinstance(value, tuple):
         for index, item in enumerate(value):
-            yield from refused_combinations(item, (*path, str(index)))
-    if not isinstance(value, BaseModel):
-        return
-    for name in type(value).model_fields:
-        yield from refused_combinations(getattr(value, name), (*path, name))
+            yield from sections_of(item, (*path, str(index)))
+    if isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from sections_of(getattr(value, name), (*path, name))
     if isinstance(value, Section):
+        yield path, value
+
+
+def refused_combinations(value: object) -> Iterator[InputError]:
+    """Yield an error for every section in a value whose own check refuses it, with its path in the file."""
+    for path, section in sections_of(value):
         try:
-            value.check()
+            section.check()
         except InputError as error:
             # The core uses the section's name, without its index in a list.
-            section = ".".join(part for part in path if not part.isdigit()) + "."
-            field = error.place.removeprefix(section) if error.place.startswith(section) else error.place.split(".")[-1]
+            name = ".".join(part for part in path if not part.isdigit()) + "."
+            field = error.place.removeprefix(name) if error.place.startswith(name) else error.place.split(".")[-1]
             yield InputError(".".join((*path, field)), error.value, error.hint)
+
+
+def contradictions_within(value: object) -> Iterator[InputError]:
+    """Yield the contradictions within each section in a value, with their paths in the file."""
+    for path, section in sections_of(value):
+        for error in section.contradictions():
+            yield InputError(".".join((*path, error.place)), error.value, error.hint)
 
 
 def error_at(path: str, error: InputError) -> InputError:
@@ -155,9 +167,8 @@ def validated(
     try:
         record = model.model_validate(plain, context=ALL_AT_ONCE)
     except ValidationError as error:
-        chosen = model.chosen_sections(plain) if issubclass(model, Section) else {}
         choices = model.choices(plain) if issubclass(model, Section) else {}
-        errors += [_explain(model, chosen, choices, *found) for found in _by_place(error.errors(), plain).items()]
+        errors += [_explain(model, choices, *found) for found in _by_place(error.errors(), plain).items()]
         raise joined(errors) from error
     errors += [*refused_combinations(record), *checks(record)]
     raise_all(errors)
@@ -213,11 +224,11 @@ def _by_place(details: Sequence["ErrorDetails"], values: Any) -> dict[tuple[str,
 
 def _explain(
     model: type[BaseModel],
-    chosen: Mapping[str, type[BaseModel]],
     choices: Mapping[str, Choice],
     location: tuple[str, ...],
     details: Sequence["ErrorDetails"],
 ) -> InputError:
+    chosen = {path: choice.chosen for path, choice in choices.items()}
     place = ".".join(location) or "configuration"
     kind, found = details[0]["type"], details[0]["input"]
     if kind == "extra_forbidden":

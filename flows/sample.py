@@ -11,9 +11,10 @@ from PIL import Image
 from pydantic import BaseModel
 
 from configs.loader import apply_overrides
+from configs.placement import PlacementSection
 from configs.policy_name import PolicyName
 from configs.schema import AnyRollout, ByPolicy
-from configs.sections import PlacementSection, PolicySection, kind_of
+from configs.sections import PolicySection, kind_of
 from configs.validation import validated
 from flows.pipeline.requests import SampleRequest, refuse_overrides
 from flows.preflight.model import source_of

@@ -3,8 +3,8 @@
 from pathlib import Path
 from types import MappingProxyType
 
+from configs.rollouts import VisionRolloutSection
 from configs.schema import RunConfig
-from configs.sections import VisionRolloutSection
 from flows.export.plan import ExportPlan
 from flows.export.training_facts import heldout_table, training_facts
 from flows.export.usage import edits, usage

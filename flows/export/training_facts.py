@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from configs.schema import RunConfig
+from configs.scoring import RewardSection
 from configs.sections import PolicySection
-from configs.training import RewardSection
 from flows.export.plan import ExportPlan
 from grpo_core.streams import Stream
 from tasks.metrics import HELDOUT

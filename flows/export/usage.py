@@ -8,8 +8,8 @@ from typing import Any
 
 import jinja2
 
+from configs.rollouts import DiffusersRolloutSection, TextRolloutSection, VisionRolloutSection
 from configs.schema import RunConfig
-from configs.sections import DiffusersRolloutSection, TextRolloutSection, VisionRolloutSection
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, call_settings, read_saved_pipeline
 from grpo_core.policies.pipeline_files import INDEX_FILE
 from tasks.models.initial import local_source

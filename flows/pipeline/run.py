@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from configs.rollouts import ImageRolloutSection, RolloutSection
 from configs.schema import RunConfig
-from configs.sections import ImageRolloutSection, RolloutSection
 from configs.training import AnyUpdateSection
 from flows.pipeline.changes import HELDOUT, named_changes
 from flows.pipeline.lineage import (

@@ -20,8 +20,10 @@ from prefect.context import FlowRunContext, SyncClientContext
 from prefect.events import emit_event
 from prefect.futures import PrefectFuture, wait
 
-from configs.sections import PlacementSection, RolloutSection
-from configs.training import AnyUpdateSection, RewardSection
+from configs.placement import PlacementSection
+from configs.rollouts import RolloutSection
+from configs.scoring import RewardSection
+from configs.training import AnyUpdateSection
 from flows.pipeline.prefect_ui import shown_in_ui
 from flows.pipeline.run import Run
 from flows.server.temporary import require_not_lost

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from configs.rollouts import TextRolloutSection, VllmSection
 from configs.schema import RunConfig
-from configs.sections import TextRolloutSection, VllmSection
 from flows.preflight.model import source_of
 from flows.preflight.prompts import PromptFiles
 from grpo_core.errors import InputError

@@ -79,8 +79,8 @@ def prepare_hub(config: RunConfig) -> None:
 def check_files(config: RunConfig, *, storage: bool = True) -> None:
     """Check the prompts with their targets, what rewards need of them and of their own files, and the storage root.
 
-    Nothing is written, and no model's library is imported. `storage` is false for a stored configuration, whose root may
-    be the one of another machine. An InputError has an entry for each problem.
+    Nothing is written, and no library of models is imported. `storage` is false for a stored configuration, whose root
+    may be another machine's. An InputError has an entry for each problem.
     """
     prepare_hub(config)
     files = read_files(config)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from configs.rollouts import ImageRolloutSection
 from configs.schema import RunConfig
-from configs.sections import ImageRolloutSection
 from flows.preflight.model import refuse_offload_without_room
 from flows.preflight.prompts import PromptFiles
 from grpo_core.errors import InputError

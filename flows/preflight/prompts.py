@@ -4,8 +4,9 @@ import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from configs.rollouts import ImageRolloutSection
 from configs.schema import RunConfig
-from configs.sections import DatasetSection, ImageRolloutSection
+from configs.sections import DatasetSection
 from grpo_core.errors import InputError
 from grpo_core.messages import answer_begun
 from grpo_core.policies.protocol import policy_family

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from configs.schema import RunConfig
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage, encode_png, fits_reward, require_aspect, shown_bounds

@@ -2,8 +2,8 @@
 
 import torch
 
+from configs.rollouts import ImageRolloutSection
 from configs.schema import RunConfig
-from configs.sections import ImageRolloutSection
 from tasks.reports.text import counted
 
 

@@ -8,8 +8,8 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+from configs.rollouts import TextRolloutSection
 from configs.schema import RunConfig
-from configs.sections import TextRolloutSection
 from configs.yaml_files import parse_yaml
 from flows.pruning.request import Age, Retention
 from grpo_core.errors import InputError

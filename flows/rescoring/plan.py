@@ -10,7 +10,8 @@ import polars as pl
 from configs.contradictions import reward_contradictions
 from configs.loader import read_rewards_file
 from configs.schema import RewardsFile, RunConfig
-from configs.training import AdvantagesSection, RewardSection
+from configs.scoring import AdvantagesSection, RewardSection
+from configs.validation import contradictions_within
 from flows.pipeline.requests import RescoreRequest
 from flows.preflight.files import checked_once
 from flows.preflight.rewards import token_problems
@@ -141,7 +142,7 @@ def _plan_run(
     advantages = requested.advantages or config.advantages
     # Only the rewards are checked: the rest has run, and its files may be gone.
     mixed = config.model_copy(update={"rewards": requested.rewards, "advantages": advantages})
-    raise_all(reward_contradictions(mixed))
+    raise_all([*contradictions_within(requested), *reward_contradictions(mixed)])
     iterations = read_iterations(store, chosen, STORED)
     running = [section.label for section in requested.rewards if section.normalize == "running"]
     if running and chosen is not None and chosen[0] > first_iteration(store):

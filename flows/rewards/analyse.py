@@ -9,7 +9,7 @@ import polars as pl
 from pydantic import BaseModel
 
 from configs.schema import RewardsFile
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from flows.preflight.trust import require_trust, trusted_folders
 from flows.rescoring.plan import needed_scores
 from grpo_core.errors import InputError

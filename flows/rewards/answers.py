@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.remote import wire

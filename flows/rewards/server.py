@@ -20,7 +20,7 @@ import anyio.to_thread
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from flows.http_server import address_of, listening, local_hosts_only, run_server
 from flows.rewards.answers import Answer, RequestLimits, answer_payload, build_rewards, describe_reward
 from grpo_core.errors import InputError, raise_all

@@ -14,8 +14,8 @@ from uuid import UUID
 from PIL import Image
 from prefect import get_run_logger
 
+from configs.rollouts import TextRolloutSection
 from configs.schema import RunConfig
-from configs.sections import TextRolloutSection
 from configs.yaml_files import parse_yaml
 from flows.pipeline.lineage import identify, read_valid_description, resolve_code, resolve_start, stage_code
 from flows.pipeline.prefect_ui import artifact_link, publish_report

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from grpo_core.advantages.compared import compared_samples
 from grpo_core.advantages.compute import kl_penalty
 from grpo_core.advantages.settings import AdvantageSettings

@@ -9,8 +9,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from configs.sections import PlacementSection
-from configs.training import AdvantagesSection, RewardSection
+from configs.placement import PlacementSection
+from configs.scoring import AdvantagesSection, RewardSection
 from grpo_core.advantages.compute import GroupAdvantages, compute_advantages, reward_metrics
 from grpo_core.rewards.mix import RunningMoments
 from grpo_core.streams import Stream

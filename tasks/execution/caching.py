@@ -26,7 +26,7 @@ from prefect.events import Event
 from prefect.utilities.annotations import quote
 from pydantic import BaseModel
 
-from configs.sections import PlacementSection
+from configs.placement import PlacementSection
 from grpo_core.errors import first_line
 from tasks.execution.dispatch import dispatch
 from tasks.execution.errors import retryable_kind

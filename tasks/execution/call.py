@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from configs.sections import StorageSection
+from configs.placement import StorageSection
 from grpo_core.errors import InputError
 from grpo_core.user_code import follow_code
 from tasks.execution.child_process import ChildProcess

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from configs.sections import Device, PlacementSection
+from configs.placement import Device, PlacementSection
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcess
 from tasks.execution.errors import StageCancelledError

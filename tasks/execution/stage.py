@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from configs.sections import PlacementSection, ShardedStagePlacement, StagePlacement
+from configs.placement import PlacementSection, ShardedStagePlacement, StagePlacement
 from grpo_core.user_code import UserCode, follow_code
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from configs.sections import Device, PlacementSection
+from configs.placement import Device, PlacementSection
 from grpo_core.errors import InputError
 
 

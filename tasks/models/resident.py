@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from configs.sections import PlacementSection, PolicySection
+from configs.placement import PlacementSection
+from configs.sections import PolicySection
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import Policy, PolicyFamily, policy_family
 from grpo_core.policies.trained.settings import Reference

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
-from configs.training import reward_label
+from configs.scoring import reward_label
 from grpo_core.errors import InputError
 from tasks.metrics import split_stream
 from tasks.reports.curves import Curve

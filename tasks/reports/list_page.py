@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from configs.training import reward_label
+from configs.scoring import reward_label
 from tasks.reports.compared_runs import flat_settings, inputs_of, rescoring_in_words, reward_mix, written_setting
 from tasks.reports.curves import Curve, Points, line_plot
 from tasks.reports.report import Cells, Notice, Report, Table, render

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from grpo_core.rewards.registry import build_reward
 from tasks.reports.statistics import (
     GROUP,

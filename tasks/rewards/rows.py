@@ -18,7 +18,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from PIL import Image
 
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.images import SourceImage, decode_stored
 from grpo_core.rewards.registry import build_reward

@@ -15,8 +15,8 @@ from typing import Any
 
 import polars as pl
 
-from configs.sections import PlacementSection
-from configs.training import RewardSection
+from configs.placement import PlacementSection
+from configs.scoring import RewardSection
 from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.registry import build_reward, reward_reference
 from grpo_core.rewards.reward import provenance_of

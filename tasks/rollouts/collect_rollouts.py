@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from configs.sections import PlacementSection, RolloutSection
+from configs.placement import PlacementSection
+from configs.rollouts import RolloutSection
 from grpo_core.collect import collect_rollouts, sampled_at_once
 from grpo_core.images import encode_png
 from grpo_core.policies.protocol import family_module

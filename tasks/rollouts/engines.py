@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
-from configs.sections import PlacementSection, PolicySection, RolloutSection, TextRolloutSection
+from configs.placement import PlacementSection
+from configs.rollouts import RolloutSection, TextRolloutSection
+from configs.sections import PolicySection
 from grpo_core.policies.engines.settings import EngineName, EngineRecord, Progress
 from grpo_core.policies.protocol import Policy
 from tasks.execution.resources import resource

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from configs.sections import PolicySection, TextRolloutSection, VllmSection
+from configs.rollouts import TextRolloutSection, VllmSection
+from configs.sections import PolicySection
 from grpo_core.errors import InputError
 from grpo_core.policies.engines.settings import EngineRecord, Progress, server_command
 from grpo_core.policies.engines.vllm import VllmEngine

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.schema import ReplaySection, RewardsFile, RunConfig
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from configs.validation import RUN_NAME_PATTERN, validated
 from configs.yaml_files import parse_yaml
 from grpo_core.errors import InputError

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from configs.schema import RunConfig
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import reward_class
 from grpo_core.seeds import file_sha256

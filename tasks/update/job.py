@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict
 
-from configs.sections import PlacementSection, StorageSection
+from configs.placement import PlacementSection, StorageSection
 from configs.training import AnyUpdateSection
 from grpo_core.errors import InputError
 from grpo_core.streams import UNEQUAL_PASSES, Stream

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from configs.sections import PlacementSection
+from configs.placement import PlacementSection
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup
 from tasks.execution.call import naming_timeout, stage_handler
 from tasks.execution.devices import DeviceProcess, DeviceProcesses

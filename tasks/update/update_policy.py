@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.sections import PlacementSection
+from configs.placement import PlacementSection
 from configs.training import AnyUpdateSection
 from grpo_core.policies.protocol import family_module
 from grpo_core.streams import Stream

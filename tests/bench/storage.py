@@ -19,7 +19,7 @@ import yaml
 from PIL import Image
 
 from configs.loader import read_config
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from flows import rescore
 from grpo_core.images import encode_png
 from tasks.advantages.compute_advantages import compute_advantages_task

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import GRPOConfig, GRPOTrainer
 
 from configs.loader import read_config
+from configs.rollouts import TextRolloutSection
 from configs.schema import RunConfig
-from configs.sections import TextRolloutSection
 from configs.training import UpdateSection
 from grpo_core.rewards.samples import ScoringBatch
 from grpo_core.rewards.text.rules import AnswerReward

@@ -15,24 +15,11 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 import configs
+from configs.placement import PlacementSection, StorageSection
 from configs.schema import ROLLOUTS
-from configs.sections import (
-    DataSection,
-    DatasetSection,
-    EvaluateSection,
-    PlacementSection,
-    PolicySection,
-    RunSection,
-    StorageSection,
-)
-from configs.training import (
-    AdvantagesSection,
-    DenoisingUpdateSection,
-    GuardrailsSection,
-    NftUpdateSection,
-    RewardSection,
-    UpdateSection,
-)
+from configs.scoring import AdvantagesSection, GuardrailsSection, RewardSection
+from configs.sections import DataSection, DatasetSection, EvaluateSection, PolicySection, RunSection
+from configs.training import DenoisingUpdateSection, NftUpdateSection, UpdateSection
 from configs.trl_names import OTHER_MEANING
 
 PAGE = Path(configs.__file__).parent.parent / "docs" / "settings.md"

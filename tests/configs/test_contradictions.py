@@ -10,7 +10,7 @@ import yaml
 import configs
 from configs.loader import check_config, read_config
 from configs.schema import changed_settings, run_identity
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}
@@ -93,10 +93,10 @@ def test_everything_is_reported_at_once() -> None:
         "advantages.kl_coef",
         "update.mismatch.floor",
         "update.delta",
+        "update.warmup_steps",
         "rewards",
         "rewards.0.reward",
         "update.minibatch_size",
-        "update.warmup_steps",
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from configs.schema import ROLLOUTS, ReplayConfig, RewardsFile
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from configs.validation import Section
 from grpo_core.rewards.registry import REWARDS, reward_class
 from grpo_core.uses import Uses, declared_uses, settings_fields, use_of

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from configs.rollouts import VllmSection
 from configs.schema import RunConfig
-from configs.sections import VllmSection
 from grpo_core.rewards.registry import REWARDS, reward_class
 from grpo_core.rewards.reward import Reward
 from grpo_core.uses import Uses, declared_uses, settings_fields

@@ -26,7 +26,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from starlette.testclient import TestClient
 
 from configs.loader import read_config
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from flows.rewards.server import create_app
 from grpo_core import services
 from grpo_core.errors import InputError

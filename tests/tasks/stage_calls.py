@@ -8,8 +8,11 @@ from typing import Any
 import polars as pl
 import pytest
 
-from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection
-from configs.training import AdvantagesSection, RewardSection, UpdateSection
+from configs.placement import PlacementSection
+from configs.rollouts import GlmImageRolloutSection
+from configs.scoring import AdvantagesSection, RewardSection
+from configs.sections import LoraSection, PolicySection
+from configs.training import UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.samples import Score, ScoringBatch

@@ -10,7 +10,7 @@ import fsspec
 import pyarrow as pa
 import pytest
 
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tasks.pruning import Prunable, abandoned_writes, delete_part, find_prunable, part_bytes

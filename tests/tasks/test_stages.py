@@ -12,8 +12,9 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
+from configs.scoring import RewardSection
 from configs.sections import PolicySection
-from configs.training import MismatchSection, ParitySection, ReferenceSection, RewardSection
+from configs.training import MismatchSection, ParitySection, ReferenceSection
 from grpo_core.parity import ParityTolerance
 from grpo_core.rewards.image_statistics import JpegReward
 from tasks.prompts.targets import TargetReference

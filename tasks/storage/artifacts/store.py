@@ -29,7 +29,7 @@ from tasks.storage.roots import is_conflict, translate_remote_errors
 if TYPE_CHECKING:
     from prefect.filesystems import WritableFileSystem
 
-    from configs.sections import StorageSection
+    from configs.placement import StorageSection
 
 RUN_FILE = "run.json"
 _READING = threading.Lock()
@@ -246,7 +246,7 @@ def open_store_elsewhere(storage: "StorageSection", run: str) -> ArtifactStore:
 def described(store: ArtifactStore) -> "StorageSection":
     """Return the root and its folder for copies for other processes; None stands for each user's cache folder."""
     # It takes seconds to import, and a command that finds a run has no need of it.
-    from configs.sections import StorageSection
+    from configs.placement import StorageSection
 
     root, cache = store.url, store.files.cache
     if cache is None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prefect import flow, task
 
-from configs.sections import PlacementSection, RetrySection, ShardedStagePlacement
+from configs.placement import PlacementSection, RetrySection, ShardedStagePlacement
 from grpo_core.errors import InputError
 from tasks.execution import stage as stages
 from tasks.execution.caching import LONGEST_DELAY, retry_options, stage_task, with_retries

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from configs.loader import read_config
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from flows import evaluate, replay
 from flows.compare_runs import compare
 from flows.deploy import evaluation

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from flows.command_line.main import application
 from flows.rewards.server import create_app
 from grpo_core.errors import FailedSamplesError

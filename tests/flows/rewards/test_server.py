@@ -18,7 +18,7 @@ import psutil
 import pytest
 import uvicorn
 
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from flows.http_server import server_config
 from flows.rewards.server import ServerLimits, create_app, serve
 from grpo_core.rewards.image_statistics import JpegReward
@@ -242,7 +242,7 @@ def test_serve_refuses_what_is_not_ready() -> None:
 
 SERVER = """
 from flows.rewards.server import serve
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 serve([RewardSection(reward="jpeg")], port=0, report_progress=lambda line: print(line, flush=True))
 print("ended", flush=True)
 """

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from configs.training import AdvantagesSection, RewardSection
+from configs.scoring import AdvantagesSection, RewardSection
 from grpo_core.advantages.compute import compute_advantages
 from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task, zero_metrics

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from configs.sections import GlmImageRolloutSection as Rollout
-from configs.sections import LoraSection, PlacementSection, PolicySection, QuantizationSection
-from configs.training import AdvantagesSection, RewardSection
+from configs.placement import PlacementSection
+from configs.rollouts import GlmImageRolloutSection as Rollout
+from configs.scoring import AdvantagesSection, RewardSection
+from configs.sections import LoraSection, PolicySection, QuantizationSection
 from configs.training import UpdateSection as Update
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import StageKey

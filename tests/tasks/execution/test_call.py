@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.sections import PlacementSection
-from configs.training import AdvantagesSection, RewardSection
+from configs.placement import PlacementSection
+from configs.scoring import AdvantagesSection, RewardSection
 from grpo_core.errors import InputError
 from grpo_core.user_code import follow_code
 from tasks.execution.call import StageCall, arguments_of, call_of, carry_out, naming_timeout, read_call, write_call

@@ -14,8 +14,8 @@ import polars as pl
 import psutil
 import pytest
 
-from configs.sections import PlacementSection
-from configs.training import RewardSection
+from configs.placement import PlacementSection
+from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from tasks.execution import child_process
 from tasks.execution.call import StageCall, StageOutcome, call_of, carry_out_in

@@ -6,7 +6,7 @@ from contextvars import copy_context
 
 import pytest
 
-from configs.sections import PlacementSection
+from configs.placement import PlacementSection
 from tasks.execution.devices import DeviceProcesses, visible_devices
 from tasks.execution.errors import StageCancelledError
 from tasks.execution.resources import resource, run_resources

@@ -7,8 +7,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from configs.sections import PlacementSection, ShardedStagePlacement
-from configs.training import RewardSection
+from configs.placement import PlacementSection, ShardedStagePlacement
+from configs.scoring import RewardSection
 from grpo_core.errors import FailedSamplesError
 from tasks.execution.dispatch import run_in_shards
 from tasks.execution.stage import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from configs.training import AdvantagesSection, RewardSection
+from configs.scoring import AdvantagesSection, RewardSection
 from grpo_core.syntax import SyntaxWalk, parse
 from grpo_core.user_code import PROJECT_PACKAGES
 from tasks.execution import fingerprint

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 import torch
 
-from configs.sections import PlacementSection
+from configs.placement import PlacementSection
 from grpo_core.actions import TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.policy import GlmImagePolicy, GlmImageTokens

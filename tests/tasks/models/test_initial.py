@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.sections import LoraSection, PlacementSection, PolicySection
+from configs.placement import PlacementSection
+from configs.sections import LoraSection, PolicySection
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.settings import ADAPTER_FILE, LoraSettings, TrainingChoice
 from tasks.models import resident

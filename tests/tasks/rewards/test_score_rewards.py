@@ -12,8 +12,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from configs.sections import PlacementSection
-from configs.training import AdvantagesSection, RewardSection
+from configs.placement import PlacementSection
+from configs.scoring import AdvantagesSection, RewardSection
 from grpo_core.errors import FailedSamplesError, InputError
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.child_process import ChildProcesses
@@ -334,7 +334,7 @@ def test_processes_that_score_end_with_a_run_that_is_killed(maker: RunMaker, tmp
     settings = function(tmp_path, requested, 'open(f"{folder}/{os.getpid()}.pid", "w").close(); return 0.5')
     program = f"""
 import time
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from tasks.rewards.rows import score_in_processes
 from tasks.storage.artifacts.store import ArtifactStore
 

@@ -7,8 +7,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from configs.sections import PlacementSection
-from configs.training import RewardSection
+from configs.placement import PlacementSection
+from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource

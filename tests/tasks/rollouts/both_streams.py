@@ -6,7 +6,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from configs.sections import GlmImageRolloutSection, PlacementSection
+from configs.placement import PlacementSection
+from configs.rollouts import GlmImageRolloutSection
 from grpo_core.actions import DenoisingBatch
 from grpo_core.collect import collect_rollouts
 from grpo_core.records import GroupRequest, RolloutGroup, SampledActions

@@ -9,8 +9,10 @@ from typing import Any
 import polars as pl
 import pytest
 
-from configs.sections import PlacementSection, VllmSection
-from configs.training import ParitySection, RewardSection
+from configs.placement import PlacementSection
+from configs.rollouts import VllmSection
+from configs.scoring import RewardSection
+from configs.training import ParitySection
 from grpo_core.parity import ParityError
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tasks.execution.resources import run_resources

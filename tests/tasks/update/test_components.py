@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.sections import LoraSection, PlacementSection
+from configs.placement import PlacementSection
+from configs.sections import LoraSection
 from configs.training import (
     AnyUpdateSection,
     DenoisingUpdateSection,

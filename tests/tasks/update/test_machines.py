@@ -13,7 +13,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from configs.sections import PlacementSection
+from configs.placement import PlacementSection
 from grpo_core.errors import InputError
 from tasks.execution.child_process import ChildProcess
 from tasks.execution.devices import DeviceProcess, DeviceProcesses

@@ -12,7 +12,8 @@ import psutil
 import pytest
 import torch
 
-from configs.sections import LoraSection, PlacementSection
+from configs.placement import PlacementSection
+from configs.sections import LoraSection
 from configs.training import ReferenceSection, UpdateSection
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.streams import Stream

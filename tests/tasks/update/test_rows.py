@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.sections import LoraSection, PlacementSection
+from configs.placement import PlacementSection
+from configs.sections import LoraSection
 from configs.training import ParitySection, UpdateSection
 from grpo_core.policies.protocol import policy_family
 from grpo_core.records import TrainingRows

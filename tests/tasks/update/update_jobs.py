@@ -10,14 +10,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from configs.sections import (
-    GlmImageRolloutSection,
-    LoraSection,
-    PlacementSection,
-    PolicySection,
-    TextRolloutSection,
-    VisionRolloutSection,
-)
+from configs.placement import PlacementSection
+from configs.rollouts import GlmImageRolloutSection, TextRolloutSection, VisionRolloutSection
+from configs.sections import LoraSection, PolicySection
 from configs.training import AnyUpdateSection, MismatchSection, UpdateSection
 from grpo_core.policies.trained.settings import Reference
 from grpo_core.streams import Stream

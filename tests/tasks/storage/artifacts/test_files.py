@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from configs.sections import StorageSection
-from configs.training import RewardSection
+from configs.placement import StorageSection
+from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from tasks.execution.call import StageCall, call_of, carry_out
 from tasks.execution.stage import stage_named
