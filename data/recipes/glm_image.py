@@ -1,7 +1,6 @@
 """The tiny GLM-Image: the token model on imperfect images, flow matching of the decoder, held-out captions."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,28 +41,11 @@ from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.streams import ImageSize
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Captioned images: which scene each caption describes, int64 [images], and tokens, int64 [images, 16 + 64]."""
-
-    scene_index: Tensor
-    tokens: Tensor
-
-
-def draw_corpus(scenes: Sequence[Scene], recipe: TinyRecipe) -> Corpus:
-    """Draw `recipe.corpus_size` images of random scenes, with slips, confusions and speckles at its rates."""
+def draw_corpus(scenes: Sequence[Scene], recipe: TinyRecipe) -> tuple[Tensor, Tensor]:
+    """Draw imperfect images: the scene of each caption, int64 [images], and tokens, int64 [images, 16 + 64]."""
     mistakes = Mistakes(recipe.slip_probability, recipe.confusion_probability, recipe.speckle_probability)
     index, cells = draw_imperfect_corpus(scenes, recipe.corpus_size, mistakes, recipe.seed)
-    return Corpus(torch.from_numpy(index), encode_cells(cells))
-
-
-@dataclass(frozen=True)
-class AutoregressiveMetrics:
-    """Cross-entropy in nats per token: over the last steps of the training, and of clean held-out images by grid."""
-
-    final_loss: float
-    heldout_preview_loss: float
-    heldout_large_loss: float
+    return torch.from_numpy(index), encode_cells(cells)
 
 
 def encode_scenes(pipeline: GlmImagePipeline, scenes: Sequence[Scene]) -> EncodedPrompts:
@@ -92,11 +74,11 @@ def token_losses(pipeline: GlmImagePipeline, encoded: EncodedPrompts, tokens: Te
 
 def train_autoregressive(
     pipeline: GlmImagePipeline, recipe: TinyRecipe, on_step: ProgressCallback | None = None
-) -> AutoregressiveMetrics:
-    """Train `pipeline.vision_language_encoder` in place on the recipe's corpus of training captions."""
+) -> dict[str, float]:
+    """Train `pipeline.vision_language_encoder` in place on training captions; return losses in nats per token."""
     model = pipeline.vision_language_encoder
     train_scenes, heldout_scenes = split_scenes(recipe.seed, recipe.heldout_fraction)
-    corpus = draw_corpus(train_scenes, recipe)
+    described, tokens = draw_corpus(train_scenes, recipe)
     encoded = encode_scenes(pipeline, train_scenes)
     # The vision tower and the quantizer read source images, which are not used here.
     trained = [p for name, p in model.named_parameters() if "visual" not in name and "vqmodel" not in name]
@@ -104,10 +86,11 @@ def train_autoregressive(
 
     def loss() -> Tensor:
         rows = torch.randint(recipe.corpus_size, (recipe.autoregressive_batch,), generator=generator)
-        return token_losses(pipeline, encoded.select(corpus.scene_index[rows]), corpus.tokens[rows]).mean()
+        return token_losses(pipeline, encoded.select(described[rows]), tokens[rows]).mean()
 
     final = train(model, trained, recipe.autoregressive_learning_rate, recipe.autoregressive_steps, loss, on_step)
-    return AutoregressiveMetrics(final, *_heldout_losses(pipeline, heldout_scenes))
+    preview, large = _heldout_losses(pipeline, heldout_scenes)
+    return {"final_loss": final, "heldout_preview_loss": preview, "heldout_large_loss": large}
 
 
 @torch.no_grad()
@@ -145,12 +128,13 @@ def train_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe, on_step: Progr
     as in Esser et al. 2024, "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis", section 3.1.
     """
     train_scenes, _ = split_scenes(recipe.seed, recipe.heldout_fraction)
-    large_tokens = draw_corpus(train_scenes, recipe).tokens[:, PREVIEW_GRID**2 :]
+    large_tokens = draw_corpus(train_scenes, recipe)[1][:, PREVIEW_GRID**2 :]
     glyphs = glyph_embeddings(pipeline)
     generator = torch.Generator().manual_seed(recipe.seed)
 
     def loss() -> Tensor:
-        tokens = _draw_tokens(large_tokens, recipe.decoder_batch, generator)
+        rows = torch.randint(len(large_tokens), (recipe.decoder_batch,), generator=generator)
+        tokens = scramble_tokens(large_tokens[rows], generator)
         glyph = glyphs[int(torch.randint(len(glyphs), (1,), generator=generator))]
         return flow_matching_loss(pipeline, tokens, glyph, recipe, generator)
 
@@ -162,11 +146,6 @@ def train_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe, on_step: Progr
 def glyph_embeddings(pipeline: GlmImagePipeline) -> list[Tensor]:
     """Embed examples of quoted texts, each float [1, ids, width]."""
     return [pipeline._get_glyph_embeds([f'"{text}"']) for text in _GLYPH_TEXTS]
-
-
-def _draw_tokens(large_tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    rows = torch.randint(len(large_tokens), (count,), generator=generator)
-    return scramble_tokens(large_tokens[rows], generator)
 
 
 def scramble_tokens(tokens: Tensor, generator: torch.Generator) -> Tensor:
@@ -251,7 +230,7 @@ def make() -> None:
     def train_both() -> dict[str, object]:
         token_model = train_autoregressive(pipeline, recipe, print_progress("train token model"))
         decoder = train_decoder(pipeline, recipe, print_progress("train decoder"))
-        return {"token_model": asdict(token_model), "decoder": {"final_loss": decoder}}
+        return {"token_model": token_model, "decoder": {"final_loss": decoder}}
 
     def measured(folder: Path) -> dict[str, Quality]:
         captions = [scene.caption for scene in unseen]

@@ -186,7 +186,7 @@ def train_token_editor(
     train_edits, heldout_edits = split_edits(base.seed, recipe.heldout_fraction)
     edits, edit_tokens = _encode_edits(pipeline, _draw_corpus(train_edits, recipe))
     scenes, _ = split_scenes(base.seed, base.heldout_fraction)
-    captions, caption_corpus = encode_scenes(pipeline, scenes), draw_corpus(scenes, base)
+    captions, (described, caption_tokens) = encode_scenes(pipeline, scenes), draw_corpus(scenes, base)
     trained = [p for name, p in model.named_parameters() if "visual" not in name and "vqmodel" not in name]
     generator = torch.Generator().manual_seed(base.seed)
 
@@ -194,9 +194,9 @@ def train_token_editor(
         rows = torch.randint(recipe.corpus_size, (recipe.edit_batch,), generator=generator)
         of_edits = token_losses(pipeline, edits.select(rows), edit_tokens[rows]).mean()
         rows = torch.randint(base.corpus_size, (recipe.caption_batch,), generator=generator)
-        encoded = captions.select(caption_corpus.scene_index[rows])
+        encoded = captions.select(described[rows])
         share = recipe.caption_batch / (recipe.edit_batch + recipe.caption_batch)
-        return torch.lerp(of_edits, token_losses(pipeline, encoded, caption_corpus.tokens[rows]).mean(), share)
+        return torch.lerp(of_edits, token_losses(pipeline, encoded, caption_tokens[rows]).mean(), share)
 
     final = train(model, trained, recipe.autoregressive_learning_rate, recipe.autoregressive_steps, loss, on_step)
     clean = draw_edit_corpus(heldout_edits, 64, base.seed, speckle_probability=0.0, unedited_probability=0.0)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline, GlmImageTransformer2DModel
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     ByT5Tokenizer,
     GlmImageConfig,
@@ -17,6 +16,7 @@ from transformers import (
 )
 from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
+from data.recipes import trainer
 from data.recipes.autoencoder import build_cell_autoencoder
 from data.recipes.shapes import CELL_PIXELS, CODEBOOK_SIZE, IMAGE_PIXELS, all_scenes
 from grpo_core.policies.glm_image.processor import UnitProcessor
@@ -77,31 +77,16 @@ def image_token(index: int) -> str:
     return f"<|dit_token_{index}|>"
 
 
-def _known_words() -> list[str]:
-    words = {word for scene in all_scenes() for word in scene.caption.split()}
-    words |= {str(number) for number in range(10)}
-    # Byte-level pre-tokenisation writes the space before a word as this letter, part of the word.
-    return sorted(words | {"\u0120" + word for word in words})
-
-
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the token model's tokenizer: a word of the captions is one id, any other its UTF-8 bytes."""
-    entries = [image_token(i) for i in range(VISION_VOCAB_SIZE)] + sorted(pre_tokenizers.ByteLevel.alphabet())
-    entries += [word for word in _known_words() if len(word) > 1]
-    specials = [_PAD, _GRID_BOS, _GRID_EOS, _IMAGE]
-    vocabulary = {entry: index for index, entry in enumerate(entries + specials)}
-    # ignore_merges: a word that is an entry is one id, without the merges that would build it from bytes.
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    """Build the token model's tokenizer: vision ids first, then bytes, and the words of the captions."""
     start, end = image_token(IMAGE_START_ID), image_token(IMAGE_END_ID)
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in [*specials, start, end]])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return trainer.build_tokenizer(
+        [*(word for scene in all_scenes() for word in scene.caption.split()), *map(str, range(10))],
+        [_PAD, _GRID_BOS, _GRID_EOS, _IMAGE],
+        [image_token(index) for index in range(VISION_VOCAB_SIZE)],
         bos_token=start,
         eos_token=end,
         pad_token=_PAD,
-        padding_side="left",
         extra_special_tokens={"image_token": _IMAGE, "grid_bos_token": _GRID_BOS, "grid_eos_token": _GRID_EOS},
     )
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from tokenizers import pre_tokenizers
@@ -196,7 +195,7 @@ def train_transformer(
     scenes, _ = split_scenes(recipe.seed, recipe.heldout_fraction)
     mistakes = Mistakes(recipe.slip_probability, recipe.confusion_probability, recipe.speckle_probability)
     described, cells = draw_imperfect_corpus(scenes, recipe.corpus_size, mistakes, recipe.seed)
-    latents = _to_latents(cells, recipe)
+    latents = (torch.from_numpy(cells).float().permute(0, 3, 1, 2) / 127.5 - 1) / recipe.latent_std
     # The last one is for dropped prompts.
     captions_and_none = [*(scene.caption for scene in scenes), ""]
     with torch.no_grad():
@@ -214,11 +213,6 @@ def train_transformer(
 
     parameters = pipeline.transformer.parameters()
     return train(pipeline.transformer, parameters, recipe.learning_rate, recipe.steps, loss, on_step)
-
-
-def _to_latents(cells: np.ndarray, recipe: TinySd3Recipe) -> Tensor:
-    colors = torch.from_numpy(cells).float().permute(0, 3, 1, 2) / 127.5 - 1
-    return colors / recipe.latent_std
 
 
 def _flow_matching_loss(

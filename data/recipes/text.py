@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from data.recipes import trainer
 from data.recipes.trainer import DATA, ProgressCallback, Quality, measure, print_progress, replace_shipped, train
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
@@ -115,18 +115,8 @@ _CHAT_TEMPLATE = (
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build the tokenizer: a word of the instruction is one id, so that each letter of the word to sort is one too."""
-    words = set(INSTRUCTION.split())
-    # Byte-level pre-tokenisation writes the space before a word as this letter, part of the word.
-    words |= {"\u0120" + word for word in words}
-    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *sorted(words)]
     specials = [_PAD, _SYSTEM, _USER, _ASSISTANT, _END]
-    vocabulary = {entry: index for index, entry in enumerate(entries + specials)}
-    # ignore_merges: a word that is an entry is one id, without the merges that would build it from bytes.
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
-    built = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_PAD, padding_side="left")
+    built = trainer.build_tokenizer(INSTRUCTION.split(), specials, eos_token=_END, pad_token=_PAD)
     built.chat_template = _CHAT_TEMPLATE
     return built
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from grpo_core.errors import NonFiniteError
 from grpo_core.images import SourceImage
@@ -33,6 +35,31 @@ _MAX_GRAD_NORM = 1.0
 
 # Called after each step with (steps done, total steps, loss of this step).
 ProgressCallback = Callable[[int, int, float], None]
+
+
+def build_tokenizer(
+    words: Iterable[str], specials: Sequence[str], first: Sequence[str] = (), **options: Any
+) -> PreTrainedTokenizerFast:
+    """Build a tokenizer to which a word, with or without the space before it, is one id and any other its UTF-8 bytes.
+
+    Any text has ids, and none is unknown; pads are on the left.
+
+    Args:
+        specials: the last ids.
+        first: the first ids; those that `options` name as the start and the end of a text are special too.
+        options: of PreTrainedTokenizerFast.
+    """
+    # Byte-level pre-tokenisation writes the space before a word as this letter, part of the word.
+    known = sorted({spaced for word in words for spaced in (word, "\u0120" + word) if len(spaced) > 1})
+    entries = [*first, *sorted(pre_tokenizers.ByteLevel.alphabet()), *known, *specials]
+    # ignore_merges: a word that is an entry is one id, without the merges that would build it from bytes.
+    vocabulary = {entry: index for index, entry in enumerate(entries)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = [options[name] for name in ("bos_token", "eos_token") if options.get(name) in first]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in [*specials, *marks]])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **options)
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
