@@ -50,10 +50,7 @@ def _datasets(config: RunConfig) -> Iterator[InputError]:
     for place, section in config.prompt_sections.items():
         for each in section.sets if weighted else ():
             if not any(reward.scores(each.name) for reward in weighted):
-                hint = (
-                    "No reward with a weight scores this dataset, so nothing would be learned from it; add its name "
-                    "to the datasets of a reward."
-                )
+                hint = "No reward with a weight scores this dataset; add its name to the datasets of a reward."
                 yield InputError(f"{place}.datasets" if section.datasets else f"{place}.prompts", each.name, hint)
 
 
@@ -214,10 +211,7 @@ def _engine(config: RunConfig) -> Iterator[InputError]:
         hint = "A vLLM server loads adapters of the language model alone here; use true, or rollout.engine: policy."
         yield InputError("policy.freeze_vision", False, hint)
     if not policy.trains_adapters:
-        hint = (
-            "A vLLM server takes new full weights over NCCL alone, or by a restart of a minute or more after each "
-            "update. Train adapters, or use rollout.engine: policy."
-        )
+        hint = "A vLLM server takes new full weights over NCCL alone. Train adapters, or use rollout.engine: policy."
         yield InputError("policy.lora", None, hint)
     if policy.quantization is not None:
         hint = "A server loads the base in its own way, with other weights; use rollout.engine: policy."
@@ -225,16 +219,10 @@ def _engine(config: RunConfig) -> Iterator[InputError]:
     command, placement = rollout.vllm and rollout.vllm.command, config.placement
     # Reference log-probs take the weights, so the devices' processes sample.
     if command and config.advantages.kl_coef > 0 and placement.shards_of(placement.rollouts) > 1:
-        hint = (
-            "advantages.kl_coef divides the rollouts among processes, each of which would start a server. Start one "
-            "yourself and name its address as rollout.vllm.url, or use one device."
-        )
+        hint = "Each process of advantages.kl_coef would start one. Name a rollout.vllm.url, or use one device."
         yield InputError("rollout.vllm.command", command, hint)
     if command and config.run.staleness and placement.rollouts.timeout and not placement.rollouts.pool:
-        hint = (
-            "With placement.rollouts.timeout, rollouts and evaluations that overlap (run.staleness) run in processes, "
-            "each of which would start a server. Leave the timeout out, or name a server as rollout.vllm.url."
-        )
+        hint = "Each process of placement.rollouts.timeout would start one. Leave that out, or name rollout.vllm.url."
         yield InputError("rollout.vllm.command", command, hint)
     for place, lora in policy.loras.items():
         yield from _refused(refuse_vllm_adapters, lora, f"policy.{place}")

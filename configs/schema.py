@@ -109,7 +109,6 @@ class ByPolicy(Section):
     @model_validator(mode="before")
     @classmethod
     def _by_the_policy(cls, values: Any) -> Any:
-        """Give the sections whose keys depend on the policy its kind and its streams."""
         if not isinstance(values, Mapping):
             return values
         given = {name: values[name] for name in ("rollout", "update") if name in values}
@@ -158,7 +157,6 @@ class RunConfig(ByPolicy):
     @model_validator(mode="before")
     @classmethod
     def _update_each_stream(cls, values: Any) -> Any:
-        """Have an update by default of whatever is trained."""
         return {**values, "update": values.get("update", {})} if isinstance(values, Mapping) else values
 
     @property

@@ -92,10 +92,7 @@ def _images_per_sample(config: RunConfig) -> Iterator[InputError]:
     if len(config.streams) == 1:
         for name in ("samples_with_images", "images_per_sample"):
             if (value := getattr(rollout, name)) != 1:
-                hint = (
-                    "With one stream trained, rollout.group_size is the number of token samples that are compared, or "
-                    "of images of one; leave it out."
-                )
+                hint = "With one stream trained, rollout.group_size says how many samples are compared; leave it out."
                 yield InputError(f"rollout.{name}", value, hint)
         return
     if rollout.images_per_sample == 1:
@@ -146,9 +143,7 @@ def _check_nft(config: RunConfig, place: str, update: NftUpdateSection) -> Itera
         yield InputError("rollout.shared_noise", True, hint)
     levels = update.timesteps_per_image
     if levels is not None and levels > rollout.num_inference_steps:
-        hint = (
-            f"Images have {rollout.num_inference_steps} noise levels (rollout.num_inference_steps); give at most that."
-        )
+        hint = f"Images have {rollout.num_inference_steps} noise levels (num_inference_steps); give at most that."
         yield InputError(f"{place}.timesteps_per_image", levels, hint)
     if config.advantages.kl_coef > 0:
         hint = f"DiffusionNFT has no log-probs that a KL could be taken of; set {place}.kl_coef instead."

@@ -252,9 +252,7 @@ def parse_yaml(text: str, place: str) -> Any:
         InputError: the text is not YAML (with the line), has too many values, or nests them too deeply.
     """
     if len(text) > MAX_CHARACTERS:
-        hint = (
-            f"At most {MAX_CHARACTERS:,} characters are read. Move what is long, such as prompts, to files of its own."
-        )
+        hint = f"At most {MAX_CHARACTERS:,} characters are read. Move what is long, such as prompts, to own files."
         raise InputError(place, f"{len(text):,} characters", hint)
     return copy.deepcopy(_parsed(text, place))
 

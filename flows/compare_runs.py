@@ -80,10 +80,7 @@ def summarize(found: Comparison, html: Path | None) -> CompareSummary:
 def _readers(names: Sequence[str], root: str) -> tuple[dict[str, RunReader], dict[str, int]]:
     """Find the runs, by a label for each, and the policy versions that are named."""
     if len(names) < 2:
-        hint = (
-            "Name at least two runs, or two versions of one as RUN@N; the others are compared with the first. "
-            "`grpo inspect` shows one run."
-        )
+        hint = "Name at least two runs, or two versions of one as RUN@N; `grpo inspect` shows one run."
         raise InputError("RUN", ", ".join(names) or None, hint)
     found: list[tuple[str, ArtifactStore, int | None]] = []
     problems = []

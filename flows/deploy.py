@@ -153,9 +153,7 @@ async def _pool(client: PrefectClient, request: DeployRequest) -> WorkPool:
     try:
         return await client.read_work_pool(request.pool)
     except ObjectNotFound as error:
-        hint = (
-            f"The server has none of this name: `prefect work-pool create {request.pool} --type kubernetes`, or docker."
-        )
+        hint = f"There is none of this name: `prefect work-pool create {request.pool} --type kubernetes`, or docker."
         raise InputError("--pool", request.pool, hint) from error
 
 

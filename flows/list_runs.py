@@ -135,7 +135,6 @@ def _planned(config: Mapping[str, Any]) -> int | None:
 
 
 def _described(store: ArtifactStore) -> Mapping[str, Any]:
-    """Read run.json; empty where it cannot be read."""
     try:
         return read_description(store)
     except InputError:

@@ -293,9 +293,6 @@ def corrected_updates(
     if all(digest == policy.sampler.digest for _, digest in stored.samplers):
         return run.updates
     if plan.config.replay.max_staleness == 0:
-        hint = (
-            f"No row is left: iteration {stored.number} was sampled by other weights than version {policy.version} "
-            "has here, though its number may be the same. Allow at least 1."
-        )
+        hint = f"Other weights than version {policy.version} sampled iteration {stored.number}. Allow at least 1."
         raise InputError("--max-staleness", 0, hint)
     return corrected(run.updates, plan.config.replay.correction)

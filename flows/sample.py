@@ -109,7 +109,6 @@ def _is_model(folder: Path) -> bool:
 
 
 def _is_adapter(folder: Path) -> bool:
-    """Return whether the folder has an adapter, or one in the subfolder of each component."""
     return any((place / ADAPTER_CONFIG_FILE).is_file() for place in (folder, *(folder / each for each in STREAMS)))
 
 

@@ -116,9 +116,7 @@ def worker(
         from flows.server.reachable import require_server, server_database, server_url
 
         if server_url() is None:
-            hint = (
-                "A worker gets its work from a server: start one with `grpo ui` and export the address that it prints."
-            )
+            hint = "Its work comes from a server: start one with `grpo ui` and export the address that it prints."
             raise InputError("PREFECT_API_URL", None, hint)
         require_server()
         if server_database() == "sqlite":

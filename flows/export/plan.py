@@ -82,9 +82,7 @@ def _refuse_initial(store: ArtifactStore, config: RunConfig, chosen: PolicyName)
     if not versions:
         raise InputError("RUN", store.run, "It has no policy version that is valid; train it first.")
     best = "Of the versions that are stored it has the highest held-out reward; " if chosen.version == BEST else ""
-    hint = (
-        f"{best}version 0 is the model as given, {config.policy.model}. Choose one of {versions[0]} to {versions[-1]}."
-    )
+    hint = f"{best}version 0 is the model, {config.policy.model}. Choose one of {versions[0]} to {versions[-1]}."
     raise InputError("RUN", f"{store.run}@{chosen.version}", hint)
 
 

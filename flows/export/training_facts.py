@@ -100,7 +100,6 @@ def _evaluated_first(plan: ExportPlan) -> StoredEvaluation | None:
 
 
 def _means(done: StoredEvaluation | None) -> dict[str, float | None]:
-    """Return the mean of the mixed reward, of each reward and of each guardrail."""
     if done is None:
         return {}
     scores = {**done.rewards, **{f"{label} (guardrail)": each for label, each in done.guardrails.items()}}

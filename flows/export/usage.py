@@ -127,7 +127,6 @@ def _source_argument(config: RunConfig) -> str | None:
 
 
 def _call_settings(config: RunConfig, rollout: Any) -> Mapping[str, object]:
-    """Return the size, the steps, the guidance and what else the pipeline is called with."""
     settings = {name: getattr(rollout, name) for name in ("height", "width", "num_inference_steps")}
     saved = _saved(config)
     if saved is None or not isinstance(rollout, DiffusersRolloutSection):

@@ -65,7 +65,6 @@ def config_text(start: Start, folder: Path) -> str:
 
 
 def _of_the_model(model: str, start: Start) -> dict[str, str | None]:
-    """Return the settings that depend on the model."""
     values: dict[str, str | None] = {"policy.model": quoted(model)}
     if not is_of_its_family(model, start.name):
         # The names of its layers.
@@ -77,7 +76,6 @@ def _of_the_model(model: str, start: Start) -> dict[str, str | None]:
 
 
 def _example(start: Start, stem: str) -> str:
-    """Return the name of an example's file."""
     (path,) = (EXAMPLES / start.examples).glob(f"{stem}.*")
     return path.name
 

@@ -83,7 +83,6 @@ def _reward(place: str, name: str, key: tuple[str, str], settings: Mapping[str, 
 
 
 def _short(reference: str) -> str:
-    """Leave out the folder of a function's file."""
     module, _, name = reference.rpartition(":")
     return Path(module).name if module.endswith(".py") else f"{module}:{name}"
 
@@ -121,7 +120,6 @@ def identity_difference(previous: Mapping[str, Any], identity: Mapping[str, Any]
 
 
 def _unnamed(previous: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
-    """Name what differs where no parts were recorded."""
     names = {
         "model": "the model",
         "prompts": "the prompts or their targets",

@@ -210,7 +210,6 @@ def end_earlier_run(store: ArtifactStore) -> None:
 
 
 def _earlier_run(store: ArtifactStore) -> str | None:
-    """Return the earlier run that the results are being moved to."""
     found = [name for name in RunReader(store).names() if name.startswith(_BECOMES)]
     return f"{store.run}~{found[0].removeprefix(_BECOMES)}" if found else None
 

@@ -137,7 +137,6 @@ def examine(
 
 
 def _trial(config: RunConfig) -> list[Finding]:
-    """Load the model and try it."""
     try:
         return [Finding("trial", True, try_loaded(config))]
     except InputError as error:
@@ -167,7 +166,6 @@ def _problems(subject: str, errors: Iterable[InputError]) -> list[Finding]:
 
 
 def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
-    """Describe what a check found when nothing is wrong."""
     training, heldout = (prompts.usable(section) for section in ("data", "evaluate"))
     counts = [sum(len(each.prompts) for each in sets) for sets in (training, heldout)]
     targets = sum(target is not None for each in (*training, *heldout) for target in each.targets)
@@ -213,7 +211,6 @@ def _placed(config: RunConfig) -> str:
 
 
 def _prompts_by_size(prompts: PromptFiles) -> Counter[ImageSize]:
-    """Count the training and held-out prompts of each image size; texts have none."""
     return Counter(size for section in ("data", "evaluate") for each in prompts.usable(section) for size in each.sizes)
 
 

@@ -80,7 +80,6 @@ def refuse_offload_without_room(config: RunConfig, memory: MemoryEstimate) -> No
 
 
 def _size_problems(config: RunConfig, prompts: PromptFiles) -> list[InputError]:
-    """Return an error for each size that the model cannot generate, with the nearest that it can."""
     refuse = policy_family(config.policy.kind).refuse_unusable
     source = source_of(config)
     problems = []

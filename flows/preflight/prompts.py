@@ -72,7 +72,6 @@ def read_prompt_files(config: RunConfig) -> PromptFiles:
 
 
 def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[PromptFile, PromptSet]:
-    """Return the file as it was read, and its prompts with their targets and sizes."""
     column = dataset.target_column
     roles = () if column is None else (column,)
     choice = DatasetChoice(dataset.split, dataset.subset, dataset.revision, dataset.streaming)
@@ -127,7 +126,6 @@ def _notes(dataset: DatasetSection, file: PromptFile, prompts: PromptSet) -> Ite
 
 
 def _overlap(sets: Mapping[str, Sequence[PromptSet | None]]) -> Iterator[str]:
-    """Say how many held-out prompts are trained on."""
     training, heldout = (
         [prompt.prompt_id for each in sets[section] if each is not None for prompt in each.prompts]
         for section in ("data", "evaluate")

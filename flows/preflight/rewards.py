@@ -212,7 +212,6 @@ def _source_problems(
 def _column_problems(
     config: RunConfig, prompts: PromptFiles, section: RewardSection, place: str, column: str, parts: Sequence[str]
 ) -> Iterator[InputError]:
-    """Report a column that no prompt has, in a dataset that the reward scores."""
     for part in parts:
         for dataset, known in zip(config.prompt_sections[part].sets, prompts.sets[part], strict=True):
             if known is None or not section.scores(dataset.name):
@@ -267,7 +266,6 @@ def _size_problems(
 def _prompt_problems(
     config: RunConfig, prompts: PromptFiles, section: RewardSection, reward: Reward, parts: Collection[str]
 ) -> list[InputError]:
-    """Return an error for each prompt whose data a reward cannot score with."""
     problems = []
     for part in parts:
         for (own, dataset), known in zip(config.prompt_sections[part].placed(part), prompts.sets[part], strict=True):

@@ -148,7 +148,6 @@ def plan_versions(plan: RunPlan, config: RunConfig, versions: Mapping[int, Pruna
 
 
 def _plan_iterations(plan: RunPlan, config: RunConfig, needs: Needs) -> None:
-    """Decide whose images and denoising steps are deleted."""
     store, reader, retention = plan.store, RunReader(plan.store), plan.retention
     if retention.images is not None and isinstance(config.rollout, TextRolloutSection):
         plan.notes.append("its rollouts are texts, which have no images")

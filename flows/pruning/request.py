@@ -111,10 +111,7 @@ def check_request(request: PruneRequest) -> None:
 
 def _problems(request: PruneRequest) -> Iterator[InputError]:
     if not request.rules:
-        hint = (
-            "Say what may be deleted: --policies-every N, --policies-last K, --images-older-than AGE or "
-            "--states-older-than AGE; add --dry-run to see what that would delete."
-        )
+        hint = "Give --policies-every N, --policies-last K, --images-older-than AGE or --states-older-than AGE."
         yield InputError("grpo prune", "no rule", hint)
     for option, value in request.rules.items():
         if isinstance(value, int) and value < 1:

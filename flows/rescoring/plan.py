@@ -118,7 +118,6 @@ def needed_scores(
 
 
 def _pools(run: RescoredRun) -> Iterator[tuple[str, str]]:
-    """Yield the work pools that score and compute advantages, with their settings."""
     placement = run.config.placement
     for name, pool in (("rewards", placement.rewards.pool), ("advantages", placement.advantages.pool)):
         if pool is not None:
@@ -186,7 +185,6 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
 
 
 def _target_problems(run: RescoredRun, prompts: pl.DataFrame, place: str) -> Iterator[InputError]:
-    """Report the first target image that is nowhere that may be read."""
     for uri in prompts["target_uri"].drop_nulls().unique(maintain_order=True):
         if find_target(uri, [run.store], run.folders) is None:
             yield InputError(f"{place}, {run.store.run}/data.targets", uri, TARGET_HINT)
@@ -196,7 +194,6 @@ def _target_problems(run: RescoredRun, prompts: pl.DataFrame, place: str) -> Ite
 def _size_problems(
     run: RescoredRun, section: RewardSection, needs: Needs, prompts: pl.DataFrame, place: str
 ) -> Iterator[InputError]:
-    """Report stored images that the reward is meant for and that are too small or too long for it."""
     if "width" not in prompts.columns:
         return
     refused: dict[ImageSize, str] = {}
@@ -210,7 +207,6 @@ def _size_problems(
 
 
 def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> Iterator[InputError]:
-    """Report iterations whose scores are missing and whose images were removed."""
     missing = [
         each.number
         for each in run.iterations
@@ -227,7 +223,6 @@ def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> It
 
 
 def _stored_prompts(run: RescoredRun) -> pl.DataFrame:
-    """Read dataset, columns, target and size of the prompt of every sample of the run."""
     store, rollouts = run.store, [part.rollouts.uri for each in run.iterations for part in each.rounds]
     tables = (read_columns(store.filesystem, f"{store.root}/{uri}", PARTS, _OF_PROMPTS) for uri in rollouts)
     return pl.concat(pl.DataFrame(table) for table in tables)

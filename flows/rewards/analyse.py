@@ -128,7 +128,6 @@ def analyse_rewards(
 
 
 def _rescored_rewards(store: ArtifactStore, name: str) -> tuple[RewardSection, ...]:
-    """Read the rewards that a rescoring was made with."""
     content = store.read_file(f"{rescoring_folder(name)}/{REWARDS_FILE}")
     if content is None:
         known = RunReader(store).rescorings()
@@ -146,7 +145,6 @@ def _rescored_rewards(store: ArtifactStore, name: str) -> tuple[RewardSection, .
 def _scored_rounds(
     store: ArtifactStore, rewards: tuple[RewardSection, ...], iterations: str | None, rescored: str | None
 ) -> dict[int, tuple[SamplingRound, ...]]:
-    """Return the sampling rounds of each iteration with the scores by these rewards."""
     chosen = None if iterations is None else read_range(iterations)
     stored = read_iterations(store, chosen, rescored or STORED)
     if rescored is None:

@@ -134,9 +134,7 @@ class RewardService:
                     file.write(part)
                     scope.deadline = begun + limits.seconds_to_arrive + received / BYTES_PER_SECOND
         except TimeoutError as error:
-            reason = (
-                f"the request did not arrive within {limits.seconds_to_arrive:g} s and 1 s per {BYTES_PER_SECOND} B"
-            )
+            reason = f"it did not arrive within {limits.seconds_to_arrive:g} s and 1 s per {BYTES_PER_SECOND} B"
             raise HTTPException(408, reason) from error
         file.flush()
 
@@ -219,7 +217,6 @@ def create_app(
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request that is refused, in the protocol's form."""
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 

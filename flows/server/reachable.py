@@ -110,10 +110,7 @@ def require_configured(place: str, value: str) -> None:
 def require_ui(place: str, value: str) -> None:
     """Refuse a setting that needs a person in the UI when each run has a temporary server of its own."""
     if server_url() is None:
-        hint = (
-            "The temporary server of a run has no UI in which a person could resume it: start one with `grpo ui` and "
-            "export the PREFECT_API_URL that it prints, or choose stop."
-        )
+        hint = "A temporary server has no UI to resume a run: export the PREFECT_API_URL of `grpo ui`, or choose stop."
         raise InputError(place, value, hint)
 
 
@@ -137,9 +134,7 @@ def _pool_problem(place: str, name: str, pools: "dict[str, WorkPool]") -> InputE
     pool = pools.get(name)
     if pool is None:
         there = ", ".join(sorted(each for each, found in pools.items() if found.type == KIND)) or "none"
-        hint = (
-            f"The server has no such work pool; it has: {there}. `grpo worker {name}` creates it and starts a worker."
-        )
+        hint = f"There is no such work pool; there is: {there}. `grpo worker {name}` creates it and starts a worker."
     elif pool.type != KIND:
         hint = f"That work pool is of type {pool.type}, and stages need one of type {KIND}: name another."
     elif pool.is_paused:
@@ -213,10 +208,7 @@ def _refusal(url: str, status: int) -> InputError:
 
     if is_cloud() and status in (401, 403, 404):
         given = "(not shown)" if get_current_settings().api.key else "not set"
-        hint = (
-            f"Prefect Cloud answered {status} at {shown_url(url)}: set an API key of this workspace; "
-            "`prefect cloud login` sets both."
-        )
+        hint = f"Prefect Cloud answered {status} at {shown_url(url)}: set an API key, as `prefect cloud login` does."
         return InputError("PREFECT_API_KEY", given, hint)
     if status in (401, 403):
         given = "(not shown)" if os.environ.get("PREFECT_API_AUTH_STRING") else "not set"

@@ -106,7 +106,6 @@ class Publisher:
         self._show("folder", "markdown", f"{self._run.store.run}: its folder", f"[{link}]({link})")
 
     def _show(self, name: str, kind: str, description: str, data: str | float) -> UUID:
-        """Create an artifact of the flow run in Prefect's UI, and return its id."""
         context = FlowRunContext.get()
         assert context is not None, "a flow publishes"
         request = ArtifactCreate(
@@ -190,7 +189,6 @@ class Callbacks:
         return await ends_at_sign(self.run, history, policy) or stops
 
     def _stop(self, history: TrainingHistory, policy: PolicyRef, reason: str | None) -> None:
-        """Evaluate the policy after which the hook ends the run, and log why."""
         if history.evaluation_of(policy.version) is None:
             # An evaluation looks whether its iteration has been reported.
             self.publisher.finish()
@@ -266,7 +264,6 @@ async def _wait_for_a_person(policy: PolicyRef, timeout: int) -> None:
 
 
 def _read_resumed(store: ArtifactStore) -> list[str]:
-    """Return the digests of the policies after which a person resumed the run."""
     try:
         content = json.loads(store.read_file(SIGNS_FILE) or b"{}")
         return [str(digest) for digest in content.get("resumed", [])]

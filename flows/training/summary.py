@@ -130,7 +130,6 @@ async def publish_summary(run: Run, summary: TrainSummary, last_report: UUID | N
 
 
 def _page(title: str, artifact: UUID) -> dict[str, str]:
-    """Return the address of an artifact's page by a title; nothing without a lasting server."""
     address = artifact_link(artifact)
     return {} if address is None else {title: address}
 
@@ -212,7 +211,6 @@ def read_history(run: Run) -> TrainingHistory | None:
 
 
 def _find_baselines(run: Run) -> dict[Baseline, ArtifactRef]:
-    """Return the advantages of the images that no policy made, where all stages are valid."""
     unguarded: Any = run.config.guardrails.model_copy(update={"rewards": ()})
     config = run.config.model_copy(update={"guardrails": unguarded})
     found = {name: find_evaluation(run.store, baseline_folder(name), config) for name in BASELINES}
