@@ -109,7 +109,7 @@ def _check(start: Start, config: Path) -> tuple[str, ...]:
     # Models' libraries are imported here, and wrong options are reported before.
     from configs.loader import read_config
     from flows.preflight.inputs import run_checks
-    from flows.preflight.work import describe_work
+    from flows.preflight.machine import describe_work
 
     notes: tuple[str, ...] = ()
     try:

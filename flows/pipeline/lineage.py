@@ -12,8 +12,7 @@ from typing import Any
 
 from configs.policy_name import PolicyName
 from configs.schema import ReplayConfig, RunConfig, run_identity
-from flows.pipeline.changed_images import changed_images
-from flows.pipeline.changes import HELDOUT, INPUTS, identity_difference, inputs_of, prompt_inputs
+from flows.pipeline.changes import HELDOUT, INPUTS, changed_images, identity_difference, inputs_of, prompt_inputs
 from flows.preflight.model import trained_model
 from grpo_core.errors import InputError, raise_all
 from tasks.execution.caching import accept_code, accepted_fingerprint

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from configs.contradictions import pools_of
 from configs.schema import RunConfig
@@ -14,6 +15,7 @@ from flows.preflight.machine import (
     compare_disk,
     compare_memory,
     describe_sizes,
+    describe_work,
     find_fonts,
     largest_phase,
     memory_table,
@@ -27,10 +29,9 @@ from flows.preflight.model import (
 )
 from flows.preflight.prompts import PromptFiles, read_prompt_files
 from flows.preflight.rewards import code_notes, try_functions
-from flows.preflight.weights import find_weights
-from flows.preflight.work import describe_work
 from flows.server.reachable import require_pools, require_server, require_ui, server_url, workers_online
 from grpo_core.errors import InputError
+from grpo_core.hub import cached_folder, download_command, one_message, plan_download
 from grpo_core.policies.estimate import MemoryEstimate
 from grpo_core.policies.protocol import policy_family
 from grpo_core.streams import ImageSize
@@ -232,3 +233,33 @@ def _server(config: RunConfig) -> Iterator[Finding]:
         online = workers_online(pool)
         hint = "" if online else f"Start one with `grpo worker {pool}`; until then its stages wait."
         yield Finding("workers", online > 0, f"pool {pool} has {online} online", hint)
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """Why a run cannot have the weights, whether files here describe the model, and what a start downloads."""
+
+    problem: InputError | None = None
+    described: bool = True
+    notes: tuple[str, ...] = ()
+
+
+def find_weights(config: RunConfig) -> ModelWeights:
+    """Find the weights; of a model that is on the Hub only, what describes it is downloaded for the other checks."""
+    model, revision, source = config.policy.model, config.policy.revision, source_of(config)
+    if (folder := Path(source).expanduser()).is_dir():
+        hint = "The folder holds no weights; save the model there."
+        return ModelWeights(None if any(folder.rglob("*.safetensors")) else InputError("policy.model", model, hint))
+    if cached_folder(model, revision) is not None:
+        return ModelWeights()
+    from huggingface_hub import constants
+
+    try:
+        with one_message("policy.model", model, model, download_command(model, revision)):
+            download = plan_download(model, revision)
+            download.run(weights=False)
+    except InputError as error:
+        return ModelWeights(error, described=False)
+    note = f"they are not here yet: `grpo train` downloads {download} from the Hugging Face Hub into"
+    # Checks find the files of a branch or commit only with its weights.
+    return ModelWeights(None, revision is None, (f"{note} {constants.HF_HUB_CACHE}",))

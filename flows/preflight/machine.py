@@ -1,4 +1,4 @@
-"""What this machine has for a run: memory of its GPUs, disk, fonts; and what the run would take of it."""
+"""What this machine has for a run: memory of its GPUs, disk, fonts; and what the run would take of it, and do."""
 
 import shutil
 import tempfile
@@ -166,3 +166,21 @@ def find_fonts(config: RunConfig, prompts: PromptFiles) -> Finding:
         return Finding("fonts", True, f"{used} have every letter")
     message = f"none has {counted(len(fonts.missing), 'letter')} ({fonts.missing_scripts}): images show the code points"
     return Finding("fonts", True, message, FONTS_HINT)
+
+
+def describe_work(config: RunConfig) -> str:
+    """Say what a training samples, and that a CPU is slow; evaluations are not counted."""
+    rollout, each, iterations = config.rollout, config.samples_per_iteration, config.run.iterations
+    if isinstance(rollout, ImageRolloutSection):
+        sampled = (
+            f"{each * iterations:,} images of {rollout.size}, each with {counted(rollout.num_inference_steps, 'step')}"
+        )
+    else:
+        length = getattr(rollout, "max_completion_length", 0)
+        sampled = f"{each * iterations:,} completions of at most {counted(length, 'token')}"
+    work = f"{counted(iterations, 'iteration')} sample {sampled}, and train on them"
+    if torch.cuda.is_available() and "cpu" not in config.placement.devices:
+        return work
+    return (
+        f"{work}; without a GPU all but the tiny models are slow, and a run says after two iterations how much is left"
+    )

@@ -134,7 +134,7 @@ def test_without_its_rollouts_the_kind_is_named(tmp_path: Path, lose: Callable[[
 
 
 def test_many_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flows.pipeline.changed_images._SHOWN", 2)
+    monkeypatch.setattr("flows.pipeline.changes._SHOWN", 2)
     write(tmp_path)
     train(tmp_path, 4)
     for index in range(4):
