@@ -5,14 +5,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
 from configs.validation import Section

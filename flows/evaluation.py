@@ -16,13 +16,7 @@ from configs.schema import RunConfig
 from flows.pipeline.prefect_ui import EvaluateForm, publish_report
 from flows.pipeline.requests import EvaluateRequest, requested_config
 from flows.pipeline.run import Run, heldout_digest, plan_heldout
-from flows.pipeline.stages import (
-    as_task,
-    collect_rollouts,
-    compute_advantages,
-    recording,
-    score_rewards,
-)
+from flows.pipeline.stages import as_task, collect_rollouts, compute_advantages, recording, score_rewards
 from flows.preflight.files import checked_once, require_heldout
 from flows.preflight.inputs import check_evaluation
 from flows.preflight.trust import EVALUATED

@@ -9,15 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.recipes.shapes import (
-    COLORS,
-    Scene,
-    add_speckles,
-    all_scenes,
-    choose_evenly,
-    draw,
-    draw_cells,
-)
+from data.recipes.shapes import COLORS, Scene, add_speckles, all_scenes, choose_evenly, draw, draw_cells
 
 TRAIN_FILE = "edits_train.jsonl"
 HELDOUT_FILE = "edits_heldout.jsonl"

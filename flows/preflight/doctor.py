@@ -21,12 +21,7 @@ from flows.preflight.machine import (
     memory_table,
     offloads,
 )
-from flows.preflight.model import (
-    estimate_model,
-    refuse_prompt_texts,
-    source_of,
-    try_loaded,
-)
+from flows.preflight.model import estimate_model, refuse_prompt_texts, source_of, try_loaded
 from flows.preflight.prompts import PromptFiles, read_prompt_files
 from flows.preflight.rewards import code_notes, try_functions
 from flows.server.reachable import require_pools, require_server, require_ui, server_url, workers_online

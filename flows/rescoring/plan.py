@@ -26,15 +26,7 @@ from tasks.prompts.targets import find_target
 from tasks.reports.report import require_page_path
 from tasks.rewards.rows import TARGET_HINT
 from tasks.rewards.score_rewards import NeededScores, StoredScores
-from tasks.runs.layout import (
-    PARTS,
-    RECOMPUTED,
-    REWARDS,
-    STORED,
-    StoredIteration,
-    rescoring_folder,
-    stage_folder,
-)
+from tasks.runs.layout import PARTS, RECOMPUTED, REWARDS, STORED, StoredIteration, rescoring_folder, stage_folder
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.stored import first_iteration, read_iterations, read_range, stored_config

@@ -20,15 +20,7 @@ from tasks.reports.reward_page import analysis_report, render_reward_page
 from tasks.reports.statistics import Statistics
 from tasks.reports.text import relative
 from tasks.runs.hacking import hacking_verdict
-from tasks.runs.layout import (
-    ANALYSIS,
-    REPORT_FILE,
-    REPORT_PAGE,
-    REWARDS_FILE,
-    STORED,
-    SamplingRound,
-    rescoring_folder,
-)
+from tasks.runs.layout import ANALYSIS, REPORT_FILE, REPORT_PAGE, REWARDS_FILE, STORED, SamplingRound, rescoring_folder
 from tasks.runs.lookup import CONFIG_FILE, find_run
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
