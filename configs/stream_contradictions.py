@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from types import MappingProxyType
 
 from configs.rollouts import GlmImageRolloutSection, ImageRolloutSection
 from configs.schema import RunConfig
@@ -173,4 +172,4 @@ def _bounds_that_never_bind(place: str, update: UpdateSection) -> Iterator[Input
         yield InputError(f"{place}.{name}", bound, hint)
 
 
-_UPDATE_CHECKS: Mapping[Stream, Check] = MappingProxyType({"tokens": _check_tokens, "denoising": _check_denoising})
+_UPDATE_CHECKS: Mapping[Stream, Check] = {"tokens": _check_tokens, "denoising": _check_denoising}

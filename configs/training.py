@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, ValidationInfo, field_validator
@@ -30,9 +29,10 @@ GRPO: Literal["grpo"] = "grpo"
 """The algorithm of an update that names none."""
 
 
-_TOLERANCES: Mapping[Stream, tuple[tuple[float, float], ...]] = MappingProxyType(
-    {"tokens": ((1e-3, 1e-4),), "denoising": ((1e-5, 1e-6), (1e-3, 1e-4))}
-)
+_TOLERANCES: Mapping[Stream, tuple[tuple[float, float], ...]] = {
+    "tokens": ((1e-3, 1e-4),),
+    "denoising": ((1e-5, 1e-6), (1e-3, 1e-4)),
+}
 """Largest and mean difference by stream, in fp32 and in 16 bits; what these round of tokens depends on the model."""
 _ENGINE_TOLERANCES = ((1e-3, 1e-4, 1e-3), (0.5, 0.05, 0.02))
 """Of tokens that an engine sampled, whose kernels round at other places: the least that is allowed as largest and mean
@@ -231,12 +231,10 @@ class DenoisingUpdateSection(UpdateSection):
     kl_estimator: LossKlEstimator = "exact"
 
 
-ALGORITHMS: Mapping[Stream, Mapping[str, type[AnyUpdateSection]]] = MappingProxyType(
-    {
-        "tokens": MappingProxyType({GRPO: UpdateSection}),
-        "denoising": MappingProxyType({GRPO: DenoisingUpdateSection, "nft": NftUpdateSection}),
-    }
-)
+ALGORITHMS: Mapping[Stream, Mapping[str, type[AnyUpdateSection]]] = {
+    "tokens": {GRPO: UpdateSection},
+    "denoising": {GRPO: DenoisingUpdateSection, "nft": NftUpdateSection},
+}
 """The section of a stream's update, by its `algorithm`."""
 
 

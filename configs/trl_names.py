@@ -2,70 +2,64 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
-TRL_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "advantages.multi_objective_aggregation": "advantages.aggregation",
-        "advantages.scale_rewards": "advantages.scale",
-        "evaluate.num_generations_eval": "evaluate.samples_per_prompt",
-        "policy.model_name_or_path": "policy.model",
-        "rollout.num_generations": "rollout.group_size",
-        "update.adam_epsilon": "update.eps",
-        "update.beta": "update.kl_coef",
-        "update.epsilon": "update.clip_range",
-        "update.epsilon_high": "update.clip_range_high",
-        "update.importance_sampling_level": "update.importance_level",
-        "update.loss_type": "update.loss",
-        "update.lr_scheduler_type": "update.lr_scheduler",
-        "update.mask_truncated_completions": "update.mask_truncated",
-        "update.num_iterations": "update.epochs",
-        "update.off_policy_mask_threshold": "update.off_policy_threshold",
-        "update.per_device_train_batch_size": "update.micro_batch_size",
-        "update.ref_model_mixup_alpha": "update.reference.mix",
-        "update.sapo_temperature_neg": "update.loss_settings.sapo_temperature_neg",
-        "update.sapo_temperature_pos": "update.loss_settings.sapo_temperature_pos",
-        "update.top_entropy_quantile": "update.entropy_quantile",
-        "update.use_bias_correction_kl": "update.kl_importance_correction",
-        "update.vespo_k_neg": "update.loss_settings.vespo_k_neg",
-        "update.vespo_k_pos": "update.loss_settings.vespo_k_pos",
-        "update.vespo_lambda_neg": "update.loss_settings.vespo_lambda_neg",
-        "update.vespo_lambda_pos": "update.loss_settings.vespo_lambda_pos",
-        "update.vllm_importance_sampling_clip_max": "update.mismatch.cap",
-        "update.vllm_importance_sampling_clip_min": "update.mismatch.floor",
-    }
-)
+TRL_NAMES: Mapping[str, str] = {
+    "advantages.multi_objective_aggregation": "advantages.aggregation",
+    "advantages.scale_rewards": "advantages.scale",
+    "evaluate.num_generations_eval": "evaluate.samples_per_prompt",
+    "policy.model_name_or_path": "policy.model",
+    "rollout.num_generations": "rollout.group_size",
+    "update.adam_epsilon": "update.eps",
+    "update.beta": "update.kl_coef",
+    "update.epsilon": "update.clip_range",
+    "update.epsilon_high": "update.clip_range_high",
+    "update.importance_sampling_level": "update.importance_level",
+    "update.loss_type": "update.loss",
+    "update.lr_scheduler_type": "update.lr_scheduler",
+    "update.mask_truncated_completions": "update.mask_truncated",
+    "update.num_iterations": "update.epochs",
+    "update.off_policy_mask_threshold": "update.off_policy_threshold",
+    "update.per_device_train_batch_size": "update.micro_batch_size",
+    "update.ref_model_mixup_alpha": "update.reference.mix",
+    "update.sapo_temperature_neg": "update.loss_settings.sapo_temperature_neg",
+    "update.sapo_temperature_pos": "update.loss_settings.sapo_temperature_pos",
+    "update.top_entropy_quantile": "update.entropy_quantile",
+    "update.use_bias_correction_kl": "update.kl_importance_correction",
+    "update.vespo_k_neg": "update.loss_settings.vespo_k_neg",
+    "update.vespo_k_pos": "update.loss_settings.vespo_k_pos",
+    "update.vespo_lambda_neg": "update.loss_settings.vespo_lambda_neg",
+    "update.vespo_lambda_pos": "update.loss_settings.vespo_lambda_pos",
+    "update.vllm_importance_sampling_clip_max": "update.mismatch.cap",
+    "update.vllm_importance_sampling_clip_min": "update.mismatch.floor",
+}
 """Path with TRL's name -> path with ours; both mean the same, in the same unit."""
 
-OTHER_MEANING: Mapping[str, str] = MappingProxyType(
-    {
-        "evaluate.eval_steps": "Set `evaluate.every`: it counts iterations, `eval_steps` counts optimizer steps.",
-        "rollout.generation_batch_size": "Set `rollout.prompts_per_iteration` to `generation_batch_size` / "
-        "`num_generations`: it counts prompts, not completions.",
-        "rollout.steps_per_generation": "Set `update.minibatch_size` to the rows of one optimizer step.",
-        "rollout.use_transformers_continuous_batching": "Leave it out; `rollout.engine` is `policy` or `vllm`.",
-        "rollout.use_vllm": "Set `rollout.engine` to `vllm` and `rollout.vllm` to its server (docs/operations.md), or "
-        "the engine to `policy`.",
-        "run.log_completions": "Leave it out: every sample is stored, and trackers get the held-out ones.",
-        "run.max_steps": "Set `run.iterations`: it counts rounds of sampling and training, `max_steps` optimizer "
-        "steps. An iteration has `update.epochs` x its rows / `update.minibatch_size` of them.",
-        "run.num_train_epochs": "Set `run.iterations` to `num_train_epochs` x prompts / "
-        "`rollout.prompts_per_iteration`.",
-        "run.report_to": "Set `run.trackers` to a list of the same names, such as `[tensorboard, wandb]`, or to `[]`.",
-        "run.output_dir": "Set `run.name`, and `storage.root` for the folder of all runs.",
-        "update.adam_beta1": "Set `update.betas` to `[adam_beta1, adam_beta2]`.",
-        "update.adam_beta2": "Set `update.betas` to `[adam_beta1, adam_beta2]`.",
-        "update.gradient_accumulation_steps": "Set `update.minibatch_size`, the rows of one optimizer step, to "
-        "`per_device_train_batch_size` x `gradient_accumulation_steps` x processes.",
-        "update.optim": "Set `update.optimizer` to `adamw`, `adamw_8bit`, `paged_adamw` or `paged_adamw_8bit`.",
-        "update.ref_model_sync_steps": "Set `update.reference.refresh_every`: it counts iterations, "
-        "`ref_model_sync_steps` counts optimizer steps.",
-        "update.sync_ref_model": "Set `update.reference.refresh_every` to the iterations between refreshes, or to 0.",
-        "update.vllm_importance_sampling_correction": "Set `update.mismatch.mode` to `truncate`, `mask` or `none`.",
-        "update.vllm_importance_sampling_mode": "Set `update.mismatch.level` to its first half, `token` or `sequence`, "
-        "and `update.mismatch.mode` to its second, `truncate` or `mask`.",
-    }
-)
+OTHER_MEANING: Mapping[str, str] = {
+    "evaluate.eval_steps": "Set `evaluate.every`: it counts iterations, `eval_steps` counts optimizer steps.",
+    "rollout.generation_batch_size": "Set `rollout.prompts_per_iteration` to `generation_batch_size` / "
+    "`num_generations`: it counts prompts, not completions.",
+    "rollout.steps_per_generation": "Set `update.minibatch_size` to the rows of one optimizer step.",
+    "rollout.use_transformers_continuous_batching": "Leave it out; `rollout.engine` is `policy` or `vllm`.",
+    "rollout.use_vllm": "Set `rollout.engine` to `vllm` and `rollout.vllm` to its server (docs/operations.md), or "
+    "the engine to `policy`.",
+    "run.log_completions": "Leave it out: every sample is stored, and trackers get the held-out ones.",
+    "run.max_steps": "Set `run.iterations`: it counts rounds of sampling and training, `max_steps` optimizer "
+    "steps. An iteration has `update.epochs` x its rows / `update.minibatch_size` of them.",
+    "run.num_train_epochs": "Set `run.iterations` to `num_train_epochs` x prompts / `rollout.prompts_per_iteration`.",
+    "run.report_to": "Set `run.trackers` to a list of the same names, such as `[tensorboard, wandb]`, or to `[]`.",
+    "run.output_dir": "Set `run.name`, and `storage.root` for the folder of all runs.",
+    "update.adam_beta1": "Set `update.betas` to `[adam_beta1, adam_beta2]`.",
+    "update.adam_beta2": "Set `update.betas` to `[adam_beta1, adam_beta2]`.",
+    "update.gradient_accumulation_steps": "Set `update.minibatch_size`, the rows of one optimizer step, to "
+    "`per_device_train_batch_size` x `gradient_accumulation_steps` x processes.",
+    "update.optim": "Set `update.optimizer` to `adamw`, `adamw_8bit`, `paged_adamw` or `paged_adamw_8bit`.",
+    "update.ref_model_sync_steps": "Set `update.reference.refresh_every`: it counts iterations, "
+    "`ref_model_sync_steps` counts optimizer steps.",
+    "update.sync_ref_model": "Set `update.reference.refresh_every` to the iterations between refreshes, or to 0.",
+    "update.vllm_importance_sampling_correction": "Set `update.mismatch.mode` to `truncate`, `mask` or `none`.",
+    "update.vllm_importance_sampling_mode": "Set `update.mismatch.level` to its first half, `token` or `sequence`, "
+    "and `update.mismatch.mode` to its second, `truncate` or `mask`.",
+}
 """Path with TRL's name -> what to set instead, in Markdown."""
 
 

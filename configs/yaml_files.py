@@ -8,7 +8,6 @@ import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -19,20 +18,18 @@ from grpo_core.errors import InputError
 from grpo_core.losses.settings import LOSSES
 from grpo_core.streams import STREAMS
 
-ABBREVIATIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "lr": "learning_rate",
-        "kl": "kl_coef",
-        "wd": "weight_decay",
-        "steps": "iterations",
-        "model_name": "model",
-        "device": "devices",
-        "processes": "devices",
-    }
-)
+ABBREVIATIONS: Mapping[str, str] = {
+    "lr": "learning_rate",
+    "kl": "kl_coef",
+    "wd": "weight_decay",
+    "steps": "iterations",
+    "model_name": "model",
+    "device": "devices",
+    "processes": "devices",
+}
 """What people call a setting -> its name."""
 
-NONE_CHOSEN: Mapping[str, type[BaseModel]] = MappingProxyType({})
+NONE_CHOSEN: Mapping[str, type[BaseModel]] = {}
 
 _SCALES = {True: "group", False: "none"}
 

@@ -10,7 +10,6 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -206,7 +205,7 @@ class Backend:
     continues = False
     """Whether a later start continues the same run."""
 
-    log_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    log_options: ClassVar[Mapping[str, Any]] = {}
     """Options of the tracker's `log`."""
 
     def __init__(self, kind: str, config: RunConfig, store: ArtifactStore, known: Mapping[str, Any]) -> None:
@@ -271,7 +270,7 @@ class WandB(Backend):
 
     continues = True
     # A step that is committed is kept if the process is killed.
-    log_options = MappingProxyType({"commit": True})
+    log_options: ClassVar[Mapping[str, Any]] = {"commit": True}
 
     def arguments(self) -> dict[str, Any]:
         """Continue the run of this id where there is one."""
@@ -309,5 +308,5 @@ class MLflow(Backend):
         super().log(number, metrics, images)
 
 
-BACKENDS: Mapping[str, type[Backend]] = MappingProxyType({"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow})
+BACKENDS: Mapping[str, type[Backend]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 """Trackers that continue a run, by name; the others are served by `Backend`."""

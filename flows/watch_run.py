@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from types import MappingProxyType
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -33,13 +32,11 @@ SECONDS_AHEAD = 20.0
 """For so long the share may be used at once, when a person looks at one iteration after another."""
 
 _NUMBER = re.compile(r"[0-9]{0,9}")
-_HEADERS = MappingProxyType(
-    {
-        "Cache-Control": "no-store",
-        "X-Content-Type-Options": "nosniff",
-        "Cross-Origin-Resource-Policy": "same-origin",
-    }
-)
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
 class BusyError(Exception):

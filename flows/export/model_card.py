@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 
 from configs.rollouts import VisionRolloutSection
 from configs.schema import RunConfig
@@ -51,14 +50,12 @@ def model_card(plan: ExportPlan) -> str:
     return "\n".join(["---", _metadata(plan), "---", "", *body, ""])
 
 
-_KINDS = MappingProxyType(
-    {
-        "text-to-image": "An image generator",
-        "image-to-image": "An image editor",
-        "text-generation": "A language model",
-        "image-text-to-text": "A vision-language model",
-    }
-)
+_KINDS = {
+    "text-to-image": "An image generator",
+    "image-to-image": "An image editor",
+    "text-generation": "A language model",
+    "image-text-to-text": "A vision-language model",
+}
 """What a model of each of the hub's tasks is called."""
 
 

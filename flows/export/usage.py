@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -63,7 +62,7 @@ output = model.generate(**inputs, max_new_tokens={{ length }})
 print({{ reader }}.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 _LANGUAGE = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, autoescape=False, undefined=jinja2.StrictUndefined)
-_PIPELINES: Mapping[str, str] = MappingProxyType({"glm_image": "GlmImagePipeline", "diffusers": "DiffusionPipeline"})
+_PIPELINES: Mapping[str, str] = {"glm_image": "GlmImagePipeline", "diffusers": "DiffusionPipeline"}
 
 
 def usage(config: RunConfig, exported: str, *, merged: bool) -> str:

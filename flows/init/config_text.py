@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -22,9 +21,7 @@ from tasks.process import CHECKOUT
 EXAMPLES = CHECKOUT / "data" / "init-examples"
 """Prompts, held-out prompts and a reward function for images, texts and texts about images."""
 
-_FUNCTIONS: Mapping[str, str] = MappingProxyType(
-    {"image": "middle_colour", "text": "sorted_letters", "vision": "near_the_box"}
-)
+_FUNCTIONS: Mapping[str, str] = {"image": "middle_colour", "text": "sorted_letters", "vision": "near_the_box"}
 
 CONFIG, PROMPTS, HELDOUT, REWARD = "config.yaml", "prompts", "heldout", "reward.py"
 

@@ -4,7 +4,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from flows.init.config_text import CONFIG, EXAMPLES, HELDOUT, REWARD, config_text
 from flows.init.starting_point import Start
@@ -74,17 +73,15 @@ class UnfitDefaultsError(InputError):
     """The model that was given does not take some of the defaults."""
 
 
-_WRITTEN_FROM: Mapping[str, str] = MappingProxyType(
-    {
-        "data.prompts": "prompts",
-        "data.targets": "targets",
-        "data.target_column": "target_column",
-        "evaluate.prompts": "heldout",
-        "evaluate.targets": "heldout_targets",
-        "policy.model": "model",
-        "rewards.0": "reward",
-    }
-)
+_WRITTEN_FROM: Mapping[str, str] = {
+    "data.prompts": "prompts",
+    "data.targets": "targets",
+    "data.target_column": "target_column",
+    "evaluate.prompts": "heldout",
+    "evaluate.targets": "heldout_targets",
+    "policy.model": "model",
+    "rewards.0": "reward",
+}
 """Key of the configuration -> the option that it is written from."""
 
 

@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
 
 from configs.contradictions import contradictions, pools_of
 from configs.schema import RunConfig
@@ -35,18 +34,16 @@ from tasks.storage.artifacts.store import ArtifactStore, open_store
 
 Check = Callable[[RunConfig, PromptFiles], Iterator[InputError]]
 
-CHECKS: Mapping[str, Check] = MappingProxyType(
-    {
-        "prompts": check_prompts,
-        "model": check_model,
-        "rewards": check_rewards,
-        "update": check_update,
-        "engine": check_engine,
-        "device": check_device,
-        "storage": check_storage,
-        "trackers": check_trackers,
-    }
-)
+CHECKS: Mapping[str, Check] = {
+    "prompts": check_prompts,
+    "model": check_model,
+    "rewards": check_rewards,
+    "update": check_update,
+    "engine": check_engine,
+    "device": check_device,
+    "storage": check_storage,
+    "trackers": check_trackers,
+}
 """Checks by subject that load no model, write no file and do not import Prefect."""
 
 
