@@ -69,24 +69,27 @@ def refuse_overrides(overrides: Sequence[str], hint: Callable[[str], str | None]
     raise_all(InputError("--set", override, found) for override, found in hints.items() if found)
 
 
-class EvaluateRequest(Section):
-    """Evaluates a policy version on held-out prompts with fixed seeds; what is stored is not computed again."""
-
+class _PolicyRequest(Section):
     run: RunPolicy = Field(
         min_length=1,
         description=f"a run under the storage root, or the path of its folder; {_VERSION}; by default the last one",
     )
+
+    @property
+    def named(self) -> PolicyName:
+        """The run and the version."""
+        return PolicyName.parse(self.run)
+
+
+class EvaluateRequest(_PolicyRequest):
+    """Evaluates a policy version on held-out prompts with fixed seeds; what is stored is not computed again."""
+
     prompts: Annotated[str | None, Option(metavar="FILE")] = Field(
         None, min_length=1, description="prompt file to use instead of the run's held-out prompts"
     )
     overrides: Overrides = Field((), description="change the run's configuration, as section.key=value")
     trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
-
-    @property
-    def named(self) -> PolicyName:
-        """The run and the version."""
-        return PolicyName.parse(self.run)
 
     def hint_against(self, path: str) -> str | None:
         """Return what to do instead of changing this setting; None where it can be changed."""
@@ -178,13 +181,9 @@ def requested_config(
     return store, trusted_config(store, changes, trust=request.trust_code, sections=sections)
 
 
-class ExportRequest(Section):
+class ExportRequest(_PolicyRequest):
     """Writes a policy version as a folder that diffusers, transformers and peft load."""
 
-    run: RunPolicy = Field(
-        min_length=1,
-        description=f"a run under the storage root, or the path of its folder; {_VERSION}; by default the last one",
-    )
     folder: Annotated[str, Argument(metavar="DIR")] = Field(min_length=1, description="a new or an empty folder")
     merged: Annotated[bool, Option("--merged")] = Field(
         False, description="write the model with the adapter merged into its weights"
@@ -194,11 +193,6 @@ class ExportRequest(Section):
     )
     trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
-
-    @property
-    def named(self) -> PolicyName:
-        """The run and the version."""
-        return PolicyName.parse(self.run)
 
 
 class SampleRequest(Section):
