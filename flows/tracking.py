@@ -19,7 +19,7 @@ from configs.schema import RunConfig
 from grpo_core.errors import InputError, first_line
 from tasks.metrics import HELDOUT
 from tasks.progress import log
-from tasks.reports.groups import Row, read_shown_samples
+from tasks.reports.groups import read_shown_samples
 from tasks.reports.images import PromptImages, padded
 from tasks.reports.iteration import IterationRecord
 from tasks.reports.text import one_line
@@ -165,13 +165,10 @@ def read_images(store: ArtifactStore, evaluation: EvaluationView) -> Images:
         if images := [found[row["sample_id"]] for row in group if row["sample_id"] in found]:
             target = images_of.target(group[0]["target_uri"], group[0]["target_sha256"])
             before = [*images_of.sources(group[0]), *([target] if target is not None else [])]
-            shown[_title(index, group[0])] = [*(padded(each, images[0].size) for each in before), *images]
+            # A slash would begin a group of its own.
+            title = f"heldout/{index:02d} {one_line(group[0]['prompt'], TITLE_LETTERS).replace('/', ' ')}"
+            shown[title] = [*(padded(each, images[0].size) for each in before), *images]
     return shown
-
-
-def _title(index: int, row: Row) -> str:
-    # A slash would begin a group of its own.
-    return f"heldout/{index:02d} {one_line(row['prompt'], TITLE_LETTERS).replace('/', ' ')}"
 
 
 def strip_of(images: Sequence[Image.Image]) -> Image.Image:

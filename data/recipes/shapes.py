@@ -121,14 +121,9 @@ def draw_cells(scene: Scene, origin: tuple[int, int] | None = None) -> NDArray[n
     return cells
 
 
-def cells_to_image(cells: NDArray[np.uint8]) -> Image.Image:
-    """Scale cell colours, uint8 [8, 8, 3], up to a 64 x 64 RGB image."""
-    return Image.fromarray(cells.repeat(CELL_PIXELS, axis=0).repeat(CELL_PIXELS, axis=1))
-
-
 def draw(scene: Scene) -> Image.Image:
     """Draw the image, 64 x 64 RGB, that a scene's caption describes."""
-    return cells_to_image(draw_cells(scene))
+    return Image.fromarray(draw_cells(scene).repeat(CELL_PIXELS, axis=0).repeat(CELL_PIXELS, axis=1))
 
 
 PREVIEW_GRID = GRID // 2

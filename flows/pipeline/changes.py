@@ -21,7 +21,7 @@ from tasks.prompts.read import Prompt
 from tasks.reports.text import one_line
 from tasks.rewards.score_rewards import scores_key
 from tasks.runs.layout import IMAGES, ROLLOUTS, STATES, iteration_folder
-from tasks.runs.reader import RunReader, StoredArtifact
+from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import ArtifactStore
 
 INPUTS = "inputs"
@@ -166,14 +166,12 @@ def _sampled(store: ArtifactStore) -> list[Row]:
     with store.reading(without=(IMAGES, STATES)) as read:
         for folder in folders:
             stored = reader.find(f"{folder}/{ROLLOUTS}")
+            names_of = stored.manifest.files if stored is not None else ()
+            files = [name for name in names_of if not any(fnmatchcase(name, each) for each in (IMAGES, STATES))]
             # Reading a damaged artifact would set it aside.
-            if stored is not None and reader.verify(stored, only=_table_files(stored)):
+            if stored is not None and reader.verify(stored, only=files):
                 tables.append(read_rollouts([read(stored.reference)], names).unique(maintain_order=True))
     return pl.concat(tables, how="diagonal").unique(maintain_order=True).to_dicts() if tables else []
-
-
-def _table_files(stored: StoredArtifact) -> list[str]:
-    return [name for name in stored.manifest.files if not any(fnmatchcase(name, each) for each in (IMAGES, STATES))]
 
 
 def _changed_targets(rows: Sequence[Row], sets: Sequence[PromptSet]) -> Iterator[str]:

@@ -210,15 +210,12 @@ def add_dependents(needs: Needs, store: ArtifactStore) -> None:
             if start:
                 needs.policies[start].append(f"the replay {name} starts from it and is not finished")
             numbers = replay.get("iterations")
-            for number in filter(_is_number, numbers if isinstance(numbers, list) else ()):
-                needs.trained[number].append(f"the replay {name} trains on it and is not finished")
+            for number in numbers if isinstance(numbers, list) else ():
+                if isinstance(number, int):
+                    needs.trained[number].append(f"the replay {name} trains on it and is not finished")
         run, _, version = str(_mapping(config.get("run")).get("continue_from")).rpartition("@")
         if run in own and version.isdigit() and _is_unfinished(store, name, config):
             needs.policies[int(version)].append(f"the run {name} continues from it and is not finished")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

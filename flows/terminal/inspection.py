@@ -55,7 +55,7 @@ def show_run(
     run: RunView, groups: Groups, heldout: Heldout | None, console: Console, *, everything: bool, config: bool
 ) -> None:
     """Print the main curves and some samples of a run, which fit on a screen, or everything; and its configuration."""
-    rows = MAX_ROWS if everything else 1 if _shows_images(run, console) else SCREEN_ROWS
+    rows = MAX_ROWS if everything else 1 if run.noun == "image" and has_colours(console) else SCREEN_ROWS
     console.print(_curves(run, console, None if everything else SCREEN_CURVES))
     if heldout is not None and heldout.pairs:
         console.print(_heldout(run, heldout, console, rows))
@@ -68,10 +68,6 @@ def show_run(
     if not everything:
         hint = "--all shows every curve, metric and prompt, --config the configuration, --html FILE writes a page"
         console.print(Text(hint, style="dim"), soft_wrap=True)
-
-
-def _shows_images(run: RunView, console: Console) -> bool:
-    return run.noun == "image" and has_colours(console)
 
 
 def _rest(run: RunView) -> Report:
