@@ -19,7 +19,6 @@ from data.recipes.shapes import (
     IMAGE_PIXELS,
     PREVIEW_GRID,
     TRAIN_FILE,
-    Mistakes,
     Scene,
     choose_scenes,
     decode_tokens,
@@ -43,8 +42,7 @@ from grpo_core.streams import ImageSize
 
 def draw_corpus(scenes: Sequence[Scene], recipe: TinyRecipe) -> tuple[Tensor, Tensor]:
     """Draw imperfect images: the scene of each caption, int64 [images], and tokens, int64 [images, 16 + 64]."""
-    mistakes = Mistakes(recipe.slip_probability, recipe.confusion_probability, recipe.speckle_probability)
-    index, cells = draw_imperfect_corpus(scenes, recipe.corpus_size, mistakes, recipe.seed)
+    index, cells = draw_imperfect_corpus(scenes, recipe)
     return torch.from_numpy(index), encode_cells(cells)
 
 

@@ -18,7 +18,7 @@ from transformers.models.glm_image.image_processing_pil_glm_image import GlmImag
 
 from data.recipes import trainer
 from data.recipes.autoencoder import build_cell_autoencoder
-from data.recipes.shapes import CELL_PIXELS, CODEBOOK_SIZE, IMAGE_PIXELS, all_scenes
+from data.recipes.shapes import CELL_PIXELS, CODEBOOK_SIZE, IMAGE_PIXELS, ShapesRecipe, all_scenes
 from grpo_core.policies.glm_image.processor import UnitProcessor
 
 IMAGE_START_ID = CODEBOOK_SIZE
@@ -30,26 +30,17 @@ _PAD, _GRID_BOS, _GRID_EOS, _IMAGE = "<|endoftext|>", "<sop>", "<eop>", "<|image
 
 
 @dataclass(frozen=True)
-class TinyRecipe:
+class TinyRecipe(ShapesRecipe):
     """How the tiny GLM-Image is built and trained; the same recipe gives the same weights on the same machine.
 
-    The supervised images are imperfect on purpose, like a real corpus: the policy learns the meaning of captions
-    and also slips and stray cells, which training with rewards can then remove.
+    The policy learns the meaning of captions and also slips and stray cells, which training with rewards can remove.
 
     Attributes:
-        heldout_fraction: share of the captions that the supervised training never sees.
-        slip_probability, confusion_probability, speckle_probability: see :class:`data.recipes.shapes.Mistakes`.
         rope_theta: base of the rotary frequencies; a grid of eight rows needs fast ones, or columns look alike.
         latent_std: pixels, in [-1, 1], per latent; a small value makes the decoder's noise small against the image.
         prior_drop_probability: probability that the image tokens are dropped in decoder training, for guidance.
     """
 
-    seed: int = 0
-    heldout_fraction: float = 0.1
-    corpus_size: int = 8192
-    slip_probability: float = 0.5
-    confusion_probability: float = 0.0
-    speckle_probability: float = 0.04
     hidden_size: int = 128
     layers: int = 2
     heads: int = 4

@@ -24,8 +24,8 @@ from data.recipes.shapes import (
     CELL_PIXELS,
     GRID,
     IMAGE_PIXELS,
-    Mistakes,
     Scene,
+    ShapesRecipe,
     all_scenes,
     draw,
     draw_imperfect_corpus,
@@ -43,15 +43,12 @@ _WORD_END = "</w>"
 
 
 @dataclass(frozen=True)
-class TinySd3Recipe:
+class TinySd3Recipe(ShapesRecipe):
     """How the tiny SD3 is built and trained; the same recipe gives the same weights on the same machine.
 
-    The supervised images are imperfect on purpose, like a real corpus: for one caption the noise decides which shape is
-    drawn and where, and training with rewards can make the caption decide.
+    For one caption the noise decides which shape is drawn and where; training with rewards can make the caption decide.
 
     Attributes:
-        heldout_fraction: share of the captions that the supervised training never sees.
-        slip_probability, confusion_probability, speckle_probability: see :class:`data.recipes.shapes.Mistakes`.
         clip_size, t5_size: of the text encoders, whose weights stay random.
         text_length: tokens that the CLIP tokenizers pad to, and `max_sequence_length` of the T5.
         patch_size: of the transformer, in latents along each axis; a latent covers 8 pixels.
@@ -59,10 +56,6 @@ class TinySd3Recipe:
         prompt_drop_probability: probability that the prompt is empty in training, for guidance.
     """
 
-    seed: int = 0
-    heldout_fraction: float = 0.1
-    corpus_size: int = 8192
-    slip_probability: float = 0.5
     confusion_probability: float = 0.1
     speckle_probability: float = 0.06
     clip_size: int = 32
@@ -193,8 +186,7 @@ def train_transformer(
     scheduler shifts its noise levels, section 5.3.2.
     """
     scenes, _ = split_scenes(recipe.seed, recipe.heldout_fraction)
-    mistakes = Mistakes(recipe.slip_probability, recipe.confusion_probability, recipe.speckle_probability)
-    described, cells = draw_imperfect_corpus(scenes, recipe.corpus_size, mistakes, recipe.seed)
+    described, cells = draw_imperfect_corpus(scenes, recipe)
     latents = (torch.from_numpy(cells).float().permute(0, 3, 1, 2) / 127.5 - 1) / recipe.latent_std
     # The last one is for dropped prompts.
     captions_and_none = [*(scene.caption for scene in scenes), ""]

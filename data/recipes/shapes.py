@@ -209,28 +209,30 @@ def write_prompt_file(scenes: Sequence[Scene], file: Path, targets: Path) -> Non
 
 
 @dataclass(frozen=True)
-class Mistakes:
-    """How often a drawing does not show what its caption says; a policy can unlearn that with rewards.
+class ShapesRecipe:
+    """The captioned images that a model is trained on; they are imperfect on purpose, like a real corpus.
 
     Attributes:
+        heldout_fraction: share of the captions that the supervised training never sees.
         slip_probability: of a sprite that is moved by -1, 0 or 1 cells along each axis, within the canvas.
         confusion_probability: of another shape than the caption's.
         speckle_probability: of a random colour, per cell.
     """
 
-    slip_probability: float
-    confusion_probability: float
-    speckle_probability: float
+    seed: int = 0
+    heldout_fraction: float = 0.1
+    corpus_size: int = 8192
+    slip_probability: float = 0.5
+    confusion_probability: float = 0.0
+    speckle_probability: float = 0.04
 
 
-def draw_imperfect_corpus(
-    scenes: Sequence[Scene], count: int, mistakes: Mistakes, seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Draw images of random scenes: which scene, int64 [count], and their cells, uint8 [count, 8, 8, 3]."""
-    rng = np.random.default_rng(seed)
-    index = rng.integers(len(scenes), size=count)
-    cells = np.stack([_draw_imperfect(scenes[i], mistakes, rng) for i in index])
-    add_speckles(cells, mistakes.speckle_probability, rng)
+def draw_imperfect_corpus(scenes: Sequence[Scene], recipe: ShapesRecipe) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Draw images of random scenes: which scene, int64 [images], and their cells, uint8 [images, 8, 8, 3]."""
+    rng = np.random.default_rng(recipe.seed)
+    index = rng.integers(len(scenes), size=recipe.corpus_size)
+    cells = np.stack([_draw_imperfect(scenes[i], recipe, rng) for i in index])
+    add_speckles(cells, recipe.speckle_probability, rng)
     return index, cells
 
 
@@ -241,11 +243,11 @@ def add_speckles(cells: NDArray[np.uint8], probability: float, rng: np.random.Ge
     cells[stray] = palette[rng.integers(len(palette), size=int(stray.sum()))]
 
 
-def _draw_imperfect(scene: Scene, mistakes: Mistakes, rng: np.random.Generator) -> NDArray[np.uint8]:
-    if rng.random() < mistakes.confusion_probability:
+def _draw_imperfect(scene: Scene, recipe: ShapesRecipe, rng: np.random.Generator) -> NDArray[np.uint8]:
+    if rng.random() < recipe.confusion_probability:
         scene = replace(scene, shape=str(rng.choice([shape for shape in SPRITES if shape != scene.shape])))
     row, column = sprite_origin(scene.shape, scene.position)
-    if rng.random() < mistakes.slip_probability:
+    if rng.random() < recipe.slip_probability:
         height, width = sprite_mask(scene.shape).shape
         row = int(np.clip(row + rng.integers(-1, 2), 0, GRID - height))
         column = int(np.clip(column + rng.integers(-1, 2), 0, GRID - width))
