@@ -46,8 +46,7 @@ class UserFunction:
 
     def raised_at(self, error: BaseException) -> str:
         """Return file and line of the function's last statement that led to the error, or of its definition."""
-        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        own = [f"{file}:{line}" for file, line in frames if file == self.place.rpartition(":")[0]]
+        own = _lines_of(error, self.place.rpartition(":")[0])
         return own[-1] if own else self.place
 
     @property
@@ -165,10 +164,13 @@ def _code_of(place: str, reference: str, function: Callable[..., object]) -> Cod
 def _origin(error: BaseException, file: str | None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [frame for frame in frames if frame[0] == file]
-    at, line = (own or frames or [("an unknown place", 0)])[-1]
-    return f"{at}:{line}"
+    return (_lines_of(error, file) or _lines_of(error) or ["an unknown place:0"])[-1]
+
+
+def _lines_of(error: BaseException, file: str | None = None) -> list[str]:
+    """Return `file:line` of each frame that led to an error, of one file or of all."""
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    return [f"{at}:{line}" for at, line in frames if file in (None, at)]
 
 
 def shown_error(error: BaseException) -> str:

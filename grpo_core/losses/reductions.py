@@ -152,11 +152,11 @@ def mean_of_row_sums(
 
 REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
     {
-        reduction.__name__: reduction
-        for reduction in (
-            *(mean_of_row_means, mean_of_tokens, mean_of_expected_tokens),
-            *(constant_length_mean, mean_of_row_sums),
-        )
+        "mean_of_row_means": mean_of_row_means,
+        "mean_of_tokens": mean_of_tokens,
+        "mean_of_expected_tokens": mean_of_expected_tokens,
+        "constant_length_mean": constant_length_mean,
+        "mean_of_row_sums": mean_of_row_sums,
     }
 )
 """By the name in `LossTraits.reduction`."""

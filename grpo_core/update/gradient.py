@@ -133,12 +133,8 @@ def _backward(
     def aligned(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[:, :time].to(logprobs.device)
 
-    def selected(values: Tensor | None) -> Tensor | None:
-        return None if values is None else aligned(values[part])
-
-    mask = selected(minibatch.trained)
-    old = aligned(chunk.old_logprobs)
-    assert mask is not None, "every minibatch has its trained actions"
+    mask = minibatch.trained[part, :time].to(logprobs.device)
+    high_entropy, old = minibatch.entropy_mask, aligned(chunk.old_logprobs)
     inputs = LossInputs(
         logprobs=scored.logprobs,
         old_logprobs=logprobs if old is None else old,
@@ -147,7 +143,7 @@ def _backward(
         advantages=chunk.advantages.to(logprobs.device),
         loss_mask=mask,
         entropy=scored.entropy,
-        entropy_mask=selected(minibatch.entropy_mask),
+        entropy_mask=None if high_entropy is None else aligned(high_entropy[part]),
         kl=scored.kl if exact_kl else None,
         gaussians=scored.gaussians,
     )

@@ -48,33 +48,28 @@ class _SingleProcess:
     count = 1
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Do nothing: the gradients are the sum already."""
+        pass  # the gradients are the sum already
 
     def add(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return the values unchanged."""
         return values
 
     def from_first(self, value: Any) -> Any:
-        """Return the value unchanged."""
         return value
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-        """Scale the gradients to a total norm of at most max_norm; return the norm before."""
         return float(nn.utils.clip_grad_norm_(list(parameters), max_norm))
 
     def distribute(self, trained: TrainedModel) -> None:
-        """Do nothing: this process keeps all weights."""
+        pass  # this process keeps all weights
 
     def load_state(self, optimizer: PolicyOptimizer, state: Mapping[str, Tensor]) -> None:
-        """Load the optimizer's state."""
         optimizer.load_state(state)
 
     def state(self, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
-        """Return the optimizer's state."""
         return optimizer.state()
 
     def collect(self, trained: TrainedModel) -> None:
-        """Do nothing: all weights are in this process."""
+        pass
 
 
 SINGLE_PROCESS: ProcessGroup = _SingleProcess()

@@ -139,24 +139,17 @@ class DiffusersFamily(PolicyFamily):
         longest: int | None = None,
     ) -> "ModelSizes":
         """Count every network of the pipeline, and the positions of the image that has most, with a source if usual."""
+        import grpo_core.policies.sizes as memory
         from grpo_core.policies.diffusers.loading import TRANSFORMER, require_saved_pipeline
         from grpo_core.policies.pipeline_loading import build_on_meta, is_network
-        from grpo_core.policies.sizes import (
-            ComponentSizes,
-            ModelSizes,
-            count_blocks,
-            count_parameters,
-            hidden_width,
-            image_channels,
-        )
 
         saved = require_saved_pipeline(model)
         parts = (part for part in saved.parts if is_network(saved.parts, part))
         networks = {part: build_on_meta(saved.folder, saved.parts, part) for part in parts}
         transformer = networks[TRANSFORMER]
-        counts = {f"{part} weights": count_parameters(network) for part, network in networks.items()}
+        counts = {f"{part} weights": memory.count_parameters(network) for part, network in networks.items()}
         quantized = count_quantized(model, saved.parts, networks, choices["denoising"].quantization)
-        width, blocks = hidden_width(saved.transformer), count_blocks(transformer)
+        width, blocks = memory.hidden_width(saved.transformer), memory.count_blocks(transformer)
         patches = {size: saved.patches(size) for size in images or (settings.size,)}
         largest = max(patches, key=lambda size: patches[size])
         prompt = settings.max_sequence_length or saved.pipeline_class.call.get("max_sequence_length")
@@ -174,15 +167,15 @@ class DiffusersFamily(PolicyFamily):
         decodes: frozenset[Phase] = denoises if sources is not None and sources.usual else frozenset({"decoding"})
         needed = {TRANSFORMER: denoises, "vae": decodes}
         needed |= {part: encodes for part in networks if part.startswith("text_encoder")}
-        return ModelSizes(
+        return memory.ModelSizes(
             networks=counts,
             quantized={f"{part} weights": size for part, size in quantized.items()},
             needed={f"{part} weights": phases for part, phases in needed.items()},
-            components={"denoising": ComponentSizes(trained, width, blocks, positions, passes)},
+            components={"denoising": memory.ComponentSizes(trained, width, blocks, positions, passes)},
             prompt=read,
             image_values=guided * positions * width,
             image_pixels=largest.pixels,
-            image_channels=image_channels(saved.vae),
+            image_channels=memory.image_channels(saved.vae),
             state_values=saved.latent_values(largest),
             tokens=patches,
         )

@@ -131,17 +131,8 @@ class GlmImageFamily(PolicyFamily):
         longest: int | None = None,
     ) -> "ModelSizes":
         """Count every network, and the ids and patches of the images that have most of them."""
+        import grpo_core.policies.sizes as memory
         from grpo_core.policies.glm_image.loading import left_alone, read_token_config
-        from grpo_core.policies.sizes import (
-            ComponentSizes,
-            ModelSizes,
-            cached_values,
-            count_blocks,
-            count_parameters,
-            hidden_width,
-            image_channels,
-            token_sizes,
-        )
 
         networks, config = {part: self.build_on_meta(model, part) for part in PARTS}, read_token_config(model)
         text, decoder = config.text_config, networks[DECODER]
@@ -151,27 +142,27 @@ class GlmImageFamily(PolicyFamily):
             VAE: "autoencoder weights",
             TEXT_ENCODER: "glyph encoder weights",
         }
-        counts = {name: count_parameters(networks[part]) for part, name in names.items()}
+        counts = {name: memory.count_parameters(networks[part]) for part, name in names.items()}
         quantization = next((choice.quantization for choice in choices.values()), None)
         quantized = count_quantized(model, PARTS, networks, quantization, left_alone)
-        vae, width, blocks = networks[VAE].config, hidden_width(decoder.config), count_blocks(decoder)
+        vae, width, blocks = networks[VAE].config, memory.hidden_width(decoder.config), memory.count_blocks(decoder)
         scale = 2 ** (len(vae.block_out_channels) - 1)
         unit = 2 * decoder.config.patch_size * scale
         grids = {size: token_grids(size, unit) for size in images or (settings.size,)}
         tokens, pixels = max(each.tokens for each in grids.values()), max(size.pixels for size in grids)
         # The decoder has four patches per large token.
         patches = 4 * max(each.large.tokens for each in grids.values())
-        components: dict[Stream, ComponentSizes] = {}
+        components: dict[Stream, memory.ComponentSizes] = {}
         if choice := choices.get("tokens"):
             trained = self.train("tokens", networks[AUTOREGRESSIVE], choice, model)
             codes = config.vq_config.num_embeddings
-            components["tokens"] = token_sizes(trained, text, PROMPT_TOKENS, tokens, vocabulary=codes)
+            components["tokens"] = memory.token_sizes(trained, text, PROMPT_TOKENS, tokens, vocabulary=codes)
         if choice := choices.get("denoising"):
             trained = self.train("denoising", decoder, choice, model)
             passes = max(1, settings.sde_window_size) * (2 if settings.guidance_scale > 1 else 1)
-            components["denoising"] = ComponentSizes(trained, width, blocks, patches, passes)
+            components["denoising"] = memory.ComponentSizes(trained, width, blocks, patches, passes)
         denoises: frozenset[Phase] = frozenset({"decoding", "denoising update"})
-        return ModelSizes(
+        return memory.ModelSizes(
             networks=counts,
             quantized={names[part]: size for part, size in quantized.items()},
             needed={
@@ -182,12 +173,12 @@ class GlmImageFamily(PolicyFamily):
             },
             components=components,
             prompt=PROMPT_TOKENS,
-            cached=(PROMPT_TOKENS + tokens - 1) * cached_values(text),
+            cached=(PROMPT_TOKENS + tokens - 1) * memory.cached_values(text),
             head=text.vision_vocab_size,
             # The passes of guidance run one after the other.
             image_values=patches * width,
             image_pixels=pixels,
-            image_channels=image_channels(vae),
+            image_channels=memory.image_channels(vae),
             state_values=vae.latent_channels * pixels // scale**2,
             tokens={size: each.tokens for size, each in grids.items()},
         )

@@ -24,28 +24,17 @@ _ALIGNMENT = 256
 """Bytes; a GPU's allocations start at multiples of it."""
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """A tensor of a module, and the attribute that it is replaced by."""
-
-    owner: Any
-    name: str
-
-    @property
-    def value(self) -> Tensor:
-        value: Tensor = getattr(self.owner, self.name)
-        return value
-
-
 class _Parked:
     """The frozen values of a component, in one buffer of CPU memory, which is copied to the device at once."""
 
     def __init__(self, name: str, component: nn.Module, device: torch.device) -> None:
         """Copy the values from where they are, and leave placeholders there; InputError if CPU memory is too small."""
-        slots = {(id(slot.owner), slot.name): slot for slot in _frozen_slots(component)}.values()
-        self._device, self._slots = device, [(slot, _key(slot.value)) for slot in slots]
+        slots = {(id(owner), name): (owner, name) for owner, name in _frozen_slots(component)}.values()
+        held = [(owner, name, getattr(owner, name)) for owner, name in slots]
+        movable = [(owner, name, value) for owner, name, value in held if value.numel() and not value.is_meta]
+        self._device, self._slots = device, [(owner, name, _key(value)) for owner, name, value in movable]
         # Modules share parameters, and layers their scales.
-        values = {key: slot.value for slot, key in self._slots}
+        values = {_key(value): value for _, _, value in movable}
         self._forms = {key: torch.empty_like(value, device="meta") for key, value in values.items()}
         self._starts, end = dict[_Key, int](), 0
         for key, value in values.items():
@@ -75,8 +64,8 @@ class _Parked:
             self._fill({key: self._view(self._buffer, key) for key in self._forms})
 
     def _fill(self, values: Mapping["_Key", Tensor]) -> None:
-        for slot, key in self._slots:
-            setattr(slot.owner, slot.name, values[key])
+        for owner, name, key in self._slots:
+            setattr(owner, name, values[key])
 
     def _view(self, buffer: Tensor, key: "_Key") -> Tensor:
         form, start = self._forms[key], self._starts[key]
@@ -178,31 +167,17 @@ def _key(values: Tensor) -> _Key:
     return values.data_ptr(), values.shape, values.dtype
 
 
-def _frozen_slots(component: nn.Module) -> Iterator[_Slot]:
-    """Yield what holds the frozen values of a component: parameters, buffers, and the scales of quantized layers."""
+def _frozen_slots(component: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield what holds frozen values, parameters, buffers and scales of quantized layers, and by which attribute."""
     for module in component.modules():
-        for parameter in module.parameters(recurse=False):
-            yield from _movable(_Slot(parameter, "data")) if not parameter.requires_grad else ()
-        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
-            # The buffer itself: one that was loaded as a view would keep the whole file mapped by its base.
-            yield from _movable(_Slot(module, name))
+        yield from ((each, "data") for each in module.parameters(recurse=False) if not each.requires_grad)
+        # The buffer itself: one that was loaded as a view would keep the whole file mapped by its base.
+        yield from ((module, name) for name, _ in module.named_buffers(recurse=False, remove_duplicate=False))
         if is_quantized(module):
-            yield from _scales(module)
-
-
-def _movable(slot: _Slot) -> Iterator[_Slot]:
-    if slot.value.numel() and not slot.value.is_meta:
-        yield slot
-
-
-def _scales(layer: Any) -> Iterator[_Slot]:
-    """Yield the tensors of a layer of bitsandbytes that are neither its parameters nor its buffers."""
-    state = getattr(layer.weight, "quant_state", None)
-    owners = [layer.weight, getattr(layer, "state", None), state, getattr(state, "state2", None)]
-    for owner, names in zip(owners, (("CB", "SCB"), ("CB", "SCB"), _IN_4_BITS, _IN_4_BITS), strict=True):
-        for name in names:
-            if owner is not None and isinstance(vars(owner).get(name), Tensor):
-                yield from _movable(_Slot(owner, name))
+            state = getattr(module.weight, "quant_state", None)
+            for scales in (state, getattr(state, "state2", None)):
+                found = {} if scales is None else vars(scales)
+                yield from ((scales, name) for name in _IN_4_BITS if isinstance(found.get(name), Tensor))
 
 
 _IN_4_BITS = ("absmax", "code", "offset")

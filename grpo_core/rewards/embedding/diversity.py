@@ -97,7 +97,7 @@ class DiversityReward(ClipReward):
             return {}
         if self.measure == "clip":
             return super().weight_sources()
-        return {"trunk": self._trunk()}
+        return {"trunk": Weights(f"{_PLACE}.weights", self.weights, self.weights_sha256, TRUNKS[self.net])}
 
     def weight_digests(self) -> Mapping[str, str]:
         """Return the digests of the measure's network, with LPIPS's heads."""
@@ -134,10 +134,7 @@ class DiversityReward(ClipReward):
             return pixel_distance()
         if self.measure == "clip":
             return clip_distance(load_clip(self))
-        return lpips_distance(load_network(self._trunk(), self.net, self.device), self.device)
-
-    def _trunk(self) -> Weights:
-        return Weights(f"{_PLACE}.weights", self.weights, self.weights_sha256, TRUNKS[self.net])
+        return lpips_distance(load_network(self.weight_sources()["trunk"], self.net, self.device), self.device)
 
 
 def pixel_distance() -> Distance[np.ndarray]:

@@ -123,14 +123,11 @@ class PickScoreReward(PreferenceReward):
 
     def weight_sources(self) -> Mapping[str, Weights]:
         """Return the model, over its files."""
-        return {"model": self._source()}
+        return {"model": Weights("rewards.pickscore.model", self.model, self.model_sha256, PICKSCORE)}
 
     def load(self) -> PreferenceScorer:
         """Load the model."""
-        return load_pickscore(self._source(), self.device)
-
-    def _source(self) -> Weights:
-        return Weights("rewards.pickscore.model", self.model, self.model_sha256, PICKSCORE)
+        return load_pickscore(self.weight_sources()["model"], self.device)
 
 
 @load_once
@@ -192,7 +189,7 @@ class HpsV2Reward(PreferenceReward):
 
     def weight_sources(self) -> Mapping[str, Weights]:
         """Return the model's."""
-        return {"model": self._source()}
+        return {"model": Weights("rewards.hpsv2.weights", self.weights, self.weights_sha256, HPSV2)}
 
     def preflight(self) -> Sequence[str]:
         """List missing or wrong weights, a missing device, an unknown network."""
@@ -200,14 +197,11 @@ class HpsV2Reward(PreferenceReward):
 
     def load(self) -> PreferenceScorer:
         """Load the model."""
-        return load_hpsv2(self._source(), self._architecture(), self.device)
+        return load_hpsv2(self.weight_sources()["model"], self._architecture(), self.device)
 
     def _architecture(self) -> ClipArchitecture:
         release = None if is_config_file(self.model) else HPSV2_RELEASE
         return find_architecture("rewards.hpsv2.model", self.model, release)
-
-    def _source(self) -> Weights:
-        return Weights("rewards.hpsv2.weights", self.weights, self.weights_sha256, HPSV2)
 
 
 @load_once

@@ -61,23 +61,20 @@ class RewardModelReward(ModelReward):
 
     def weight_sources(self) -> Mapping[str, Weights]:
         """Return the model; chat template and tokenizer are among its files."""
-        return {"model": self._source()}
+        return {"model": Weights(_PLACE, self.model, self.model_sha256, _PUBLISHED)}
 
     def check_prompt(self, columns: Mapping[str, object], sizes: Sequence[tuple[int, int]], prompt: str = "") -> None:
         """Refuse a conversation if the tokenizer has no chat template; what else it lacks, `preflight` reports."""
-        if read_messages(prompt) is not None and not _has_template(self._source()):
+        if read_messages(prompt) is not None and not _has_template(self.weight_sources()["model"]):
             raise InputError("prompt", prompt, _NEEDS_TEMPLATE)
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the model."""
-        scorer = load_scorer(self._source(), self.device)
+        scorer = load_scorer(self.weight_sources()["model"], self.device)
         # One at a time: padding and the batch that a matrix product runs in change its last bits.
         pairs = zip(batch.prompts, batch.completions, strict=True)
         logits = [scorer.logit(*pair, self.max_length) for pair in pairs]
         return [Score(logit if self.scale == "none" else _sigmoid(logit), logit) for logit in logits]
-
-    def _source(self) -> Weights:
-        return Weights(_PLACE, self.model, self.model_sha256, _PUBLISHED)
 
 
 @plain_dataclass(frozen=True)

@@ -74,7 +74,7 @@ class LpipsReward(ModelReward, PairReward):
 
     def weight_sources(self) -> Mapping[str, Weights]:
         """Return the trunk's."""
-        return {"trunk": self._trunk()}
+        return {"trunk": Weights("rewards.lpips.weights", self.weights, self.weights_sha256, TRUNKS[self.net])}
 
     def weight_digests(self) -> Mapping[str, str]:
         """Return the digests of the trunk and of the heads."""
@@ -82,15 +82,12 @@ class LpipsReward(ModelReward, PairReward):
 
     def measure(self, images: Tensor, targets: Tensor) -> Tensor:
         """Return the distances."""
-        network = load_network(self._trunk(), self.net, self.device)
+        network = load_network(self.weight_sources()["trunk"], self.net, self.device)
         return perceptual_distance(network, images.to(self.device), targets.to(self.device))
 
     def to_value(self, raw: float) -> float:
         """Return 1 for identical images."""
         return 1.0 - clamp_unit(raw)
-
-    def _trunk(self) -> Weights:
-        return Weights("rewards.lpips.weights", self.weights, self.weights_sha256, TRUNKS[self.net])
 
 
 def perceptual_distance(network: nn.Module, images: Images, targets: Images) -> Float32[Tensor, " batch"]:

@@ -3,7 +3,6 @@
 Their settings are checked without torch, which takes seconds to import; `tensors` computes.
 """
 
-import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -78,6 +77,9 @@ class PairReward(ComparingReward):
     min_side: ClassVar[int] = 1
     """Smallest side of an image that it can score, in pixels."""
 
+    measured_by: ClassVar[str] = ""
+    """Name of the function of `tensors` that measures."""
+
     undefined: ClassVar[str | None] = None
     """Why a raw quantity may be undefined, {} for target or source; None: it never is."""
 
@@ -89,9 +91,12 @@ class PairReward(ComparingReward):
         """The image that it compares with, which is squeezed."""
         return replace(super().needs, squeezes_reference=True, min_side=self.min_side)
 
-    @abc.abstractmethod
     def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the raw quantities [N] of images and targets (or sources), each [N, 3, H, W] fp32 in [0, 1]."""
+        from grpo_core.rewards.similarity import tensors
+
+        found: Tensor = getattr(tensors, self.measured_by)(images, targets)
+        return found
 
     def to_value(self, raw: float) -> float:
         """Return the value in [0, 1] of a raw quantity; by default that, clamped."""
@@ -129,12 +134,7 @@ class MseReward(PairReward):
 
     name: ClassVar[str] = "mse"
     version: ClassVar[str] = "1"
-
-    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
-        """Return the errors."""
-        from grpo_core.rewards.similarity.tensors import mean_squared_error
-
-        return mean_squared_error(images, targets)
+    measured_by: ClassVar[str] = "mean_squared_error"
 
     def to_value(self, raw: float) -> float:
         """Return 1 without error, 0 from `full_scale` on."""
@@ -153,12 +153,7 @@ class PsnrReward(PairReward):
 
     name: ClassVar[str] = "psnr"
     version: ClassVar[str] = "1"
-
-    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
-        """Return the ratios."""
-        from grpo_core.rewards.similarity.tensors import peak_signal_to_noise_ratio
-
-        return peak_signal_to_noise_ratio(images, targets)
+    measured_by: ClassVar[str] = "peak_signal_to_noise_ratio"
 
     def to_value(self, raw: float) -> float:
         """Return the ratio as a share of `full_scale_db`."""
@@ -176,12 +171,7 @@ class R2Reward(PairReward):
     name: ClassVar[str] = "r2"
     version: ClassVar[str] = "1"
     undefined: ClassVar[str | None] = "the {} has a single colour, so there is no variance to explain"
-
-    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
-        """Return the coefficients."""
-        from grpo_core.rewards.similarity.tensors import coefficient_of_determination
-
-        return coefficient_of_determination(images, targets)
+    measured_by: ClassVar[str] = "coefficient_of_determination"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -191,9 +181,4 @@ class SsimReward(PairReward):
     name: ClassVar[str] = "ssim"
     version: ClassVar[str] = "1"
     min_side: ClassVar[int] = WINDOW
-
-    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
-        """Return the similarities."""
-        from grpo_core.rewards.similarity.tensors import structural_similarity
-
-        return structural_similarity(images, targets)
+    measured_by: ClassVar[str] = "structural_similarity"
