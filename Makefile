@@ -44,7 +44,7 @@ test-slow: $(STAMP)  ## run the slow tests: kills in every stage, complete train
 test-chaos: $(STAMP)  ## kill tiny runs over a hundred times, with and without workers (CHAOS_SEED=0)
 	$(OFFLINE) $(RUN)/python -m pytest -m chaos tests/chaos
 
-test-attacks: $(STAMP)  ## print what adversarial images and texts reach by every reward; fails where it is too much
+test-attacks: $(STAMP)  ## score adversarial images and texts by every reward
 	$(OFFLINE) $(RUN)/python -m tests.attacks.attacks
 
 # vLLM pins other releases of torch and transformers than the lock, so it has an environment of its own. Its package for
@@ -74,22 +74,22 @@ bench: $(STAMP)  ## measure speed and memory beside TRL and others: docs/perform
 bench-pools: $(STAMP)  ## compare one process with two pools, three workers, PostgreSQL and S3
 	$(OFFLINE) $(RUN)/python -m tests.bench.placement
 
-tiny-model: $(STAMP)  ## train the shipped tiny GLM-Image again from its recipe
+tiny-model: $(STAMP)  ## make the shipped tiny GLM-Image again
 	$(OFFLINE) $(RUN)/python -m data.recipes glm-image
 
-tiny-edit-model: $(STAMP)  ## train the shipped tiny GLM-Image that edits again from its recipe
+tiny-edit-model: $(STAMP)  ## make the shipped tiny GLM-Image that edits again
 	$(OFFLINE) $(RUN)/python -m data.recipes glm-image-edit
 
-tiny-text-model: $(STAMP)  ## train the shipped tiny text model again from its recipe
+tiny-text-model: $(STAMP)  ## make the shipped tiny text model again
 	$(OFFLINE) $(RUN)/python -m data.recipes text
 
-tiny-vision-model: $(STAMP)  ## train the shipped tiny vision model again from its recipe
+tiny-vision-model: $(STAMP)  ## make the shipped tiny vision model again
 	$(OFFLINE) $(RUN)/python -m data.recipes vision
 
-tiny-sd3: $(STAMP)  ## train the shipped tiny Stable Diffusion 3 again from its recipe
+tiny-sd3: $(STAMP)  ## make the shipped tiny Stable Diffusion 3 again
 	$(OFFLINE) $(RUN)/python -m data.recipes sd3
 
-figures: $(STAMP)  ## make the outputs, tables and pictures of README.md and docs/ again, except those of bench (ONLY=tutorial)
+figures: $(STAMP)  ## make outputs, tables and pictures of README.md and docs/ again (ONLY=tutorial)
 	$(OFFLINE) $(RUN)/python -m tests.bench.figures $(ONLY)
 
 ui: $(STAMP)  ## start Prefect's server and UI on this machine

@@ -35,10 +35,10 @@ _COUNTED_ALONE = frozenset({"storage", "service", "lost", "timeout", "max_delay"
 
 
 class RetrySection(Section):
-    """How often a stage is tried that meets temporary errors; each shard of a stage is counted alone."""
+    """How often a stage is tried that meets temporary errors."""
 
     tries: PositiveInt = Field(
-        5, description="of a stage whose storage, service, process or worker fails for a while, or that is timed out"
+        5, description="of a stage after temporary errors and timeouts; each shard is counted alone"
     )
     delay: PositiveFloat = Field(
         2.0, description="seconds before the second try; doubled each time up to a minute, with jitter"
@@ -59,8 +59,8 @@ class PlacementSection(Section):
     devices: tuple[Device, ...] = Field(
         ("auto",),
         min_length=1,
-        description="where models run. auto, cpu or cuda: in the run's process, auto on a GPU if there is one. "
-        "[0, 1] or [cpu, cpu]: a process per device, for rollouts, rewards and the update",
+        description="auto, cpu or cuda: models run in the run's process, auto on a GPU if there is one. [0, 1] or "
+        "[cpu, cpu]: a process per device",
     )
     torch_threads: PositiveInt = Field(
         1, description="of each process; measure before raising: on a small shared machine 1 is fastest"
@@ -124,7 +124,6 @@ class StorageSection(Section):
     cache_dir: Annotated[str | None, Uses.WRITTEN] = Field(
         None,
         min_length=1,
-        description="local copies of files read from a bucket, on every machine of the run; null, or not writable: the "
-        "user's cache folder",
+        description="local copies of files read from a bucket; null, or not writable: the user's cache folder",
     )
     cache_gib: PositiveFloat = Field(20.0, description="maximum size of these copies; the oldest are deleted first")

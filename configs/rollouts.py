@@ -26,9 +26,7 @@ class _GroupsSection(Section):
     """Fields without effect on held-out samples."""
 
     prompts_per_iteration: PositiveInt = Field(8, description="groups of an iteration")
-    group_size: int = Field(
-        8, ge=2, le=100_000, description="samples per prompt; advantages compare siblings, so at least 2"
-    )
+    group_size: int = Field(8, ge=2, le=100_000, description="samples per prompt")
     prompts_per_batch: PositiveInt = Field(4, description="prompts sampled at once")
 
     def images_of_samples(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:
@@ -69,13 +67,11 @@ class GlmImageRolloutSection(ImageRolloutSection, GlmImageSettings):
 
     training_settings = ImageRolloutSection.training_settings | {"images_per_sample", "samples_with_images"}
 
-    shared_noise: bool = Field(True, description="siblings share the decoder's first noise")
+    shared_noise: bool = Field(True, description="siblings start from the same noise")
     samples_with_images: PositiveInt = Field(
-        1, description="with tokens and denoising trained: token samples of a prompt that get several images"
+        1, description="where tokens and denoising are trained: token samples of a prompt that get several images"
     )
-    images_per_sample: PositiveInt = Field(
-        1, description="with tokens and denoising trained: images of each of these, at least 2; the others get 1"
-    )
+    images_per_sample: PositiveInt = Field(1, description="images of each of these, at least 2; the others get 1")
 
     def images_of_samples(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:
         """Return how many images each token sample of a prompt gets; uneven where both streams are trained."""
@@ -88,7 +84,7 @@ class GlmImageRolloutSection(ImageRolloutSection, GlmImageSettings):
 class DiffusersRolloutSection(ImageRolloutSection, DiffusersSettings):
     """How groups of a pipeline's images are sampled."""
 
-    shared_noise: bool = Field(False, description="siblings start from the same noise and differ by their noisy steps")
+    shared_noise: bool = Field(False, description="siblings start from the same noise")
 
     def for_evaluation(self, evaluate: EvaluateSection) -> Self:
         """Return the settings of held-out images; without noisy steps siblings differ by their first noise alone."""

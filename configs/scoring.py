@@ -33,23 +33,17 @@ class RewardSection(Section, RewardTerm):
 
     reward: Annotated[str, Uses.NOTHING] = Field(min_length=1, description="registered name")
     name: Name | None = Field(
-        None, description="name in tables and plots; null: the reward's name, of `function` the function's"
+        None, description="in tables and plots; null: the reward's name, of `function` the function's"
     )
-    datasets: Annotated[tuple[str, ...] | None, Uses.NOTHING] = Field(
-        None, description="score these datasets only; null: all"
-    )
+    datasets: Annotated[tuple[str, ...] | None, Uses.NOTHING] = Field(None, description="score these only; null: all")
     where: Annotated[dict[str, tuple[Scalar, ...]] | None, Uses.NOTHING] = Field(
         None, description="score only prompts whose column has one of these values; null: all"
     )
-    streams: tuple[Stream, ...] | None = Field(
-        None, description="train these on it, `tokens` or `denoising`; null: all that the run trains"
-    )
-    max_failures: float = Field(
-        0.1, ge=0, le=1, description="share of its samples that may fail; if more fail, the run stops"
-    )
+    streams: tuple[Stream, ...] | None = Field(None, description="train these on it; null: all that the run trains")
+    max_failures: float = Field(0.1, ge=0, le=1, description="share of its samples that may fail before the run stops")
     batch_size: PositiveInt = Field(32, description="samples scored at once; larger if a group is larger")
     processes: int = Field(
-        0, ge=0, le=256, description="processes that score in parallel, one thread each; 0: score in the run's process"
+        0, ge=0, le=256, description="that score in parallel, one thread each; 0: the run's process scores"
     )
     pool: Name | None = Field(None, description="a work pool for this reward; null: the pool of placement.rewards")
     settings: Annotated[dict[str, object], Uses.OF_REWARD] = Field(
@@ -94,9 +88,9 @@ class GuardrailsSection(Section, HackingRule):
     rewards: tuple[RewardSection, ...] = Field((), description="scored on held-out samples, never trained on")
     on_fall: Literal["report", "stop", "pause"] = Field(
         "report",
-        description="when a guardrail falls: only report it, end the run, or wait for a person to resume it in the UI",
+        description="when a guardrail falls: report it, end the run, or wait until a person resumes it in the UI",
     )
-    pause_timeout: PositiveInt = Field(86_400, description="seconds that a paused run waits before it ends as failed")
+    pause_timeout: PositiveInt = Field(86_400, description="seconds until a paused run fails")
 
     def contradictions(self) -> Iterator[InputError]:
         """Yield settings of the mix, of which a guardrail is no part, and what to do about guardrails without any."""
@@ -114,4 +108,4 @@ class GuardrailsSection(Section, HackingRule):
 class AdvantagesSection(Section, AdvantageSettings):
     """How rewards become advantages."""
 
-    max_rounds: PositiveInt = Field(4, description="maximum number of sampling rounds per iteration, with redraw")
+    max_rounds: PositiveInt = Field(4, description="sampling rounds per iteration, with redraw")

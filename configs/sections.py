@@ -50,10 +50,10 @@ class RunSection(Section):
     seed: NonNegativeInt = Field(0, description="every random number of the run is derived from it")
     iterations: PositiveInt = Field(description="policy updates to make; can be raised later to continue")
     staleness: NonNegativeInt = Field(
-        0, description="rollouts are sampled by a policy this many versions older, during updates; 0: in turn"
+        0, description="sample with a policy this many versions older, during updates; 0: in turn"
     )
     trackers: Annotated[tuple[str, ...], Uses.ADDRESS] = Field(
-        (), description="where metrics and held-out images are logged: tensorboard, wandb, mlflow, trackio, swanlab"
+        (), description="tensorboard, wandb, mlflow, trackio, swanlab and others of accelerate"
     )
     project: Annotated[str, Uses.NOTHING] = Field(
         "grpo", min_length=1, description="project of the trackers; mlflow calls it an experiment"
@@ -61,12 +61,11 @@ class RunSection(Section):
     continue_from: Annotated[str | None, Uses.PLACE] = Field(
         None,
         min_length=1,
-        description="start from the weights of a policy of another run of storage.root, as RUN, RUN@N or RUN@best, "
-        "with a new optimizer; null: from the model",
+        description="start from the weights of another run, RUN[@N|@best], with a new optimizer; null: from the model",
     )
     on_change: Literal["refuse", "restart"] = Field(
         "refuse",
-        description="what a start does whose settings, code or prompts are not those of the stored policies; restart: "
+        description="what to do when settings, code or prompts differ from those of the stored policies; restart: "
         "begin at iteration 1, and the results become the run NAME~1",
     )
     keep_policies: KeepPoliciesSection | None = Field(None, description="null keeps every policy version")
@@ -120,17 +119,14 @@ class PolicySection(Section):
         min_length=1,
         # The validators below hand on what was JSON as Python values, in which a tuple is a list.
         strict=False,
-        description="of glm_image: tokens, denoising (its decoder), or both; of diffusers: denoising; of causal_lm "
-        "and vision_lm: tokens",
+        description="of glm_image: tokens, denoising (its decoder), or both; of any other kind the only stream it has",
     )
     revision: _Text = Field(None, description="branch, tag or commit of a hub name; null: main")
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = Field(
         None, description="of the trained model, as in transformers; null: transformers' default"
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of the weights that are loaded")
-    autocast: Literal["bfloat16"] | None = Field(
-        None, description="compute in 16 bits over float32 weights, while sampling and while training"
-    )
+    autocast: Literal["bfloat16"] | None = Field(None, description="compute in 16 bits over float32 weights")
     lora: LoraSection | None = Field(
         LoraSection(), description="null trains every weight that is not frozen, or follows the adapter"
     )
@@ -140,9 +136,7 @@ class PolicySection(Section):
     adapter: Annotated[str | None, Uses.PLACE] = Field(
         None, min_length=1, description="LoRA to start from: a folder, RUN@VERSION of the storage root, or a hub name"
     )
-    quantization: QuantizationSection | None = Field(
-        None, description="the frozen weights in 4 bits under adapters, while sampling and while training"
-    )
+    quantization: QuantizationSection | None = Field(None, description="the frozen weights in 4 bits, under adapters")
     frozen: Annotated[str | None, Uses.NOTHING] = Field(
         None, description="regular expression: parameters frozen when lora is null"
     )
@@ -152,8 +146,8 @@ class PolicySection(Section):
     gradient_checkpointing: bool = Field(False, description="less memory in the update, one more forward pass")
     offload: Literal["none", "components", "auto"] = Field(
         "none",
-        description="components: what a stage does not need is not on the GPU, such as text encoders while the "
-        "transformer is trained; auto: where the estimate says that all together do not fit",
+        description="components: what a stage does not need is not on the GPU; auto: only if the model would not fit "
+        "otherwise",
     )
 
     @model_validator(mode="before")
@@ -245,8 +239,8 @@ class PolicySection(Section):
 
 
 _PROMPTS = (
-    "a .txt, .jsonl, .json, .csv, .tsv or .parquet file, a folder of files with one of these endings, or a dataset of "
-    "the Hugging Face Hub as hf://datasets/owner/name or owner/name"
+    "a .txt, .jsonl, .json, .csv, .tsv or .parquet file, a folder of such files, or a dataset of the Hub: "
+    "hf://datasets/owner/name or owner/name"
 )
 
 
@@ -353,6 +347,6 @@ class EvaluateSection(PromptsSection):
     )
     seed: NonNegativeInt = Field(0, description="of the held-out samples; the same for every training seed")
     num_inference_steps: PositiveInt | None = Field(
-        None, description="denoising steps of held-out images, all without noise; null: the rollout's"
+        None, description="of held-out images, all without noise; null: the rollout's"
     )
     guidance_scale: NonNegativeFloat | None = Field(None, description="of held-out images; null: the rollout's")

@@ -49,20 +49,19 @@ class ParitySection(Section):
 
     max_difference: PositiveFloat | None = Field(
         None,
-        description="null: 1e-3 in fp32, and in 16 bits 40 times what these round of a logit; of denoising steps 1e-5 "
-        "and 1e-3, and for a sum as much for each value",
+        description="null: 1e-3 in fp32, and in 16 bits by depth and entropy; of denoising steps 1e-5 and 1e-3, for a "
+        "sum per value",
     )
     mean_difference: PositiveFloat | None = Field(
         None,
-        description="null: 1e-4 in fp32, and in 16 bits three times what these are expected to round at this depth and "
-        "entropy; of denoising steps 1e-6 and 1e-4",
+        description="null: 1e-4 in fp32, and in 16 bits by depth and entropy; of denoising steps 1e-6 and 1e-4",
     )
     share_beyond: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="share of the tokens that may differ by more than max_difference; null: 0, and of tokens that an "
-        "engine sampled 1e-3 in fp32 and 0.02 in 16 bits",
+        description="share of the tokens that may differ by more than max_difference; null: 0, of engines 1e-3 in fp32 "
+        "and 0.02 in 16 bits",
     )
 
     def tolerance(
@@ -110,7 +109,7 @@ class ReferenceSection(Section):
     keyless = frozenset({"placement"})
 
     placement: Literal["auto"] | Reference = Field(
-        "auto", description="a copy on the device or in CPU memory when every weight is trained; auto: when needed"
+        "auto", description="of a copy, which full training needs; auto: when needed"
     )
     refresh_every: NonNegativeInt = Field(0, description="iterations between refreshes; 0: never")
     mix: float = Field(0.6, gt=0, le=1, description="share of the policy in a refreshed reference")
@@ -164,7 +163,7 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
 class UpdateSection(BaseUpdateSection, UpdateSettings):
     """How stored rollouts change the policy by their importance ratios."""
 
-    algorithm: Literal["grpo"] = Field(GRPO, description="grpo: importance ratios, with any of the losses")
+    algorithm: Literal["grpo"] = Field(GRPO, description="nft, of denoising: DiffusionNFT")
     loss_settings: Annotated[dict[str, float], Uses.NOTHING] = Field(default_factory=dict)
     mismatch: MismatchSection = MismatchSection()
     parity: ParitySection = ParitySection()
@@ -203,7 +202,7 @@ class NftUpdateSection(BaseUpdateSection, NftSettings):
     """How stored images change the denoising model by DiffusionNFT."""
 
     algorithm: Annotated[Literal["nft"], BeforeValidator(_of_denoising)] = Field(
-        "nft", description="nft: DiffusionNFT, a regression on finished images"
+        "nft", description="nft, of denoising: DiffusionNFT"
     )
     learning_rate: float = Field(3e-4, gt=0, le=1e3, description="after warm-up")
 
@@ -223,7 +222,7 @@ class DenoisingUpdateSection(UpdateSection):
     """How stored denoising steps change the policy."""
 
     algorithm: Annotated[Literal["grpo"], BeforeValidator(_of_denoising)] = Field(
-        GRPO, description="grpo: importance ratios, with any of the losses"
+        GRPO, description="nft, of denoising: DiffusionNFT"
     )
     # Log-probs are means over thousands of values, so that ratios are within about 1e-4 of 1.
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-4

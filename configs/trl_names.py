@@ -1,6 +1,6 @@
 """TRL's names of options: those that a configuration takes too, and why others have no setting of the same meaning."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 TRL_NAMES: Mapping[str, str] = {
@@ -63,12 +63,18 @@ OTHER_MEANING: Mapping[str, str] = {
 """Path with TRL's name -> what to set instead, in Markdown."""
 
 
+def options_without_setting() -> Iterator[tuple[bool, list[str], str, str]]:
+    """Yield TRL's options without a setting of the same meaning: whether they are left out, names, ours, and why."""
+    for line in Path(__file__).with_name("trl_options.txt").read_text(encoding="utf-8").splitlines()[1:]:
+        how, names, ours, why = (cell.strip() for cell in f"{line} | | |".split("|")[:4])
+        yield how == "no", names.split(), ours, why
+
+
 def reason_for_none(name: str) -> str | None:
     """Return why one of TRL's options has no setting of the same meaning here; None of any other name."""
-    for line in Path(__file__).with_name("trl_options.txt").read_text(encoding="utf-8").splitlines():
-        how, names, ours, why = (cell.strip() for cell in f"{line} | | |".split("|")[:4])
-        if how == "otherwise" and name in names.split():
-            return f"TRL's {name} {f'is {ours}' if ours else 'needs no setting'} here{f': {why}' if why else ''}."
-        if how == "no" and name in names.split():
+    for left_out, names, ours, why in options_without_setting():
+        if name in names and left_out:
             return f"TRL's {name} is left out on purpose: {why}{f'; see {ours}' if ours else ''}."
+        if name in names:
+            return f"TRL's {name} {f'is {ours}' if ours else 'needs no setting'} here{f': {why}' if why else ''}."
     return None

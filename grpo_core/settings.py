@@ -98,11 +98,10 @@ class Truncation:
     """Which ids of a distribution can be sampled; the cuts apply in this order, each to the ids that are left.
 
     Attributes:
-        top_k: the k likeliest ids, and those as likely as the least likely of them; 0 cuts nothing.
+        top_k: the k likeliest ids, with ties; 0: all.
         top_p: the fewest likeliest ids whose probabilities add up to at least this (Holtzman et al., 2020,
-            arXiv:1904.09751); 1 cuts nothing.
-        min_p: ids at least this times as probable as the likeliest (Nguyen et al., 2024, arXiv:2407.01082); 0 cuts
-            nothing.
+            arXiv:1904.09751).
+        min_p: ids at least this times as probable as the likeliest (Nguyen et al., 2024, arXiv:2407.01082).
 
     Raises:
         InputError: a value outside its range.
@@ -139,7 +138,7 @@ class ImageSettings:
     Attributes:
         height: pixels, a multiple of the model's unit.
         width: pixels, a multiple of the model's unit.
-        decode_batch_size: maximum number of images denoised and decoded at once; siblings only.
+        decode_batch_size: images denoised and decoded at once; siblings only.
     """
 
     height: PositiveInt

@@ -43,11 +43,13 @@ def known_keys() -> dict[str, str]:
     for line in SETTINGS.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ")
-        elif line.startswith("As in `data`: "):
-            found |= {f"{section}.{key}": f"data.{key}" for key in re.findall(r"`(\w+)`", line)[1:]}
-        elif row := re.match(r"- `([\w.]+)` \((.*?)\): ", line):
+        elif line.startswith("All keys of `data` but "):
+            but = ("data.datasets", "data.curriculum")
+            of_data = [key for key in found if key.startswith("data.") and not key.startswith(but)]
+            found |= {key.replace("data", section, 1): key for key in of_data}
+        elif row := re.match(r"- `([\w.]+)(?:: [^`]*)?`(?: \((.*?)\))?: ", line):
             same = re.search(r"keys as of `([\w.]+)`", line)
-            found[f"{section}.{row[1]}"] = f"{section}.{same[1]}" if same else row[2]
+            found[f"{section}.{row[1]}"] = f"{section}.{same[1]}" if same else row[2] or ""
     return found
 
 

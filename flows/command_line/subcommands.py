@@ -236,11 +236,9 @@ def fetch_weights(arguments: Annotated[list[str] | None, typer.Argument()] = Non
 def analyse(
     source: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or its folder's path")],
     iterations: Annotated[str | None, typer.Option(metavar="A-B", help="iterations to analyse; by default all")] = None,
-    rescored: Annotated[
-        str | None, typer.Option(metavar="NAME", help="analyse the scores of this rescoring instead of the run's own")
-    ] = None,
+    rescored: Annotated[str | None, typer.Option(metavar="NAME", help="analyse the scores of this rescoring")] = None,
     repeats: Annotated[int, typer.Option(metavar="N", help="samples to score again to measure noise")] = 32,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the page to this file")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write one page that needs no server")] = None,
     trust_code: Annotated[bool, typer.Option("--trust-code", help=TRUST)] = False,
     root: Root = "runs",
     as_json: Json = False,

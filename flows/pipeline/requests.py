@@ -87,7 +87,7 @@ class EvaluateRequest(_PolicyRequest):
     prompts: Annotated[str | None, Option(metavar="FILE")] = Field(
         None, min_length=1, description="prompt file to use instead of the run's held-out prompts"
     )
-    overrides: Overrides = Field((), description="change the run's configuration, as section.key=value")
+    overrides: Overrides = Field((), description="change one value, as section.key=value")
     trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
 
@@ -120,7 +120,7 @@ class RescoreRequest(Section):
     iterations: Annotated[str | None, Option(metavar="A-B")] = Field(
         None, description="iterations to score; by default all"
     )
-    html: Annotated[str | None, Option(metavar="FILE")] = Field(None, description="also write the report to this file")
+    html: Annotated[str | None, Option(metavar="FILE")] = Field(None, description="write one page that needs no server")
     trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
 
@@ -137,7 +137,7 @@ class ReplayRequest(Section):
         None, description="stored, recomputed, or a name below rescored/; by default stored unless --set changes them"
     )
     iterations: Annotated[str | None, Option(metavar="A-B")] = Field(
-        None, description="iterations of the source, one update each; by default all"
+        None, description="iterations of the source; by default all"
     )
     max_staleness: Annotated[int, Option(metavar="K")] = Field(
         MAX_STALENESS, ge=0, description="maximum versions between a row's policy and the policy that is trained"
@@ -145,7 +145,7 @@ class ReplayRequest(Section):
     name: Annotated[str | None, Option("--run", metavar="NAME")] = Field(
         None, pattern=RUN_NAME_PATTERN, description="name of the replay; by default RUN-replay"
     )
-    overrides: Overrides = Field((), description="change the source's configuration, as section.key=value")
+    overrides: Overrides = Field((), description="change one value, as section.key=value")
     trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
 
@@ -256,43 +256,41 @@ class InitRequest(Section):
     template: Annotated[str | None, Option("--from", metavar="NAME")] = Field(
         None,
         min_length=1,
-        description="shipped configuration to begin with, such as flux1_dev; what no option names stays as it is "
-        "there. By default the one that fits the model's files, with examples of what is not given",
+        description="shipped configuration to begin with, such as flux1_dev; by default the one that fits the model's "
+        "files, with examples of what is not given",
     )
     model: Annotated[str | None, Option(metavar="MODEL")] = Field(
-        None, min_length=1, description="folder of a model, or hub name; by default that of the configuration"
+        None, min_length=1, description="folder or hub name; by default that of the configuration"
     )
     kind: PolicyKind | None = Field(
         None,
-        description="without a model: that of the shipped tiny model to begin with. glm_image; diffusers, a "
-        "text-to-image pipeline; causal_lm, a language model; vision_lm, one that reads images. By default glm_image",
+        description="without a model: begin with a shipped tiny one of glm_image (default), diffusers, causal_lm or "
+        "vision_lm",
     )
     prompts: Annotated[str | None, Option(metavar="FILE")] = Field(
-        None, min_length=1, description="your prompts; by default a file with examples"
+        None, min_length=1, description="prompts; by default a file with examples"
     )
     targets: Annotated[str | None, Option(metavar="FOLDER")] = Field(
         None,
         min_length=1,
-        description="your target images, for rewards such as r2: named in a column of the prompts, or 0.png, 1.png, "
-        "... in their order",
+        description="target images, named in a column of the prompts, or 0.png, 1.png, ... in their order",
     )
     target_column: Annotated[str | None, Option(metavar="NAME")] = Field(
         None,
         min_length=1,
-        description="column of the prompts with the file of each target, in the folder of --targets or of the "
-        "prompts; by default the one whose cells are all files of --targets",
+        description="column with the file of each target; by default the one whose cells are all files of --targets",
     )
     heldout: Annotated[str | None, Option(metavar="FILE")] = Field(
-        None, min_length=1, description="your held-out prompts, which are not trained on; sampled before and after"
+        None, min_length=1, description="held-out prompts, which are not trained on"
     )
     heldout_targets: Annotated[str | None, Option(metavar="FOLDER")] = Field(
-        None, min_length=1, description="the target images of your held-out prompts, named as those of --targets"
+        None, min_length=1, description="their target images"
     )
     reward: Annotated[str | None, Option(metavar="NAME")] = Field(
         None,
         min_length=1,
-        description="a reward of `grpo rewards list`, your function as FILE.py:NAME, or own: one in DIR/reward.py, "
-        "which is the default without --from",
+        description="a reward of `grpo rewards list`, your function as FILE.py:NAME, or own: one in DIR/reward.py, the "
+        "default without --from",
     )
 
     @property

@@ -22,22 +22,22 @@ class AdvantageSettings:
     """How rewards become advantages.
 
     Attributes:
-        baseline: what is subtracted: the mean of the group, or that of the other siblings (RLOO; Ahmadian et al.,
+        baseline: what is subtracted: the mean of the group, or of the other siblings (RLOO; Ahmadian et al.,
             2024, arXiv:2402.14740).
-        scale: whose standard deviation divides: the group's, that of all rewards of the call, or none (Dr. GRPO; Liu
-            et al., 2025, arXiv:2503.20783).
-        aggregation: combine the rewards of a sample and normalise, or normalise each reward within its group, combine
-            and normalise over all samples of the call (GDPO; Liu et al., 2026, arXiv:2601.05242).
+        scale: whose standard deviation divides: the group's, that of all rewards of the iteration, or none (Dr. GRPO;
+            Liu et al., 2025, arXiv:2503.20783).
+        aggregation: normalize_then_sum normalises each reward within its group, sums with the weights, and normalises
+            over the iteration (GDPO; Liu et al., 2026, arXiv:2601.05242).
         eps: added to each standard deviation that divides.
-        clip: bound of |advantage|, applied last; None: no bound.
-        missing: what stands in for a reward that is null for some siblings: their mean, the other weights scaled up to
-            the same sum, nothing (drop: the sample is not trained), or zero, as in TRL. Null for all of a group: the
-            other weights are scaled up, except with zero.
-        constant_groups: how groups without spread are treated. keep: their advantages are 0. drop: they have none and
-            are in no statistic of the batch (DAPO; Yu et al., 2025, arXiv:2503.14476). redraw: the same, and the
-            training loop samples other prompts in their place, until every trained stream has its groups.
-        kl_coef: weight of the KL to the reference that is subtracted from the combined reward.
-        kl_estimator: k1, k2 or k3, summed over the trained tokens of a row.
+        clip: bound of |advantage|, applied last.
+        missing: of a reward that is null for some siblings: the mean of the others stands in, the other weights are
+            scaled up to the same sum, the sample is not trained (drop), or it adds nothing (zero, as in TRL). Null for
+            a whole group: the other weights are scaled up, except with zero.
+        constant_groups: of groups without spread. keep: their advantages are 0. drop: they are left out. redraw: other
+            prompts are sampled in their place until each stream has its groups (DAPO; Yu et al., 2025,
+            arXiv:2503.14476).
+        kl_coef: weight of the KL to the reference in the reward, from log-probs recorded while sampling.
+        kl_estimator: its estimator, summed over a row's tokens.
     """
 
     baseline: Baseline = "mean"

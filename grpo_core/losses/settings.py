@@ -24,10 +24,10 @@ class MismatchSettings:
     """How the mismatch ratio becomes a weight.
 
     Attributes:
-        mode: "none" applies no weight; "truncate" clamps the ratio to [floor, cap]; "mask" sets it to 0 outside.
-        level: one ratio per token, or the product of a row's ratios for all of its tokens.
-        cap: upper bound, at least 1.
-        floor: lower bound, in [0, 1]; 0 is none.
+        mode: truncate clamps exp(old - rollout) to [floor, cap] (TIS); mask sets it to 0 outside (IcePop).
+        level: one ratio per token, or their product over a row.
+        cap: upper bound.
+        floor: lower bound.
     """
 
     mode: MismatchMode = "none"
@@ -94,25 +94,22 @@ class LossSettings:
     """Select the loss and its coefficients.
 
     Attributes:
-        loss: a name in LOSSES, or a user's function as `package.module:function`.
-        importance_level: one ratio per token, or one per sequence; None takes the loss's default.
-        clip_range: the ratio is clipped from below at 1 - clip_range; in (0, 1).
-        clip_range_high: and from above at 1 + clip_range_high; None is the same as clip_range.
-        delta: cap on the ratio of the unclipped branch, above 1 + clip_range_high; None is no cap.
-        loss_settings: numbers that only this loss has; of cispo ratio_cap, its cap on the ratio itself, at least 1; of
-            sapo sapo_temperature_pos, of the gate where A > 0, and sapo_temperature_neg, elsewhere; of vespo
-            vespo_k_pos and vespo_lambda_pos, the power and the decay of the row's ratio where A >= 0, and vespo_k_neg
-            and vespo_lambda_neg, elsewhere; of flow_dppo dppo_threshold, the nats of KL(policy || policy before the
-            update) from which it lets a step move no further. A user's function reads any.
-        kl_coef: weight of the KL to the reference, added after masks, clipping and weights; 0 or above.
-        kl_estimator: k1, k2 or k3 of the sampled actions, or the exact KL of their distributions, of denoising steps
-            only. On policy, k1 in the loss has zero expected gradient unless it is corrected.
+        loss: a name in docs/algorithm.md, or your function as `package.module:function` or `file.py:function`.
+        importance_level: one ratio per token, or one per sequence; None: the loss's default.
+        clip_range: the ratio is clipped from below at 1 - clip_range.
+        clip_range_high: from above at 1 + clip_range_high; None: as clip_range.
+        delta: cap on the ratio of the unclipped branch, above 1 + clip_range_high.
+        loss_settings: numbers that only one loss has. cispo: ratio_cap; sapo: sapo_temperature_pos, _neg, its tau by
+            the sign of A; vespo: vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, its k and lambda
+            likewise; flow_dppo: dppo_threshold, in nats. Your function reads any.
+        kl_coef: weight of the KL to the reference, added after masks, clipping and weights.
+        kl_estimator: k1, k2 or k3 of the sampled actions, or of denoising steps the exact KL of their distributions.
         kl_importance_correction: multiply the KL by the importance ratio, gradient included, and by the mismatch
-            weights; the exact KL is an expectation already and stays unchanged.
-        entropy_coef: weight of the bonus, the mean entropy of the tokens that the entropy mask keeps; 0 or above.
+            weights; the exact KL needs neither.
+        entropy_coef: weight of the bonus, the mean entropy of the trained tokens.
         mismatch: weights for a sampler that is not the policy.
-        off_policy_threshold: rows with A < 0 from which the policy moved by more nats per token have no policy term;
-            None keeps all rows.
+        off_policy_threshold: rows with A < 0 from which the policy moved by more nats per token have no policy term
+            (DeepSeek-V3.2, arXiv:2512.02556).
 
     Raises:
         InputError: a number is out of its range, or fields contradict each other; `place` is its configuration key.

@@ -33,15 +33,14 @@ class RewardTerm:
     is a penalty, and a gate of 0 lifts it.
 
     Attributes:
-        weight: w_k; 0: the reward is measured and does not count. A gate has none and keeps 1.
-        role: sum: w_k times the value is added; gate: the value multiplies, one below 0 as 0, since it would turn the
-            order of the samples round.
-        threshold: of a gate: 1 from this value on, 0 below it; None: the value itself multiplies.
-        clamp: lowest and highest value; values beyond take the nearer one, before all other steps.
-        normalize: how the advantages see a reward that adds. none: unchanged. range: by `range`. group: less the mean
-            of the group, over its standard deviation. running: the same by the values of every call so far.
-        range: of normalize: range: the values that become 0 and 1; others follow the line, beyond it as well unless
-            `clamp` limits them.
+        weight: w; 0: the reward is only measured. A gate has none and keeps 1.
+        role: sum: w times the value is added; gate: the value multiplies, one below 0 as 0.
+        threshold: of a gate: 1 from this value on, 0 below it; None: the value itself.
+        clamp: lowest and highest value, before all other steps.
+        normalize: how the advantages see a reward that adds. range: by `range`. group: less the mean of the group, over
+            its standard deviation. running: the same by all values so far.
+        range: of normalize: range: the values that become 0 and 1; others follow the line, beyond it too unless
+            clamped.
 
     Raises:
         InputError: a number is out of its range, or a field has no effect with the others; `place` is
@@ -94,13 +93,12 @@ class HackingRule:
     after it had begun.
 
     Attributes:
-        rise: by which share of its level the reward must have risen.
-        fall: by which share of its level the guardrail must have fallen, in (0, 1].
-        patience: evaluations in a row, the last among them, at which the guardrail must stand that much lower. A level
-            is the mean of so many evaluations, of fewer where a run begins.
-        noise: how many times its standard error both changes must exceed. The standard error comes from the
-            differences between successive evaluations, from `noise_between`. 0 leaves the noise out of account;
-            otherwise there is no sign before the fourth evaluation.
+        rise: share of its level by which the reward must have risen.
+        fall: share of its level by which the guardrail must have fallen.
+        patience: evaluations in a row, to the last, at which the guardrail must be that much lower. A level is the mean
+            of so many evaluations.
+        noise: standard errors that both changes must exceed, from the differences between successive evaluations, so
+            that there is no sign before the fourth; 0: none.
     """
 
     rise: PositiveFloat = 0.05

@@ -27,8 +27,8 @@ class StepSettings:
         minibatches: in place of minibatch_size: the rows over this number, rounded up, are those of an optimizer step.
         micro_batch_size: rows per forward and backward pass; changes memory, not the gradient.
         max_grad_norm: gradients are scaled to this norm.
-        ema: decay of an exponential moving average of the trained parameters, after every optimizer step
-            average = ema * average + (1 - ema) * parameter; None keeps none.
+        ema: decay d of an average of the trained parameters: d * average + (1 - d) * parameter after every optimizer
+            step, in fp32. Evaluations sample with it, training does not. None: none.
     """
 
     epochs: PositiveInt = 1
@@ -60,10 +60,10 @@ class UpdateSettings(LossSettings, StepSettings):
     """Options of one update by a policy loss, added to those of the loss and of the optimizer steps.
 
     Attributes:
-        entropy_quantile: share of a minibatch's tokens, those of highest entropy, that train the policy; 1 is all
-            (Wang et al., 2025, "Beyond the 80/20 rule", arXiv:2506.01939).
-        mask_truncated: rows that were truncated at their maximum length stay out of the loss (DAPO, arXiv:2503.14476,
-            section 3.4, overlong filtering); they stay in the statistics of their group.
+        entropy_quantile: share of a minibatch's tokens, those of highest entropy before the update, that have a policy
+            term (Wang et al., 2025, "Beyond the 80/20 rule", arXiv:2506.01939).
+        mask_truncated: rows that were cut off at their maximum length stay out of the loss (DAPO, arXiv:2503.14476);
+            they still count in their groups.
 
     Raises:
         InputError: as LossSettings.
@@ -110,15 +110,13 @@ class NftSettings(StepSettings):
     """Options of one update by DiffusionNFT (Zheng et al., 2025, arXiv:2509.16117).
 
     Attributes:
-        nft_beta: distance of the two implicit policies from the old policy: their velocities are
-            old +- nft_beta (policy - old). A smaller one moves the policy further.
-        advantage_clip: advantages are clipped here; one of -advantage_clip makes an image wholly negative, one of
-            advantage_clip wholly positive.
-        timesteps_per_image: noise levels that each image is trained at in an epoch, out of those that it was denoised
-            over; None: all of them, as in the paper's code.
-        old_decay: largest decay of the old policy, which samples. After update i it becomes decay * old + (1 - decay) *
-            policy, with decay = min(old_decay_step * i, old_decay), as in the paper's code; 0: it is the policy before
-            the update.
+        nft_beta: distance of the two implicit policies, old +- nft_beta (policy - old), from the old one. A smaller one
+            moves the policy further.
+        advantage_clip: bound of |A|, at which an image is wholly positive or wholly negative.
+        timesteps_per_image: noise levels that each image is trained at in an epoch; None: all that it was denoised
+            over. Each costs a pass with gradients and one without.
+        old_decay: largest decay d of the old policy, which samples: after update i it becomes d * old + (1 - d) *
+            policy, with d = min(old_decay_step * i, old_decay). 0: it is the policy before the update.
         old_decay_step: growth of the decay with each update.
         kl_coef: weight of the squared distance of the velocity from the reference's; 1e-4 in the paper.
 
@@ -195,13 +193,13 @@ class OptimizerSettings:
         weight_decay: decoupled; norms and biases have none, as in transformers' Trainer.
         lr_scheduler: name of a transformers schedule.
         warmup_steps: optimizer steps from zero to the learning rate.
-        optimizer: how the moments are kept. `adamw`: in the parameters' dtype. `adamw_8bit`: in 8 bits, block by block
-            (Dettmers et al., 2022, arXiv:2110.02861), and in fp32 where a parameter has fewer than 4096 elements.
-            `paged_adamw` (in fp32), `paged_adamw_8bit`: in memory that CUDA moves to the host when the GPU's runs out.
-        total_steps: length of the schedule in optimizer steps, warm-up included; ignored by schedules without one.
+        optimizer: `adamw_8bit` keeps the moments in 8 bits (Dettmers et al., 2022, arXiv:2110.02861), of parameters
+            with fewer than 4096 elements in fp32; `paged_adamw` (in fp32) and `paged_adamw_8bit` in memory that CUDA
+            moves to the host when the GPU's runs out.
+        total_steps: length of the schedule in optimizer steps, warm-up included, where it has one.
         lr_scheduler_kwargs: further arguments of the schedule's function in transformers.
-        offload_optimizer: keep the moments of adamw in CPU memory. A step brings those of one parameter at a time to
-            the device, where the same kernels compute it as without.
+        offload_optimizer: keep the moments of adamw in CPU memory; a step brings those of one parameter at a time to
+            the device, and results do not change.
 
     Raises:
         InputError: a schedule that cannot be computed with these values.

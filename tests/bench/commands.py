@@ -51,7 +51,7 @@ SMALL_RUN = (
 
 
 def measure_start() -> Iterator[Row]:
-    """How long commands take to begin, measured from outside as in a shell, beside the imports that they cannot avoid.
+    """How long commands take to begin, beside the imports that they cannot avoid.
 
     The quickest commands are timed first.
     """

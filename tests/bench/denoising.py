@@ -50,7 +50,7 @@ def configured(root: str) -> "RunConfig":
 
 
 def measure() -> Iterator[Row]:
-    """An iteration of a tiny Stable Diffusion 3 through the real flow, beside a plain Flow-GRPO loop over its pipeline.
+    """An iteration of a tiny Stable Diffusion 3 through the real flow.
 
     The plain loop samples, scores and updates like scripts that people write: the transformer is called by hand,
     nothing is stored, checked or compared before the update. It runs in a process of its own while the flow waits.

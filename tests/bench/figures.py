@@ -93,7 +93,10 @@ def main() -> None:
         make(PAGES[name], options.commit)
         return
     rows = list(heldout_table(name)) if name in TRAININGS else importlib.import_module(COMPARED[name]).table(name)
-    write_results(name, [*rows, "", f"{date.today()}, commit {options.commit}; {place_of(this_machine())}"])
+    # The commit has the lock, and so the versions of the libraries.
+    machine = this_machine()
+    where = f"{machine.processor}, {machine.cores} cores, {machine.gpu or 'no GPU'}"
+    write_results(name, [*rows, "", f"{date.today()}, commit {options.commit}; {where}."])
 
 
 def heldout_table(name: str) -> Iterator[str]:
@@ -170,9 +173,8 @@ def make(page: Path, commit: str | None) -> None:
             _picture(folder / path, DOCS / name, int(width or 0), int(height or 0))
     wall, cpu = time.perf_counter() - begun, _cpu_seconds() - used
     said = (
-        f"Outputs, and pictures of what these commands make, are those of one run of this page by `make figures`, "
-        f"{date.today()}, commit {commit}: {wall / 60:.0f} minutes, {cpu / 60:.0f} of them CPU time; "
-        f"{place_of(this_machine())}"
+        f"Outputs and pictures are those of one run of this page by `make figures`, {date.today()}, commit {commit}: "
+        f"{wall / 60:.0f} minutes, {cpu / 60:.0f} of them CPU time; {place_of(this_machine())}"
     )
     whole, said = "".join([*shown, text[position:]]), textwrap.fill(said, 150, break_on_hyphens=False)
     page.write_text(_MADE.sub(f"<!-- made: begin -->\n{said}\n<!-- made: end -->\n", whole), encoding="utf-8")

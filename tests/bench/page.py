@@ -109,7 +109,7 @@ def alternate(rounds: int, *actions: Callable[[], object]) -> list[tuple[float, 
 FIGURES = CHECKOUT / "docs" / "performance.json"
 PAGE = CHECKOUT / "docs" / "performance.md"
 BEGIN, END = "<!-- written by make bench -->\n", "<!-- end of what make bench writes -->\n"
-HEADINGS = ("", "here", "beside it", "", "ratio", "quartiles", "goal", "met")
+HEADINGS = ("", "here", "beside it", "ratio", "goal")
 
 
 @dataclass(frozen=True)
@@ -213,30 +213,21 @@ def _with_worst(rows: Sequence[Row]) -> list[Row]:
 
 
 def cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """Format rows under HEADINGS: medians, and the quartiles of the ratios, or of our rounds without a peer."""
+    """Format rows under HEADINGS, as medians."""
     for row in rows:
         limit, words = (row.at_most, "at most") if row.at_most is not None else (row.at_least, "at least")
+        missed = ", missed" if row.met is False else ""
         yield (
             row.what,
             f"{_number(statistics.median(row.ours))} {row.unit}",
-            f"{_number(statistics.median(row.theirs))} {row.unit}" if row.theirs else "",
-            row.peer,
+            f"{_number(statistics.median(row.theirs))} {row.unit}: {row.peer}" if row.theirs else "",
             f"{statistics.median(row.ratios):.2f}" if row.ratios else "",
-            _quartiles(row.ratios or row.ours),
-            "" if limit is None else f"{words} {_number(limit)}{'' if row.theirs else ' ' + row.unit}",
-            {True: "yes", False: "no", None: ""}[row.met],
+            "" if limit is None else f"{words} {_number(limit)}{'' if row.theirs else ' ' + row.unit}{missed}",
         )
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _quartiles(rounds: Sequence[float]) -> str:
-    if len(rounds) < 2:
-        return ""
-    low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")
-    return f"{_number(low)} to {_number(high)}"
 
 
 def place_of(machine: Machine) -> str:

@@ -44,7 +44,7 @@ IMAGES = 8
 
 
 def measure_sampling() -> Iterator[Row]:
-    """Token sampling beside transformers' generate(), and decoding beside a bare call of diffusers' pipeline.
+    """Sampling tokens and decoding images.
 
     The shipped tiny models, so what is compared is what a token costs beside its matrix products; with adapters of the
     shipped configurations here, and without any on the other side.
@@ -139,7 +139,7 @@ Build = Callable[[str, int], Callable[[], None]]
 
 
 def measure_update() -> Iterator[Row]:
-    """One update of a random model, parity gate and optimizer step included, beside TRL's loss and the same step.
+    """One update, parity gate and optimizer step included.
 
     Each side has a process of its own. Its memory is what an update takes at its peak on top of libraries and weights:
     activations, gradients and optimizer states. A group is one microbatch.

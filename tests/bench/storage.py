@@ -41,7 +41,7 @@ Columns = Mapping[str, Sequence[Any]]
 
 
 def measure() -> Iterator[Row]:
-    """What storage costs: bytes, writing and reading, a filter, and scoring 100,000 stored rollouts again."""
+    """What storage costs."""
     for tokens, groups in ((64, 128), (1_024, 16)):
         yield from measure_file(f"{SIBLINGS * groups:,} texts of {tokens} tokens", TEXT_ROLLOUTS, groups, tokens)
     yield from measure_file("64 images of 512 x 512, 256 tokens", IMAGE_ROLLOUTS, 8, 256, side=512)

@@ -247,7 +247,7 @@ def configured(
 
 
 def measure() -> Iterator[Row]:
-    """An iteration of a text model through the real flow, beside TRL's trainer and the least that has to be done.
+    """An iteration of a text model through the real flow.
 
     The least is one generate() of transformers, and one forward and backward pass of the same model over the same
     microbatches, without a reward, an optimizer, or anything that is kept. The peers run in a process of their own

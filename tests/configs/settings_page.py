@@ -1,4 +1,4 @@
-"""What docs has from the code: the tables of settings.md, and of coming_from_trl.md what the refused names say.
+"""What docs has from the code: the keys of settings.md, and in coming_from_trl.md what becomes of each field of TRL's.
 
 `python -m tests.configs.settings_page` writes both.
 """
@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,34 @@ from configs.schema import ROLLOUTS
 from configs.scoring import AdvantagesSection, GuardrailsSection, RewardSection
 from configs.sections import DataSection, DatasetSection, EvaluateSection, PolicySection, RunSection
 from configs.training import DenoisingUpdateSection, NftUpdateSection, UpdateSection
-from configs.trl_names import OTHER_MEANING
+from configs.trl_names import OTHER_MEANING, TRL_NAMES, options_without_setting
 
 PAGE = Path(configs.__file__).parent.parent / "docs" / "settings.md"
 TRL_PAGE = PAGE.parent / "coming_from_trl.md"
 BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"
+TRL_BEGIN, TRL_END = "<!-- fields: begin -->", "<!-- fields: end -->"
+TRL_NOTES: Mapping[str, str] = {
+    "epsilon_high": "of `cispo` it is `update.loss_settings.ratio_cap`",
+    "loss_type": "TRL's `gspo` is `grpo` with one ratio per sequence",
+    "scale_rewards": "`true` is `group`, `false` is `none`",
+    "use_bias_correction_kl": "here also times the mismatch weights, which TRL leaves out of the KL",
+}
+"""What differs in a field whose name is accepted."""
 
 SECTIONS: Mapping[str, tuple[str, tuple[type[BaseModel], ...]]] = {
     "run": ("", (RunSection,)),
     "policy": ("", (PolicySection,)),
     "data": ("", (DataSection,)),
     "data.datasets.N": (
-        "One entry of `data.datasets`, and of `evaluate.datasets`; the keys of `data` that are not given here apply to "
-        "every entry.",
+        "One entry of `data.datasets` or `evaluate.datasets`. Next to `datasets`, `data` has only `curriculum`.",
         (DatasetSection,),
     ),
     "rollout": (
-        "The keys depend on `policy.kind`; where a default differs, each is given.",
+        "The keys depend on `policy.kind`.",
         tuple(ROLLOUTS.values()),
     ),
     "rewards.N": (
-        "One entry of the list `rewards`. docs/rewards.md has the rewards and their own settings.",
+        "One entry of the list `rewards`: [rewards.md](rewards.md).",
         (RewardSection,),
     ),
     "advantages": ("", (AdvantagesSection,)),
@@ -77,15 +84,31 @@ def page() -> str:
     return "\n".join([BEGIN, "", *(line for title in SECTIONS for line in _table(title)), END])
 
 
-def trl_page() -> str:
-    """The page on TRL's names; in the last cell of a refused one stands the hint of its error."""
-    hints = {path.partition(".")[2]: hint for path, hint in OTHER_MEANING.items()}
-    return re.sub(
-        r"^(\| `(\w+)` \|.*\| refused \|).*\|$",
-        lambda row: f"{row[1]} {hints[row[2]].rstrip('.')} |",
-        TRL_PAGE.read_text(encoding="utf-8"),
-        flags=re.MULTILINE,
-    )
+def trl_section() -> str:
+    """What becomes of every field of GRPOConfig: the lists of the page on TRL."""
+    accepted = []
+    for path, ours in TRL_NAMES.items():
+        name = path.partition(".")[2]
+        accepted.append(f"- `{name}`: `{ours}`{f'; {TRL_NOTES[name]}' if name in TRL_NOTES else ''}")
+    hints: dict[str, list[str]] = {}
+    for path, hint in OTHER_MEANING.items():
+        hints.setdefault(hint.rstrip("."), []).append(path.partition(".")[2])
+    unlike: dict[bool, list[str]] = {False: [], True: []}
+    for left_out, names, ours, why in options_without_setting():
+        keys = _code(ours.split(", ")) if ours else ""
+        unlike[left_out].append(f"- {_code(names)}: {'; '.join(each for each in (keys, why) if each)}")
+    lists = {
+        "Accepted": accepted,
+        "Refused, with what to set": [f"- {_code(names)}: {hint}" for hint, names in hints.items()],
+        "Another way": unlike[False],
+        "Left out on purpose": unlike[True],
+    }
+    lines = [line for title, rows in lists.items() for line in (f"### {title}", "", *rows, "")]
+    return "\n".join([TRL_BEGIN, "", *lines, TRL_END])
+
+
+def _code(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _table(title: str) -> Iterator[str]:
@@ -100,8 +123,7 @@ def _table(title: str) -> Iterator[str]:
     yield from (f"## {title}", "", *([textwrap.fill(note, 150), ""] if note else []))
     shown = {path: cells for path, cells in rows.items() if path.partition(".")[0] not in same}
     if same:
-        keys = ", ".join(f"`{key}`" for key in same if key in rows)
-        yield from (f"As in `data`: {keys}.", "")
+        yield from ("All keys of `data` but `datasets` and `curriculum`, and:", "")
     groups: dict[tuple[str, ...], list[str]] = {names: []}
     for path, by_variant in shown.items():
         groups.setdefault(tuple(by_variant), []).append(path)
@@ -109,17 +131,23 @@ def _table(title: str) -> Iterator[str]:
         if variants != names:
             yield from (f"### {title}: {', '.join(variants)}", "")
         for path in paths:
-            kind, default = _one_of(shown[path], 0), _one_of(shown[path], 1)
-            given = ", ".join(each for each in (kind, default and f"default {default}") if each)
-            yield f"- `{path}` ({given}): {next(iter(shown[path].values()))[2]}"
+            yield _row(path, shown[path])
         yield ""
 
 
-def _one_of(by_variant: Mapping[str, tuple[str, str, str]], index: int) -> str:
-    values = {name: cells[index] for name, cells in by_variant.items()}
-    if len(set(values.values())) == 1:
-        return next(iter(values.values()))
-    return "; ".join(f"{name}: {value}" for name, value in values.items())
+def _row(path: str, by_variant: Mapping[str, tuple[str, str, str]]) -> str:
+    """Write a key with its default as in a file, then its type where the default does not tell, and its effect."""
+    kinds, defaults, effects = ([*dict.fromkeys(cells)] for cells in zip(*by_variant.values(), strict=True))
+    shown, given = path, ", ".join(kinds)
+    if kinds != [f"`{each}`" for each in defaults]:
+        if len(defaults) > 1:
+            given = "; ".join([given, *(f"{name}: {cells[1] or 'required'}" for name, cells in by_variant.items())])
+        elif defaults[0]:
+            shown = f"{path}: {defaults[0]}"
+            given = (
+                given.removeprefix(f"`{defaults[0]}`, ").replace(f", `{defaults[0]}`", "").replace("true or false", "")
+            )
+    return f"- `{shown}`{f' ({given})' if given else ''}: {effects[0]}"
 
 
 def _rows(
@@ -140,7 +168,8 @@ def _rows(
         kind, default = ("section or null", "null") if field.default is None else ("section", "")
         effect = effect or (inspect.getdoc(inner) or "").partition(".")[0]
         if inner in shown:
-            yield path, kind, default, f"{effect}; keys as of `{shown[inner]}`"
+            own = f"{field.description}; " if field.description else ""
+            yield path, kind, default, f"{own}keys as of `{shown[inner]}`"
             continue
         shown[inner] = path
         yield path, kind, default, effect
@@ -173,7 +202,7 @@ def _shown(default: object) -> str:
     if isinstance(default, BaseModel):
         return ""
     if isinstance(default, str):
-        return f"`{default}`"
+        return default
     if isinstance(default, float):
         return f"{default:g}"
     return json.dumps(default, default=list)
@@ -207,10 +236,9 @@ def _number(value: float) -> str:
 
 def write() -> None:
     """Put all of it into the pages."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    PAGE.write_text(before + page() + after, encoding="utf-8")
-    TRL_PAGE.write_text(trl_page(), encoding="utf-8")
+    for file, begin, end, inside in ((PAGE, BEGIN, END, page()), (TRL_PAGE, TRL_BEGIN, TRL_END, trl_section())):
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.partition(begin)[0] + inside + text.partition(end)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

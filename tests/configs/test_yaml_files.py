@@ -13,7 +13,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments
 import configs
 from configs.loader import read_config
 from configs.schema import RunConfig
-from configs.trl_names import OTHER_MEANING, TRL_NAMES, reason_for_none
+from configs.trl_names import OTHER_MEANING, TRL_NAMES, options_without_setting, reason_for_none
 from grpo_core.errors import InputError
 
 DOCUMENT = Path(configs.__file__).parent.parent / "docs" / "coming_from_trl.md"
@@ -136,35 +136,36 @@ def test_the_upper_bound_of_cispo_is_another_one(tmp_path: Path, loss: str) -> N
     assert "update.loss_settings.ratio_cap" in error.hint
 
 
-def test_the_document_has_every_field_once_and_says_what_is_accepted() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8").partition("## Every field")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
-    fields = [(name, ours.strip(), how.strip()) for trl, ours, how in rows for name in re.findall(r"`(\w+)`", trl)]
-    counts = Counter(name for name, _, _ in fields)
-    known, scripts = names_of(GRPOConfig), names_of(ModelConfig) | names_of(ScriptArguments)
-    assert set(counts) - scripts <= known <= set(counts)
-    assert max(counts.values()) == 1
-    accepted = {name: ours.strip("`") for name, ours, how in fields if how == "accepted"}
-    assert accepted == {trl.split(".")[1]: ours for trl, ours in TRL_NAMES.items()}
-    assert {name for name, _, how in fields if how == "refused"} == {trl.split(".")[1] for trl in OTHER_MEANING}
-    for name, ours, how in fields:
-        if how == "same":
-            section = ours.strip("`").partition(".")[0]
-            assert name in keys_of(section), name
-        assert how in {"same", "accepted", "refused", "otherwise", "no"}, name
+def test_every_field_of_trl_has_one_answer() -> None:
+    names = [path.split(".")[1] for path in (*TRL_NAMES, *OTHER_MEANING)]
+    names += [name for _, each, _, _ in options_without_setting() for name in each]
+    assert max(Counter(names).values()) == 1
+    text = DOCUMENT.read_text(encoding="utf-8").partition("## Every field")[2].partition("<!-- fields: begin")[0]
+    same = {name for row in re.findall(r"^- of `(\w+)`: (.+)$", text, re.MULTILINE) for name in _known(*row)}
+    assert not same & set(names)
+    scripts = names_of(ModelConfig) | names_of(ScriptArguments)
+    earlier = {"warmup_ratio", "max_prompt_length", "use_liger_loss"}
+    assert {*names, *same} - scripts - earlier <= names_of(GRPOConfig) <= {*names, *same}
 
 
-def test_an_option_without_a_setting_is_refused_with_the_reason_of_the_document(tmp_path: Path) -> None:
-    rows = [line.split("|")[1:5] for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line[:3] == "| `"]
-    described = [[cell.strip() for cell in row] for row in rows if len(row) == 4]
-    found = {name: (how, why) for names, _, how, why in described for name in re.findall(r"`(\w+)`", names)}
-    for name, (how, why) in found.items():
-        reason = reason_for_none(name)
-        assert (reason is not None) == (how in {"otherwise", "no"}), name
-        assert reason is None or why.replace("`", "") in reason
+def _known(section: str, row: str) -> list[str]:
+    """The names of a row, all of them keys of its section."""
+    names = re.findall(r"`(\w+)`", row)
+    assert {*names} <= keys_of(section)
+    return names
+
+
+def test_an_option_without_a_setting_is_refused_with_the_reason(tmp_path: Path) -> None:
+    for _, names, ours, why in options_without_setting():
+        for name in names:
+            reason = reason_for_none(name)
+            assert reason is not None
+            assert why in reason
+            assert ours in reason
+    assert reason_for_none("learning_rate") is None
     (error,) = problems(written(tmp_path / "a.yaml"), "update.vllm_group_port=1").values()
     assert (error.place, error.value) == ("update.vllm_group_port", "vllm_group_port")
-    assert found["vllm_group_port"][1] in error.hint
+    assert "full weights over NCCL are not sent" in error.hint
     # No option of TRL's any more; people still have it in their files.
     (error,) = problems(written(tmp_path / "a.yaml"), "update.warmup_ratio=0.1").values()
     assert "update.warmup_steps" in error.hint

@@ -18,10 +18,9 @@ _TARGET = re.compile(r"^([\w-]+):.*## (.+)$", re.MULTILINE)
 HEAD = """\
 # Commands
 
-`RUN@N` is version N of a run's policy, version 0 is what training started from, and `RUN@best` is the version with the
-highest held-out reward. `RUN` is a name below `--root`, or the path of a run's folder. Exit codes: 0 success, 1
-failure, 2 wrong input. All input errors are reported together, before any model is loaded. `grpo --install-completion`
-completes commands and options in your shell; `grpo --version` prints the version.
+`RUN` is a name below `--root`, or the path of a run's folder. `RUN@N` is version N of its policy, 0 is what training
+started from, and `RUN@best` has the highest held-out reward. Exit codes: 0 success, 1 failure, 2 wrong input. All input
+errors are reported together, before any model is loaded. `grpo --install-completion` completes in your shell.
 """
 
 

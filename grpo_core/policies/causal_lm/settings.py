@@ -15,7 +15,7 @@ class CausalLMSettings(TokenSamplingSettings):
     """How completions are sampled.
 
     Attributes:
-        max_completion_length: maximum number of tokens.
+        max_completion_length: in tokens.
         stop: texts that end a completion, at the token that completes one of them.
         system_prompt: precedes every prompt without a system message; needs a chat template.
         chat_template: format prompts with the tokenizer's template; None: if it has one.

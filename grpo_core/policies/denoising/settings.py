@@ -26,18 +26,17 @@ class DenoisingSettings:
         num_inference_steps: number of denoising steps.
         guidance_scale: of classifier-free guidance, or of the embedded guidance of a distilled model; as the pipeline
             understands it.
-        sde_type: how a noisy step moves. flow_grpo: noise_level sqrt(sigma / (1 - sigma)) (Liu et al., 2025,
-            arXiv:2505.05470); dance_grpo: a constant level (Xue et al., 2025, arXiv:2505.07818); cps: keeps the total
-            noise that the schedule expects, so that images have no grain (Wang and Yu, 2025, arXiv:2509.05952).
-        noise_level: scale of the noise; 0 is the ODE.
-        sde_window: where the window starts. first: at the beginning of sde_window_range; random: anywhere in it, drawn
-            once per iteration; sliding: one step later every sde_window_every iterations, then from the beginning.
-        sde_window_size: number of noisy steps; 0 records the finished latents alone, which DiffusionNFT learns from.
-        sde_window_range: indices of the steps that a window may cover, the end excluded.
+        sde_type: noise of a step. flow_grpo: noise_level sqrt(sigma / (1 - sigma)) (Liu et al., 2025,
+            arXiv:2505.05470); dance_grpo: constant (Xue et al., 2025, arXiv:2505.07818); cps: keeps the schedule's
+            total noise, so that images have no grain (Wang and Yu, 2025, arXiv:2509.05952).
+        noise_level: scale of the noise.
+        sde_window: where the window starts in sde_window_range. first: at its beginning; random: anywhere, drawn once
+            per iteration; sliding: one step later every sde_window_every iterations.
+        sde_window_size: noisy steps; 0 records the finished latents alone, for DiffusionNFT.
+        sde_window_range: steps that a window may cover, the end excluded; never the last step.
         sde_window_every: iterations between two shifts of a sliding window.
-        logprob_reduction: the log-prob of a step is the mean over the values of its latents, which every published
-            method uses, or their sum, the true density. A ratio of sums leaves any clip range at once, and fp32 rounds
-            a sum over 65,536 values by about 0.008.
+        logprob_reduction: the log-prob of a step is the mean over the values of its latents, as in every published
+            method, or their sum, the true density, whose ratios leave any clip range at once.
     """
 
     num_inference_steps: PositiveInt

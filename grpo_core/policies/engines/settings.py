@@ -57,15 +57,14 @@ class VllmSettings:
     """Servers that answer for the policy.
 
     Attributes:
-        url: address of a server that runs already, or several that share the prompts of an iteration.
-        command: starts a server that ends with the run, such as `/opt/vllm/bin/vllm serve`; as a list where words have
-            spaces. The model and the options that it needs are appended, except those that are given.
-        dtype: that the server computes in (its --dtype); decides how near its log-probs have to be.
-        token_env: environment variable with the server's --api-key; None to send none.
+        url: address of a running server, or several that share the prompts of an iteration.
+        command: instead, starts a server that ends with the run, such as `/opt/vllm/bin/vllm serve`; a list where words
+            have spaces. Model and options are appended, except those that are given.
+        dtype: of the server (its --dtype); decides how near its log-probs have to be.
+        token_env: environment variable with the server's --api-key.
         timeout_s: seconds for the answer to one row, and for the start of a server.
-        concurrency: rows that a server is asked for at a time.
-        adapter_folder: folder that this machine and the server see under the same path, for adapters; None: the run's
-            own folder under storage.root.
+        concurrency: rows in flight per server.
+        adapter_folder: folder for adapters that the server sees under the same path; None: the run's.
 
     Raises:
         InputError: neither an address nor a command, or both, or an address that is none.

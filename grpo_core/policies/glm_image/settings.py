@@ -40,8 +40,8 @@ class GlmImageSettings(ImageSettings, TokenSamplingSettings, DenoisingSettings):
     """How images are sampled; the settings of noisy steps count where the decoder is trained.
 
     Attributes:
-        num_inference_steps: denoising steps of the decoder.
-        guidance_scale: of the decoder; the token model has none.
+        num_inference_steps: denoising steps; of GLM-Image those of its decoder.
+        guidance_scale: classifier-free, or embedded in a distilled model; of GLM-Image that of its decoder.
     """
 
     num_inference_steps: PositiveInt = 50

@@ -33,10 +33,10 @@ class QuantizationSettings:
 
     Attributes:
         kind: nf4 (Dettmers et al., 2023, arXiv:2305.14314), or fp4.
-        double_quant: keep the scales in 8 bits, as bnb_4bit_use_double_quant.
-        compute_dtype: of the matrix products, as bnb_4bit_compute_dtype; None: policy.dtype.
-        skip_modules: names of modules that stay as they are, as llm_int8_skip_modules; output heads, embeddings, norms
-            and the vision towers of token models do in any case.
+        double_quant: keep the scales in 8 bits (bnb_4bit_use_double_quant).
+        compute_dtype: of the matrix products (bnb_4bit_compute_dtype); None: policy.dtype.
+        skip_modules: modules that stay as they are, beside output heads, embeddings, norms and the vision towers of
+            token models (llm_int8_skip_modules).
         components: parts of a pipeline that are quantized; None: its transformers, token model and text encoders.
     """
 

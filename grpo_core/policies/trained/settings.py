@@ -27,11 +27,10 @@ class LoraSettings:
     Attributes:
         rank: r of the decomposition.
         alpha: the update is scaled by alpha / rank.
-        targets: regular expression over the full names of the linear layers that get an adapter; None: the
-            policy's default.
+        targets: regular expression over the full names of linear layers; None: the policy's default.
         use_rslora: scale by alpha / sqrt(rank) instead (Kalajdzievski, 2023, arXiv:2312.03732).
         use_dora: train the magnitude of each column apart from its direction (Liu et al., 2024, arXiv:2402.09353).
-        modules_to_save: last names of modules that are trained whole and saved with the adapter, such as `lm_head`.
+        modules_to_save: last names of modules that are fully trained and saved with the adapter, such as `lm_head`.
         init_lora_weights: true (Kaiming-uniform) and gaussian start as the base model, with B = 0; pissa (Meng et al.,
             2024, arXiv:2404.02948) and olora (Buyukakyuz, 2024, arXiv:2406.01775) move a part of each weight into its
             adapter.

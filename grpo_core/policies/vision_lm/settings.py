@@ -13,8 +13,8 @@ class VisionLMSettings(CausalLMSettings):
     """How completions of prompts with images are sampled.
 
     Attributes:
-        min_pixels: smaller images are scaled up to this many pixels; None: as the image processor has it.
-        max_pixels: larger images are scaled down to this many pixels; None: as the image processor has it.
+        min_pixels: smaller images are scaled up to it; None: the image processor's.
+        max_pixels: larger images are scaled down to it; None: the image processor's.
 
     Raises:
         InputError: a value outside its range, or min_pixels above max_pixels.
