@@ -21,8 +21,7 @@ the one before, in the start that finished it first."""
 SAMPLES_PER_SECOND, TOKENS_PER_SECOND, GPU_MEMORY = "samples_per_second", "tokens_per_second", "gpu_memory/"
 """Samples and sampled tokens per second of collecting rollouts; prefix of a stage's peak of GPU memory, in GiB."""
 
-OFFLOAD = "offload/"
-"""Prefix of the GiB of frozen weights that a stage moved to the device, and of the seconds that it took."""
+OFFLOAD = "offload/"  # prefix of the GiB of frozen weights that a stage moved to the device, and of the seconds for it
 
 SECONDS, GUARDRAIL_PREFIX = "seconds/", "guardrails/"
 """Prefixes: seconds by stage; mean of a guardrail over the held-out samples, by label."""
@@ -33,8 +32,7 @@ TOKENS, ALL_TOKENS = "tokens", "num_tokens"
 COMPLETION_LENGTH, DRAFTS = "completions/mean_length", "completions/token_samples"
 """Mean number of tokens of a token sample; number of token samples, where some have several images."""
 
-RUNNING = "running/"
-"""Prefix of a reward's moments over all iterations so far, kept with the advantages and not shown to people."""
+RUNNING = "running/"  # prefix of a reward's moments over all iterations so far, which people are not shown
 
 
 LOGGED = "logged/"
@@ -89,11 +87,7 @@ def stage_metrics(stages: ByLabel, previous: Mapping[str, float] | None, *, samp
     """Pool the metrics of each stage over the sampling rounds; add num_tokens, times, speeds and memory.
 
     As in TRL, num_tokens counts tokens of prompts and completions since the start of the run, a prompt once for each of
-    its completions; it is left out after an iteration without it.
-
-    Args:
-        previous: metrics of the iteration before; None for the first.
-        sampling: the stage whose speed is measured.
+    its completions; it is left out after an iteration without it. The speed is that of the stage `sampling`.
     """
     metrics: dict[str, float] = {}
     logged: dict[str, list[float]] = {}

@@ -69,10 +69,7 @@ def collection_paused() -> Iterator[None]:
 
 
 def exit_code(child: subprocess.Popen[Any]) -> int | None:
-    """Return its exit code, negative for a signal, or None while it runs.
-
-    It is not waited for: until `kill_family` has killed what it started, its process id must not become another's.
-    """
+    """Return its exit code, or None while it runs; not waited for, so that its id stays its own until `kill_family`."""
     try:
         found = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -21,21 +21,15 @@ from tasks.storage.artifacts.run_folder import INCOMING
 from tasks.storage.artifacts.store import LINEAGE, ArtifactStore, lineage_of
 from tasks.storage.files import is_local, locked_file
 
-CALLS_ARE_KEPT = timedelta(days=1)
-"""Longer than any stage takes; a run that was stopped looks for the results of its calls when it continues."""
-
-FILES_REMOVED = "files"
-"""What a tombstone says where every file was deleted."""
+CALLS_ARE_KEPT = timedelta(days=1)  # longer than any stage takes; a run that continues looks for results of its calls
+FILES_REMOVED = "files"  # what a tombstone says where every file was deleted
 PARTS: Mapping[str, str] = MappingProxyType({IMAGES_REMOVED: IMAGES, STATES_REMOVED: STATES, FILES_REMOVED: "*"})
 """Patterns of the files of an artifact that are deleted, by what a tombstone says."""
 
 
 @dataclass(frozen=True)
 class Prunable:
-    """An artifact of a run that may be pruned, with the time at which its manifest was written.
-
-    `half_pruned`: a process that pruned it was killed.
-    """
+    """An artifact that may be pruned, and when it was made; `half_pruned` if a process that pruned it was killed."""
 
     folder: str
     reference: ArtifactRef
@@ -96,12 +90,8 @@ def part_bytes(store: ArtifactStore, prunable: Prunable, part: str) -> int:
 def delete_part(store: ArtifactStore, prunable: Prunable, part: str, by: str, on: datetime) -> None:
     """Delete a part of an artifact, one of PARTS; an interrupted deletion is finished under its own tombstone.
 
-    Args:
-        by: the command or setting that deletes it.
-        on: date that the tombstone states.
-
-    Raises:
-        StaleReferenceError: the artifact has changed, or one of its other files is damaged.
+    The tombstone states the command or setting that deletes it, and the date. StaleReferenceError if the artifact has
+    changed, or one of its other files is damaged.
     """
     pruned: Mapping[str, Any] = prunable.manifest.pruned or {}
     if part not in prunable.removed:

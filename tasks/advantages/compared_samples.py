@@ -69,10 +69,7 @@ def read_compared_samples(
 
 
 def samples_of(stream: Stream, samples: Samples, rewards: Sequence[int]) -> Samples:
-    """Arrange samples by what is compared for a stream; of the samples of one draft its first stands for its tokens.
-
-    `rewards` has the indices of those that count for the stream.
-    """
+    """Arrange samples by what is compared for a stream, with its rewards by index; a draft's first has its tokens."""
     chosen = list(rewards)
     compared = compared_samples(stream, samples.values[..., chosen], samples.drafts)
     trained = compared.samples.flatten()
@@ -106,10 +103,8 @@ def _read_round(
 def _penalties(files: Sequence[Path], settings: AdvantageSettings) -> list[float]:
     stored = scan_tables(files).select("scored_logprobs", "ref_logprobs", "loss_mask").collect()
     if stored["ref_logprobs"].null_count():
-        raise ValueError(
-            "advantages.kl_coef needs the reference's log-probs, and these rollouts have none; collect "
-            "them with this configuration, or set advantages.kl_coef to 0"
-        )
+        missing = "advantages.kl_coef needs the reference's log-probs, and these rollouts have none"
+        raise ValueError(f"{missing}; collect them with this configuration, or set advantages.kl_coef to 0")
     penalties = kl_penalty(
         padded(stored["scored_logprobs"]),
         padded(stored["ref_logprobs"]),

@@ -24,7 +24,7 @@ from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.parquet import write_table
-from tasks.storage.schemas import ADVANTAGES, BREAKDOWN, SCHEMA_VERSION
+from tasks.storage.schemas import ADVANTAGES, BREAKDOWN
 
 
 def advantage_metrics(result: GroupAdvantages, samples: Samples) -> dict[str, float]:
@@ -48,10 +48,7 @@ def advantage_metrics(result: GroupAdvantages, samples: Samples) -> dict[str, fl
 
 
 def zero_metrics(result: GroupAdvantages, mix: Sequence[RewardSection]) -> dict[str, float]:
-    """Return for each reward that adds to a mix the share of groups in which it is 0 for all samples, of those scored.
-
-    Empty for a single reward, of which the combined one tells as much.
-    """
+    """Return the share of scored groups in which a reward is 0 for all samples, for each that adds to a mix."""
     added = [index for index, section in enumerate(mix) if section.role == "sum" and section.weight != 0]
     if len(added) < 2:
         return {}
@@ -65,11 +62,7 @@ def zero_metrics(result: GroupAdvantages, mix: Sequence[RewardSection]) -> dict[
 
 
 def running_metrics(earlier: ArtifactRef | None, mix: Sequence[RewardSection], prefix: str = "") -> dict[str, float]:
-    """Return the stored moments of the rewards that are normalised over the run; empty before the first iteration.
-
-    They pass from iteration to iteration as metrics of the advantages, with the prefix of the stream that they count
-    for.
-    """
+    """Return the stored moments of rewards that are normalised over the run, which pass on as metrics."""
     if earlier is None:
         return {}
     names = [name for section in mix if section.normalize == "running" for name in _names(section, prefix)]
@@ -114,6 +107,10 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     mix: Sequence[RewardSection] = inputs["mix"]
     streams: tuple[Stream, ...] = inputs["streams"]
     earlier: ArtifactRef | None = inputs["earlier"]
+    running: dict[str, float] = {}
+    for stream in streams:
+        own = [section for section in mix if section.counts_for(stream)]
+        running |= running_metrics(earlier, own, stream_prefix(stream, streams))
     return {
         "rounds": [
             [each.rollouts.digest, *(each.rewards[section.label].digest for section in mix)]
@@ -124,19 +121,11 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
             for section in mix
         ],
         "advantages": inputs["advantages"].result_settings(),
-        "running": _running(earlier, streams, mix),
+        "running": running,
         # A rescoring keeps separate tables, even with equal advantages.
         "place": inputs["folder"],
         "streams": streams,
     }
-
-
-def _running(earlier: ArtifactRef | None, streams: Sequence[Stream], mix: Sequence[RewardSection]) -> dict[str, float]:
-    moments: dict[str, float] = {}
-    for stream in streams:
-        own = [section for section in mix if section.counts_for(stream)]
-        moments |= running_metrics(earlier, own, stream_prefix(stream, streams))
-    return moments
 
 
 @stage_task(STAGE, _describe, kind="advantages")
@@ -188,7 +177,6 @@ def compute_advantages_task(
             staged,
             f"{folder}/{layout.ADVANTAGES}",
             digest=digest,
-            schema_version=SCHEMA_VERSION,
             rows=table.num_rows,
             seconds=time.perf_counter() - started,
             metrics={**metrics, "rounds": float(len(rounds))},
@@ -213,7 +201,6 @@ def copy_advantages_task(advantages: ArtifactRef, folder: str) -> ArtifactRef:
             staged,
             f"{folder}/{layout.ADVANTAGES}",
             digest=advantages.digest,
-            schema_version=advantages.schema_version,
             rows=advantages.rows,
             seconds=0.0,
             metrics=advantages.metrics,
@@ -221,7 +208,6 @@ def copy_advantages_task(advantages: ArtifactRef, folder: str) -> ArtifactRef:
 
 
 def _table(stream: Stream, samples: Samples, mix: Sequence[RewardSection], result: GroupAdvantages) -> pa.Table:
-    """Return a row per compared sample."""
     rows, compared = samples.table.height, samples.values.shape[1]
 
     def each(values: Tensor) -> Tensor:

@@ -44,8 +44,7 @@ R = TypeVar("R", ArtifactRef, PolicyRef)
 Describe = Callable[[Arguments], Mapping[str, Any]]
 Roots = Callable[[Arguments], tuple[str, ...]]
 
-LONGEST_DELAY = 60.0
-"""Seconds between two tries of a stage."""
+LONGEST_DELAY = 60.0  # seconds between two tries of a stage
 
 # Prefect accepts at most this many delays, and uses the last one for every later retry.
 _MAX_DELAYS = 50
@@ -76,11 +75,7 @@ class StageKey(CachePolicy):
     describe: Describe = dict
 
     def compute_key(
-        self,
-        task_ctx: TaskRunContext,
-        inputs: dict[str, Any],
-        flow_parameters: dict[str, Any],
-        **kwargs: Any,
+        self, task_ctx: TaskRunContext, inputs: dict[str, Any], flow_parameters: dict[str, Any], **kwargs: Any
     ) -> str:
         """Return the key: `<stage>-<sha256>`."""
         code = accepted_fingerprint(self.roots(inputs))
@@ -135,16 +130,11 @@ def _retried(stage: Task[..., Any], placement: PlacementSection) -> Task[..., An
 
 
 def with_quoted_arguments(arguments: Iterable[Any]) -> list[Any]:
-    """Mark the settings and plans among a stage's arguments.
-
-    Prefect searches every other argument for results of other tasks, several times a stage; those are references. It
-    takes the mark off before it computes the key and calls the stage.
-    """
-    return [quote(each) if _is_described(each) else each for each in arguments]
-
-
-def _is_described(argument: object) -> bool:
-    return isinstance(argument, BaseModel) and not isinstance(argument, ArtifactRef | PolicyRef)
+    """Mark settings and plans: Prefect searches any other argument for results, several times a stage."""
+    return [
+        quote(each) if isinstance(each, BaseModel) and not isinstance(each, ArtifactRef | PolicyRef) else each
+        for each in arguments
+    ]
 
 
 def stage_task(
@@ -159,14 +149,8 @@ def stage_task(
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Make a Prefect task whose result is a reference, stored under the stage's key and verified when it is reused.
 
-    `modules`, `functions`, `uses_policy` and the parts of `sharding` are functions of the stage's inputs, as in
-    `Stage`.
-
-    Args:
-        name: the stage, as the UI and the command line call it.
-        describe: returns the inputs that determine the result, as JSON values.
-        kind: section of the placement, which is one of its arguments; None if it always runs in this process.
-        sharding: how it is cut and joined; None if it cannot be cut.
+    `describe` returns the inputs that determine the result, as JSON values; the other functions are those of `Stage`.
+    `kind` is the section of the placement, one of the arguments; None if the stage always runs in this process.
     """
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:

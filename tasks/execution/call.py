@@ -25,8 +25,7 @@ from tasks.progress import listener
 from tasks.storage.artifacts.store import ArtifactStore, described, open_store_elsewhere, use_store
 from tasks.storage.files import dump_checked, load_checked, remove_folder
 
-CALLS = ".calls"
-"""Folder of a run for the calls of its stages to other machines."""
+CALLS = ".calls"  # folder of a run for the calls of its stages to other machines
 
 
 class StageCall(BaseModel):
@@ -115,10 +114,7 @@ def carry_out(call: StageCall) -> StageOutcome:
     try:
         code = code_of(call.roots)
         if call.code != code:
-            hint = (
-                "This worker runs other code or other versions of the libraries than the training; bring its checkout "
-                "and its packages to the same state, and start it again."
-            )
+            hint = "It runs other code or other versions of libraries than the training; bring both to the same state."
             raise InputError("worker", code[:12], hint)
         stage = stage_named(call.stage)
         _require_same_functions(call)
@@ -137,15 +133,11 @@ def carry_out(call: StageCall) -> StageOutcome:
 
 
 def _require_same_functions(call: StageCall) -> None:
-    """Refuse a user's function whose code is not that of the call's key."""
     for reference, digest in call.functions.items():
         with contextlib.suppress(OSError):
             if (found := follow_code(reference).digest) != digest:
-                hint = (
-                    f"Its code here ({found[:12]}) is not the run's ({digest[:12]}): a file that it imports is another "
-                    "one, or has changed since the run began. Bring them to the same state, and start both again."
-                )
-                raise InputError("worker", reference, hint)
+                what = f"Its code here ({found[:12]}) is not the run's ({digest[:12]}), or has changed since it began"
+                raise InputError("worker", reference, f"{what}. Bring them to the same state, and start both again.")
 
 
 def run_on_device(stage: Stage, arguments: Arguments, timeout: float | None, store: ArtifactStore) -> Reference:

@@ -51,16 +51,11 @@ class Answers:
         self.send(LOG, line)
 
 
-def claim_stdout() -> Answers:
-    """Keep the standard output for answers; what libraries print goes to the standard error."""
-    answers = Answers(os.dup(1))
-    os.dup2(2, 1)
-    return answers
-
-
 def main(handler: str) -> None:
     """Handle one request after another."""
-    answers = claim_stdout()
+    # What libraries print goes to the standard error.
+    answers = Answers(os.dup(1))
+    os.dup2(2, 1)
     requests: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
     # These take seconds to import; from here on this process ends with its parent.

@@ -216,10 +216,7 @@ class ChildProcesses:
     def borrow(
         self, group: str, label: str, command: Sequence[str], variables: Mapping[str, str] | None = None
     ) -> Iterator[ChildProcess]:
-        """Lend an idle child of a group, preferably the one that last did what `label` names; start one if none is.
-
-        Children of one group can replace each other, so all have the same command and variables.
-        """
+        """Lend an idle child of a group, with one command, preferably the one that last did `label`; else start one."""
         with self._lock:
             idle = sorted(self._idle.setdefault(group, []), key=lambda each: each.last_label != label)
             if idle:

@@ -29,10 +29,7 @@ class DeviceProcess:
 
 
 class DeviceProcesses:
-    """The processes of a run's devices; a request starts one that is not running, also after it has died.
-
-    Who waits for a process gets StageCancelledError when the run stops at once.
-    """
+    """The processes of a run's devices; who waits for one gets StageCancelledError when the run stops at once."""
 
     def __init__(self) -> None:
         self._placement: PlacementSection | None = None

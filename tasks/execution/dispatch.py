@@ -29,10 +29,7 @@ class _PolicyLock:
 
 
 def dispatch(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
-    """Run the stage where its placement, one of the arguments, says; `submit` starts the stage's task on a part.
-
-    Whatever it raises, wherever it ran, is raised here; also StageTimeoutError, LostStageError and StageCancelledError.
-    """
+    """Run the stage where its placement says, with its own errors; `submit` starts the stage's task on a part."""
     store, where = current_store(), place(stage, arguments)
     # Another process would not know that the artifact may exist.
     store.require_read()
@@ -69,14 +66,10 @@ def run_in_shards(stage: Stage, arguments: Arguments, count: int, submit: Submit
     with stages_cancelled_on_interrupt():
         for future in futures:
             future.wait()
-    made = [_result(future) for future in futures]
-    return stage.sharding.join(arguments, [part for part in made if isinstance(part, ArtifactRef)])
-
-
-def _result(part: PrefectFuture[Reference]) -> Reference:
     try:
-        return part.result()
+        made = [future.result() for future in futures]
     except Exception as error:
         if retryable_kind(error) is None:
             raise
         raise RetriesExhaustedError(f"{type(error).__name__}: {error}") from error
+    return stage.sharding.join(arguments, [part for part in made if isinstance(part, ArtifactRef)])

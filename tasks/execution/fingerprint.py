@@ -11,6 +11,7 @@ names their modules as further roots. The versions of libraries are recorded wit
 """
 
 import ast
+import contextlib
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -154,10 +155,7 @@ def _file(module: str, checkout: Path) -> Path | None:
 
 @lru_cache(maxsize=2048)
 def _source(module: str, checkout: Path, name: str = "") -> ModuleSource | None:
-    """Parse a module of this project; None for any other, and for one that does not define the name.
-
-    With a name, decorators of functions are left out: those of stages reach everything that runs a stage.
-    """
+    """Parse a module of this project; None for any other, and for one that does not define the name."""
     file = _file(module, checkout)
     if file is None:
         return None
@@ -165,6 +163,7 @@ def _source(module: str, checkout: Path, name: str = "") -> ModuleSource | None:
     if name:
         if name not in {getattr(each, "name", None) for each in tree.body}:
             return None
+        # The decorators of stages reach everything that runs a stage.
         for each in tree.body:
             if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
                 each.decorator_list = []
@@ -181,7 +180,11 @@ def _source(module: str, checkout: Path, name: str = "") -> ModuleSource | None:
 
 def library_versions() -> dict[str, str]:
     """Return the installed versions of the libraries that compute; `none` for one that is not installed."""
-    return {library: _version(library) for library in _LIBRARIES}
+    versions = dict.fromkeys(_LIBRARIES, "none")
+    for library in _LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[library] = version(library)
+    return versions
 
 
 def changed_versions(previous: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
@@ -189,10 +192,3 @@ def changed_versions(previous: Mapping[str, str], current: Mapping[str, str]) ->
     names = sorted({*previous, *current})
     pairs = [(name, previous.get(name, "none"), current.get(name, "none")) for name in names]
     return [f"{name} {was} -> {now}" for name, was, now in pairs if was != now]
-
-
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "none"

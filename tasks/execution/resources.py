@@ -25,16 +25,9 @@ class _FittingSizes(dict[tuple[str, str, int], int]):
 def halve_on_out_of_memory(title: str, run: str, setting: str, size: int, call: Callable[[int], R]) -> R:
     """Call a function with a batch size, and once more with half of it if the device's memory is too small.
 
-    The half is remembered: the run's later calls for the same setting begin with it. No result is keyed by it.
-
-    Args:
-        title: of the stage, for messages.
-        setting: key of the configuration that gives the size.
-        size: samples or prompts per batch, as configured.
-        call: does all of the work; must have no effect when it raises.
-
-    Raises:
-        InputError: half of the size is too much as well, or the size is 1.
+    The half is remembered: the run's later calls for the same setting begin with it. No result is keyed by it. The call
+    does all of the work, and must have no effect when it raises. InputError, which names `setting`, if half of the size
+    is too much as well, or the size is 1.
     """
     fitting, key = resource(_FittingSizes), (run, setting, size)
     current = fitting.get(key, size)
@@ -108,10 +101,7 @@ def run_resources() -> Iterator[None]:
 
 
 def resource(kind: type[R]) -> R:
-    """Return the current run's object of a class that is built without arguments.
-
-    Outside of `run_resources` the object belongs to the calling context; child processes end with this process anyway.
-    """
+    """Return the object of a class of the current run, or of the calling context, built without arguments."""
     resources = _CURRENT.get()
     if resources is None:
         _CURRENT.set(resources := _Resources())

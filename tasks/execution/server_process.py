@@ -52,13 +52,9 @@ def is_free(port: int) -> bool:
 
 
 class ServerProcess:
-    """The process of a server on the loopback address, started at once.
+    """The process of a server on the loopback address, started at once, which messages call by its title.
 
-    Args:
-        title: what messages call the server.
-        command: starts it; it ends when its standard input closes.
-        log_file: open for reading and appending; receives what the server writes.
-        health: path that answers 200 once the server is ready.
+    It ends when its standard input closes, writes to `log_file`, and answers 200 at `health` once it is ready.
     """
 
     def __init__(
@@ -108,10 +104,7 @@ class ServerProcess:
         return exit_code(self.process) is None
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Return once the server answers; a line is logged every half minute until then.
-
-        SlowStartError if it did not answer in time, RuntimeError if it has ended; with the last lines of its log.
-        """
+        """Return once the server answers, with a log line every half minute; SlowStartError or RuntimeError if not."""
         begun = time.monotonic()
         lines = 0
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from configs.placement import PlacementSection, ShardedStagePlacement, StagePlacement
+from configs.placement import PlacementSection, ShardedStagePlacement
 from grpo_core.user_code import UserCode, follow_code
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -25,10 +25,8 @@ _MODULES: Mapping[str, str] = MappingProxyType(
         "update policy": "tasks.update.update_policy",
     }
 )
-STAGES = tuple(_MODULES)
-"""Kinds of stages that may run in another process."""
-SHARDS = "shards"
-"""Folder for the parts of the artifacts next to it."""
+STAGES = tuple(_MODULES)  # kinds of stages that may run in another process
+SHARDS = "shards"  # folder for the parts of the artifacts next to it
 
 
 @dataclass(frozen=True)
@@ -106,12 +104,6 @@ def clear_shards(store: ArtifactStore, folder: str) -> None:
     remove_folder(store.filesystem, store.path(f"{folder}/{SHARDS}"))
 
 
-def unsharded(arguments: Arguments) -> PlacementSection:
-    """Return the placement of a shard, which is not cut again."""
-    placement: PlacementSection = arguments["placement"]
-    return placement.uncut()
-
-
 @dataclass(frozen=True)
 class Here:
     """The process of the run."""
@@ -163,7 +155,10 @@ def place(stage: Stage, arguments: Arguments, *, on_worker: bool = False) -> Pla
     if stage.kind is None:
         return Here()
     placement: PlacementSection = arguments["placement"]
-    uses_policy, where = stage.uses_policy(arguments), _section(stage.kind, arguments)
+    uses_policy, where = stage.uses_policy(arguments), getattr(placement, stage.kind)
+    # A reward may name another pool.
+    if pool := getattr(arguments.get("section"), "pool", None):
+        where = where.model_copy(update={"pool": pool})
     if on_worker:
         is_sampling = stage.kind == "rollouts" and uses_policy
         return Device(None) if is_sampling and placement.in_processes else Here()
@@ -177,10 +172,3 @@ def place(stage: Stage, arguments: Arguments, *, on_worker: bool = False) -> Pla
     if has_models and placement.names_devices_here:
         return Devices() if stage.kind == "update" else Device(where.timeout)
     return Here() if where.timeout is None else Child(where.timeout)
-
-
-def _section(kind: Kind, arguments: Arguments) -> StagePlacement:
-    """Return the stage's section of the placement; a reward may name another pool."""
-    where: StagePlacement = getattr(arguments["placement"], kind)
-    pool = getattr(arguments.get("section"), "pool", None)
-    return where.model_copy(update={"pool": pool}) if pool else where

@@ -24,11 +24,8 @@ from tasks.execution.resources import resource
 from tasks.progress import ProgressReporter, log
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_SECONDS_BETWEEN_TRIES = 0.05
-"""Until the main thread has left an import, or one long call, and takes the signal that ends the run."""
-
-SECONDS_BEFORE_KILL = 20.0
-"""Prefect, Kubernetes and Slurm send SIGKILL 30 s after SIGTERM, and then no stage on a pool would be cancelled."""
+_SECONDS_BETWEEN_TRIES = 0.05  # until the main thread has left an import, or one long call, and takes the signal
+SECONDS_BEFORE_KILL = 20.0  # SIGKILL follows 30 s after SIGTERM, and then no stage on a pool would be cancelled
 
 _REQUESTED = {
     signal.SIGINT: "stopping after this stage ({}); Ctrl-C again to stop now",
@@ -60,10 +57,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def stages_withdrawn_on_failure() -> Iterator[None]:
-    """Withdraw every stage that no worker has taken yet when the run fails, so that the failure is reported at once.
-
-    A stage that a worker has begun is waited for: its result is kept for the next start.
-    """
+    """Withdraw every stage that no worker has taken when the run fails; one that has begun is waited for."""
     try:
         yield
     except Exception:
@@ -73,10 +67,7 @@ def stages_withdrawn_on_failure() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stages_cancelled_on_interrupt() -> Iterator[None]:
-    """Cancel every stage that is waited for when the run stops at once: shards, rewards, prefetched rollouts.
-
-    A run that was asked to stop waits for them instead.
-    """
+    """Cancel every stage that is waited for when the run stops at once; one asked to stop waits for them."""
     try:
         yield
     except BaseException as error:
@@ -109,11 +100,7 @@ def stopping_after_stage() -> Iterator[None]:
 
     Where no stage is running, the first one stops at once; after SIGTERM a long stage is not waited for. Outside of the
     main thread no signal arrives, and nothing is changed. A signal that is ignored, or that ends the process without a
-    handler, is left as it is.
-
-    Raises:
-        KeyboardInterrupt: SIGINT came.
-        BaseException: SIGTERM came; the exception is that of the handler that was there, Prefect's TerminationSignal.
+    handler, is left as it is. SIGINT raises KeyboardInterrupt, and SIGTERM what the handler that was there raises.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -246,15 +233,11 @@ os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, aft
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """Have SIGINT and SIGTERM end a flow by an exception, also while no stage can run yet.
+    """Have SIGINT and SIGTERM end a flow by KeyboardInterrupt and TerminationSignal, also before any stage runs.
 
     asyncio would cancel its main task at the first SIGINT, and a flow may not suspend for minutes; Prefect would end
     the process by SIGTERM before the command could say how to resume. Outside of the main thread, and where a program
     has handlers of its own, nothing is changed.
-
-    Raises:
-        KeyboardInterrupt: SIGINT came.
-        TerminationSignal: SIGTERM came.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -54,15 +54,10 @@ WORKER_LABEL = "prefect.worker.name"
 
 
 def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: ArtifactStore) -> Reference:
-    """Have a worker of the pool run the stage, and wait for it.
+    """Have a worker of the pool run the stage, and wait for it; raises whatever the stage raised.
 
-    A run that was killed while it waited finds the worker's record at its next start, or waits for it again. The
-    timeout counts once a worker has begun the stage.
-
-    Raises:
-        InputError: no worker has ever served this stage for the pool.
-        LostStageError: its worker has died.
-        Exception: whatever the stage raised.
+    A run that was killed while it waited finds the record at its next start, or waits again. The timeout counts once a
+    worker has begun the stage. InputError if none has ever served it, LostStageError if its worker has died.
     """
     name = call.digest
     assert call.key is not None, "a worker records what it has made"
@@ -85,22 +80,15 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
         # Written again if another start of the run had it answered meanwhile.
         remove_call(store, name)
         return reference
-    raise LostStageError(
-        f"{call.stage}: a worker of pool {pool} recorded neither a result nor an error; its log says why, and whether "
-        f"it can reach {call.storage.root} at all"
-    )
+    lost = f"{call.stage}: a worker of pool {pool} recorded neither a result nor an error"
+    raise LostStageError(f"{lost}; its log says why, and whether it can reach {call.storage.root} at all")
 
 
 def _flow_run(client: SyncPrefectClient, call: StageCall, pool: str, timeout: float | None) -> FlowRun:
     """Create a flow run of the call, or return the unfinished one that an earlier start of this run created."""
     context = TaskRunContext.get()
     stage = context.task_run.name if context else call.stage
-    parameters: dict[str, Any] = {
-        "root": call.storage.root,
-        "run": call.run,
-        "call": call.digest,
-        "timeout": timeout,
-    }
+    parameters: dict[str, Any] = {"root": call.storage.root, "run": call.run, "call": call.digest, "timeout": timeout}
     try:
         deployment = client.read_deployment_by_name(f"{call.stage}/{pool}")
     except ObjectNotFound as error:
@@ -128,10 +116,7 @@ def _flow_run(client: SyncPrefectClient, call: StageCall, pool: str, timeout: fl
 
 
 def _link(client: SyncPrefectClient, stage: TaskRunContext, title: str, call: StageCall) -> TaskRun:
-    """Create a task run that shows the flow run on the page of the run that requested it.
-
-    The parent of a flow run must be a task run that the server knows; it does not know the stage's own yet.
-    """
+    """Create a task run that shows the flow run on its run's page: its parent must be one that the server knows."""
     return client.create_task_run(
         stage.task,
         flow_run_id=stage.task_run.flow_run_id,
@@ -209,10 +194,7 @@ class _Watch:
         return None
 
     def _lacks_heartbeats(self, worker: Worker | None) -> bool:
-        """Return whether heartbeats have stopped, by the clock of this machine.
-
-        The server's own check is a service that may be late, or not be running.
-        """
+        """Return whether heartbeats have stopped, by this machine's clock: the server's own check may be late."""
         if worker is None:
             return True
         if worker.last_heartbeat_time != self.last_heartbeat:
@@ -229,13 +211,9 @@ def follow(flow_run: FlowRun, pool: str, timeout: float | None, is_answered: Cal
     """Wait until the flow run has ended; return its last state, or None if the stage is recorded without the server.
 
     While the server does not answer, the run waits, and asks `is_answered` whether the stage is recorded. When the run
-    that requested the stage stops at once, it cancels the stage; when it was asked to stop, it waits for a stage that a
-    worker has taken, and withdraws any other.
-
-    Raises:
-        LostStageError: its worker has died, or the server does not come back.
-        StageTimeoutError: its worker does not end it within `timeout` seconds.
-        StageCancelledError: it was cancelled, or the run that requested it was stopped.
+    stops at once, it cancels the stage; when it was asked to stop, it waits for one that a worker has taken, and
+    withdraws any other: StageCancelledError. LostStageError if the worker has died, or the server does not come back;
+    StageTimeoutError if its worker does not end it within `timeout` seconds.
     """
     stop = resource(StopSignals)
     with get_client(sync_client=True) as client:

@@ -5,15 +5,11 @@ from threading import Thread
 
 from tasks.progress import log
 
-SECONDS = 4.0
-"""How long the hub may take to answer."""
+SECONDS = 4.0  # how long the hub may take to answer
 
 
 def leave_unreachable_hub() -> bool:
-    """Switch the hub off for this process, as HF_HUB_OFFLINE does, if it does not answer; return whether it does.
-
-    Files that are on this machine are used then without a request, and others are missing at once.
-    """
+    """Switch the hub off for this process if it does not answer within seconds; return whether it is used."""
     import huggingface_hub
 
     if huggingface_hub.is_offline_mode():

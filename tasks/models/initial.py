@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import get_args
 
+from fsspec.implementations.local import LocalFileSystem
+
 from configs.sections import PolicySection
 from grpo_core.errors import InputError
 from grpo_core.hub import cached_folder, download_command, fetch, one_message
@@ -29,18 +31,16 @@ from grpo_core.streams import STREAMS, Stream
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.files import sha256_of
 
-RECORD_FILE = "grpo.json"
-"""In an exported folder: what `grpo sample` needs of the run to sample as in training."""
+RECORD_FILE = "grpo.json"  # in an exported folder: what `grpo sample` needs of the run to sample as in training
 
 _DETERMINING = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"}
+_LOCAL = LocalFileSystem()
 
 
 def model_digest(model: str, revision: str | None = None) -> str:
-    """Compute the digest of a model: of the content of a folder's files, or the commit of a hub snapshot.
-
-    A hub name whose files are not on this machine is downloaded, as `snapshot`; `forget_hub` asks the hub again.
-    """
+    """Compute the digest of a model: of a folder's files, or the commit of a hub `snapshot` (`forget_hub`)."""
     if not Path(model).expanduser().is_dir():
         return _hub_commit(model, revision)
     digest = hashlib.sha256()
@@ -74,13 +74,8 @@ def model_folder(model: str, revision: str | None = None) -> Path:
 def snapshot(place: str, name: str, revision: str | None, *, patterns: Collection[str] = ()) -> Path:
     """Return the local folder of a hub repository, which is downloaded unless the hub is switched off.
 
-    Args:
-        place: the setting that names it, for the error.
-        revision: branch, tag or commit; None: main.
-        patterns: of the files that are needed of a repository that is no model; none: those that a model needs.
-
-    Raises:
-        InputError: its files are not on this machine and cannot be downloaded.
+    `patterns` are of the files that are needed of a repository that is no model. InputError, which names the setting
+    `place`, if files are not on this machine and cannot be downloaded.
     """
     command = "" if patterns else download_command(name, revision)
     with one_message(place, name, name, command):
@@ -88,22 +83,11 @@ def snapshot(place: str, name: str, revision: str | None, *, patterns: Collectio
 
 
 def local_source(model: str, revision: str | None) -> str:
-    """Return what a model is loaded from: its name, or the folder of a hub revision on this machine.
-
-    A revision that is not on this machine is named `model@revision`, which no check takes for another one's files.
-    """
+    """Return what a model is loaded from: its name, or a hub revision's folder or `model@revision` without one."""
     if revision is None:
         return model
     folder = cached_folder(model, revision)
     return f"{model}@{revision}" if folder is None else str(folder)
-
-
-def add_file(digest: "hashlib._Hash", name: str, path: Path, known: str | None = None) -> None:
-    """Add a file's name and content to a digest; it is not read if its sha256 is known."""
-    if known is None:
-        with path.open("rb") as stream:
-            known = hashlib.file_digest(stream, "sha256").hexdigest()
-    add_digest(digest, name, known)
 
 
 def add_digest(digest: "hashlib._Hash", name: str, known: str) -> None:
@@ -121,10 +105,7 @@ def component_folder(policy: Path, stream: Stream) -> Path:
 
 
 def weights_folder(checkpoint: Path, policy: PolicyRef, stream: Stream) -> Path:
-    """Return the folder with the weights of a component that a reference to a version names.
-
-    `policy.averaged` names its moving average, and `policy.sampler` its old policy.
-    """
+    """Return the folder with the weights of a component that a reference to a version, or to a copy, names."""
     own = component_folder(checkpoint, stream)
     return own if policy.copy_name is None else copy_folder(own, policy.copy_name) or own
 
@@ -145,7 +126,7 @@ def weights_digest(folder: Path, known: Mapping[Path, str] = MappingProxyType({}
         own = part if copy is None else copy_folder(part, copy) or (None if copy == "reference" else part)
         found = [] if own is None else [path for pattern in WEIGHT_FILES for path in sorted(own.glob(pattern))]
         for path in found:
-            add_file(digest, f"{name}{path.name}", path, known.get(path))
+            add_digest(digest, f"{name}{path.name}", known.get(path) or sha256_of(_LOCAL, str(path)))
     return digest.hexdigest()
 
 
@@ -193,14 +174,9 @@ def training_choices(
 ) -> Iterator[Mapping[Stream, TrainingChoice]]:
     """Return which parameters of each component are trained; an adapter's files are there inside the context.
 
-    Args:
-        store, version: as for `initial_digest`.
-        references: where the reference's weights are kept when every weight of a component is trained; nowhere for
-            those left out.
-        seed: for the random half of new adapters.
-
-    Raises:
-        InputError: there is no such adapter, it was trained over another model, or contradicts policy.lora.
+    Arguments are those of `initial_digest`, where the reference's weights are kept when every weight of a component is
+    trained, and the seed for the random half of new adapters. InputError if there is no such adapter, it was trained
+    over another model, or contradicts policy.lora.
     """
     with fetched_adapter(policy, store, version) as folder:
         yield {

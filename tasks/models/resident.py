@@ -72,10 +72,7 @@ class _Loaded:
 
 @dataclass
 class _Optimizers:
-    """The optimizers of a policy's components, as an update left them.
-
-    Their types are not named here: rollouts use this module too, and do not depend on the code of an update.
-    """
+    """The optimizers of components as an update left them, of types that rollouts need not depend on."""
 
     checkpoint: str  # digest of what the update wrote
     updates: Mapping[Stream, Any]
@@ -92,10 +89,7 @@ class ResidentPolicy:
         self._loaded: _Loaded | None = None
 
     def at(self, reference: PolicyRef, spec: ModelSpec, settings: Any, placement: PlacementSection) -> Policy:
-        """Return the policy with the weights of a version and these settings of its family's sampler.
-
-        The model is loaded if it is not in memory; InputError if its files here differ from those of the run.
-        """
+        """Return the policy with a version's weights, loaded if need be; InputError if its files are not the run's."""
         device = configure_torch(placement)
         if self._loaded is None or (self._loaded.spec, self._loaded.device) != (spec, device):
             self._loaded = None  # frees its memory for the next one
@@ -122,10 +116,7 @@ class ResidentPolicy:
         return kept.by_stream if kept is not None and (kept.checkpoint, kept.updates) == (written, updates) else {}
 
     def keep_optimizers(self, checkpoint: str, updates: Mapping[Stream, Any], optimizers: Mapping[Stream, Any]) -> None:
-        """Keep optimizers in CPU memory for the next update; a GPU's is needed for the rollouts in between.
-
-        `checkpoint` is the digest of what the update wrote, and `updates` has its settings by stream.
-        """
+        """Keep the optimizers that wrote a checkpoint in CPU memory until the next update."""
         if self._loaded is None:
             return
         if self._loaded.device.type == "cpu" or all(each.offload_optimizer for each in updates.values()):
@@ -157,10 +148,7 @@ def _require_same_model(spec: ModelSpec) -> None:
         forget_hub()
         found = initial_digest(spec.section, _adapter_store(spec), spec.adapter)
     if found != spec.digest:
-        hint = (
-            f"Its files here are {found[:12]} and the run's are {spec.digest[:12]}; put the same files there on every "
-            "machine that runs its stages."
-        )
+        hint = f"Its files here are {found[:12]}, the run's {spec.digest[:12]}; put the same files on every machine."
         raise InputError("policy.model", spec.section.model, hint)
 
 

@@ -14,8 +14,7 @@ from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
-PromptKey = tuple[str, str]
-"""Name of the prompt set and prompt_id: two sets may contain the same prompt."""
+PromptKey = tuple[str, str]  # name of the prompt set and prompt_id: two sets may contain the same prompt
 
 
 @dataclass(frozen=True)
@@ -153,11 +152,9 @@ def _raw(seed: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
 
 
 def _sampled(weights: Sequence[float], late: Sequence[bool], count: int, seed: int) -> list[int]:
-    """Sample indices by weight without replacement, late ones after all others; start again when all are used.
-
-    Efraimidis and Spirakis, 2006, Weighted random sampling with a reservoir, algorithm A: the largest u^(1/w), which
-    are the smallest -ln(u) / w.
-    """
+    """Sample indices by weight without replacement, late ones after all others; start again when all are used."""
+    # Efraimidis and Spirakis, 2006, Weighted random sampling with a reservoir, algorithm A: the largest u^(1/w), which
+    # are the smallest -ln(u) / w.
     size = len(weights)
     chosen: list[int] = []
     for number in range(-(-count // size)):
@@ -169,13 +166,10 @@ def _sampled(weights: Sequence[float], late: Sequence[bool], count: int, seed: i
 
 
 def choose_sets(weights: Sequence[float], *, seed: int, first: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Return places [first, first + count) of an endless stream that serves several sets by weights above 0.
+    """Return places [first, first + count) of an endless stream of sets by weights: its index and earlier places.
 
     The set of each place is drawn independently, so that a set's places among any n are binomial: its share of n on
     average. A place depends on the seed and the weights only.
-
-    Returns:
-        The index of the set, and how often it was served before, for each place.
     """
     if len(weights) == 1:
         return tuple((0, place) for place in range(first, first + count))

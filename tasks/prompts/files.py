@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 class InputFile:
     """A file that a configuration names, directly or by its folder; it is not open.
 
-    InputError names `place`, the configuration's key, for a file that is missing, a folder or device, damaged, or not
-    to
-    be read, and for a URL whose file system is not installed. `uri` is spelled like the configured one.
+    InputError names `place`, the configuration's key, for a file that is missing, no file, damaged, or not to be read,
+    and for a URL whose file system is not installed. `uri` is spelled like the configured one.
     """
 
     uri: str
@@ -69,8 +68,7 @@ def find_files(uri: str, *, place: str, endings: Collection[str]) -> tuple[Input
     """Return the file of this name; for a folder, the files in it with one of the endings, in natural order.
 
     Hidden files, subfolders and files with other endings are left out. InputError if a folder has no such file, or
-    files
-    with several of the endings.
+    files with several of the endings.
     """
     filesystem, path = _resolve(uri, place)
     with _reported(uri, place, filesystem, path):
@@ -108,11 +106,7 @@ def list_input_folder(uri: str, *, place: str) -> tuple[str, ...]:
 
 
 def find_input(uri: str, stores: Iterable["ArtifactStore"]) -> str | None:
-    """Return where an input of a stored run is; None for a relative path that leads to nothing.
-
-    Such a path is that of the folder in which its run was started. It is looked for in the working directory, then
-    beside the storage roots.
-    """
+    """Return where an input of a stored run is, here or beside a root; None for a relative path that leads nowhere."""
     if "://" in uri or Path(uri).expanduser().is_absolute():
         return uri
     folders = (Path(os.path.relpath(store.root)).parent for store in stores if is_local(store.filesystem))
@@ -243,18 +237,15 @@ def read_one_txt(text: str, place: str, name: str) -> Iterator[PromptRow]:
     lines = [line for _, line in _lines(text)]
     if len(lines) != 1:
         hint = (
-            "In a folder, each .txt file is one prompt on one line. If each line is a prompt, name the file instead of "
-            "the folder; write prompts with line breaks as .jsonl."
+            "In a folder, each .txt file is one prompt on one line. Name the file instead of the folder, or use .jsonl."
         )
         raise InputError(place, f"{len(lines)} lines", hint)
     yield PromptRow(place, {"prompt": lines[0], "file_name": name})
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank, with their numbers.
-
-    Not str.splitlines, which also breaks lines at form feeds, U+0085, U+2028 and U+2029: they occur inside prompts.
-    """
+    """Yield the lines that are not blank, with their numbers."""
+    # str.splitlines also breaks at form feeds, U+0085, U+2028 and U+2029, which occur inside prompts.
     for number, line in enumerate(io.StringIO(text, newline=None), start=1):
         if line.strip():
             yield number, line.rstrip("\n")

@@ -34,11 +34,9 @@ _QUOTED_FIELD = re.compile(r'(?:(?<=[\t\r\n])|\A)"((?:[^"]|"")*+)"(?=[\t\r\n]|\Z
 
 
 def _refuse_quoted_tsv(text: str, place: str) -> None:
-    """Refuse a TSV file that quotes its fields as CSV does; in one with literal fields the quotes would be read too.
-
-    Every quotation mark in it belongs to a quoted field, and one of these fields needed its quotes, is empty, or is in
-    the header. So a prompt that is one quoted word keeps its quotes.
-    """
+    """Refuse a TSV file that quotes its fields as CSV does: literal fields would keep the quotes."""
+    # Every quotation mark belongs to a quoted field, and one of these needed its quotes, is empty, or is in the header.
+    # So a prompt that is one quoted word keeps its quotes.
     if '"' in _QUOTED_FIELD.sub("", text):
         return
     fields = list(_QUOTED_FIELD.finditer(text))
@@ -54,11 +52,8 @@ def read_delimited(text: str, place: str, *, literal: bool) -> Iterator[PromptRo
     """Yield comma-separated or tab-separated records as text; an empty field is None.
 
     In TSV (`literal`) every character stands for itself; else fields may be in quotes, and a header with tabs and
-    without commas has them between fields.
-
-    Raises:
-        InputError: a record of another length than the header, an unclosed quote, a column name that appears twice, or
-            TSV with fields in quotes.
+    without commas has them between fields. InputError for a record of another length than the header, an unclosed
+    quote, a column name that appears twice, and TSV with fields in quotes.
     """
     if literal:
         _refuse_quoted_tsv(text, place)
@@ -86,10 +81,8 @@ def read_delimited(text: str, place: str, *, literal: bool) -> Iterator[PromptRo
 
 
 def _records(text: str, place: str, delimiter: str, quoting: Literal[0, 3]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the records that are not blank, with the line on which each begins.
-
-    The csv module, because it counts lines and leaves short records visible; polars fills them up with nulls.
-    """
+    """Yield the records that are not blank, with the line on which each begins."""
+    # polars would fill short records up with nulls.
     lines = io.StringIO(text, newline="")
     reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     first = 1
@@ -111,10 +104,7 @@ def refuse_duplicate_columns(names: Sequence[str], place: str) -> None:
 
 
 def convert_numbers(rows: Sequence[PromptRow], *, text_columns: Callable[[str], bool]) -> None:
-    """Convert columns of numbers and truth values in all files of a set, in place; the others stay text.
-
-    `text_columns` says which stay text even where every cell looks like a number.
-    """
+    """Convert columns of numbers and truth values of all files in place, except `text_columns`."""
     for name in {name for row in rows for name in row.values if not text_columns(name)}:
         filled = [row.values for row in rows if row.values.get(name) is not None]
         cells = [str(values[name]) for values in filled]
@@ -140,17 +130,13 @@ def _number(cell: str) -> int | float | None:
     return None
 
 
-ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
-"""Endings of prompt files, in upper or lower case; all but Parquet may be followed by ``.gz``."""
+ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")  # in any case; all but Parquet also with ``.gz``
 
 _BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
 
 
 class ImageRow(NamedTuple):
-    """The columns of a row that have images: names, data: URIs, or bytes.
-
-    `again` reads a column of the row once more, so that nobody has to keep its bytes; None where they are kept.
-    """
+    """The columns of a row that have images; `again` reads a column once more, if nobody keeps its bytes."""
 
     values: Mapping[str, object]
     again: Callable[[str], object] | None = None
@@ -233,12 +219,10 @@ def _open_parquet(file: InputFile, place: str) -> PromptTable:
 
 
 def _mapped(file: InputFile, place: str, columns: Sequence[str]) -> Any:
-    """Return columns of a Parquet file as `datasets` maps them into memory, where a row is found by its number.
-
-    Parquet decodes a whole row group for one row, so `datasets` writes the columns to its cache as Arrow first.
-    """
+    """Return columns of a Parquet file as `datasets` maps them into memory, where a row is found by its number."""
     import datasets
 
+    # Parquet decodes a whole row group for one row, so `datasets` writes the columns to its cache as Arrow first.
     pattern = glob.escape(file.filesystem.unstrip_protocol(file.path))
     try:
         found = datasets.load_dataset("parquet", data_files=pattern, columns=list(columns), split="train")

@@ -13,11 +13,8 @@ from grpo_core.errors import InputError, first_line
 from tasks.prompts.files import PromptRow, file_ending, nearest_names
 from tasks.prompts.formats import ENDINGS, ImageRow, PromptTable, has_bytes, plain_rows
 
-SPLIT = "train"
-"""The split that is read when none is named."""
-
-_IMAGE_ROWS = 16
-"""Rows whose images are in memory at once."""
+SPLIT = "train"  # the split that is read when none is named
+_IMAGE_ROWS = 16  # rows whose images are in memory at once
 
 _NAME = re.compile(r"(?P<hub>hf://(datasets/)?)?(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
@@ -33,10 +30,7 @@ class DatasetChoice:
 
 
 def names_dataset(source: str, choice: DatasetChoice) -> bool:
-    """Return whether prompts are read with `datasets`: a name on the Hub, or a choice that only `datasets` knows.
-
-    A bare `owner/name` is a path if its folder exists here, and a name on the Hub otherwise.
-    """
+    """Return whether prompts are read with `datasets`; `owner/name` is a path if its folder exists here."""
     if choice != DatasetChoice():
         return True
     match = _NAME.fullmatch(source)
@@ -46,11 +40,7 @@ def names_dataset(source: str, choice: DatasetChoice) -> bool:
 
 
 def open_dataset(source: str, choice: DatasetChoice, limit: int | None) -> tuple[PromptTable, str | None]:
-    """Open the rows of a dataset; return them, and the commit of the Hub, None for a folder and offline.
-
-    Of a stream, `limit` rows are read. InputError if there is no such dataset, subset, split or revision, or no
-    network.
-    """
+    """Open the rows of a dataset, of a stream so many; return them, and the commit of the Hub where it is known."""
     place = f"data.prompts: {source}"
     if choice.streaming and limit is None:
         raise InputError(
@@ -96,10 +86,7 @@ def _read_cell(found: Any, source: str, row: int, column: str) -> object:
 
 
 def _with_bytes(value: object, source: str) -> object:
-    """Read the images that `datasets` names by a path of its own; others stay as they are.
-
-    Files of the dataset's folder and of the caches of Hugging Face are read, and no others: a dataset must not choose.
-    """
+    """Read the images that `datasets` names by a path of its own; others stay as they are."""
     if isinstance(value, list):
         return [_with_bytes(each, source) for each in value]
     if not isinstance(value, dict) or value.get("bytes") is not None or not isinstance(value.get("path"), str):
@@ -107,6 +94,7 @@ def _with_bytes(value: object, source: str) -> object:
     from datasets import config
     from huggingface_hub.constants import HF_HUB_CACHE
 
+    # A dataset must not choose which other files are read.
     path = Path(value["path"]).resolve()
     allowed = (Path(source), Path(config.HF_DATASETS_CACHE), Path(HF_HUB_CACHE))
     if not any(path.is_relative_to(folder.resolve()) for folder in allowed):

@@ -10,17 +10,13 @@ from PIL import ExifTags, Image
 from grpo_core.errors import InputError
 from grpo_core.streams import ImageSize
 
-IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-"""Endings of file names that are images, in upper or lower case."""
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # of file names, in upper or lower case
 
 _FORMATS = "Give PNG, JPEG, WebP or BMP."
 
 
 def name_inside(value: object, place: str, *, folder: str, empty: str) -> str:
-    """Return a file name of a prompt's row, normalised, as a path below a folder.
-
-    InputError for no text (`empty` says what to do), another ending than an image's, and a name that leads out of it.
-    """
+    """Return a normalised path below a folder; InputError for no name, no image's, or one that leads out of it."""
     if not isinstance(value, str) or not value.strip():
         raise InputError(place, value, empty)
     name = posixpath.normpath(value)

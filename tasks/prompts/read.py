@@ -37,8 +37,7 @@ it has, such as a caption and a text or a prompt and a Prompt, does not say whic
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer")
 """Columns of CSV and TSV, in upper or lower case, that stay text where every cell is a number."""
 
-LONG_PROMPT = 4000
-"""Characters from which on a prompt is reported: about a thousand tokens of English."""
+LONG_PROMPT = 4000  # characters from which on a prompt is reported: about a thousand tokens of English
 
 _LISTED, _SHOWN_LETTERS = 20, 200
 _ARGUMENTS = "chat_template_kwargs"
@@ -212,10 +211,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class _Reader(NamedTuple):
-    """Reads the prompt of a row, by the column of each role, or of the one prompt.
-
-    `typed` files have lists; in CSV and TSV a list of messages is written as JSON.
-    """
+    """Reads the prompt of a row, by the column of each role, or of the one prompt."""
 
     roles: Mapping[str, str]
     typed: bool
@@ -273,7 +269,6 @@ class _Reader(NamedTuple):
 
 
 def _shown(value: object) -> object:
-    """Shorten what an error shows of a prompt."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return value if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}..."
 
@@ -298,7 +293,6 @@ def _text(row: PromptRow, column: str) -> str:
 def _as_captions(
     rows: Sequence[PromptRow], contents: Sequence[PromptWithSources], column: str
 ) -> list[PromptWithSources]:
-    """Return prompts as image generators read them: one text each."""
     found = []
     for row, content in zip(rows, contents, strict=True):
         text = caption_of(content.text, _place(row, column))

@@ -27,8 +27,7 @@ from tasks.prompts.marks import mark_images, require_match
 SOURCE_COLUMNS = ("image", "images")
 """Columns with the images in prompts where the configuration names none, in upper or lower case."""
 
-DECODED = 1000
-"""The first images of a prompt file, so many, are decoded when they are read; of the others only the headers are."""
+DECODED = 1000  # the first images of a prompt file are decoded when they are read; of the others only the headers are
 
 _ROWS_AT_ONCE, _THREADS = 32, 16
 _FILLED = ("bytes", "image", "path", "url", "image_url")
@@ -87,11 +86,8 @@ def read_source_images(
 ) -> list[PromptWithSources]:
     """Return the text and the images of each prompt, in the order of the rows.
 
-    `folder` is that to which file names are relative; empty is the working directory.
-
-    Raises:
-        InputError: an image that is missing, broken, animated, too large or somewhere else, a row with images in
-            several places, or marks in a prompt that do not match its images; with the row.
+    File names are relative to `folder`; empty is the working directory. InputError names the row of an image that is
+    missing, broken, animated, too large or somewhere else, of images in several places, and of marks that do not match.
     """
     reader, found = _SourceReader(folder, wanted.max_pixels), list[PromptWithSources]()
     named, numbers = islice(zip(rows, texts, cells, strict=False), wanted.limit), count()

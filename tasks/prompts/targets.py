@@ -21,8 +21,7 @@ from tasks.prompts.read import Prompt
 if TYPE_CHECKING:
     from tasks.storage.artifacts.store import ArtifactStore
 
-SIZE_COLUMNS = ("width", "height", "size")
-"""Columns that give the size of a prompt's images: two of pixels, or one such as 512x768, width first."""
+SIZE_COLUMNS = ("width", "height", "size")  # an image's size: two of pixels, or one such as 512x768, width first
 
 _SIDE = r"0*([1-9][0-9]{0,5})"
 # Columns with empty cells often come as floats.
@@ -32,11 +31,7 @@ _TEXT = "Give width and height in pixels as in 512x768, or leave the cell empty 
 
 
 def read_sizes(prompts: Sequence[Prompt], *, source: str, default: ImageSize) -> tuple[ImageSize, ...]:
-    """Return the size of each prompt's images, in the order of the file, `default` for a row without one.
-
-    Raises:
-        InputError: a size that is not one, a width without a height or the reverse, or a row with two sizes.
-    """
+    """Return the size of each prompt's images, `default` for a row without one; InputError for unclear sizes."""
     return tuple(
         _size_of(prompt.columns, size_place(source, row)) or default for row, prompt in enumerate(prompts, start=1)
     )
@@ -91,14 +86,13 @@ def pair_targets(
     base: str,
     sizes: Sequence[tuple[int, int]] = (),
 ) -> tuple[TargetReference | None, ...]:
-    """Return the target of each prompt, in the order of the prompts; None for a prompt without one.
+    """Return the target of each prompt, in the order of the file; None for a prompt without one.
 
     A column names the image of each row; null means no target. With a folder only, its images belong to the prompts by
     the index in their names, from 0 or from 1 without gaps: 0.png, image_0001.png, 2-a-red-circle.png; hidden files and
     files without an image's ending are left out. With neither, no prompt has a target.
 
     Args:
-        prompts: the complete set, in the order of the file.
         folder: folder of the images, a plain path or an fsspec URL.
         column: column of the prompts with file names relative to ``folder``.
         base: folder of the prompt file, to which names are relative without ``folder``; empty is the working directory.
@@ -127,11 +121,10 @@ def pair_targets(
 
 
 def find_target(uri: str, stores: Sequence["ArtifactStore"], folders: Sequence[str] = ()) -> str | None:
-    """Return where the target image of a stored row is; None if it is nowhere that may be read for a table.
+    """Return where a stored row's target image is; None if it is nowhere that may be read for a table.
 
-    A table may be a stranger's: what it names is not fetched and not looked for anywhere on the machine, except below
-    `folders`, which a configuration of the person's names. A relative path is looked for in the working directory and
-    beside the storage roots.
+    A table may be a stranger's: what it names is read in the working directory, beside the storage roots and below
+    `folders`, which the person's own configuration names, and nothing is fetched.
     """
     if "://" in uri or "::" in uri:
         below = any("://" in folder and uri.startswith(f"{folder.rstrip('/')}/") for folder in folders)
@@ -215,31 +208,25 @@ def _images_by_index(folder: str, count: int) -> tuple[str, ...]:
 
 
 def _orders_by_index(names: Sequence[str]) -> set[tuple[str, ...]]:
-    """Return the orders of the files by the number that each name begins or ends with; what all have does not count.
-
-    Such numbers begin at 0 or 1 and have no gaps: a year or a size in the names is no index. A single image needs none.
-    """
+    """Return the orders of the files by the number that each name begins or ends with; what all have does not count."""
     if len(names) < 2:
         return {tuple(names)}
     parts = [posixpath.splitext(name)[0] for name in names]
     # Twice, since what all names begin with goes first, and then what they end with.
     for _ in range(2):
-        shared = len(_common_start(parts))
+        # Without the first digits of numbers that differ.
+        shared = len(posixpath.commonprefix(parts).rstrip("0123456789"))
         parts = [part[shared:][::-1] for part in parts]
     orders = set()
     for form in (r"\A[0-9]+", r"[0-9]+\Z"):
         found = {
             int(match[0]): name for name, part in zip(names, parts, strict=True) if (match := re.search(form, part))
         }
+        # A year or a size in the names is no index.
         first = min(found, default=-1)
         if first in (0, 1) and sorted(found) == list(range(first, first + len(names))):
             orders.add(tuple(found[index] for index in sorted(found)))
     return orders
-
-
-def _common_start(texts: Sequence[str]) -> str:
-    """Return what all texts begin with, without the first digits of numbers that differ."""
-    return posixpath.commonprefix(texts).rstrip("0123456789")
 
 
 def _refer(uri: str, place: str, size: tuple[int, int] | None) -> TargetReference:

@@ -15,8 +15,7 @@ from tasks.reports.report import Cells, Notice, Report, Table, render
 from tasks.reports.text import change, counted, number, one_line, reward_origin
 from tasks.runs.run_view import summary_of
 
-MAX_SETTINGS, LETTERS = 30, 160
-"""Settings that the terminal shows, and letters of their values; the page has all."""
+MAX_SETTINGS, LETTERS = 30, 160  # settings that the terminal shows, and letters of their values; the page has all
 
 
 def comparison_report(comparison: Comparison, html: Path | None = None) -> Report:

@@ -31,8 +31,7 @@ from tasks.storage.artifacts.reference import ArtifactRef
 
 CONFIDENCE = 0.95
 
-Scores = Mapping[str, Mapping[int, float]]
-"""Scores of samples by prompt id, then by sampling seed."""
+Scores = Mapping[str, Mapping[int, float]]  # scores of samples by prompt id, then by sampling seed
 
 
 class PairedDifference(BaseModel):
@@ -58,10 +57,7 @@ class PairedDifference(BaseModel):
 def paired_difference(
     first: Scores, second: Scores, *, run: str, score: str, same_seeds: bool
 ) -> PairedDifference | None:
-    """Compare two runs on the prompts that both have; None without any. The last three describe the result.
-
-    Of a prompt, the samples with equal seeds are compared, or all of them where no seed is in both.
-    """
+    """Compare two runs on the prompts that both have, by samples of equal seeds where there are any; or None."""
     means: dict[str, tuple[float, float]] = {}
     samples = 0
     for prompt in first:
@@ -178,11 +174,7 @@ def provenances(reader: RunReader, parts: Sequence[ArtifactRef], fetched: Path) 
 
 
 def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, tuple[str | None, ...]]:
-    """Return the value of every run for each setting that is not the same in all, by its path; None where unset.
-
-    Besides the configuration these are the model, the prompts, the version of each reward, the code of each stage, and
-    library versions.
-    """
+    """Return the runs' values, None where unset, of each setting and of what made them that differs, by path."""
     settings = [
         dict(flat_settings({**run.view.config, **inputs_of(run.view.config, run.described), **_made_with(run)}))
         for run in runs
@@ -196,10 +188,7 @@ def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, tuple[str | Non
 
 
 def inputs_of(config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a configuration names and does not contain: digests of model and prompts, versions of rewards.
-
-    Both arguments are plain values, of config.yaml and of run.json.
-    """
+    """Return what a configuration only names: digests of model and prompts, versions of rewards, by run.json."""
     identity = described.get("identity") or {}
     digests = {"policy.model": described.get("model_digest"), "data.prompts": identity.get("prompts")}
     rewards = config.get("rewards")
@@ -213,7 +202,6 @@ def inputs_of(config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[s
 
 
 def _made_with(run: ComparedRun) -> dict[str, Any]:
-    """Return the code of the project and the libraries that made a run, and where it was started last."""
     code = (run.described.get("identity") or {}).get("code", {})
     return {
         "code": {name: str(digest)[:12] for name, digest in code.items()},

@@ -1,6 +1,6 @@
 """Runs compared: their held-out samples paired by prompt and sampling seed, and what cannot be compared and why."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +27,7 @@ from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.files import scratch_folder
 
-MAX_PROMPTS, MAX_SAMPLES = 60, 4
-"""Prompts that are shown next to one another, and samples of each run."""
+MAX_PROMPTS, MAX_SAMPLES = 60, 4  # prompts that are shown next to one another, and samples of each run
 
 
 @dataclass(frozen=True)
@@ -82,20 +81,17 @@ def compare_runs(
 ) -> Comparison:
     """Compare runs, by their labels, with the first; nothing in them is changed.
 
-    Args:
-        versions: policy version to compare, by label; without one the last that was evaluated.
-        evaluation: name of an evaluation by `grpo evaluate`, which is compared of the runs that have it; of the others,
-            and by default, the evaluations of the run's own prompts.
-
-    Raises:
-        InputError: a version was not evaluated, or no run has an evaluation of this name.
+    Compared are these versions, by label, or the last that was evaluated; and an evaluation by `grpo evaluate` of the
+    runs that have it, or those of the run's own prompts. InputError if a version was not evaluated, or no run has it.
     """
     images_of = PromptImages(MEDIUM, *(reader.store for reader in readers.values()))
     with scratch_folder() as fetched:
         places = {label: fetched / str(number) for number, label in enumerate(readers)}
         runs = [describe_run(label, reader, read_run(reader), places[label]) for label, reader in readers.items()]
-        if evaluation is not None:
-            _require_evaluation(evaluation, readers.values())
+        named = dict.fromkeys(each for reader in readers.values() for each in reader.names(OTHER_EVALUATIONS))
+        if evaluation not in (None, *named):
+            made = f"They have {', '.join(named)}; name one of these." if named else "`grpo evaluate RUN` makes one."
+            raise InputError("--evaluation", evaluation, f"None of the runs has an evaluation of this name. {made}")
         chosen = {run.label: _evaluation(run, versions.get(run.label), evaluation, places[run.label]) for run in runs}
         compared = {label: each for label, each in chosen.items() if each is not None}
         curves, omissions = compared_curves(runs)
@@ -118,13 +114,6 @@ def compare_runs(
         unequal_versions=list(_unequal_versions(runs, compared, versions, evaluation)),
         warnings=[*damages, *images_of.warnings()],
     )
-
-
-def _require_evaluation(name: str, readers: Collection[RunReader]) -> None:
-    known = dict.fromkeys(each for reader in readers for each in reader.names(OTHER_EVALUATIONS))
-    if name not in known:
-        made = f"They have {', '.join(known)}; name one of these." if known else "`grpo evaluate RUN` makes one."
-        raise InputError("--evaluation", name, f"None of the runs has an evaluation of this name. {made}")
 
 
 def _evaluation(run: ComparedRun, wanted: int | None, name: str | None, fetched: Path) -> HeldoutSamples | None:
@@ -160,7 +149,6 @@ def _unequal_versions(
     named: Mapping[str, int],
     evaluation: str | None,
 ) -> Iterator[str]:
-    """Say it if runs are compared at different versions that nobody named."""
     chosen = {run.label: run for run in runs if run.label in compared and run.label not in named}
     versions = {label: compared[label].version for label in chosen}
     if len(set(versions.values())) < 2:
@@ -223,11 +211,8 @@ def _pair(
             nouns = f"{run.label} samples {run.view.noun}s and {first.label} {first.view.noun}s"
             reasons.append(f"{nouns}: nothing is paired")
         elif not (common := _common_seeds(base, side)):
-            reasons.append(
-                f"{run.label} has no held-out prompt in common with {first.label}, so nothing is paired; `grpo "
-                f"evaluate {run.label} --prompts FILE` with the prompts of {first.label} makes an evaluation that "
-                "--evaluation can name"
-            )
+            none = f"{run.label} has no held-out prompt in common with {first.label}, so nothing is paired"
+            reasons.append(f"{none}; {_evaluate(run.label)} with the prompts of {first.label}, for --evaluation")
         else:
             same_seeds = all(one == other for one, other in common)
             paired[run.label] = _differences(run.label, base, side, same_seeds=same_seeds)
@@ -261,10 +246,8 @@ def _incomplete(
         text = f"{counted(left_out[0], 'prompt')} of {base} and {left_out[1]} of {label}"
         yield f"{label}: {counted(common, 'held-out prompt')} in common; left out are {text}"
     if not same_seeds:
-        yield (
-            f"{label}: some held-out samples have other seeds than those of {base} (evaluate.seed, "
-            "samples_per_prompt, or the order of the prompts); without a common seed a prompt's means are compared"
-        )
+        other = f"{label}: some held-out samples have other seeds than those of {base} (evaluate.seed, "
+        yield f"{other}samples_per_prompt, or the order of the prompts); prompts without a common seed compare by means"
 
 
 def _side_by_side(
@@ -272,10 +255,7 @@ def _side_by_side(
     differences: Mapping[str, Sequence[PairedDifference]],
     images_of: PromptImages,
 ) -> tuple[str | None, list[dict[str, Group]], int]:
-    """Read the samples of the prompts that differ most in the first score that all paired runs have.
-
-    Returns the score's name, groups by run of each prompt with that score as reward, and the number of common prompts.
-    """
+    """Return the shown score, by run the samples of the prompts that differ most in it, and how many are common."""
     if not differences:
         return None, [], 0
     paired = {label: compared[label] for label in (next(iter(compared)), *differences)}

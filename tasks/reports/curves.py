@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 Points = Sequence[tuple[float, float]]
 
-Band = Sequence[tuple[float, float, float]]
-"""(iteration, lower end, upper end), in the order of the iterations."""
+Band = Sequence[tuple[float, float, float]]  # (iteration, lower end, upper end), in the order of the iterations
 
 
 class Curve(NamedTuple):
@@ -33,20 +32,11 @@ class Curve(NamedTuple):
     bands: Mapping[str, Sequence[Band]] = {}  # shaded ranges by the name of their series, in its colour
 
 
-COLOURS = 6
-"""Classes of the style sheet for lines; the next series have them again, with dashes."""
-
-MAX_MARKERS = 60
-"""A line of more points than this has no marker at each of them."""
-
-MAX_POINTS = 2000
-"""Points of a line; of more, some that are evenly spaced and the last."""
-
-LETTER, TOP, RIGHT, BOTTOM = 6.0, 8, 9, 22
-"""Width of a digit on an axis, and margins, in pixels."""
-
-FAINTEST = 0.18
-"""Opacity of a square with the fewest samples."""
+COLOURS = 6  # classes of the style sheet for lines; the next series have them again, with dashes
+MAX_MARKERS = 60  # a line of more points than this has no marker at each of them
+MAX_POINTS = 2000  # points of a line; of more, some that are evenly spaced and the last
+LETTER, TOP, RIGHT, BOTTOM = 6.0, 8, 9, 22  # width of a digit on an axis, and margins, in pixels
+FAINTEST = 0.18  # opacity of a square with the fewest samples
 
 
 class _Scale(NamedTuple):
@@ -62,11 +52,9 @@ class _Scale(NamedTuple):
 
 
 def line_plot(curve: Curve, *, width: int = 360, height: int = 170) -> dict[str, Any] | None:
-    """Plot lines and bands over iterations; None without any point. The size is in pixels.
+    """Plot lines and bands over iterations, in pixels: SVG, texts, and name, last value and colour of each line.
 
-    Returns:
-        The title, the meaning, and whether the page writes a legend; the plot as `svg`; and in `lines` the name, the
-        last value and the number of the colour of each line. A series keeps its colour where others have no points.
+    None without any point. A series keeps its colour where others have no points.
     """
     series = {
         name: (index, _thinned(points)) for index, (name, points) in enumerate(curve.series.items()) if len(points)
@@ -88,7 +76,8 @@ def line_plot(curve: Curve, *, width: int = 360, height: int = 170) -> dict[str,
         parts += [_area(band, across, up, index) for band in bands[name]]
         parts += _line(visible(name), points, across, up, index)
         ranges = [[[*map(_short, ends)] for ends in zip(*band, strict=True)][1:] for band in bands[name]]
-        drawn.append([visible(name), index % COLOURS, *map(_numbers, zip(*points, strict=True)), ranges])
+        columns = [[*map(_short, values)] for values in zip(*points, strict=True)]
+        drawn.append([visible(name), index % COLOURS, *columns, ranges])
     data = json.dumps([[round(each, 6) for each in across], list(up), drawn], ensure_ascii=False, separators=(",", ":"))
     svg = _svg(f"{curve.title} over iterations", parts, width, height, f' data-curve="{escape(data)}"')
     return {
@@ -100,9 +89,9 @@ def line_plot(curve: Curve, *, width: int = 360, height: int = 170) -> dict[str,
     }
 
 
-def bar_plot(histogram: "Histogram", name: str, *, series: int = 0, width: int = 560, height: int = 195) -> Markup:
+def bar_plot(histogram: "Histogram", name: str, *, series: int = 0) -> Markup:
     """Plot how many samples have which reward, in the colour of this series; the histogram is counts and edges."""
-    counts, edges = histogram
+    (counts, edges), (width, height) = histogram, (560, 195)
     ticks = value_ticks(0.0, float(max(counts)), count=min(3, int(max(counts))))
     across, up = _scales(edges[0], edges[-1], ticks, width, height)
     parts = [*_grid(across, up, _ticks_within(edges[0], edges[-1]), ticks, width)]
@@ -112,19 +101,9 @@ def bar_plot(histogram: "Histogram", name: str, *, series: int = 0, width: int =
     return _svg(name.capitalize(), parts, width, height)
 
 
-def joint_plot(
-    counts: Sequence[Sequence[float]],
-    rows: Sequence[float],
-    columns: Sequence[float],
-    *,
-    width: int = 560,
-    height: int = 475,
-) -> Markup:
-    """Plot previous against later rewards of the same samples, one square per bin, darker where more samples lie.
-
-    `counts` are by bin of the previous reward and of the later one, whose edges are `rows` and `columns`.
-    """
-    most = max(map(max, counts))
+def joint_plot(counts: Sequence[Sequence[float]], rows: Sequence[float], columns: Sequence[float]) -> Markup:
+    """Plot previous against later rewards, one square per bin of both edges, darker where more samples lie."""
+    most, width, height = max(map(max, counts)), 560, 475
     ticks = _ticks_within(columns[0], columns[-1])
     across, up = _scales(rows[0], rows[-1], ticks, width, height, (columns[0], columns[-1]))
     parts = [*_grid(across, up, _ticks_within(rows[0], rows[-1]), ticks, width)]
@@ -223,10 +202,6 @@ def _area(band: Band, across: _Scale, up: _Scale, index: int) -> str:
 def _thinned(points: Sequence[Any]) -> Sequence[Any]:
     stride = -(-len(points) // MAX_POINTS)
     return points if stride <= 1 else [*points[:-1:stride], points[-1]]
-
-
-def _numbers(values: Sequence[float]) -> list[float]:
-    return [_short(value) for value in values]
 
 
 def _short(value: float) -> float:

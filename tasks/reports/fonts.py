@@ -33,8 +33,7 @@ _PIECES = regex.compile(rf"(\s*)((?={_WIDE})\X|(?:(?!{_WIDE}|\s)\X)+)")
 
 _JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
 _ELLIPSIS = "…"
-_DOTS_PER_INCH = 72
-"""So that a size in points is one in pixels."""
+_DOTS_PER_INCH = 72  # so that a size in points is one in pixels
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,7 @@ class Fonts:
         return runs.sub(lambda run: f"[{' '.join(f'U+{ord(letter):04X}' for letter in run[0])}]", text)
 
     def lines(self, text: str, size: int, width: int, count: int) -> list[str]:
-        """Fold a text into lines that are at most `width` pixels wide, as `draw` expects them.
-
-        Lines end at spaces and between wide letters, such as Chinese ones, and within words that do not fit. A text of
-        more than `count` lines is cut.
-        """
+        """Fold a text into lines for `draw`, at spaces, between wide letters and in long words; cut after `count`."""
         lines = [""]
         for space, piece in _PIECES.findall(self.shown(text)):
             longer = f"{lines[-1]}{space and ' '}{piece}".lstrip()
@@ -82,10 +77,7 @@ class Fonts:
         return [*lines[: count - 1], f"{''.join(clusters)} {_ELLIPSIS}"]
 
     def draw(self, image: Image.Image, corner: tuple[int, int], line: str, size: int, colour: str) -> None:
-        """Draw a line, as `lines` and `shown` return it, in a colour of Pillow's.
-
-        `corner` is its left end and baseline, and `size` that of the font, in pixels.
-        """
+        """Draw a line, as `lines` and `shown` return it, from its left end and baseline, in a colour of Pillow's."""
         font = self._laid_out(line, size)
         font.draw_glyphs_to_bitmap(antialiased=True)
         pixels = np.asarray(font.get_image())

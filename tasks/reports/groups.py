@@ -23,11 +23,8 @@ _UNRATED: Mapping[str, Any] = MappingProxyType(
     {**dict.fromkeys(("reward", "advantage", "dropped")), "leads": True, "advantages": {"advantage": None}}
 )
 
-TRAITS = ("dataset", "size")
-"""Columns that a report shows where groups differ in them."""
-
-Row = dict[str, Any]
-"""Values of one sample by column."""
+TRAITS = ("dataset", "size")  # columns that a report shows where groups differ in them
+Row = dict[str, Any]  # values of one sample by column
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,6 @@ def read_shown_samples(
 
 
 def _row(stored: Row, streams: Sequence[Stream]) -> Row:
-    """Lay out what the joined tables say of a sample."""
     own = stored.pop("streams", None)
     row = {name: value for name, value in stored.items() if not name.startswith((REWARD_COLUMN, ADVANTAGE_COLUMN))}
     if "width" in row:
@@ -107,10 +103,7 @@ def varying(parts: Iterable[Iterable[Row]]) -> list[str]:
 
 
 def best_first(rows: Iterable[Row]) -> list[Row]:
-    """Sort the samples that have a reward, highest first; the order is kept where rewards are equal.
-
-    Those that have one only of a later stream are left out: it can be of other rewards.
-    """
+    """Sort the samples that have a reward of the first stream, highest first, else as they are stored."""
     return sorted((row for row in rows if row["leads"] and row["reward"] is not None), key=lambda row: -row["reward"])
 
 
@@ -204,10 +197,7 @@ class Groups:
 
 
 def read_stages(reader: RunReader, stages: StageArtifacts, fetched: Path) -> Samples:
-    """Join the tables of an iteration or an evaluation that has rollouts.
-
-    Of the verified stages, rewards and advantages may be missing; remote ones are copied below the folder `fetched`.
-    """
+    """Join the tables of rollouts with valid rewards and advantages, if any; remote ones are copied to `fetched`."""
     rewards = [(part.folder.rsplit("/", 1)[-1], part) for part in stages.get(REWARDS, ())]
     return read_shown_samples(
         lambda reference: reader.local_folder(reference, fetched),
@@ -230,11 +220,8 @@ def read_groups(
 ) -> Groups:
     """Read the first groups in the stored order, as :func:`read_stages`; without rollouts there are none.
 
-    Args:
-        reader: of the run; what its memory has is not read again.
-        limit: number of groups.
-        side: longest side of images in pixels; by default the best and the worst of a group LARGE, the others SMALL.
-        ends: whether only the best and the worst sample of each group are read.
+    What the reader's memory has is not read again. `side` is the longest side of images in pixels, by default LARGE for
+    the best and the worst of a group and SMALL for the others; with `ends`, no others are read.
     """
     if ROLLOUTS not in stages:
         return Groups()
@@ -249,7 +236,8 @@ def _read_groups(table: Samples, images_of: PromptImages, limit: int, side: int 
     groups = table.groups
     shown = [_with_further_images(group) for group in groups[:limit]]
     if ends:
-        shown = [_ends(group) for group in shown]
+        ranked = [best_first(group) or group[:1] for group in shown]
+        shown = [[*group[:1], *group[1:][-1:]] for group in ranked]
     return Groups(
         shown=show_groups(table, shown, images_of, side),
         total=len(groups),
@@ -257,12 +245,6 @@ def _read_groups(table: Samples, images_of: PromptImages, limit: int, side: int 
         dropped=sum(bool(group[0]["dropped"]) for group in groups),
         varying=table.varying,
     )
-
-
-def _ends(group: Sequence[Row]) -> list[Row]:
-    """Choose the best and the worst sample, or the first where none has a reward."""
-    ranked = best_first(group)
-    return [ranked[0], *ranked[1:][-1:]] if ranked else [group[0]]
 
 
 def show_groups(

@@ -98,10 +98,7 @@ def _mean(rows: Sequence[Row]) -> float | None:
 
 
 def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Image.Image:
-    """Lay out a row per held-out prompt: its images, target, images before and images after, `side` pixels each.
-
-    Of a prompt's own images and of its samples the first MAX_SHEET_COLUMNS are shown.
-    """
+    """Lay out a row per held-out prompt: images, target, and the first MAX_SHEET_COLUMNS before and after."""
     # Matplotlib, whose fonts these are, takes a while to import.
     from tasks.reports.fonts import FONTS_HINT, fonts_for
 

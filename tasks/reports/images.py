@@ -19,14 +19,9 @@ from tasks.runs.layout import IMAGES, source_file
 from tasks.runs.sources import read_sources
 from tasks.storage.artifacts.store import ArtifactStore
 
-PRUNED = "image removed"
-"""Shown in place of an image that `grpo prune` deleted."""
-
-THUMBNAIL = 112
-"""Longest side of an image in Markdown, in pixels."""
-
-LOSSLESS_SIDE = 128
-"""Images up to this many pixels per side are embedded without loss, because each of their pixels matters."""
+PRUNED = "image removed"  # shown in place of an image that `grpo prune` deleted
+THUMBNAIL = 112  # longest side of an image in Markdown, in pixels
+LOSSLESS_SIDE = 128  # images up to this many pixels per side are embedded without loss: each pixel matters
 
 _NOWHERE = (
     "It is neither in the working directory nor beside the storage root, nor in a folder of targets with which you "
@@ -37,10 +32,7 @@ _NOWHERE = (
 def read_images(
     rollouts: Path, sample_ids: Collection[str], sides: Mapping[str, int] | None = None
 ) -> dict[str, Image.Image]:
-    """Read the images of these samples; only row groups with one of them are read, one at a time.
-
-    A pruned image is left out. `sides` has the longest side by sample, in pixels, to which it is reduced at once.
-    """
+    """Read the images of these samples, reduced to these sides at once; only row groups with one are read."""
     found: dict[str, Image.Image] = {}
     for path in sorted(rollouts.glob(IMAGES)) if sample_ids else ():
         file = pq.ParquetFile(path)
@@ -59,8 +51,7 @@ def read_images(
 class PromptImages:
     """What prompts have besides their text: target images by address, and the images in them by digest.
 
-    Each is read once, from `stores` for images in prompts, and reduced to `side` pixels. `missing` and
-    `missing_sources`
+    Each is read once, those in prompts from `stores`, and reduced to `side` pixels. `missing` and `missing_sources`
     have the reasons for those that cannot be read, which are left out.
     """
 

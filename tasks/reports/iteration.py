@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from grpo_core.messages import shown_question
 from tasks.metrics import SECONDS
@@ -29,9 +28,6 @@ from tasks.runs.run_view import Noun, dataset_of
 from tasks.runs.signs import Sign
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-
-if TYPE_CHECKING:
-    pass
 
 MAX_IMAGES, MAX_GROUPS = 4, 8
 PROMPT_LETTERS, TEXT_LETTERS = 160, 400
@@ -79,10 +75,7 @@ def iteration_markdown(
     signs: Sequence[Sign] = (),
     heldout: Sequence[float] = (),
 ) -> str:
-    """Write the last iteration's metrics, the reward over the iterations so far, and the best and worst samples.
-
-    `trained_on` is as in RunHistory; `heldout` has the held-out reward of each evaluated policy.
-    """
+    """Write the last iteration's metrics, rewards so far, and best and worst samples; `heldout` of each evaluation."""
     record = history[-1]
     advantages = record.advantages
     assert advantages is not None, "the last record has its tables"
@@ -96,7 +89,9 @@ def iteration_markdown(
         ]
         title = f"{run}: iteration {record.iteration}"
         lines = [markdown_of(Report(title, tables=tables, notices=[signs_notice(signs)]))]
-        images_of = PromptImages(THUMBNAIL, store, *_stores_of(store, rollouts))
+        # A replay has the rollouts of its source.
+        others = dict.fromkeys(each.run for each in rollouts if each.run != store.run)
+        images_of = PromptImages(THUMBNAIL, store, *(ArtifactStore(store.root, run) for run in others))
         lines += list(_texts(table, images_of) if table.is_text else _images(table, images_of))
     stored = [reference.uri for each in record.rounds for reference in each.stages] + [advantages.uri]
     lines += [f"Stored in {', '.join(f'`{uri}`' for uri in stored)}.", ""]
@@ -125,14 +120,7 @@ def _curves(history: Sequence[IterationRecord], heldout: Sequence[float], traine
             yield {"over iterations": title, "": sparkline(values), "first → last": change(values[0], values[-1])}
 
 
-def _stores_of(store: ArtifactStore, rollouts: Sequence[ArtifactRef]) -> list[ArtifactStore]:
-    """Return the runs that rollouts are of, if not of this one: a replay has those of its source."""
-    runs = dict.fromkeys(reference.run for reference in rollouts if reference.run != store.run)
-    return [ArtifactStore(store.root, run) for run in runs]
-
-
 def _images(table: Samples, images_of: PromptImages) -> Iterator[str]:
-    """Write the best and worst images of the iteration, with reward, scores and prompt."""
     ranked = best_first(table.rows)
     best = _of_different_prompts(ranked)
     shown = {row["sample_id"] for row in best}
@@ -177,12 +165,10 @@ def _of_different_prompts(rows: Sequence[Row]) -> list[Row]:
 
 
 def _sources(images_of: PromptImages, row: Row) -> str:
-    """Write the images in the prompt of a sample."""
     return " ".join(embedded("source", image) for image in images_of.sources(row))
 
 
 def _texts(table: Samples, images_of: PromptImages) -> Iterator[str]:
-    """Write each prompt with its best and its worst completion."""
     groups = table.groups
     rows = []
     for group in groups[:MAX_GROUPS]:

@@ -12,11 +12,8 @@ from tasks.reports.curves import Curve, Points, line_plot
 from tasks.reports.report import Cells, Notice, Report, Table, render
 from tasks.reports.text import counted, number
 
-MAX_LINES = 18
-"""Configurations with a line of their own in a plot; as many lines differ in colour or in dashes."""
-
-_OWN = ("run.name", "run.seed", "storage.root")
-"""Settings in which the runs of one configuration differ."""
+MAX_LINES = 18  # configurations with a line of their own in a plot; as many lines differ in colour or in dashes
+_OWN = ("run.name", "run.seed", "storage.root")  # settings in which the runs of one configuration differ
 
 
 @dataclass(frozen=True)

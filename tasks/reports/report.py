@@ -32,11 +32,8 @@ if TYPE_CHECKING:
     from tasks.runs.run_view import RunSummary
     from tasks.runs.signs import Sign
 
-Cells = dict[str, str]
-"""A row of a table: its cells by heading, in the order of the columns."""
-
-Fact = tuple[str, str]
-"""The name of something, and its value."""
+Cells = dict[str, str]  # a row of a table: its cells by heading, in the order of the columns
+Fact = tuple[str, str]  # the name of something, and its value
 
 
 @dataclass(frozen=True)
@@ -118,28 +115,9 @@ def seconds_facts(seconds: Mapping[str, float]) -> list[Fact]:
     return [(f"seconds, {titles.get(stage, stage)}", f"{spent:.1f}") for stage, spent in seconds.items()]
 
 
-THUMBNAIL = 256
-"""Longest side of an image on a page about rewards, in pixels; smaller ones are unchanged."""
-
-MAX_BYTES = 20 * 2**20
-"""Bytes of the images and long texts of a page; it says so in place of everything further."""
+MAX_BYTES = 20 * 2**20  # bytes of the images and long texts of a page; it says so in place of everything further
 
 _TEMPLATES = Path(__file__).parent / "templates"
-
-
-class _Room:
-    """The bytes that the images and long texts of a page may still take."""
-
-    def __init__(self) -> None:
-        self._left = MAX_BYTES
-
-    def take(self, content: str) -> str | None:
-        """Return the content; None where it has no room."""
-        size = len(content.encode())
-        if size > self._left:
-            return None
-        self._left -= size
-        return content
 
 
 def render(template: str, **values: object) -> str:
@@ -149,7 +127,7 @@ def render(template: str, **values: object) -> str:
 
     script = (_TEMPLATES / "page.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    own = {"script": Markup(script), "script_sha256": digest, "room": _Room()}
+    own = {"script": Markup(script), "script_sha256": digest, "room": [MAX_BYTES]}
     return _environment().get_template(template).render(**values, **own)
 
 
@@ -190,8 +168,12 @@ def _image(context: "Context", image: "Image.Image", side: int | None = None, lo
 
 
 def _whole(context: "Context", content: str) -> str | None:
-    room: _Room = context["room"]
-    return room.take(content)
+    """Return the content; None where it has no room on the page."""
+    room, size = context["room"], len(content.encode())
+    if size > room[0]:
+        return None
+    room[0] -= size
+    return content
 
 
 def write_page(path: Path, page: str) -> None:

@@ -29,8 +29,7 @@ from tasks.runs.samples import join_samples, tables_of, with_advantages, with_sc
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
-BEFORE, AFTER = "before:", "after:"
-"""Prefixes of the columns of single rewards, followed by their labels."""
+BEFORE, AFTER = "before:", "after:"  # prefixes of the columns of single rewards, followed by their labels
 
 COLUMNS = ("sample_id", "group_id", "prompt", "dataset")
 TOKEN_SAMPLE = "token_sample"
@@ -39,18 +38,13 @@ ADVANTAGES = ("advantage_before", "advantage_after")
 MAX_MOVED = 20
 PROMPT_LETTERS = 60
 
-Outputs = Mapping[tuple[str, str], Image.Image | str]
-"""Images, or complete texts, by run and sample id."""
+Outputs = Mapping[tuple[str, str], Image.Image | str]  # images, or complete texts, by run and sample id
 
 
 def read_rescored(
     store: ArtifactStore, previous: Sequence[StoredIteration], later: Sequence[StoredIteration]
 ) -> pl.DataFrame:
-    """Read one row per sample, as :func:`compare` needs them, from the same iterations with both scorings.
-
-    Reward and advantage are those of the sample's first stream. Images that are compared within their token sample
-    alone are a group of their own.
-    """
+    """Read a row per sample, as :func:`compare` needs them, from the same iterations with both scorings."""
     sides = []
     with store.reading(without=(STATES,)) as read:
         for each in previous:
@@ -109,21 +103,11 @@ def read_outputs(store: ArtifactStore, iterations: Sequence[StoredIteration], sa
 
 
 def compare(samples: pl.DataFrame) -> Statistics:
-    """Compare two scorings of the same samples.
+    """Compare two scorings of the same samples; ValueError if no sample has a reward on both sides.
 
-    Args:
-        samples: one row per sample, with the columns run, iteration, group_id, sample_id, prompt, dataset,
-            reward_before, reward_after, advantage_before, advantage_after, and `before:LABEL` and `after:LABEL` of each
-            reward. Values that are null or not finite count as missing.
-
-    Returns:
-        samples, groups: numbers of all of them, with and without rewards.
-        combined: :func:`_compare_reward` of the combined reward.
-        rewards: the same of each reward alone: those of both sides first, then the added, then the removed.
-        advantages: :func:`_compare_advantages`.
-
-    Raises:
-        ValueError: no sample has a reward on both sides.
+    The samples have a row each, with the columns run, iteration, group_id, sample_id, prompt, dataset, reward_before,
+    reward_after, advantage_before, advantage_after, and `before:LABEL` and `after:LABEL` of each reward. Values that
+    are null or not finite count as missing.
     """
     frame = _prepare(samples)
     before, after = _labels(frame, BEFORE), _labels(frame, AFTER)
@@ -135,6 +119,7 @@ def compare(samples: pl.DataFrame) -> Statistics:
         "samples": frame.height,
         "groups": frame["group"].n_unique(),
         "combined": _compare_reward(frame, "reward", *REWARDS),
+        # Those of both sides first, then the added, then the removed.
         "rewards": [_compare_reward(frame, label, BEFORE + label, AFTER + label) for label in labels],
         "advantages": _compare_advantages(frame),
     }
@@ -156,51 +141,33 @@ def _labels(frame: pl.DataFrame, side: str) -> list[str]:
 
 
 def _compare_reward(frame: pl.DataFrame, label: str, before: str, after: str) -> Statistics:
-    """Compare one reward, or the combined one, on both sides; one of its columns may be missing.
-
-    Returns:
-        before, after: its spread; None where it was not part of this scoring.
-        own: how far its ranks agree on both sides; None where a side is missing.
-        with_previous: how far its ranks (later ones where there are any) agree with the previous combined reward.
-    """
+    """Compare one reward, or the combined one, on both sides; one of its columns may be missing."""
     known = [column for column in (before, after) if column in frame.columns]
     return {
         "label": label,
         "before": spread_of(frame, before) if before in known else None,
         "after": spread_of(frame, after) if after in known else None,
-        "own": rank_agreement(frame, before, after) if len(known) == 2 else None,
-        "with_previous": rank_agreement(frame, REWARDS[0], known[-1]),
+        "own": rank_agreement(frame, before, after) if len(known) == 2 else None,  # of both sides
+        "with_previous": rank_agreement(frame, REWARDS[0], known[-1]),  # with the previous combined reward
     }
 
 
 def _compare_advantages(frame: pl.DataFrame) -> Statistics:
-    """Compare advantages before and after.
-
-    Returns:
-        compared: samples with an advantage on both sides.
-        gained, lost: samples with one on the later side only, and on the previous side only.
-        non_zero_before, non_zero_after: share of the compared whose advantage is not zero.
-        both_non_zero: compared samples with neither side zero.
-        turned: share of these whose sign is the opposite.
-        zero_before: compared samples whose advantage was zero.
-        from_zero: share of these whose advantage is not zero afterwards.
-        to_zero: share of those that were not zero whose advantage became zero.
-    """
     was, now = (pl.col(column) for column in ADVANTAGES)
     both = frame.drop_nulls(ADVANTAGES)
     non_zero = both.filter((was != 0) & (now != 0))
     zero = both.filter(was == 0)
     return {
-        "compared": both.height,
+        "compared": both.height,  # samples with an advantage on both sides
         "gained": frame.filter(was.is_null() & now.is_not_null()).height,
         "lost": frame.filter(was.is_not_null() & now.is_null()).height,
-        "non_zero_before": _share(both, was != 0),
+        "non_zero_before": _share(both, was != 0),  # shares of the compared
         "non_zero_after": _share(both, now != 0),
         "both_non_zero": non_zero.height,
-        "turned": _share(non_zero, was.sign() != now.sign()),
+        "turned": _share(non_zero, was.sign() != now.sign()),  # of those with neither side zero
         "zero_before": zero.height,
-        "from_zero": _share(zero, now != 0),
-        "to_zero": _share(both.filter(was != 0), now == 0),
+        "from_zero": _share(zero, now != 0),  # of those that were zero
+        "to_zero": _share(both.filter(was != 0), now == 0),  # of those that were not
     }
 
 
@@ -213,11 +180,9 @@ def moved_most(samples: pl.DataFrame, count: int = MAX_MOVED) -> pl.DataFrame:
 
     Ranks count from 1, the highest reward, among the siblings that have a reward on both sides; equal rewards share
     the mean of their ranks. Samples are ordered by the places that they moved within their group, then by the points
-    that they moved among all samples, then by run and sample id.
-
-    Returns:
-        The rows of `samples` with siblings, rank_before, rank_after, places (positive if it rose), percentile_before,
-        percentile_after (100 is the highest reward of all samples, 0 the lowest, 50 with a single sample) and points.
+    that they moved among all samples, then by run and sample id. Columns are added: siblings, rank_before, rank_after,
+    places (positive if it rose), percentile_before, percentile_after (100 is the highest reward of all samples, 0 the
+    lowest, 50 with a single sample) and points.
     """
     rated = _prepare(samples).drop_nulls(REWARDS)
     before, after = (pl.col(side) for side in REWARDS)

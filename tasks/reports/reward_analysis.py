@@ -29,8 +29,7 @@ NUMBERS = ("value", "raw", "seconds")
 _OF_SAMPLES = ("sample_id", "group_id", "dataset")
 COLUMNS = (*GROUP, "sample_id", "dataset", "label", *NUMBERS, "failure")
 
-EDGE = 1e-6
-"""A value within this distance of a bound, or of the highest one, is at it."""
+EDGE = 1e-6  # a value within this distance of a bound, or of the highest one, is at it
 
 MAX_REASONS = 5
 
@@ -57,11 +56,7 @@ def score_again(
     samples: int,
     folders: Sequence[str] = (),
 ) -> pl.DataFrame:
-    """Score the first samples of a sampling round again by each reward, in the form of :func:`read_scores`.
-
-    Complete groups are scored until there are at least as many samples as requested. Target images are read from
-    `folders`.
-    """
+    """Score complete groups of a round again by each reward, up to so many samples, as :func:`read_scores`."""
     frames = []
     with store.reading(without=(STATES,)) as read:
         source = read(part.rollouts)
@@ -85,20 +80,11 @@ def _joined(samples: pl.DataFrame, scores: pl.DataFrame, label: str, iteration: 
 
 
 def analyse(scores: pl.DataFrame, repeats: pl.DataFrame | None = None) -> Statistics:
-    """Analyse each reward, and each pair of them.
+    """Analyse each reward, and each pair of them; ValueError without a score.
 
-    Args:
-        scores: one row per sample and reward, with the columns run, iteration, group_id, sample_id, dataset, label,
-            value, raw, seconds and failure. Values that are null or not finite count as missing; `failure` is null
-            where nothing failed.
-        repeats: some of the same samples scored a second time.
-
-    Returns:
-        rewards: :func:`_analyse_reward` of each reward, in the order of the scores.
-        agreements: :func:`_agreement` of every pair of rewards once.
-
-    Raises:
-        ValueError: there is no score.
+    `scores` has a row per sample and reward, with the columns run, iteration, group_id, sample_id, dataset, label,
+    value, raw, seconds and failure, null where nothing failed; `repeats` has some of the same samples scored a second
+    time. Values that are null or not finite count as missing.
     """
     frame = _prepare(scores)
     if frame.is_empty():
@@ -127,21 +113,6 @@ def _prepare(scores: pl.DataFrame) -> pl.DataFrame:
 
 
 def _analyse_reward(label: str, frame: pl.DataFrame, again: pl.DataFrame | None) -> Statistics:
-    """Analyse one reward.
-
-    Returns:
-        spread: of its values in groups. It does not apply to samples without a value, or failed for them.
-        not_applicable, failures: numbers of these samples.
-        failure_reasons: failures by reason, the most frequent first.
-        values, raw: quantiles of the values, and of those before scaling, in the reward's own unit.
-        saturation: shares of the values at 0, at 1, and at the highest one, whatever it is.
-        signal_ratio: spread within groups over the standard deviation of all values: near 0 it
-            distinguishes prompts, but not their samples.
-        noise: :func:`_noise`; None where nothing was scored twice.
-        noise_to_spread: mean difference between two scorings over the spread within groups.
-        cost: seconds per sample; None where no seconds were stored.
-        trend: mean and number of values by iteration.
-    """
     spread, noise = spread_of(frame, "value"), None
     if again is not None:
         second = again.filter(pl.col("label") == label).select(*SAMPLE, again="exact")
@@ -152,14 +123,16 @@ def _analyse_reward(label: str, frame: pl.DataFrame, again: pl.DataFrame | None)
     return {
         "label": label,
         "spread": spread,
+        # Numbers of samples without a value: it does not apply to them, or failed for them.
         "not_applicable": spread["samples"] - spread["values"] - failed["value"].null_count(),
         "failures": failed.height,
         "failure_reasons": dict(reasons.iter_rows()),
         "values": quantiles_of(frame["value"]),
         "raw": quantiles_of(frame["raw"]),
         "saturation": _saturation(frame["value"].drop_nulls()),
+        # Near 0 it distinguishes prompts, but not their samples.
         "signal_ratio": _ratio(spread["within_groups"], spread["std"]),
-        "noise": noise,
+        "noise": noise,  # None where nothing was scored twice
         "noise_to_spread": _ratio(noise["mean_difference"] if noise else None, spread["within_groups"]),
         "cost": _cost(frame["seconds"].drop_nulls()),
         "trend": trend.sort("iteration").to_dicts(),
@@ -207,14 +180,7 @@ def _ratio(part: float | None, total: float | None) -> float | None:
 
 
 def _agreement(wide: pl.DataFrame, columns: Mapping[str, str], first: str, second: str) -> Statistics:
-    """Compare two rewards, whose rounded columns of `wide` are named by their labels, over the samples with both.
-
-    Returns:
-        first, second: the labels.
-        ranks: Spearman's rank correlation, over all samples and within groups.
-        centred: samples that lie off their group's mean by both rewards.
-        same_sign: share of these that lie on the same side of it.
-    """
+    """Compare two rewards, whose rounded columns of `wide` are named by their labels, over the samples with both."""
     both = wide.select("group", first=columns[first], second=columns[second]).drop_nulls(["first", "second"])
     sides = (pl.col("first"), pl.col("second"))
     centred = both.with_columns((side - side.mean().over("group")).name.prefix("off_") for side in sides)
@@ -227,6 +193,6 @@ def _agreement(wide: pl.DataFrame, columns: Mapping[str, str], first: str, secon
         "first": first,
         "second": second,
         "ranks": rank_agreement(wide, columns[first], columns[second]),
-        "centred": off.height,
-        "same_sign": number_or_none(same),
+        "centred": off.height,  # samples that lie off their group's mean by both rewards
+        "same_sign": number_or_none(same),  # share of these that lie on the same side of it
     }

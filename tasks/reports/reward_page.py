@@ -10,20 +10,11 @@ from tasks.reports.statistics import Statistics, histogram_of, rounded
 from tasks.reports.text import correlation, counted, number, percent, significant
 from tasks.runs.run_view import RunView
 
-MANY_FLAT_GROUPS = 0.5
-"""Share of groups without spread, from which nothing is learned."""
-
-SATURATED = 0.5
-"""Share of values at the floor or the ceiling."""
-
-MANY_FAILURES = 0.01
-"""Share of samples."""
-
-NOISY = 0.2
-"""Mean difference between two scorings over the spread within groups: a fifth of what siblings differ by."""
-
-WEAK_SIGNAL = 0.1
-"""Spread within groups over the spread of all values; below it the prompt decides the reward, not the sample."""
+MANY_FLAT_GROUPS = 0.5  # share of groups without spread, from which nothing is learned
+SATURATED = 0.5  # share of values at the floor or the ceiling
+MANY_FAILURES = 0.01  # share of samples
+NOISY = 0.2  # mean difference between two scorings over the spread within groups: a fifth of what siblings differ by
+WEAK_SIGNAL = 0.1  # spread within groups over that of all values; below it the prompt decides the reward
 
 NEARLY_THE_SAME, AGAINST = 0.95, -0.3
 """Rank correlation within groups, beyond which two rewards measure the same, or oppose each other."""

@@ -21,23 +21,12 @@ from tasks.runs.run_view import RunView, summary_of
 from tasks.storage.files import is_local
 from tasks.storage.parquet import leading_stream, read_advantages
 
-MAX_VERSIONS = 30
-"""Versions that are shown of the held-out prompts; of more, some that are evenly spaced, and both ends."""
-
-MAX_FRAMES = 1000
-"""Samples that are read of all these versions together; of the first and the last, every shown prompt is."""
-
-MAX_ITERATIONS = 1000
-"""Iterations whose rewards are read one by one; of more, some that are evenly spaced."""
-
-MAX_EXCERPTS, EXCERPT_GROUPS = 24, 6
-"""Iterations besides the shown one of which samples are shown, and prompts of each."""
-
-QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
-"""Of the rewards of an iteration's samples."""
-
-Appearance = tuple[int, float]
-"""An iteration that sampled a prompt, and the prompt's mean reward there."""
+MAX_VERSIONS = 30  # versions that are shown of the held-out prompts; of more, evenly spaced ones and both ends
+MAX_FRAMES = 1000  # samples that are read of all these together; of both ends, every shown prompt is
+MAX_ITERATIONS = 1000  # iterations whose rewards are read one by one; of more, some that are evenly spaced
+MAX_EXCERPTS, EXCERPT_GROUPS = 24, 6  # iterations besides the shown one of which samples are shown, and prompts of each
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the rewards of an iteration's samples
+Appearance = tuple[int, float]  # an iteration that sampled a prompt, and the prompt's mean reward there
 
 T = TypeVar("T")
 

@@ -11,14 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-GROUP = ("run", "iteration", "group_id")
-"""Columns that identify a group, since two runs use the same group ids."""
-
-SAMPLE = ("run", "sample_id")
-"""Columns that identify a sample."""
-
-DIGITS = 12
-"""Decimal digits of a column's largest value that do not depend on the order of a sum."""
+GROUP = ("run", "iteration", "group_id")  # columns that identify a group, since two runs use the same group ids
+SAMPLE = ("run", "sample_id")  # columns that identify a sample
+DIGITS = 12  # decimal digits of a column's largest value that do not depend on the order of a sum
 
 QUANTILES = {
     "minimum": 0.0,
@@ -35,8 +30,7 @@ BINS = 40
 
 Statistics = dict[str, Any]
 
-Histogram = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
-"""Counts, and the edges of the bins: one more."""
+Histogram = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]  # counts, and the edges of the bins: one more
 
 
 def finite(frame: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
@@ -46,10 +40,7 @@ def finite(frame: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
 
 
 def rounded(frame: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
-    """Cast these columns to fp64 and round them to 12 digits of the largest value, null where they are not finite.
-
-    Ranks, ties and constant groups would otherwise depend on the last bit of a weighted sum.
-    """
+    """Cast these columns to fp64, null where not finite, rounded to 12 digits: ranks must not hang on a last bit."""
     numbers = finite(frame, columns)
     return numbers.with_columns(pl.col(column).round(_decimals(numbers[column])) + 0.0 for column in columns)
 
@@ -70,16 +61,7 @@ def number_or_none(value: object) -> float | None:
 
 
 def spread_of(frame: pl.DataFrame, column: str) -> Statistics:
-    """Summarize a rounded column over the groups that the column `group` numbers.
-
-    Returns:
-        samples, values: samples, and those of them that have a value.
-        null_share: share of samples without one.
-        mean, std: over values; deviations are Bessel-corrected.
-        within_groups: mean over groups with at least two values of their standard deviation.
-        groups: groups with a value.
-        groups_without_spread: share of these with fewer than two values or equal ones; nothing is learned from them.
-    """
+    """Summarize a rounded column over the groups that the column `group` numbers."""
     values = frame.select("group", value=column).drop_nulls("value")
     flat = pl.col("value").min() == pl.col("value").max()
     # Equal values may have a deviation other than zero in the last bit.
@@ -87,33 +69,27 @@ def spread_of(frame: pl.DataFrame, column: str) -> Statistics:
     groups = values.group_by("group", maintain_order=True).agg(flat.alias("flat"), std.alias("std"))
     return {
         "samples": frame.height,
-        "values": values.height,
+        "values": values.height,  # samples that have one
         "null_share": (frame.height - values.height) / frame.height if frame.height else None,
         "mean": number_or_none(values["value"].mean()),
-        "std": number_or_none(values.select(std).item()) if values.height else None,
-        "within_groups": number_or_none(groups["std"].mean()),
-        "groups": groups.height,
+        "std": number_or_none(values.select(std).item()) if values.height else None,  # Bessel-corrected
+        "within_groups": number_or_none(groups["std"].mean()),  # over groups with at least two values
+        "groups": groups.height,  # with a value
+        # Share of these with fewer than two values or equal ones; nothing is learned from them.
         "groups_without_spread": number_or_none(groups["flat"].mean()),
     }
 
 
 def rank_agreement(frame: pl.DataFrame, first: str, second: str) -> Statistics:
-    """Compute Spearman's rank correlation of two rounded columns, equal values sharing the mean of their ranks.
-
-    Returns:
-        pairs: samples that have both values.
-        overall: over all of them; None where one side is constant, or with fewer than two.
-        within_groups: mean over the groups, numbered by the column `group`, in which it is defined.
-        groups, groups_undefined: groups with a pair in which it is defined, and in which it is not.
-    """
+    """Compute Spearman's rank correlation of two rounded columns, equal values sharing the mean of their ranks."""
     pairs = frame.select("group", first=first, second=second).drop_nulls(["first", "second"])
     varied = (pl.col("first").min() < pl.col("first").max()) & (pl.col("second").min() < pl.col("second").max())
     rho = pl.when(varied).then(pl.corr("first", "second", method="spearman").clip(-1.0, 1.0)).alias("rho")
     groups = pairs.group_by("group", maintain_order=True).agg(rho)["rho"]
     return {
-        "pairs": pairs.height,
-        "overall": number_or_none(pairs.select(rho).item()) if pairs.height else None,
-        "within_groups": number_or_none(groups.mean()),
+        "pairs": pairs.height,  # samples that have both values
+        "overall": number_or_none(pairs.select(rho).item()) if pairs.height else None,  # None where a side is constant
+        "within_groups": number_or_none(groups.mean()),  # mean over the groups in which it is defined
         "groups": len(groups) - groups.null_count(),
         "groups_undefined": groups.null_count(),
     }
@@ -127,10 +103,7 @@ def quantiles_of(values: pl.Series) -> Statistics | None:
 
 
 def histogram_of(values: pl.Series) -> Histogram | None:
-    """Return counts and edges of BINS bins of finite values; None without any.
-
-    They go from 0 to 1 where all values lie there, else from the least to the largest.
-    """
+    """Return counts and edges of BINS bins, from 0 to 1 where all finite values lie there; None without any."""
     known = values.drop_nulls().to_numpy()
     if not known.size:
         return None

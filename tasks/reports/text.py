@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from tasks.runs.run_view import Noun
 
 MAX_LINES = 12
-TRUNCATED = " (truncated)"
-"""Beside a completion that was cut at its maximum length."""
-ROUNDING = 1e-6
-"""Share of the values by which those of a metric that stays the same may differ."""
+TRUNCATED = " (truncated)"  # beside a completion that was cut at its maximum length
+ROUNDING = 1e-6  # share of the values by which those of a metric that stays the same may differ
 SPARK_WIDTH = 32
 UNICODE_BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _MARKUP = re.compile(r"[|*_~`<>\[\]\\&#]")
@@ -75,18 +73,12 @@ def fenced(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Name control characters and changes of the reading direction by their code points: ⟨U+202E⟩.
-
-    Line ends, tabs, and the joiners and marks of scripts and emoji are kept.
-    """
+    """Name controls and changes of the reading direction by code points, but line ends, tabs and joiners."""
     return _INVISIBLE.sub(lambda found: _code_point(found[0]), text)
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Name everything invisible by its code point: control characters, which a terminal would obey, and others.
-
-    The joiners of scripts and emoji are kept, and the spaces that people type in them.
-    """
+    """Name everything invisible by its code point, such as controls, but joiners, and spaces that people type."""
     keep += _JOINERS_AND_SPACES
     return "".join(each if each.isprintable() or each in keep else _code_point(each) for each in text)
 
@@ -169,10 +161,7 @@ def sparkline(
     blocks: str = UNICODE_BLOCKS,
     scale: tuple[float, float] | None = None,
 ) -> str:
-    """Format finite values as one line of rising blocks; more values than `width` are averaged in equal runs.
-
-    `scale` has the values of the lowest and of the highest block, which lines to compare share.
-    """
+    """Format finite values as rising blocks, averaged to `width`, on the line's own or a common scale."""
     if not values:
         return ""
     if len(values) > width:
@@ -210,10 +199,7 @@ def reward_origin(metric: str, trained_on: str | None) -> str:
 def metric_title(
     name: str, noun: "Noun" = "image", stream: Stream = "tokens", trained_on: str | None = None
 ) -> tuple[str, str]:
-    """Look up a metric's title and meaning; an unknown name is its own title, without a meaning.
-
-    `stream` is the first that the run trains; the name of another one's metric says its stream.
-    """
+    """Look up title and meaning of a metric of this first stream or of a later one, else its name alone."""
     later, own = split_stream(name)
     if later is not None:
         title, meaning = metric_title(own, noun, later, trained_on)

@@ -20,7 +20,7 @@ from PIL import Image
 
 from configs.scoring import RewardSection
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage, decode_stored
+from grpo_core.images import decode_stored
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward, score_samples
 from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch
@@ -36,8 +36,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 
 Row = Mapping[str, Any]
 
-SCORES = ("sample_id", "value", "raw", "failure", "seconds")
-"""Columns of a score."""
+SCORES = ("sample_id", "value", "raw", "failure", "seconds")  # columns of a score
 
 LOGGED_BY, EXTRA = "logged", "extra"
 """Beside them in a row: metrics that the call which scored the sample reported, and columns of the sample, by name."""
@@ -60,9 +59,6 @@ TARGET_HINT = (
     "or agree to its data.targets with --trust-code."
 )
 
-ReadSources = Callable[[Mapping[str, str]], Mapping[str, SourceImage]]
-"""Reads images in prompts by their digests, each with the sample that has it."""
-
 
 def batches_for(
     reward: Reward,
@@ -73,51 +69,26 @@ def batches_for(
     run: str,
     folders: Sequence[str] = (),
 ) -> Iterator[list[Row]]:
-    """Yield batches of the wanted samples of a run with everything that the reward reads, as `batches_of`."""
-    needs = reward.load_needs()
-    return batches_of(
-        source,
-        section.batch_size,
-        names,
-        with_tokens=needs.tokens is not None,
-        read_sources=functools.partial(read_sources, store, runs=[run]) if needs.sources else None,
-        find_target=functools.partial(located_target, stores=[store], folders=folders) if needs.target else None,
-    )
+    """Yield the wanted samples of a run in order, siblings together; all batches but the last have the section's size.
 
-
-def located_target(uri: str, stores: Sequence[ArtifactStore], folders: Sequence[str]) -> str:
-    """Return where the target image of a stored row is; InputError if it may not be read (`find_target`)."""
-    found = find_target(uri, stores, folders)
-    if found is None:
-        raise InputError("data.targets", uri, TARGET_HINT)
-    return found
-
-
-def batches_of(
-    source: Path,
-    size: int,
-    wanted: frozenset[str],
-    *,
-    with_tokens: bool,
-    read_sources: ReadSources | None = None,
-    find_target: Callable[[str], str] | None = None,
-) -> Iterator[list[Row]]:
-    """Yield batches of the wanted samples in order, siblings together; all but the last have at least `size`.
-
-    Args:
-        with_tokens: whether rows have the tokens that they were decoded from.
-        read_sources: reads the images in their prompts, for `sources` of each row; None if they are not needed.
-        find_target: returns where a row's target image is; None if they are not needed.
+    Rows have the tokens, the images in prompts and the targets that the reward needs; InputError for a target that may
+    not be read (`find_target`).
     """
-    find = None if find_target is None else functools.cache(find_target)
-    more = ["completion_start", *(["token_ids"] if with_tokens else []), *(["sources"] if read_sources else [])]
+    needs = reward.load_needs()
+    more = [name for name, needed in (("token_ids", needs.tokens is not None), ("sources", needs.sources)) if needed]
+
+    @functools.cache
+    def find(uri: str) -> str:
+        if (found := find_target(uri, [store], folders)) is None:
+            raise InputError("data.targets", uri, TARGET_HINT)
+        return found
 
     def located(row: Row) -> Row:
         uri = row.get("target_uri")
-        return row if uri is None else {**row, "target_uri": find and find(uri)}
+        return row if uri is None else {**row, "target_uri": find(uri) if needs.target else None}
 
-    for batch in _cut(map(located, _rows_of(source, more, wanted)), size):
-        yield _with_sources(batch, read_sources)
+    batches = _cut(map(located, _rows_of(source, ["completion_start", *more], names)), section.batch_size)
+    return (_with_sources(batch, store, run) for batch in batches) if needs.sources else batches
 
 
 def _cut(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
@@ -132,12 +103,10 @@ def _cut(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
         yield waiting
 
 
-def _with_sources(rows: list[Row], read: ReadSources | None) -> list[Row]:
+def _with_sources(rows: list[Row], store: ArtifactStore, run: str) -> list[Row]:
     """Put the images in the place of their digests; each is read once per batch."""
-    if read is None:
-        return rows
     named = {digest: f"sample {row['sample_id']}" for row in reversed(rows) for digest in row.get("sources") or ()}
-    found = read(named) if named else {}
+    found = read_sources(store, named, [run])
     return [{**row, "sources": [found[digest] for digest in row.get("sources") or ()]} for row in rows]
 
 
@@ -168,10 +137,7 @@ def _records(path: Path, columns: Sequence[str], wanted: frozenset[str]) -> Iter
 
 
 def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> list[Row]:
-    """Score the rows that the reward is meant for; the others get NOT_APPLICABLE.
-
-    Returns a row for each with the columns of :data:`SCORES`; `seconds` is an equal share of the batch's time.
-    """
+    """Score the rows that the reward is meant for, with the columns of SCORES; the others get NOT_APPLICABLE."""
     begun = time.perf_counter()
     # Siblings share their prompt.
     prompts = {(row["dataset"], row["columns"]) for row in rows}
@@ -180,7 +146,11 @@ def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> l
     chosen = [rows[index] for index in wanted]
     # Parsed for each sample: a reward function may change what it is given.
     batch = _scoring_batch(chosen, [json.loads(row["columns"]) for row in chosen])
-    scores = [_floored(score, row) for score, row in zip(score_samples(reward, batch), chosen, strict=True)]
+    # A broken image gets the lowest value of every reward that applies to it.
+    scores = [
+        Score(0.0, None) if row.get("defect") is not None and score != NOT_APPLICABLE else score
+        for score, row in zip(score_samples(reward, batch), chosen, strict=True)
+    ]
     share = (time.perf_counter() - begun) / max(1, len(wanted))
     by_index = dict(zip(wanted, scores, strict=True))
     cells = [(row["sample_id"], by_index.get(index, NOT_APPLICABLE)) for index, row in enumerate(rows)]
@@ -196,12 +166,6 @@ def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> l
         }
         for index, (sample_id, score) in enumerate(cells)
     ]
-
-
-def _floored(score: Score, row: Row) -> Score:
-    """Give a broken image the lowest value of every reward that applies to it."""
-    broken = row.get("defect") is not None and score != NOT_APPLICABLE
-    return Score(0.0, None) if broken else score
 
 
 def _scoring_batch(rows: Sequence[Row], others: Sequence[Mapping[str, Any]]) -> ScoringBatch:
@@ -250,14 +214,7 @@ def score_in_processes(
     run: str,
     folders: Sequence[str] = (),
 ) -> Iterator[list[Row]]:
-    """Score samples in the section's own processes, which read them; results come in the order of the batches.
-
-    Arguments are those of `batches_for`.
-
-    Raises:
-        InputError: as the reward raised it, or a process died twice at the same batch.
-        RemoteStageError: the reward raised an error of another class.
-    """
+    """Score samples in the section's own processes, which read them; results come in order, and errors as raised."""
     whose = {"source": str(source), "store": [store.root, store.run], "run": run, "folders": list(folders)}
     rows = chain.from_iterable(_records(path, ("sample_id", "group_id"), names) for path in sorted(source.glob(PARTS)))
     waiting: deque[Future[list[Row]]] = deque()

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import polars as pl
@@ -22,25 +21,23 @@ from grpo_core.rewards.registry import build_reward, reward_reference
 from grpo_core.rewards.reward import provenance_of
 from grpo_core.user_code import code_kept
 from tasks.execution.caching import stage_task
-from tasks.execution.stage import SHARDS, Arguments, Part, Sharding, shard_folder, unsharded
+from tasks.execution.stage import SHARDS, Arguments, Part, Sharding, shard_folder
 from tasks.metrics import LOGGED, pool_logged
 from tasks.models.devices import set_threads
 from tasks.progress import progress_of
 from tasks.rewards.rows import EXTRA, LOGGED_BY, SCORES, Row, batches_for, score_in_processes, score_rows
 from tasks.runs.layout import EXTRA_COLUMN, EXTRA_FILE, IMAGES, PARTS, SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
+from tasks.runs.samples import ONE_EACH
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, Read, current_store
 from tasks.storage.parquet import read_columns, scan_tables, write_table
-from tasks.storage.schemas import REWARDS, SCHEMA_VERSION
+from tasks.storage.schemas import REWARDS
 
 
 def provenance_json(section: RewardSection) -> str:
-    """Describe where the scores of a section come from, as stored with each score; InputError for wrong weights.
-
-    Scores of the same sample with the same text are the same.
-    """
+    """Describe where a section's scores come from, stored with each: the same text means the same score."""
     return json.dumps(provenance_of(build_reward(section.reward, section.settings)), sort_keys=True)
 
 
@@ -121,10 +118,6 @@ def joined_folder(folder: str) -> str:
 STAGE = "score reward"
 _SCORES = pl.Schema({name: pl.String if name in ("sample_id", "failure") else pl.Float64 for name in SCORES})
 
-_ONE_EACH: Mapping[str, Any] = MappingProxyType(
-    {"on": "sample_id", "how": "left", "validate": "1:1", "maintain_order": "left"}
-)
-
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     section: RewardSection = inputs["section"]
@@ -154,7 +147,7 @@ def _cut(arguments: Arguments, shards: int) -> list[Part]:
     for index in range(shards):
         own = f"{title}, shard {index + 1} of {shards}"
         folder = f"{shard_folder(place, index, shards)}/{last}"
-        change = {"folder": folder, "title": own, "placement": unsharded(arguments), "part": (index, shards)}
+        change = {"folder": folder, "title": own, "placement": arguments["placement"].uncut(), "part": (index, shards)}
         parts.append(Part(f"{own}: score {arguments['section'].label}", {**arguments, **change}))
     return parts
 
@@ -191,7 +184,6 @@ def _commit(
         staged,
         f"{folder}/{label}",
         digest=digest,
-        schema_version=SCHEMA_VERSION,
         rows=table.height,
         seconds=time.perf_counter() - started,
         metrics={**_statistics(label, table), **logged},
@@ -217,15 +209,9 @@ def score_reward_task(
 ) -> ArtifactRef:
     """Score every stored sample in the reward's scope; the others get a row without score and provenance.
 
-    Args:
-        folder: the reward's table is kept in a folder of the reward's label below this one.
-        earlier: tables with scores of the same provenance; a sample that one of them has scored is not scored again.
-        part: which shard of the groups, from 0, and of how many; None: all groups.
-        folders: of target images, which a configuration of the person's names.
-
-    Raises:
-        InputError: the samples' images were removed, or an image of their prompts is missing or damaged.
-        FailedSamplesError: more samples could not be scored than is allowed.
+    What tables with scores of the same provenance, `earlier`, have is not scored again; `part` is a shard of the
+    groups,
+    from 0, and of how many. InputError for images that were removed or are damaged, FailedSamplesError for too many.
     """
     started = time.perf_counter()
     set_threads(placement)
@@ -250,8 +236,8 @@ def score_reward_task(
         with code_kept(f"rewards.{section.label}", filter(None, [reward.user_function])):
             made, logged, extra = _gather(section, results, meant.height, report_progress)
         # A score that a sibling's score depends on was computed again.
-        scored = meant.join(pl.concat([known, made]).unique("sample_id", keep="last"), **_ONE_EACH)
-        table = samples.select("sample_id", "iteration", reward=pl.lit(section.label)).join(scored, **_ONE_EACH)
+        scored = meant.join(pl.concat([known, made]).unique("sample_id", keep="last"), **ONE_EACH)
+        table = samples.select("sample_id", "iteration", reward=pl.lit(section.label)).join(scored, **ONE_EACH)
         table = table.with_columns(pl.col("seconds").fill_null(0.0))
         still_known = pl.col("sample_id").is_in(known["sample_id"].to_list())
         _write_extra(staged, [*(each.filter(still_known) for each in _extras(read, earlier)), extra])
@@ -259,7 +245,6 @@ def score_reward_task(
 
 
 def _extras(read: Read, tables: Sequence[ArtifactRef]) -> list[pl.DataFrame]:
-    """Read what functions reported about the samples of these tables."""
     files = [read(each) / EXTRA_FILE for each in tables]
     return [scan_tables([file]).collect() for file in files if file.is_file()]
 
@@ -301,12 +286,7 @@ def _shard(samples: pl.DataFrame, part: tuple[int, int] | None) -> pl.DataFrame:
 def _gather(
     section: RewardSection, results: Iterable[list[Row]], meant: int, report_progress: Callable[[int], None]
 ) -> tuple[pl.DataFrame, dict[str, float], pl.DataFrame]:
-    """Gather the scored rows; once more of the `meant` samples failed than is allowed, the others are not tried.
-
-    Returns the scores; the metrics that the reward reported, each as the mean over the samples of the calls that did;
-    and
-    what it reported about samples, in columns of numbers or texts.
-    """
+    """Return scores, metrics that the reward reported, and columns of samples; stop once too many of `meant` failed."""
     scored: list[Row] = []
     failed: list[str] = []
     for rows in results:

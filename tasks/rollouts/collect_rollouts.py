@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ from configs.rollouts import RolloutSection
 from grpo_core.collect import collect_rollouts, sampled_at_once
 from grpo_core.images import encode_png
 from grpo_core.policies.protocol import family_module
-from grpo_core.streams import Stream
 from tasks.execution.caching import stage_task
 from tasks.execution.resources import halve_on_out_of_memory, peak_memory, reset_peak_memory
-from tasks.execution.stage import Arguments, Part, Sharding, shard_folder, unsharded
+from tasks.execution.stage import Arguments, Part, Sharding, shard_folder
 from tasks.metrics import offload_metrics
 from tasks.models.resident import ModelSpec
 from tasks.progress import progress_of
@@ -29,17 +29,7 @@ from tasks.rollouts.columns import rollout_columns
 from tasks.rollouts.engines import engine_modules, opened_sampler, uses_resident_policy
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
 from tasks.rollouts.streams import StatesWriter, state_digests, token_metrics
-from tasks.runs.layout import (
-    IMAGES,
-    IMAGES_FILE,
-    PART_FILE,
-    PARTS,
-    ROLLOUTS,
-    STATES,
-    STATES_FILE,
-    Baseline,
-    baseline_folder,
-)
+from tasks.runs import layout
 from tasks.runs.sources import read_sources
 from tasks.storage import schemas
 from tasks.storage.artifacts.commit import commit_artifact
@@ -88,7 +78,8 @@ def _cut(arguments: Arguments, shards: int) -> list[Part]:
             "groups": tuple(group for batch in mine for group in batch),
         }
         part = plan.model_copy(update=change)
-        parts.append(Part(f"{part.title}: {STAGE}", {**arguments, "plan": part, "placement": unsharded(arguments)}))
+        changed = {"plan": part, "placement": arguments["placement"].uncut()}
+        parts.append(Part(f"{part.title}: {STAGE}", {**arguments, **changed}))
     return parts
 
 
@@ -99,30 +90,29 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
     with store.reading() as read, store.staging() as staged:
         for number, part in enumerate(parts):
             folder = read(part)
-            for name in (PART_FILE, IMAGES_FILE):
+            for name in (layout.PART_FILE, layout.IMAGES_FILE):
                 if (path := folder / name.format(0)).exists():
                     _link_or_copy(path, staged / name.format(number))
-            for piece, path in enumerate(sorted(folder.glob(STATES))):
-                _link_or_copy(path, staged / STATES_FILE.format(number, piece))
+            for piece, path in enumerate(sorted(folder.glob(layout.STATES))):
+                _link_or_copy(path, staged / layout.STATES_FILE.format(number, piece))
         return commit_artifact(
             store,
             staged,
-            f"{plan.folder}/{ROLLOUTS}",
+            f"{plan.folder}/{layout.ROLLOUTS}",
             digest=_digest(staged),
-            schema_version=schemas.SCHEMA_VERSION,
             rows=sum(part.rows for part in parts),
             # Shards are sampled in parallel.
             seconds=max(part.seconds for part in parts) + time.perf_counter() - started,
-            metrics=token_metrics(sorted(staged.glob(PARTS))),
+            metrics=token_metrics(sorted(staged.glob(layout.PARTS))),
             peak_memory=max((part.peak_memory for part in parts if part.peak_memory is not None), default=None),
         )
 
 
 def _digest(folder: Path) -> str:
     """Return the digest of the rows, their images and their states, the same however many files they are in."""
-    files = [path for pattern in (PARTS, IMAGES) for path in sorted(folder.glob(pattern))]
+    files = [path for pattern in (layout.PARTS, layout.IMAGES) for path in sorted(folder.glob(pattern))]
     digests = [digest for path in files for digest in part_digests(path)]
-    digests += [digest for path in sorted(folder.glob(STATES)) for digest in state_digests(path)]
+    digests += [digest for path in sorted(folder.glob(layout.STATES)) for digest in state_digests(path)]
     return joint_digest(digests)
 
 
@@ -133,12 +123,6 @@ def _link_or_copy(path: Path, target: Path) -> None:
     except OSError:
         # Another file system, or one without hard links.
         shutil.copyfile(path, target)
-
-
-def _recorded(plan: RolloutPlan, model: ModelSpec) -> tuple[Stream, ...]:
-    """Return the streams whose actions are kept: tokens always, and denoising steps where some are noisy."""
-    noisy = plan.window_start is not None
-    return tuple(stream for stream in model.family.streams if stream == "tokens" or noisy)
 
 
 @stage_task(
@@ -181,10 +165,11 @@ def collect_rollouts_task(
 
             # Only policies of texts have templates.
             start = getattr(sampler.policy, "answer_start", "")
-            sampled_by = {**sampler.columns, "completion_start": start}
-            schema = schemas.rollout_schema(modality, _recorded(plan, model), with_start=bool(start))
-            table = writer(PART_FILE, schema)
-            images = writer(IMAGES_FILE, schemas.IMAGES) if modality == "image" else None
+            sampled_by = {**asdict(sampler.record), "completion_start": start}
+            recorded = [stream for stream in model.family.streams if stream == "tokens" or noisy]
+            schema = schemas.rollout_schema(modality, recorded, with_start=bool(start))
+            table = writer(layout.PART_FILE, schema)
+            images = writer(layout.IMAGES_FILE, schemas.IMAGES) if modality == "image" else None
             states = StatesWriter(staged) if noisy else None
             for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
                 columns = rollout_columns(group, planned, plan, policy, rollout, sampled_by)
@@ -201,12 +186,11 @@ def collect_rollouts_task(
             return commit_artifact(
                 store,
                 staged,
-                f"{plan.folder}/{ROLLOUTS}",
+                f"{plan.folder}/{layout.ROLLOUTS}",
                 digest=_digest(staged),
-                schema_version=schemas.SCHEMA_VERSION,
                 rows=table.rows,
                 seconds=time.perf_counter() - started,
-                metrics=token_metrics(sorted(staged.glob(PARTS))) | offload_metrics("rollouts", moved),
+                metrics=token_metrics(sorted(staged.glob(layout.PARTS))) | offload_metrics("rollouts", moved),
                 peak_memory=peak_memory(),
             )
 
@@ -222,7 +206,7 @@ def _describe_baseline(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @stage_task(BASELINE_STAGE, _describe_baseline)
-def draw_baseline_task(baseline: Baseline, plan: RolloutPlan, placement: PlacementSection) -> ArtifactRef:
+def draw_baseline_task(baseline: layout.Baseline, plan: RolloutPlan, placement: PlacementSection) -> ArtifactRef:
     """Keep one image for every prompt of the plan that has a target, in the target's own size.
 
     The table has the columns of rollouts that rewards read, so that it is scored like them.
@@ -241,14 +225,13 @@ def draw_baseline_task(baseline: Baseline, plan: RolloutPlan, placement: Placeme
         "image": [_drawing(baseline, group) for group in groups],
     }
     with store.staging() as staged:
-        tables = ((PART_FILE, schemas.BASELINES), (IMAGES_FILE, schemas.IMAGES))
+        tables = ((layout.PART_FILE, schemas.BASELINES), (layout.IMAGES_FILE, schemas.IMAGES))
         digests = [write_table(staged / name.format(0), schema, columns) for name, schema in tables]
         return commit_artifact(
             store,
             staged,
-            f"{baseline_folder(baseline)}/{ROLLOUTS}",
+            f"{layout.baseline_folder(baseline)}/{layout.ROLLOUTS}",
             digest=joint_digest(digests),
-            schema_version=schemas.SCHEMA_VERSION,
             rows=len(groups),
             seconds=time.perf_counter() - started,
             metrics={},
@@ -259,7 +242,7 @@ def _drawn(plan: RolloutPlan) -> list[GroupPlan]:
     return [group for group in plan.groups if group.target_uri is not None]
 
 
-def _drawing(baseline: Baseline, group: GroupPlan) -> Mapping[str, object]:
+def _drawing(baseline: layout.Baseline, group: GroupPlan) -> Mapping[str, object]:
     assert group.target_uri is not None, "drawn for prompts with a target"
     assert group.target_sha256 is not None, "a target has been read"
     target = load_target(TargetReference(group.target_uri, group.target_sha256))

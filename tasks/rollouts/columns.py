@@ -48,11 +48,7 @@ def rollout_columns(
     settings: Any,
     sampled_by: Mapping[str, str | None],
 ) -> dict[str, Sequence[Any]]:
-    """Return one group's rows by column; the writer keeps the columns that its schema has.
-
-    The fields of the policy's frozen sampling `settings` are columns, but width and height of images are the group's;
-    `sampled_by` has the columns about the engine and the chat template.
-    """
+    """Return a group's rows by column, with the sampling `settings` and `sampled_by`; a schema keeps its own."""
     request = group.request
     rows = len(request.sample_ids)
     same = {

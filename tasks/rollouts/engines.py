@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 from configs.placement import PlacementSection
 from configs.rollouts import RolloutSection, TextRolloutSection
-from configs.sections import PolicySection
 from grpo_core.policies.engines.settings import EngineName, EngineRecord, Progress
 from grpo_core.policies.protocol import Policy
 from tasks.execution.resources import resource
@@ -21,19 +19,11 @@ VLLM = "tasks.rollouts.vllm"
 
 @dataclass(frozen=True)
 class Sampler:
-    """A policy that samples by itself or through an engine, and the record of who samples.
-
-    An engine gets all prompts of a stage `at_once`, and schedules them itself.
-    """
+    """A policy that samples by itself or through an engine, which gets all prompts `at_once`, and who samples."""
 
     policy: Policy
     record: EngineRecord
     at_once: bool
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        """What every stored row says about who sampled it."""
-        return asdict(self.record)
 
 
 def engine_of(rollout: RolloutSection) -> EngineName:
@@ -51,12 +41,6 @@ def uses_resident_policy(arguments: Arguments) -> bool:
     return arguments["with_reference"] or engine_of(arguments["rollout"]) != "vllm"
 
 
-def computing_dtype(policy: PolicySection) -> str:
-    """Return the dtype of the policy's matrix products."""
-    quantized = policy.quantization and policy.quantization.compute_dtype
-    return policy.autocast or quantized or policy.dtype
-
-
 @contextmanager
 def opened_sampler(
     policy: PolicyRef,
@@ -67,14 +51,10 @@ def opened_sampler(
     with_reference: bool,
     on_progress: Progress,
 ) -> Iterator[Sampler]:
-    """Give what samples with a version of the policy.
+    """Give what samples with a version of the policy; `on_progress` is called with the rows of an engine.
 
-    `with_reference`: log-probs of the policy and its reference are computed too, so that weights are needed.
-    `on_progress` is called with the number of rows that an engine has sampled.
-
-    Raises:
-        InputError: an engine cannot sample with this version.
-        ServiceError: servers do not answer.
+    Weights are needed `with_reference`, for log-probs of the policy and its reference. InputError if an engine cannot
+    sample with this version, ServiceError if servers do not answer.
     """
     if engine_of(rollout) == "vllm":
         weights = resource(ResidentPolicy).at(policy, model, rollout, placement) if with_reference else None
@@ -82,4 +62,7 @@ def opened_sampler(
             yield Sampler(sampler, record, at_once=True)
         return
     resident = resource(ResidentPolicy).at(policy, model, rollout, placement)
-    yield Sampler(resident, EngineRecord(engine_dtype=computing_dtype(model.section)), at_once=False)
+    section = model.section
+    # The dtype of its matrix products.
+    dtype = section.autocast or (section.quantization and section.quantization.compute_dtype) or section.dtype
+    yield Sampler(resident, EngineRecord(engine_dtype=dtype), at_once=False)

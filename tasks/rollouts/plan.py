@@ -76,10 +76,7 @@ class RolloutPlan(BaseModel):
         return found
 
     def request(self, group: GroupPlan, sources: Mapping[str, SourceImage] | None = None) -> GroupRequest:
-        """Return the ids and seeds of a group's samples, with the images in its prompt, by digest.
-
-        Images of a token sample have one token seed.
-        """
+        """Return the ids and seeds of a group's samples; images of a token sample have one token seed."""
         places = self.places
         samples = range(len(places))
         noise = [0 if self.shared_noise else sample for sample in samples]
@@ -158,10 +155,7 @@ def plan_round(
 def plan_evaluation(
     prompts: Sequence[DrawnPrompt], *, seed: int, version: int, samples_per_prompt: int, shared_noise: bool
 ) -> RolloutPlan:
-    """Plan the held-out groups, each sample from its own token sample and without noisy denoising steps.
-
-    Sample ids and seeds are the same for every policy version, so that samples pair up.
-    """
+    """Plan the held-out groups, without noisy steps, with the same ids and seeds for every policy version."""
     return RolloutPlan(
         folder=evaluation_folder(version),
         title=f"evaluation of policy {version}",

@@ -76,16 +76,9 @@ def read_tokens(
     """Return the stored tokens of a table's rows, in the order in which they are stored.
 
     The tokens of all rows are in memory at once, about 13 bytes each. The ids that a truncated sampler could choose, up
-    to thousands for each token, stay on disk, and microbatches read their own.
-
-    Args:
-        folders: local folders of the rollouts.
-        scratch: folder for local files that the tokens are read from.
-        max_length: of SampledActions.
-        sources: the images in each row's prompt; None: no prompt has any.
-
-    Raises:
-        ValueError: rows of several temperatures, or with and without a stored support.
+    to thousands for each token, stay on disk, and microbatches read their own, from a file in `scratch`. `sources` has
+    the images in each row's prompt; None: no prompt has any. ValueError for rows of several temperatures, or with and
+    without a stored support.
     """
     ids = _mapped_support_ids(sample_files(folders), table["sample_id"], scratch)
     return SampledActions(
@@ -106,9 +99,7 @@ def read_token_batch(
     """
     temperatures = table["temperature"].unique().to_list()
     if len(temperatures) > 1:
-        raise ValueError(
-            f"the rows were sampled at several temperatures, {sorted(temperatures)}; update on each separately"
-        )
+        raise ValueError(f"the rows were sampled at several temperatures, {sorted(temperatures)}; update on each apart")
     return TokenBatch(
         prompts=tuple(table["prompt"]),
         token_ids=padded(table["token_ids"]).long(),
@@ -125,9 +116,7 @@ def _support(table: pl.DataFrame, ids: Tensor) -> TokenSupport | None:
     if missing == table.height:
         return None
     if missing:
-        raise ValueError(
-            "some rows were sampled with top_k, top_p or min_p and some without; update on each separately"
-        )
+        raise ValueError("some rows were sampled with top_k, top_p or min_p and some without; update on each apart")
     return TokenSupport(ids, padded(table["support_counts"]).long())
 
 
@@ -144,10 +133,7 @@ def _mapped_support_ids(files: Sequence[Path], kept: pl.Series, folder: Path) ->
 
 
 def token_metrics(files: Sequence[Path]) -> dict[str, float]:
-    """Return the number of tokens, with those of the prompts, and the lengths of the drafts, of stored rollouts.
-
-    The tokens of a draft count once, however often it is rendered. Empty for rollouts without tokens.
-    """
+    """Return the numbers of tokens and lengths of stored rollouts; a draft's count once, however often rendered."""
     samples = scan_tables(files)
     names = samples.collect_schema().names()
     if "token_ids" not in names:
@@ -166,8 +152,7 @@ def token_metrics(files: Sequence[Path]) -> dict[str, float]:
     }
 
 
-STATES_BYTES = 64 * 2**20
-"""Bytes of states that wait in memory, and from which they become a file."""
+STATES_BYTES = 64 * 2**20  # bytes of states that wait in memory, and from which they become a file
 
 
 def denoising_columns(group: RolloutGroup) -> dict[str, Sequence[Any]]:
@@ -254,18 +239,12 @@ def read_denoising(
 
 
 def map_states(folders: Sequence[Path], sample_ids: pl.Series) -> tuple[Tensor, ...]:
-    """Map the states of these samples in local folders into memory: pages are read when they are used.
-
-    Raises:
-        ValueError: states of a sample are missing; the sample is named.
-    """
+    """Map the states of these samples in local folders into memory; ValueError names one without."""
     wanted, stored = set(sample_ids), dict[str, Tensor]()
     for path in (path for folder in folders for path in sorted(folder.glob(STATES))):
         with safe_open(path, "pt") as file:
             stored |= {name: file.get_tensor(name) for name in wanted.intersection(file.keys())}
     if missing := [each for each in sample_ids if each not in stored]:
-        raise ValueError(
-            f"{len(missing)} samples have no stored states, such as {missing[0]}; `grpo prune` may have deleted them: "
-            "train on rollouts that have theirs"
-        )
+        lost = f"{len(missing)} samples have no stored states, such as {missing[0]}"
+        raise ValueError(f"{lost}; `grpo prune` may have deleted them: train on rollouts that have theirs")
     return tuple(stored[each] for each in sample_ids)

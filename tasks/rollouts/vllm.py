@@ -12,7 +12,6 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,7 @@ from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.files import is_local
 
-SECONDS_TO_UNLOAD = 20.0
-"""For all adapters of a server, at the end of a run."""
+SECONDS_TO_UNLOAD = 20.0  # for all adapters of a server, at the end of a run
 
 
 class VllmServers:
@@ -49,10 +47,7 @@ class VllmServers:
     def of(self, section: VllmSection, command: Sequence[str] = ()) -> Sequence[Server]:
         """Return the servers of a configuration, or the one that the run starts with this complete command.
 
-        Raises:
-            ServiceError: one does not answer.
-            LostStageError: the one that the run starts died while it started, or did not answer in time.
-            InputError: one refuses the token, or is no vLLM server, or they serve different models or versions.
+        ServiceError or LostStageError if one does not answer, InputError if they cannot serve, or not the same.
         """
         token = read_token(f"{PLACE}.token_env", section.token_env)
         urls = section.urls
@@ -79,56 +74,32 @@ class VllmServers:
                 run_awaitable(asyncio.wait_for(server.unload_all(), SECONDS_TO_UNLOAD))
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """A policy without weights: it reads prompts and writes texts while a server samples."""
-
-    spec: ModelSpec
-    policy: Any
-
-
 class PoliciesWithoutWeights:
-    """The policies that a process reads prompts with while servers sample, one for each stage that does.
-
-    Stages that overlap, as an evaluation and the rollouts of the next iteration, have settings and adapters of their
-    own.
-    """
+    """The policies that read prompts while servers sample, one for each of the stages that overlap."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[_Reader] = []
+        self._idle: list[tuple[ModelSpec, Any]] = []
 
     @contextmanager
     def borrow(self, model: ModelSpec, rollout: TextRolloutSection) -> Iterator[Any]:
         """Lend a policy with these sampling settings, which no other stage has; it is loaded if none is idle."""
         with self._lock:
-            self._idle = [each for each in self._idle if each.spec == model]
-            idle = self._idle.pop() if self._idle else None
-            reader = idle or _Reader(model, load_untried(model, rollout, torch.device("meta")))
-        reader.policy.sample_with(rollout)
+            self._idle = [each for each in self._idle if each[0] == model]
+            _, reader = self._idle.pop() if self._idle else (model, load_untried(model, rollout, torch.device("meta")))
+        reader.sample_with(rollout)
         try:
-            yield reader.policy
+            yield reader
         finally:
             with self._lock:
-                self._idle.append(reader)
+                self._idle.append((model, reader))
 
 
 @contextmanager
 def sampling(
-    policy: PolicyRef,
-    model: ModelSpec,
-    rollout: TextRolloutSection,
-    weights: Any,
-    on_progress: Progress,
+    policy: PolicyRef, model: ModelSpec, rollout: TextRolloutSection, weights: Any, on_progress: Progress
 ) -> Iterator[tuple[Policy, EngineRecord]]:
-    """Give a policy that samples through the servers with a version's adapter, and has weights if they are given.
-
-    `on_progress` is called with the number of rows that are sampled.
-
-    Raises:
-        ServiceError: servers do not answer.
-        InputError: they cannot sample with this version.
-    """
+    """Give a policy that samples through the servers with a version's adapter, and has weights if they are given."""
     section = rollout.vllm
     assert section is not None, "the engine has a section"
     servers, without = resource(VllmServers), resource(PoliciesWithoutWeights)

@@ -27,11 +27,9 @@ from tasks.storage.files import is_local
 
 PLACE = "rollout.vllm.command"
 HOST, PORT = "127.0.0.1", "{port}"
-_SECONDS_TO_END = 15.0
-"""The guard gives the server 10 s before it kills it."""
+_SECONDS_TO_END = 15.0  # the guard gives the server 10 s before it kills it
 _SECONDS_TO_ANSWER = 60.0
-_SECONDS_TO_LIVE = 30.0
-"""A server that has died sooner after it was started again would die once more."""
+_SECONDS_TO_LIVE = 30.0  # a server that has died sooner after it was started again would die once more
 _SECONDS_BETWEEN_LOOKS = 0.1
 _WITHOUT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that would let packages of this environment, or this checkout, into the server's."""
@@ -52,14 +50,11 @@ class VllmServer:
         self._command: tuple[str, ...] = ()
 
     def ensure_running(self, command: Sequence[str], store: ArtifactStore, seconds: float) -> str:
-        """Start the server unless it runs by this command; return its address once it answers within these seconds.
+        """Start the server unless it runs by this command; return its address once it answers in these seconds.
 
-        `{port}` in the command becomes a free port, and where no port is given, one is appended.
-
-        Raises:
-            InputError: the program is not there, the port is taken, or the server ends; with the last lines of its log.
-            LostStageError: the server did not answer in time, was killed while it started, or died again soon after it
-                was started again.
+        `{port}` in the command becomes a free port, and where no port is given, one is appended. InputError if it
+        cannot
+        start or ends, LostStageError if it does not answer in time, was killed, or died again soon after a restart.
         """
         with self._lock:
             process = self._process

@@ -34,11 +34,9 @@ _SHOWN = (
 
 
 def open_run(name: str | Path, *, root: str = "runs") -> "StoredRun":
-    """Open a run to read its tables, whether it is finished, stopped half-way or still running.
+    """Open a run by its name below `root`, or the path or URL of its folder, whether it is finished or still running.
 
-    Args:
-        name: a run under the storage root, or the path or URL of its folder; InputError with the nearest names if none.
-        root: where runs are stored: a folder or any fsspec URL.
+    InputError has the nearest names if there is none.
     """
     return StoredRun(find_run(str(name), root))
 
@@ -46,9 +44,8 @@ def open_run(name: str | Path, *, root: str = "runs") -> "StoredRun":
 class StoredRun:
     """The tables of one run. Each method reads the files again, so it sees what a running training has added.
 
-    All methods raise InputError for a damaged file, and for an iteration or column that the run does not have. Numbers
-    of
-    iterations or policies are all if they are None. `folder` is the path or URL of the run's folder.
+    All methods raise InputError for a damaged file, and for an iteration or column that the run does not have. Without
+    iterations or policies all are read. `folder` is the path or URL of the run's folder.
     """
 
     def __init__(self, store: ArtifactStore) -> None:
@@ -76,10 +73,7 @@ class StoredRun:
     def rollouts(
         self, *, iterations: Iterable[int] | None = None, columns: Sequence[str] | None = None
     ) -> pl.DataFrame:
-        """Return a row per sample of every sampling round, as it is stored.
-
-        `columns` are all if they are None; `image` is read only where it is named, and joined.
-        """
+        """Return a row per sample of every sampling round, all or these columns; `image` only where it is named."""
         return self._table(self._iterations(iterations), ROLLOUTS, columns)
 
     def rewards(self, *, iterations: Iterable[int] | None = None) -> pl.DataFrame:
@@ -102,12 +96,8 @@ class StoredRun:
         """Return what people look at: prompts with images or texts, reward, advantage, and each reward's value.
 
         Where two streams are trained, reward and advantage are those of the sample's first stream, tokens before
-        denoising, and each stream's advantages are a column too: `advantages/tokens`, `advantages/denoising`.
-
-        Args:
-            prompt: text that the prompt contains, in upper or lower case; None for all prompts.
-            iterations: numbers to read.
-            images: whether to read the images, which :meth:`decode` decodes.
+        denoising, and each stream's advantages are a column too: `advantages/tokens`, `advantages/denoising`. With
+        `prompt`, only prompts that contain it, in upper or lower case. :meth:`decode` decodes the images.
         """
         return self._samples(self._iterations(iterations), prompt, images=images)
 

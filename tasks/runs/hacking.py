@@ -24,8 +24,7 @@ from grpo_core.rewards.registry import HackingRule
 from tasks.runs.run_view import RunHistory
 from tasks.runs.signs import HACKING, Sign
 
-MIN_DIFFERENCES = 3
-"""How many differences between evaluations an estimate of their noise needs."""
+MIN_DIFFERENCES = 3  # how many differences between evaluations an estimate of their noise needs
 
 
 Points = Sequence[tuple[float, float]]
@@ -58,28 +57,18 @@ def hacking_signs(
 ) -> tuple[HackingSign, ...]:
     """Find the guardrails that fell while the reward rose, as of the last evaluation, in the mapping's order.
 
-    An evaluation without a finite reward or without a finite guardrail does not count for that guardrail; it ends no
-    row either.
-
-    Args:
-        versions: policy version of each evaluation, rising.
-        rewards: mean reward of each evaluation, on the same samples as the guardrails.
-        guardrails: mean of each guardrail at each evaluation; higher is better.
-        rule: what counts.
+    Versions rise; rewards and guardrails, of which higher is better, are means over the same samples at each. An
+    evaluation without a finite reward or guardrail does not count for that guardrail; it ends no row either.
     """
-    if any(later <= earlier for earlier, later in itertools.pairwise(versions)):
-        raise InputError("versions", list(versions), "Give each evaluated policy once, in order.")
-    _check_length("rewards", rewards, versions)
     signs = []
     for name, levels in guardrails.items():
-        _check_length(f"guardrails.{name}", levels, versions)
         rows = [
             (version, reward, level)
             for version, reward, level in zip(versions, rewards, levels, strict=True)
             if reward is not None and level is not None and math.isfinite(reward) and math.isfinite(level)
         ]
-        sign = _find_sign(name, [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows], rule)
-        signs += [] if sign is None else [sign]
+        if (sign := _find_sign(name, rows, rule)) is not None:
+            signs.append(sign)
     return tuple(signs)
 
 
@@ -98,12 +87,11 @@ def noise_between(values: Sequence[float]) -> float | None:
     return math.sqrt(math.fsum(squares[:-1]) / 2.0 / max(count - 2.0 * math.log(count), count / 2.0))
 
 
-def _find_sign(
-    name: str, versions: Sequence[int], rewards: Sequence[float], levels: Sequence[float], rule: HackingRule
-) -> HackingSign | None:
-    recent = slice(len(levels) - rule.patience, len(levels))
+def _find_sign(name: str, rows: Sequence[tuple[int, float, float]], rule: HackingRule) -> HackingSign | None:
+    recent = slice(len(rows) - rule.patience, len(rows))
     if recent.start < 1:
         return None
+    versions, rewards, levels = zip(*rows, strict=True)
     last, reward_last = statistics.fmean(levels[recent]), statistics.fmean(rewards[recent])
     level_noise, reward_noise = _noise(levels, rule), _noise(rewards, rule)
     found: HackingSign | None = None
@@ -131,18 +119,9 @@ def _noise(values: Sequence[float], rule: HackingRule) -> float:
     return math.inf if noise is None else rule.noise * noise
 
 
-def _check_length(place: str, values: Sequence[object], versions: Sequence[int]) -> None:
-    if len(values) != len(versions):
-        hint = f"There are {len(versions)} evaluations; give one for each, None where it is missing."
-        raise InputError(place, f"{len(values)} values", hint)
-
-
 @dataclass(frozen=True)
 class Verdict:
-    """What the measures that a run does not train on say: of signs that one fell, of none, or of too little measured.
-
-    `summary` is the finding in a few words; `reasons` has a sentence for each sign, measure or missing measurement.
-    """
+    """What measures that a run does not train on say: the finding, in a few words, with a sentence for each reason."""
 
     finding: Literal["signs", "none", "unknown"]
     summary: str
@@ -187,24 +166,15 @@ def hacking_verdict(run: RunHistory) -> Verdict:
 def fallen_measures(
     run: RunHistory, rule: HackingRule, measures: Mapping[str, Points] | None = None
 ) -> tuple[HackingSign, ...]:
-    """Find the measures that fell while the held-out reward rose, as of the last evaluation; by default guardrails."""
-    return hacking_signs(*guardrail_curves(run, measures), rule)
-
-
-def guardrail_curves(
-    run: RunHistory, measures: Mapping[str, Points] | None = None
-) -> tuple[list[int], list[float | None], dict[str, list[float | None]]]:
-    """Return the evaluated versions, the held-out reward of each, and the level of each measure, None without one.
-
-    `measures` has (policy version, level) by label; None for the guardrails. Versions without any are left out.
-    """
+    """Find the measures, by default guardrails, that fell while the held-out reward rose as of the last evaluation."""
     levels = {label: dict(points) for label, points in (run.guardrail_series if measures is None else measures).items()}
-    rewards = run.heldout_rewards
     versions = [each.version for each in run.evaluations if any(each.version in points for points in levels.values())]
-    return (
+    rewards = run.heldout_rewards
+    return hacking_signs(
         versions,
         [rewards.get(version) for version in versions],
         {label: [points.get(version) for version in versions] for label, points in levels.items()},
+        rule,
     )
 
 

@@ -26,8 +26,7 @@ from typing import Literal, get_args
 from tasks.storage.artifacts.reference import ArtifactRef
 
 ROLLOUTS, REWARDS, ADVANTAGES, UPDATE, GUARDRAILS = "rollouts", "rewards", "advantages", "update", "guardrails"
-STAGES = (ROLLOUTS, REWARDS, ADVANTAGES, UPDATE)
-"""An iteration's stages in their order; the artifact of the update is a policy."""
+STAGES = (ROLLOUTS, REWARDS, ADVANTAGES, UPDATE)  # in their order; the artifact of the update is a policy
 
 PART_FILE, IMAGES_FILE = "part-{:05d}.parquet", "images-{:05d}.parquet"
 STATES_FILE = "states/part-{:05d}-{:05d}.safetensors"
@@ -48,19 +47,15 @@ RESCORED, ANALYSIS = "rescored", "analysis"
 STORED, RECOMPUTED = "stored", "recomputed"
 """Names of advantages that are no rescoring: those of the run, and those computed again from its rewards."""
 
-SOURCES = "sources"
-"""Folder of the images in prompts."""
-
-LOCKED_APART = (f"{RESCORED}/*", f"{EVALUATIONS}/*", f"{OTHER_EVALUATIONS}/*/*")
-"""Patterns of the folders that commands lock without locking the run."""
+SOURCES = "sources"  # folder of the images in prompts
+LOCKED_APART = (f"{RESCORED}/*", f"{EVALUATIONS}/*", f"{OTHER_EVALUATIONS}/*/*")  # locked without the run
 
 Baseline = Literal["blank", "target"]
 """Images that no policy made, among the evaluations: in the colour of the target's background, and the target."""
 
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
-REWARDS_FILE = "rewards.yaml"
-"""In a rescoring's folder: the rewards that it was made with, as JSON, which is YAML too."""
+REWARDS_FILE = "rewards.yaml"  # in a rescoring's folder: the rewards that it was made with, as JSON, which is YAML too
 
 REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
 CONTACT_SHEET, HELDOUT_TEXTS = "contact_sheet.png", "heldout.md"
@@ -69,8 +64,7 @@ SIGNS_FILE = "guardrails.json"
 TRACKERS_FILE, TENSORBOARD = "trackers.json", "tensorboard"
 """What each tracker calls the run, and the iteration that it was last given; the folder of TensorBoard's logs."""
 
-VLLM_LOG = "vllm.log"
-"""What the vLLM server that the run has started wrote, of all its starts."""
+VLLM_LOG = "vllm.log"  # what the vLLM server that the run has started wrote, of all its starts
 
 _ITERATION, _ROUND = re.compile(r"iteration_(\d{6,})"), re.compile(r"round_(\d{2,})")
 

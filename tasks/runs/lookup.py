@@ -22,8 +22,7 @@ from tasks.storage.roots import translate_remote_errors
 from tasks.storage.schemas import SCHEMA_VERSION
 
 CONFIG_FILE, CONFIG_SHA256 = "config.yaml", "config_sha256"
-LAST_OF_BEFORE = "c8db4ec"
-"""The last commit that reads and continues runs of the schema version before this program's."""
+LAST_OF_BEFORE = "c8db4ec"  # the last commit that reads and continues runs of the schema version before this program's
 _HINT = "Start the run again with its own command, which writes it again."
 
 
@@ -98,12 +97,7 @@ def require_schema(store: ArtifactStore) -> None:
 
 
 def find_run(name: str, root: str) -> ArtifactStore:
-    """Return the run of this name under the root, or in the folder of this path.
-
-    Raises:
-        InputError: there is none, with the nearest names; the folder is not a run; a link in it leads out of it; or
-            another schema version wrote it.
-    """
+    """Return the run of this name or path; InputError, with the nearest names, if there is none that can be read."""
     if not name.strip():
         raise InputError("RUN", name, "Name a run, or the path of its folder.")
     found = next((store for store in _candidates(name, root) if _is_folder(store)), None)

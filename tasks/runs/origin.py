@@ -34,23 +34,19 @@ class Origin:
 
 
 def origin_of(store: ArtifactStore, config: RunConfig) -> Origin:
-    """Read what a run's policy was trained from; `config` is that of :func:`tasks.runs.stored.stored_config`.
-
-    Raises:
-        InputError: config.yaml or run.json is damaged.
-    """
+    """Read what a run's policy was trained from, of its `stored_config`; InputError for damaged files."""
     values = parse_yaml(read_config_file(store).decode(errors="replace"), f"{store.run}/{CONFIG_FILE}")
     found = values.get("replay") if isinstance(values, Mapping) else None
     if found is None:
         start = read_description(store).get(START)
         return Origin(None, str(start["from"]) if start is not None else None, 0, config.rewards)
     replay = validated(ReplaySection, found)
-    origin = Origin(
-        replay, f"{replay.source}@{replay.policy}" if replay.policy else None, replay.policy, config.rewards
+    started_from, name = (
+        f"{replay.source}@{replay.policy}" if replay.policy else None,
+        rescoring_of(replay.model_dump()),
     )
-    if (name := origin.rescoring) is None:
-        return origin
-    return Origin(replay, origin.started_from, replay.policy, _rewards_of_rescoring(store, replay.source, name))
+    rewards = config.rewards if name is None else _rewards_of_rescoring(store, replay.source, name)
+    return Origin(replay, started_from, replay.policy, rewards)
 
 
 def _rewards_of_rescoring(store: ArtifactStore, source: str, name: str) -> Sequence[RewardSection] | None:

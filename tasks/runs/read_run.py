@@ -8,23 +8,8 @@ from typing import Any
 from configs.yaml_files import parse_yaml
 from grpo_core.errors import InputError
 from tasks.metrics import GUARDRAIL_PREFIX, HELDOUT, SECONDS, WALL_TIME, is_measured, stage_metrics
+from tasks.runs import layout
 from tasks.runs.hacking import hacking_verdict
-from tasks.runs.layout import (
-    ADVANTAGES,
-    BASELINES,
-    GUARDRAILS,
-    REWARDS,
-    ROLLOUTS,
-    STAGES,
-    STATE_FILE,
-    UPDATE,
-    SamplingRound,
-    baseline_folder,
-    evaluation_folder,
-    iteration_folder,
-    metrics_file,
-    policy_folder,
-)
 from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256, read_starts
 from tasks.runs.reader import RunReader, StoredArtifact
 from tasks.runs.run_view import EvaluationView, IterationView, RunView, StageArtifacts, means_of, rescoring_of
@@ -39,7 +24,7 @@ _KEPT = (HELDOUT, WALL_TIME)
 
 
 def gather_metrics(
-    rounds: Sequence[SamplingRound],
+    rounds: Sequence[layout.SamplingRound],
     advantages: ArtifactRef,
     update: ArtifactRef,
     evaluation: EvaluationView | None,
@@ -47,18 +32,18 @@ def gather_metrics(
 ) -> dict[str, float]:
     """Return the metrics of all stages of an iteration, with the seconds that each took when it ran.
 
-    Args:
-        rounds: rollouts and rewards; empty for a replay, which samples none.
-        evaluation: that of the policy that the iteration made.
-        previous: metrics of the iteration before.
+    A replay has no rounds, since it samples none; `evaluation` is of the policy that the iteration made, and `previous`
+    are the metrics of the iteration before.
     """
     stages: dict[tuple[str, str], list[ArtifactRef]] = {}
     for each in rounds:
-        stages.setdefault((ROLLOUTS, ""), []).append(each.rollouts)
+        stages.setdefault((layout.ROLLOUTS, ""), []).append(each.rollouts)
         for label, scores in each.rewards.items():
-            stages.setdefault((REWARDS, label), []).append(scores)
-    stages |= {(ADVANTAGES, ""): [advantages], (UPDATE, ""): [update]}
-    metrics = {f"{SECONDS}{stage}": 0.0 for stage in STAGES} | stage_metrics(stages, previous, sampling=ROLLOUTS)
+            stages.setdefault((layout.REWARDS, label), []).append(scores)
+    stages |= {(layout.ADVANTAGES, ""): [advantages], (layout.UPDATE, ""): [update]}
+    metrics = {f"{SECONDS}{stage}": 0.0 for stage in layout.STAGES} | stage_metrics(
+        stages, previous, sampling=layout.ROLLOUTS
+    )
     return metrics | ({} if evaluation is None else evaluation_metrics(evaluation))
 
 
@@ -70,23 +55,19 @@ def evaluation_metrics(evaluation: EvaluationView) -> dict[str, float]:
 
 def read_metrics(store: ArtifactStore, iteration: int) -> dict[str, float]:
     """Read the table that an earlier start wrote; empty where there is none, or a damaged one."""
-    content = store.read_file(metrics_file(iteration))
+    content = store.read_file(layout.metrics_file(iteration))
     with contextlib.suppress(ValueError):
         return {} if content is None else _read_table(content)
     return {}
 
 
 def with_earlier(metrics: Mapping[str, float], earlier: Mapping[str, float], wall_time: float) -> dict[str, float]:
-    """Add what only the start that ran an iteration knows: its time on the clock, and evaluations made then.
-
-    `earlier` is the table of that start, empty if it is this one; `wall_time` are the iteration's seconds in this
-    start.
-    """
+    """Add what only the start that ran an iteration knows, from its table: time on the clock, and evaluations."""
     kept = {name: value for name, value in earlier.items() if name in _KEPT or name.startswith(GUARDRAIL_PREFIX)}
     if earlier:
         return {**kept, **metrics}
     # An iteration lasts at least as long as its update: in less time a stored one was passed, whose time is not known.
-    is_own = wall_time >= metrics.get(f"{SECONDS}{UPDATE}", 0.0)
+    is_own = wall_time >= metrics.get(f"{SECONDS}{layout.UPDATE}", 0.0)
     return {**metrics, WALL_TIME: wall_time} if is_own else dict(metrics)
 
 
@@ -101,7 +82,7 @@ def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, fl
     with store.scratch() as folder:
         path = folder / "metrics.parquet"
         write_table(path, METRICS, columns)
-        store.write_file(metrics_file(iteration), path.read_bytes())
+        store.write_file(layout.metrics_file(iteration), path.read_bytes())
 
 
 def _read_table(content: bytes) -> dict[str, float]:
@@ -120,17 +101,17 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
     `shown` is an iteration; None for the last one with advantages, or without one the last that has any stage.
     """
     iterations, policies = _find_iterations(reader)
-    evaluations = {version: _find_stages(reader, evaluation_folder(version)) for version in reader.evaluations()}
+    evaluations = {version: _find_stages(reader, layout.evaluation_folder(version)) for version in reader.evaluations()}
     chosen = _choose_shown(iterations) if shown is None else shown
     _verify(reader, iterations, evaluations, chosen)
     described = _read_description(reader)
-    kept = {version: found for version, found in policies.items() if UPDATE in iterations[version]}
+    kept = {version: found for version, found in policies.items() if layout.UPDATE in iterations[version]}
     latest = _last_policy(reader, kept)
     if latest is None and described is None:
         reader.report_damage(RUN_FILE, "it is missing")
     version, digest = latest or (0, (described or {}).get("model_digest"))
     heldout = tuple(
-        EvaluationView(number, _references(stages), _read_guardrails(reader, evaluation_folder(number)))
+        EvaluationView(number, _references(stages), _read_guardrails(reader, layout.evaluation_folder(number)))
         for number, stages in evaluations.items()
     )
     views = _iteration_views(reader, iterations, {view.version: view.reward for view in heldout})
@@ -158,18 +139,19 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
 
 
 def _find_iterations(reader: RunReader) -> tuple[dict[int, Found], dict[int, StoredArtifact]]:
-    """Find the artifacts of each iteration, its update among them, and the policy of each version."""
-    iterations = {number: _find_stages(reader, iteration_folder(number)) for number in reader.iterations()}
-    policies = {version: found for version in reader.policies() if (found := reader.find(policy_folder(version)))}
+    iterations = {number: _find_stages(reader, layout.iteration_folder(number)) for number in reader.iterations()}
+    policies = {
+        version: found for version in reader.policies() if (found := reader.find(layout.policy_folder(version)))
+    }
     for version, found in policies.items():
-        iterations.setdefault(version, {})[UPDATE] = {(1, ""): found}
+        iterations.setdefault(version, {})[layout.UPDATE] = {(1, ""): found}
     return iterations, policies
 
 
 def _choose_shown(iterations: Mapping[int, Found]) -> int | None:
     """Return the last iteration with advantages, or without one the last that has any stage."""
     begun = [number for number in sorted(iterations) if iterations[number]]
-    rated = [number for number in begun if ADVANTAGES in iterations[number]]
+    rated = [number for number in begun if layout.ADVANTAGES in iterations[number]]
     return next(reversed(rated or begun), None)
 
 
@@ -177,7 +159,7 @@ def _verify(
     reader: RunReader, iterations: Mapping[int, Found], evaluations: Mapping[int, Found], shown: int | None
 ) -> None:
     """Drop what is damaged of the shown iteration and of both ends of the evaluations, then as the budget allows."""
-    scored = [version for version, stages in evaluations.items() if ADVANTAGES in stages]
+    scored = [version for version, stages in evaluations.items() if layout.ADVANTAGES in stages]
     _drop_damaged(reader, [iterations.get(shown or 0, {})], always=True)
     _drop_damaged(reader, [evaluations[version] for version in {*scored[:1], *scored[-1:]}], always=True)
     _drop_damaged(reader, [*iterations.values(), *evaluations.values()], always=False)
@@ -186,51 +168,50 @@ def _verify(
 def _find_stages(reader: RunReader, folder: str) -> Found:
     stages: Found = {}
     for number, each in enumerate(reader.rounds(folder), start=1):
-        if found := reader.find(f"{each}/{ROLLOUTS}"):
-            stages.setdefault(ROLLOUTS, {})[number, ""] = found
-        for label in reader.artifact_names(f"{each}/{REWARDS}"):
-            if found := reader.find(f"{each}/{REWARDS}/{label}"):
-                stages.setdefault(REWARDS, {})[number, label] = found
+        if found := reader.find(f"{each}/{layout.ROLLOUTS}"):
+            stages.setdefault(layout.ROLLOUTS, {})[number, ""] = found
+        for label in reader.artifact_names(f"{each}/{layout.REWARDS}"):
+            if found := reader.find(f"{each}/{layout.REWARDS}/{label}"):
+                stages.setdefault(layout.REWARDS, {})[number, label] = found
     scored = reader.scored_rounds(folder)
-    if scored and (found := reader.find(f"{scored[-1]}/{ADVANTAGES}")):
-        stages[ADVANTAGES] = {(len(scored), ""): found}
+    if scored and (found := reader.find(f"{scored[-1]}/{layout.ADVANTAGES}")):
+        stages[layout.ADVANTAGES] = {(len(scored), ""): found}
     return stages
 
 
 def read_evaluation(reader: RunReader, version: int, of: str | None = None) -> EvaluationView | None:
-    """Read the evaluation of a version on the run's held-out prompts, or of others by their name, all verified.
-
-    None unless it has samples and rewards.
-    """
-    folder = evaluation_folder(version, of)
+    """Read the verified evaluation of a version, on others' prompts by their name; None without rewards."""
+    folder = layout.evaluation_folder(version, of)
     stages = _find_stages(reader, folder)
     _drop_damaged(reader, [stages], always=True)
-    if ROLLOUTS not in stages or ADVANTAGES not in stages:
+    if layout.ROLLOUTS not in stages or layout.ADVANTAGES not in stages:
         return None
     return EvaluationView(version, _references(stages), _read_guardrails(reader, folder))
 
 
 def _read_guardrails(reader: RunReader, evaluation: str) -> dict[str, float]:
-    folder = f"{evaluation}/{GUARDRAILS}"
+    folder = f"{evaluation}/{layout.GUARDRAILS}"
     found = {label: reader.find(f"{folder}/{label}") for label in reader.artifact_names(folder)}
     return means_of({label: each.reference for label, each in found.items() if each is not None})
 
 
 def _read_baselines(reader: RunReader) -> dict[str, float]:
-    found = {name: reader.find(f"{baseline_folder(name)}/{ADVANTAGES}") for name in BASELINES}
+    found = {name: reader.find(f"{layout.baseline_folder(name)}/{layout.ADVANTAGES}") for name in layout.BASELINES}
     valid = {name: each.reference.metrics for name, each in found.items() if each is not None and reader.verify(each)}
     return {name: metrics["reward"] for name, metrics in valid.items() if "reward" in metrics}
 
 
 def _references(stages: Found) -> StageArtifacts:
-    return {stage: tuple(part.reference for part in stages[stage].values()) for stage in STAGES if stages.get(stage)}
+    return {
+        stage: tuple(part.reference for part in stages[stage].values()) for stage in layout.STAGES if stages.get(stage)
+    }
 
 
 def _drop_damaged(reader: RunReader, groups: Sequence[Found], *, always: bool) -> None:
     """Drop what does not verify; checkpoints, which are large and never shown, are verified within the budget."""
     for stages in groups:
         for stage, parts in list(stages.items()):
-            if always and stage == UPDATE:
+            if always and stage == layout.UPDATE:
                 continue
             for part, artifact in list(parts.items()):
                 if not (reader.verify(artifact) if always else reader.verify_within_budget(artifact)):
@@ -242,8 +223,12 @@ def _drop_damaged(reader: RunReader, groups: Sequence[Found], *, always: bool) -
 def _last_policy(reader: RunReader, policies: Mapping[int, StoredArtifact]) -> tuple[int, str | None] | None:
     """Return the version and digest of the last valid policy; None without one."""
     for version in sorted(policies, reverse=True):
-        if STATE_FILE in policies[version].manifest.files and reader.verify(policies[version], [STATE_FILE]):
-            return version, reader.read_json(f"{policy_folder(version)}/{STATE_FILE}").get("policy_digest")
+        if layout.STATE_FILE in policies[version].manifest.files and reader.verify(
+            policies[version], [layout.STATE_FILE]
+        ):
+            return version, reader.read_json(f"{layout.policy_folder(version)}/{layout.STATE_FILE}").get(
+                "policy_digest"
+            )
     return None
 
 
@@ -256,7 +241,7 @@ def _iteration_views(
         if not stages:
             continue
         before = views[-1].metrics if views and views[-1].iteration == number - 1 else {}
-        metrics = stage_metrics(_covered_rounds(stages), None if number == 1 else before, sampling=ROLLOUTS)
+        metrics = stage_metrics(_covered_rounds(stages), None if number == 1 else before, sampling=layout.ROLLOUTS)
         _compare_with_table(reader, number, metrics)
         if (reward := rewards.get(number)) is not None:
             metrics[HELDOUT] = reward
@@ -265,27 +250,24 @@ def _iteration_views(
 
 
 def _covered_rounds(stages: Found) -> dict[tuple[str, str], list[ArtifactRef]]:
-    """Return the artifacts that cover every sampling round of the iteration, by stage and label.
-
-    Rounds that the advantages do not cover are left out, and so are rollouts or a reward with a damaged round.
-    """
+    """Return the artifacts by stage and label that cover each sampling round which the advantages cover."""
     series: dict[tuple[str, str], dict[int, ArtifactRef]] = {}
-    for stage in STAGES:
+    for stage in layout.STAGES:
         for (sampling_round, label), artifact in sorted(stages.get(stage, {}).items(), key=lambda item: item[0]):
             series.setdefault((stage, label), {})[sampling_round] = artifact.reference
-    for scored in series.get((ADVANTAGES, ""), {}).values():
+    for scored in series.get((layout.ADVANTAGES, ""), {}).values():
         covered = range(1, 1 + int(scored.metrics.get("rounds", 1)))
-        for key in [key for key in series if key[0] in (ROLLOUTS, REWARDS)]:
+        for key in [key for key in series if key[0] in (layout.ROLLOUTS, layout.REWARDS)]:
             parts = series.pop(key)
             if all(each in parts for each in covered):
                 series[key] = {each: parts[each] for each in covered}
-    ordered = sorted(series.items(), key=lambda item: STAGES.index(item[0][0]))
+    ordered = sorted(series.items(), key=lambda item: layout.STAGES.index(item[0][0]))
     return {key: list(parts.values()) for key, parts in ordered}
 
 
 def _compare_with_table(reader: RunReader, number: int, metrics: Mapping[str, float]) -> None:
     """Compare with the table of metrics, which has no manifest of its own: it must repeat what the stages state."""
-    name = metrics_file(number)
+    name = layout.metrics_file(number)
     content = reader.read_bytes(name)
     if content is None:
         return
@@ -311,7 +293,6 @@ def _read_description(reader: RunReader) -> Mapping[str, Any] | None:
 
 
 def _read_config(reader: RunReader, sha256: str | None) -> tuple[str | None, Mapping[str, Any]]:
-    """Read the text and the values of config.yaml."""
     content = reader.read_bytes(CONFIG_FILE)
     if content is None:
         reader.report_damage(CONFIG_FILE, "it is missing")

@@ -8,17 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_core.errors import InputError
-from tasks.runs.layout import (
-    ADVANTAGES,
-    EVALUATIONS,
-    GUARDRAILS,
-    POLICIES,
-    RESCORED,
-    STATES,
-    evaluation_folder,
-    is_later_round,
-    parse_iteration,
-)
+from tasks.runs import layout
 from tasks.storage.artifacts.commit import removed_by
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, StaleReferenceError, read_manifest
 from tasks.storage.artifacts.run_folder import QUARANTINE, REASON_FILE
@@ -28,8 +18,7 @@ from tasks.storage.schemas import SCHEMA_VERSION
 
 T = TypeVar("T")
 
-VERIFIED_BYTES = 512 * 2**20
-"""How many bytes of artifacts that are not shown are verified: about a second of sha256."""
+VERIFIED_BYTES = 512 * 2**20  # how many bytes of artifacts that are not shown are verified: about a second of sha256
 
 
 @dataclass(frozen=True)
@@ -58,10 +47,7 @@ class StoredArtifact:
 
 
 class Memory:
-    """What need not be read again when a run is read again, because verified files never change.
-
-    `verified` has folder and sha256 of artifacts; they are not looked at again for damage since then.
-    """
+    """What need not be read again when a run is, because verified files never change; `verified` names artifacts."""
 
     def __init__(self) -> None:
         self.verified: set[tuple[str, str]] = set()
@@ -109,26 +95,25 @@ class RunReader:
 
     def rescorings(self) -> list[str]:
         """List the sorted names of the rescorings; one that was refused before it stored anything has only a lock."""
-        names = self.names(RESCORED)
-        return [name for name in names if any(not each.startswith(".") for each in self.names(f"{RESCORED}/{name}"))]
+        names = self.names(layout.RESCORED)
+        return [
+            name for name in names if any(not each.startswith(".") for each in self.names(f"{layout.RESCORED}/{name}"))
+        ]
 
     def iterations(self) -> list[int]:
         """List the iterations that have a folder, in order."""
-        return sorted(number for name in self.names() if (number := parse_iteration(name)) is not None)
+        return sorted(number for name in self.names() if (number := layout.parse_iteration(name)) is not None)
 
     def policies(self) -> list[int]:
         """List the policy versions that have a manifest, pruned ones included, in order."""
-        return sorted(int(name) for name in self.artifact_names(POLICIES) if name.isdigit())
+        return sorted(int(name) for name in self.artifact_names(layout.POLICIES) if name.isdigit())
 
-    def evaluations(self, folder: str = EVALUATIONS) -> list[int]:
+    def evaluations(self, folder: str = layout.EVALUATIONS) -> list[int]:
         """List the policy versions that have an evaluation in this folder, in order."""
         return sorted(int(name) for name in self.names(folder) if name.isdigit())
 
     def has_evaluated(self, version: int, config: Mapping[str, Any]) -> bool:
-        """Return whether a policy version has the evaluation that the last one gets; nothing is verified.
-
-        The configuration is given as plain values; without held-out prompts no version gets one.
-        """
+        """Return whether a version has the evaluation that the configuration's last one gets; nothing is verified."""
 
         def given(section: str, name: str) -> Any:
             found = config.get(section)
@@ -136,19 +121,19 @@ class RunReader:
 
         if not (given("evaluate", "prompts") or given("evaluate", "datasets")):
             return True
-        folder, guardrails = evaluation_folder(version), given("guardrails", "rewards")
-        scored = len(self.artifact_names(f"{folder}/{GUARDRAILS}"))
+        folder, guardrails = layout.evaluation_folder(version), given("guardrails", "rewards")
+        scored = len(self.artifact_names(f"{folder}/{layout.GUARDRAILS}"))
         asked = len(guardrails) if isinstance(guardrails, list) else 0
-        return ADVANTAGES in self.artifact_names(folder) and scored >= asked
+        return layout.ADVANTAGES in self.artifact_names(folder) and scored >= asked
 
     def rounds(self, folder: str) -> list[str]:
         """List the folders of an iteration's sampling rounds in order; that of the first is the iteration's folder."""
-        return [folder, *(f"{folder}/{name}" for name in self.names(folder) if is_later_round(name))]
+        return [folder, *(f"{folder}/{name}" for name in self.names(folder) if layout.is_later_round(name))]
 
     def scored_rounds(self, folder: str) -> list[str]:
         """List the folders of the sampling rounds that the last advantages cover; empty without advantages."""
         folders = self.rounds(folder)
-        scored = [index for index, each in enumerate(folders) if ADVANTAGES in self.artifact_names(each)]
+        scored = [index for index, each in enumerate(folders) if layout.ADVANTAGES in self.artifact_names(each)]
         return folders[: scored[-1] + 1] if scored else []
 
     def read_bytes(self, name: str) -> bytes | None:
@@ -215,10 +200,7 @@ class RunReader:
         return None if missing else StoredArtifact(reference, manifest)
 
     def verify(self, artifact: StoredArtifact, only: Iterable[str] | None = None) -> bool:
-        """Return whether the files, or `only` these of them, have the sha256 that the manifest states.
-
-        The latents of denoising steps, which no report shows, are not read; a start of the run verifies them.
-        """
+        """Return whether the files, or `only` these, are as the manifest states; states are left to a start."""
         folder, manifest, valid = artifact.reference.folder, artifact.manifest, True
         for name in _shown(manifest.files) if only is None else only:
             try:
@@ -257,39 +239,25 @@ class RunReader:
         return self.verify(artifact)
 
     def local_folder(self, reference: ArtifactRef, fetched: Path) -> Path:
-        """Return the folder of a verified artifact on this machine; a remote one is copied, without states.
-
-        StaleReferenceError if a remote one has changed since.
-        """
+        """Return the folder of an artifact, copied here without states; StaleReferenceError if it has changed."""
         place, target = self.store.path(reference.folder), fetched / reference.folder
         if is_local(self.store.filesystem):
             return Path(place)
-        manifest = self.store.inspect(place, reference, only=())
-        reason = (
-            manifest
-            if isinstance(manifest, str)
-            else self.store.files.fetch(place, manifest, target, _shown(manifest.files))
-        )
-        if reason is not None:
-            raise StaleReferenceError(f"{reference.uri}: {reason}")
+        found: Manifest | str | None = self.store.inspect(place, reference, only=())
+        if isinstance(found, Manifest):
+            found = self.store.files.fetch(place, found, target, _shown(found.files))
+        if found is not None:
+            raise StaleReferenceError(f"{reference.uri}: {found}")
         return target
 
 
 def _shown(names: Iterable[str]) -> list[str]:
     """Return the names of an artifact's files except those of states, which only an update reads."""
-    return [name for name in names if not fnmatchcase(name, STATES)]
+    return [name for name in names if not fnmatchcase(name, layout.STATES)]
 
 
 def refuse_lost(store: ArtifactStore, rollouts: ArtifactRef, folder: str, needed: str) -> None:
-    """Refuse to make the artifact of a folder again if it is in quarantine and what it is made of was pruned.
-
-    Args:
-        rollouts: what the artifact is made of.
-        needed: which part of the rollouts it is made of, IMAGES_REMOVED or STATES_REMOVED.
-
-    Raises:
-        InputError: it cannot be made again.
-    """
+    """Raise InputError if a folder's artifact is in quarantine and the part of rollouts for it was pruned."""
     pruned = store.pruned_reason(rollouts)
     if pruned is None or needed not in removed_by(pruned):
         return

@@ -22,10 +22,7 @@ StageArtifacts = Mapping[str, tuple[ArtifactRef, ...]]
 
 @dataclass(frozen=True)
 class IterationView:
-    """The valid artifacts of one training iteration, from 1.
-
-    `metrics` are those of its stages, the seconds of each, and the held-out reward of the policy that it made.
-    """
+    """The valid artifacts of a training iteration, from 1; metrics are theirs, and its policy's held-out reward."""
 
     iteration: int
     stages: StageArtifacts

@@ -15,52 +15,27 @@ from grpo_core.update.settings import PARITY_SHARE
 
 PAGE = "docs/is_it_learning.md"
 
-HACKING = "reward-hacking"
-"""Name of the signs that evaluations show; tasks.runs.hacking has their rule."""
-
-ALL_ZERO_SIGN = "reward-zero"
-"""Name of the signs that a single reward of a mix shows."""
-
-FAR_KL = 1.0
-"""Mean KL of a token to the reference, in nats, from which on the policy is far from it."""
-
-NO_ENTROPY = 0.02
-"""Entropy of a token, in nats, at or below which the policy samples the same again and again."""
-
-NO_SPREAD = 0.9
-"""Share of groups without spread from which on hardly anything is learned."""
+HACKING = "reward-hacking"  # name of the signs that evaluations show; tasks.runs.hacking has their rule
+ALL_ZERO_SIGN = "reward-zero"  # name of the signs that a single reward of a mix shows
+FAR_KL = 1.0  # mean KL of a token to the reference, in nats, from which on the policy is far from it
+NO_ENTROPY = 0.02  # entropy of a token, in nats, at or below which the policy samples the same again and again
+NO_SPREAD = 0.9  # share of groups without spread from which on hardly anything is learned
 
 HAD_SPREAD, ALIKE = 0.5, 0.3
 """A reward that has reached its bound had a spread in more than half of the groups in some iteration, has risen by half
 of the samples' standard deviation then, and has less than this share of it left."""
 
-ALL_ZERO = 0.8
-"""Share of groups in which a single reward is 0 for all samples, from which on it hardly counts in the mix."""
-
-CLIPPED = 0.55
-"""Share of actions that are clipped after an iteration's first step, from which on clipping determines the update."""
-
-NEAR_GATE = 0.8
-"""Share of its tolerance that the parity gate measures, from which on it is close to refusing an update."""
+ALL_ZERO = 0.8  # share of groups in which a reward is 0 for all samples, from which on it hardly counts in the mix
+CLIPPED = 0.55  # share of actions clipped after an iteration's first step, from which on clipping determines the update
+NEAR_GATE = 0.8  # share of its tolerance that the parity gate measures, from which on it is close to refusing an update
 
 _PARITY_MEAN = "sampling/sampling_logp_difference/mean"
-_IN_16_BITS = 5e-4
-"""A mean difference of tokens, in nats, that the gate lets through in 16 bits alone."""
-
-KL_PENALTY = 0.05
-"""The loss's KL term, kl_coef x KL, from which on it outweighs what advantages of unit variance can gain."""
-
-ROW = 3
-"""Iterations in a row that a condition needs."""
-
-RECENT = 5
-"""Iterations over which the clipped share and the KL term are averaged."""
-
-FALL = 5.0
-"""Standard errors by which the reward must have fallen below a level that it had."""
-
-WINDOW = 200
-"""Iterations back to which the best level of the reward is looked for."""
+_IN_16_BITS = 5e-4  # a mean difference of tokens, in nats, that the gate lets through in 16 bits alone
+KL_PENALTY = 0.05  # kl_coef x KL from which on it outweighs what advantages of unit variance can gain
+ROW = 3  # iterations in a row that a condition needs
+RECENT = 5  # iterations over which the clipped share and the KL term are averaged
+FALL = 5.0  # standard errors by which the reward must have fallen below a level that it had
+WINDOW = 200  # iterations back to which the best level of the reward is looked for
 
 
 @dataclass(frozen=True)
@@ -175,37 +150,28 @@ def _reward_at_bound(measured: _Measured) -> str | None:
         return None
     if reward[0] - rows[0]["reward"] < best["reward_std"] / 2 or std[0] > ALIKE * best["reward_std"]:
         return None
-    return (
-        f"the reward is {reward[0]:.3g} and {_share(measured)} of the groups have no spread, so nothing is left to "
-        "learn: stop here, or take harder prompts"
-    )
+    found = f"the reward is {reward[0]:.3g} and {_share(measured)} of the groups have no spread"
+    return f"{found}, so nothing is left to learn: stop here, or take harder prompts"
 
 
 def _entropy(measured: _Measured) -> str | None:
     if not measured.holds("entropy", lambda nats: nats <= NO_ENTROPY):
         return None
-    return (
-        f"the entropy is {measured.last('entropy')[0]:.2g} nats a token, so siblings are alike: raise "
-        f"rollout.temperature or lower {measured.place}.learning_rate (now {_learning_rate(measured)})"
-    )
+    found = f"the entropy is {measured.last('entropy')[0]:.2g} nats a token, so siblings are alike"
+    return f"{found}: raise rollout.temperature or lower {_learning_rate(measured)}"
 
 
 def _groups_without_spread(measured: _Measured) -> str | None:
     if not measured.holds("frac_reward_zero_std", lambda share: share >= NO_SPREAD):
         return None
     reward = "".join(f" (reward {value:.3g})" for value in measured.last("reward"))
+    found = f"{_share(measured)} of the groups have no spread{reward}"
     least = min(row["frac_reward_zero_std"] for row in measured.rows if "frac_reward_zero_std" in row)
     if least < HAD_SPREAD:
         # The reward and the prompts are those that had a spread before.
-        return (
-            f"{_share(measured)} of the groups have no spread{reward}, and {least:.0%} had none before, so the policy "
-            f"has collapsed: start again from an earlier one, with a lower {measured.place}.learning_rate (now "
-            f"{_learning_rate(measured)})"
-        )
-    return (
-        f"{_share(measured)} of the groups have no spread{reward}, so nothing is learned: check the reward, how hard "
-        "the prompts are, and rollout.group_size"
-    )
+        collapsed = f"{found}, and {least:.0%} had none before, so the policy has collapsed"
+        return f"{collapsed}: start again from an earlier one, with a lower {_learning_rate(measured)}"
+    return f"{found}, so nothing is learned: check the reward, how hard the prompts are, and rollout.group_size"
 
 
 _ZEROS_OF_REWARD = re.compile(r"rewards/(.+)/frac_all_zero")
@@ -234,10 +200,8 @@ def _kl(measured: _Measured) -> str | None:
     kl = measured.last("kl")
     if measured.stream != "tokens" or not kl or kl[0] < FAR_KL:
         return None
-    return (
-        f"the KL is {kl[0]:.2f} nats a token, far from the model: lower {measured.place}.learning_rate "
-        f"(now {_learning_rate(measured)}) or raise {measured.place}.kl_coef"
-    )
+    found = f"the KL is {kl[0]:.2f} nats a token, far from the model"
+    return f"{found}: lower {_learning_rate(measured)} or raise {measured.place}.kl_coef"
 
 
 def _kl_penalty(measured: _Measured) -> str | None:
@@ -258,10 +222,8 @@ def _clipped(measured: _Measured) -> str | None:
     if len(shares) < RECENT or math.fsum(shares) / RECENT < CLIPPED:
         return None
     noun = "tokens" if measured.stream == "tokens" else "steps"
-    return (
-        f"{math.fsum(shares) / RECENT:.0%} of the {noun} are clipped after the first optimizer step: raise "
-        f"{measured.place}.clip_range, or lower {measured.place}.learning_rate or epochs"
-    )
+    found = f"{math.fsum(shares) / RECENT:.0%} of the {noun} are clipped after the first optimizer step"
+    return f"{found}: raise {measured.place}.clip_range, or lower {measured.place}.learning_rate or epochs"
 
 
 def _near_gate(measured: _Measured) -> str | None:
@@ -270,10 +232,8 @@ def _near_gate(measured: _Measured) -> str | None:
         return None
     found = f"stored and recomputed log-probs differ by {share[0]:.0%} of what the gate allows"
     if measured.stream == "tokens" and mean and mean[0] > _IN_16_BITS:
-        return (
-            f"{found}, more than 16 bits usually round: compare the sampler's settings with the update's, set "
-            f"policy.dtype to float32, or set {measured.place}.parity"
-        )
+        found += ", more than 16 bits usually round: compare the sampler's settings with the update's"
+        return f"{found}, set policy.dtype to float32, or set {measured.place}.parity"
     return f"{found}: sample and train on the same kind of device, or set {measured.place}.parity"
 
 
@@ -289,10 +249,8 @@ def _reward_fell(measured: _Measured) -> str | None:
     best = max(earlier, key=lambda level: level.mean - FALL * math.hypot(level.error, now.error))
     if best.mean - now.mean <= FALL * math.hypot(best.error, now.error):
         return None
-    return (
-        f"the reward fell from {best.mean:.3g} to {now.mean:.3g}: look at the samples, and lower "
-        f"{measured.place}.learning_rate (now {_learning_rate(measured)})"
-    )
+    found = f"the reward fell from {best.mean:.3g} to {now.mean:.3g}"
+    return f"{found}: look at the samples, and lower {_learning_rate(measured)}"
 
 
 _REWARD = ("reward", "reward_std", "groups_kept", "groups_dropped")
@@ -315,7 +273,8 @@ def _share(measured: _Measured) -> str:
 
 
 def _learning_rate(measured: _Measured) -> str:
-    return "".join(f"{value:g}" for value in measured.last("learning_rate")) or "unknown"
+    now = "".join(f"{value:g}" for value in measured.last("learning_rate")) or "unknown"
+    return f"{measured.place}.learning_rate (now {now})"
 
 
 _RULES: Mapping[str, Callable[[_Measured], str | None]] = {
@@ -337,5 +296,4 @@ _EXPLAINS: Mapping[str, Sequence[str]] = {
 }
 """What follows from a sign and says nothing further."""
 
-SIGNS = (*_RULES, ALL_ZERO_SIGN, HACKING)
-"""The name of every sign."""
+SIGNS = (*_RULES, ALL_ZERO_SIGN, HACKING)  # the name of every sign

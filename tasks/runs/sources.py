@@ -31,15 +31,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def read_sources(store: ArtifactStore, wanted: Mapping[str, str], runs: Iterable[str] = ()) -> dict[str, SourceImage]:
-    """Read stored images by their digests, every file verified.
-
-    Args:
-        wanted: who has each, by digest, for errors.
-        runs: that the rollouts are of, if not of this one; a file with the digest is the right one wherever it is.
-
-    Raises:
-        InputError: a file is missing or damaged everywhere.
-    """
+    """Read stored images by digest from any of these runs, verified; InputError names who has a missing one."""
     places = list(dict.fromkeys([store.run, *runs]))
     return {digest: SourceImage(digest, _read(store, digest, where, places)) for digest, where in wanted.items()}
 
@@ -76,10 +68,7 @@ def sources_of(table: "pl.DataFrame", read: Mapping[str, SourceImage]) -> "Sourc
 
 def missing_source(store: ArtifactStore, digest: str, where: str, found: str) -> InputError:
     """Make the error for an image that is not stored as it should be."""
-    hint = (
-        f"It is an image of {where}. Start the run again with the prompt file that has it, which restores it, or put "
-        "the file back from a copy."
-    )
+    hint = f"It is an image of {where}. Start the run again with the prompt file that has it, which restores it."
     return InputError(f"{store.run}/{source_file(digest)}", found, hint)
 
 
@@ -93,13 +82,8 @@ def store_sources(
 ) -> None:
     """Make sure that the run has these images of prompts, and that each is valid; a damaged one is set aside.
 
-    Args:
-        named: who has each, by digest, for errors.
-        references: the images of the prompts that were read, by digest.
-        known: digests that this process has stored or verified, to which these are added.
-
-    Raises:
-        InputError: an image is neither stored nor in the prompts, or cannot be decoded.
+    `named` says who has each, for errors; to `known`, digests that this process has stored or verified, they are added.
+    InputError for an image that is neither stored nor in the prompts, or cannot be decoded.
     """
     wanted = {digest: where for digest, where in named.items() if digest not in known}
 

@@ -11,20 +11,7 @@ from configs.schema import RunConfig
 from configs.yaml_files import parse_yaml
 from grpo_core.errors import InputError, raise_all
 from tasks.prompts.files import find_input, nearest_names
-from tasks.runs.layout import (
-    ADVANTAGES,
-    GUARDRAILS,
-    PARTS,
-    RECOMPUTED,
-    REWARDS,
-    ROLLOUTS,
-    STORED,
-    SamplingRound,
-    StoredEvaluation,
-    StoredIteration,
-    iteration_folder,
-    rescoring_folder,
-)
+from tasks.runs import layout
 from tasks.runs.lookup import CONFIG_FILE, read_config_file, spans
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -104,19 +91,15 @@ def read_range(text: str) -> tuple[int, int]:
 
 def read_iterations(
     store: ArtifactStore, chosen: tuple[int, int] | None, advantages: str
-) -> tuple[StoredIteration, ...]:
+) -> tuple[layout.StoredIteration, ...]:
     """Read the iterations of a run that a policy can be trained on, in order; nothing is changed.
 
-    Args:
-        chosen: first and last; None for all that have advantages.
-        advantages: `stored`, `recomputed`, or the name of a rescoring.
-
-    Raises:
-        InputError: an iteration is missing or damaged, or there are no such advantages.
+    Chosen are the first and last, or all that have advantages, which are `stored`, `recomputed`, or those of a
+    rescoring. InputError if an iteration is missing or damaged, or there are no such advantages.
     """
     reader = RunReader(store)
     rescorings = reader.rescorings()
-    known = [STORED, RECOMPUTED, *rescorings]
+    known = [layout.STORED, layout.RECOMPUTED, *rescorings]
     if advantages not in known:
         hint = f"{store.run} has {', '.join(known)}. Nearest: {nearest_names(advantages, known)}."
         raise InputError("--advantages", advantages, hint)
@@ -139,17 +122,16 @@ def read_iterations(
 
 
 def _require_rescored(reader: RunReader, name: str, numbers: Sequence[int]) -> None:
-    """Refuse a rescoring that was stopped before it came to one of these iterations, with one message."""
     rescored = [
         number
         for number in numbers
-        if ADVANTAGES in reader.artifact_names(rescoring_folder(name, iteration_folder(number)))
+        if layout.ADVANTAGES in reader.artifact_names(layout.rescoring_folder(name, layout.iteration_folder(number)))
     ]
     if len(rescored) < len(numbers):
         chosen = f", or choose --iterations among {spans(rescored)}" if rescored else ""
         hint = f"It is not finished: run the same `grpo rescore` again{chosen}."
         value = f"{len(rescored)} of {len(numbers)} iterations"
-        raise InputError(f"{reader.store.run}/{rescoring_folder(name)}", value, hint)
+        raise InputError(f"{reader.store.run}/{layout.rescoring_folder(name)}", value, hint)
 
 
 def first_iteration(store: ArtifactStore) -> int:
@@ -158,26 +140,26 @@ def first_iteration(store: ArtifactStore) -> int:
 
 
 def _complete_iterations(reader: RunReader) -> list[int]:
-    complete = [number for number in reader.iterations() if reader.scored_rounds(iteration_folder(number))]
+    complete = [number for number in reader.iterations() if reader.scored_rounds(layout.iteration_folder(number))]
     if not complete:
         hint = "It has no iteration with stored rollouts and advantages; train it first, or name another run."
         raise InputError("RUN", reader.store.run, hint)
     return complete
 
 
-def _read_iteration(reader: RunReader, number: int, advantages: str) -> StoredIteration:
-    folders = reader.scored_rounds(iteration_folder(number))
+def _read_iteration(reader: RunReader, number: int, advantages: str) -> layout.StoredIteration:
+    folders = reader.scored_rounds(layout.iteration_folder(number))
     rounds = []
     for folder in folders:
-        labels = reader.artifact_names(f"{folder}/{REWARDS}")
-        rewards = {label: _require(reader.store, f"{folder}/{REWARDS}/{label}") for label in labels}
-        rounds.append(SamplingRound(_require(reader.store, f"{folder}/{ROLLOUTS}"), rewards))
-    own = advantages in (STORED, RECOMPUTED)
-    scored = folders[-1] if own else rescoring_folder(advantages, iteration_folder(number))
-    return StoredIteration(
+        labels = reader.artifact_names(f"{folder}/{layout.REWARDS}")
+        rewards = {label: _require(reader.store, f"{folder}/{layout.REWARDS}/{label}") for label in labels}
+        rounds.append(layout.SamplingRound(_require(reader.store, f"{folder}/{layout.ROLLOUTS}"), rewards))
+    own = advantages in (layout.STORED, layout.RECOMPUTED)
+    scored = folders[-1] if own else layout.rescoring_folder(advantages, layout.iteration_folder(number))
+    return layout.StoredIteration(
         number=number,
         rounds=tuple(rounds),
-        advantages=_require(reader.store, f"{scored}/{ADVANTAGES}"),
+        advantages=_require(reader.store, f"{scored}/{layout.ADVANTAGES}"),
         samplers=read_samplers(reader.store, [each.rollouts for each in rounds]),
     )
 
@@ -195,32 +177,29 @@ def read_samplers(store: ArtifactStore, rollouts: Sequence[ArtifactRef]) -> froz
     found: set[tuple[int, str]] = set()
     for reference in rollouts:
         folder = f"{store.root}/{reference.uri}"
-        rows = read_columns(store.filesystem, folder, PARTS, ("policy_version", "policy_digest"))
+        rows = read_columns(store.filesystem, folder, layout.PARTS, ("policy_version", "policy_digest"))
         found |= set(zip(*(column.to_pylist() for column in rows.columns), strict=True))
     return frozenset(found)
 
 
 def find_evaluation(
     store: ArtifactStore, folder: str, config: RunConfig, policy: PolicyRef | None = None
-) -> StoredEvaluation | None:
-    """Find the evaluation in this folder of the run; None unless all its stages are valid.
-
-    It must have the configuration's rewards and guardrails, and be sampled by `policy` if one is given.
-    """
-    rewards = {section.label: f"{REWARDS}/{section.label}" for section in config.rewards}
-    guardrails = {section.label: f"{GUARDRAILS}/{section.label}" for section in config.guardrails.rewards}
+) -> layout.StoredEvaluation | None:
+    """Find the valid evaluation in a folder, with the configuration's rewards and guardrails, by this policy."""
+    rewards = {section.label: f"{layout.REWARDS}/{section.label}" for section in config.rewards}
+    guardrails = {section.label: f"{layout.GUARDRAILS}/{section.label}" for section in config.guardrails.rewards}
     valid: dict[str, ArtifactRef] = {}
-    for stage in (ROLLOUTS, ADVANTAGES, *rewards.values(), *guardrails.values()):
+    for stage in (layout.ROLLOUTS, layout.ADVANTAGES, *rewards.values(), *guardrails.values()):
         found = store.find(f"{folder}/{stage}")
         if found is None:
             return None
         valid[stage] = found
     # Another policy of the same version may have been evaluated here before.
-    if policy is not None and read_samplers(store, [valid[ROLLOUTS]]) != {(policy.version, policy.digest)}:
+    if policy is not None and read_samplers(store, [valid[layout.ROLLOUTS]]) != {(policy.version, policy.digest)}:
         return None
-    return StoredEvaluation(
-        rollouts=valid[ROLLOUTS],
-        advantages=valid[ADVANTAGES],
+    return layout.StoredEvaluation(
+        rollouts=valid[layout.ROLLOUTS],
+        advantages=valid[layout.ADVANTAGES],
         rewards={label: valid[stage] for label, stage in rewards.items()},
         guardrails={label: valid[stage] for label, stage in guardrails.items()},
     )

@@ -45,35 +45,20 @@ def heldout_rewards(store: ArtifactStore, folder: str = EVALUATIONS) -> dict[int
 
 
 def chosen_version(store: ArtifactStore, chosen: str | None) -> int | None:
-    """Return the policy version that a person chose: a number as text, `best`, or None for the last valid one.
-
-    The best is the version with the highest mean held-out reward among those that are stored, the initial model
-    included; of equal ones the earliest. InputError if no stored version was evaluated.
-    """
+    """Return the version that a person chose: a number, `best` by held-out reward, or None for the last valid one."""
     if chosen != BEST:
         return None if chosen is None else int(chosen)
     stored = {0, *stored_versions(store)}
     rewards = {version: reward for version, reward in heldout_rewards(store).items() if version in stored}
     if not rewards:
         numbers = spans(sorted(stored - {0}))
-        hint = (
-            f"No stored version of {store.run} was evaluated; leave it out for the last one, give a version "
-            f"({numbers}), or run `grpo evaluate`."
-        )
+        hint = f"No stored version was evaluated; leave it out, give a version ({numbers}), or run `grpo evaluate`."
         raise InputError("RUN", f"{store.run}@{chosen}", hint)
     return max(rewards, key=rewards.__getitem__)
 
 
 def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) -> tuple[PolicyRef, tuple[str, ...]]:
-    """Return a version of the policy, and a note for every damaged version that was skipped; nothing is changed.
-
-    Args:
-        version: 0 for the initial model; None for the last valid version.
-        model_digest: digest of the initial model.
-
-    Raises:
-        InputError: there is no such version, or it is damaged.
-    """
+    """Return the version, 0 for the model and None for the last valid one, and notes on skipped ones."""
     if version:
         return read_policy(store, version), ()
     notes: list[str] = []
@@ -108,11 +93,7 @@ def stored_start(described: Mapping[str, Any]) -> PolicyRef | None:
 
 
 def adapter_version(config: RunConfig) -> ArtifactRef | None:
-    """Return the checkpoint that `policy.adapter: RUN@VERSION` means; None without one, for a folder and a hub name.
-
-    Raises:
-        InputError: the storage root has no such run, or the run has no such version, perhaps because it was pruned.
-    """
+    """Return the checkpoint that `policy.adapter: RUN@VERSION` means, or None; InputError if there is none."""
     name = config.policy.adapter or ""
     named = PolicyName.parse(name)
     # The best of a run that goes on would be another one tomorrow.
@@ -130,11 +111,8 @@ def adapter_version(config: RunConfig) -> ArtifactRef | None:
     digest = model_digest(config.policy.model, config.policy.revision)
     # That of a run that started from an adapter covers the adapter too.
     if source.adapter is None and known not in (None, digest):
-        hint = (
-            f"It was trained over {source.model} ({known[:12]}), and policy.model is {config.policy.model} "
-            f"({digest[:12]}); set policy.model to that one, with the same files."
-        )
-        raise InputError("policy.adapter", name, hint)
+        models = f"{source.model} ({known[:12]}), and policy.model is {config.policy.model} ({digest[:12]})"
+        raise InputError("policy.adapter", name, f"It was trained over {models}; set policy.model to that one.")
     return checkpoint
 
 

@@ -39,8 +39,7 @@ _WITH: Mapping[Uses, frozenset[Uses]] = MappingProxyType(
 )
 """What is asked about, each with the marks of the settings beside it that decide what it does."""
 
-_HASHED_BYTES = 64 * 2**20
-"""Largest file among the words of a command whose content counts: programs and scripts, and no weights."""
+_HASHED_BYTES = 64 * 2**20  # largest file in a command whose content counts: programs and scripts, and no weights
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ def _sha256_of(parts: list[Any]) -> str:
 
 
 def _files_of(command: str) -> list[str]:
-    """Return the path and the sha256 of each file among the words of a command."""
     try:
         words = json.loads(command) if command.startswith("[") else shlex.split(command)
     except ValueError:
@@ -103,10 +101,7 @@ def _files_of(command: str) -> list[str]:
 
 
 def uses_of(settings: BaseModel, place: str = "", *, within: Collection[str] | None = None) -> list[Use]:
-    """List what a configuration, or its section at `place`, would use, by the marks of its fields; nothing is loaded.
-
-    `within` has the names of the fields that are used; None: all.
-    """
+    """List what a configuration, or its section at `place`, would use, by the marks of all or these fields."""
     names = [name for name in type(settings).model_fields if within is None or name in within]
     values = {name: getattr(settings, name) for name in names}
     found = list(_marked(type(settings), place, values))

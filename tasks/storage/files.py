@@ -35,10 +35,7 @@ def is_local(filesystem: AbstractFileSystem) -> bool:
 
 
 def matching(filesystem: AbstractFileSystem, folder: str, pattern: str) -> list[str]:
-    """List what is in a folder by name, sorted; nothing where there is no folder.
-
-    The pattern is of a name, or of names below one another; the folder's own characters are none, unlike in `glob`.
-    """
+    """List what is in a folder by a pattern of names, sorted; the folder's own characters are no pattern."""
     name, _, below = pattern.partition("/")
     try:
         found = sorted(str(path).rstrip("/") for path in filesystem.ls(folder, detail=False))
@@ -61,10 +58,8 @@ def remove_folder(filesystem: AbstractFileSystem, folder: str) -> None:
         filesystem.rm_file(path)
 
 
-MAX_SMALL_BYTES = 16 * 2**20
-"""Largest file of a run that is read whole: its configuration, manifests, records and the table of metrics."""
-MAX_SOURCE_BYTES = 512 * 2**20
-"""The same of an image in prompts."""
+MAX_SMALL_BYTES = 16 * 2**20  # largest file of a run that is read whole, such as its manifests and metrics
+MAX_SOURCE_BYTES = 512 * 2**20  # the same of an image in prompts
 
 
 class TooLargeError(OSError):
@@ -141,10 +136,8 @@ def require_writable(folder: Path, place: str) -> None:
 
 
 def fsync_folder(staged: Path, synced: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """Force a staged folder to the disk, and return the sha256 of each file; `synced` ones have not changed since.
-
-    Files get the folder's permissions: safetensors makes files that only the owner may read, and a run is shared.
-    """
+    """Force a staged folder to the disk and return its files' sha256; all get its permissions, as runs are shared."""
+    # safetensors makes files that only the owner may read.
     rights, paths = staged.stat().st_mode & 0o666, sorted(staged.rglob("*"))
     new = [path for path in paths if path.relative_to(staged).as_posix() not in synced]
     for path in new:
@@ -162,11 +155,7 @@ def fsync_folder(staged: Path, synced: Mapping[str, str] = MappingProxyType({}))
 
 
 def move_folder(staged: Path, target: Path) -> None:
-    """Move a synced folder to its place on the same disk, in one rename.
-
-    The fsync of the manifest's folder makes the rename last; if the power fails in between, a manifest without its
-    folder is no artifact.
-    """
+    """Move a synced folder to its place in one rename, which the fsync of the manifest's folder makes last."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staged.rename(target)
 

@@ -27,11 +27,9 @@ from pydantic import BaseModel, ConfigDict
 from tasks.storage.roots import is_conflict, require_exclusive_create
 
 RENEWAL_SECONDS, LEASE_SECONDS = 5.0, 60.0
-_FRESH = 3
-"""Number of late renewals after which a holder checks whether it still has the lease."""
+_FRESH = 3  # number of late renewals after which a holder checks whether it still has the lease
 _POLL_SECONDS = 0.5
-_CLOCK_SECONDS = 2.0
-"""Tolerance between two readings of a process's start, since the clock may be set in between."""
+_CLOCK_SECONDS = 2.0  # tolerance between two readings of a process's start, since the clock may be set in between
 _MAX_COMMAND = 200
 _RELEASED = b'{"released": true}'
 
@@ -222,10 +220,7 @@ class Lease:
 def take_lease(
     filesystem: AbstractFileSystem, folder: str, holder: Holder, on_wait: Callable[[str], None] = lambda line: None
 ) -> Lease | str:
-    """Take a lease for this process, or return who has it; waits while it is not known whether the holder is alive.
-
-    `on_wait` is called with a message before a wait. InputError if two processes could take one lease there.
-    """
+    """Take a lease, or return who has it, after a wait that `on_wait` reports if nobody knows whether it lives."""
     require_exclusive_create(filesystem, folder)
     objects = _Objects(filesystem, folder)
     number = objects.highest

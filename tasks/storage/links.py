@@ -18,8 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from grpo_core.errors import InputError, raise_all
 
-_REPORTED = 10
-"""Links of a folder that one error names."""
+_REPORTED = 10  # links of a folder that one error names
 
 
 class SpecialFileError(OSError):
@@ -124,8 +123,5 @@ class RootFileSystem(LocalFileSystem):
 
 
 def _refused(link: str) -> LinkError:
-    hint = (
-        "This link leads out of the run, so nothing is read, written or deleted there. Remove it, or put what it leads "
-        "to in its place; of links only the storage root itself may lead elsewhere."
-    )
+    hint = "This link leads out of the run, so it is not followed. Remove it, or put what it leads to in its place."
     return LinkError(link, os.path.realpath(link), hint)

@@ -19,14 +19,9 @@ from tasks.storage.files import is_local, matching
 if TYPE_CHECKING:
     import polars as pl
 
-MEASURED = ("seconds",)
-"""Columns that differ between runs and that no later stage reads."""
-
-DIGESTS = "grpo.digests"
-"""Key of the file's metadata with one digest per write."""
-
-ROW_GROUP_BYTES = 16 * 2**20
-"""Size in memory from which waiting rows are written as a row group; who reads one image reads its whole group."""
+MEASURED = ("seconds",)  # columns that differ between runs and that no later stage reads
+DIGESTS = "grpo.digests"  # key of the file's metadata with one digest per write
+ROW_GROUP_BYTES = 16 * 2**20  # in memory, from which a row group is written; who reads one image reads its whole group
 
 _ASCENDING = ("support_ids",)
 _ELEMENT = ".list.element"
@@ -159,17 +154,14 @@ def oversized(source: Path | pa.NativeFile | IO[bytes], size: int) -> str | None
         for index in groups:
             # pyarrow aborts the process where the footer's columns are damaged, unless it has read from them.
             next(file.iter_batches(1, row_groups=[index]), None)
-        chunks = [file.metadata.row_group(index).column(each) for index in groups for each in _columns(file, index)]
+        stored = [file.metadata.row_group(index) for index in groups]
+        chunks = [group.column(number) for group in stored for number in range(group.num_columns)]
         unpacked = sum(each.num_values * _WIDTHS.get(each.physical_type, 8) for each in chunks)
         if unpacked <= limit:
             texts = [each for each in chunks if each.physical_type == "BYTE_ARRAY"]
             if sum(each.num_values * each.total_uncompressed_size for each in texts) > limit:
                 unpacked += _bytes_of_texts(file, texts, limit)
     return None if unpacked <= limit else f"unpacks to {unpacked / 2**30:,.1f} GiB, far more than the file has"
-
-
-def _columns(file: pq.ParquetFile, group: int) -> range:
-    return range(file.metadata.row_group(group).num_columns)
 
 
 def oversized_file(filesystem: AbstractFileSystem, path: str) -> str | None:
@@ -197,10 +189,7 @@ def _bytes_of_texts(file: pq.ParquetFile, chunks: Sequence[pq.ColumnChunkMetaDat
 
 
 def read_checked(content: bytes, schema: pa.Schema) -> dict[str, list[Any]]:
-    """Read the columns of a table that was written at once and has no manifest; ValueError for anything else.
-
-    Changed bytes such as those of the footer are found too, which readers trust to different degrees.
-    """
+    """Read a table that was written at once and has no manifest; ValueError if any byte was changed."""
     try:
         if (reason := oversized(pa.BufferReader(content), len(content))) is not None:
             raise ValueError(f"it {reason}")
@@ -262,10 +251,7 @@ def read_advantages(files: Sequence[Path], columns: Sequence[str] | None = None)
 
 
 def leading_stream(table: pa.Table) -> pa.Table:
-    """Return the rows of the table's first stream in the order of STREAMS, whose statistics are the run's.
-
-    The streams can have different rewards, so those of one are not to be averaged with those of another.
-    """
+    """Return the rows of the table's first stream, whose statistics are the run's: rewards can differ by stream."""
     found = set(table[STREAM].to_pylist())
     first = next((stream for stream in STREAMS if stream in found), STREAMS[0])
     return table.filter(pc.equal(table[STREAM], first))

@@ -31,10 +31,7 @@ class StageRecords(WritableFileSystem):
 
     # Prefect calls the plain methods with _sync=True, and those with an "a" from coroutines.
     def read_path(self, path: str, *, _sync: bool = True) -> bytes:  # type: ignore[override]
-        """Read the reference of a key, as a record of Prefect's that `reference_serializer` decodes.
-
-        StaleReferenceError if there is none, or it was changed; after a StorageError the stage refuses to run.
-        """
+        """Read a key's reference as a Prefect record; StaleReferenceError if there is none, or it was changed."""
         with current_store().noting_unread(path):
             reference = _find(path)
         metadata = ResultRecordMetadata(serializer=reference_serializer(), storage_key=path)

@@ -23,18 +23,13 @@ from tasks.storage.files import is_local, nearest_existing
 from tasks.storage.links import RootFileSystem
 
 _S3 = ("s3://", "s3a://")
-LOOK = {"connect_timeout": 4, "read_timeout": 6}
-"""Timeout in seconds of the check before a run begins."""
+LOOK = {"connect_timeout": 4, "read_timeout": 6}  # timeout in seconds of the check before a run begins
 # A bucket that does not answer is reported within about a minute; the stage is then retried by placement.retries.
 _ATTEMPTS = {"mode": "standard", "total_max_attempts": 3}
 
 
 def open_root(root: str) -> tuple[AbstractFileSystem, str]:
-    """Open the filesystem of a root, a folder or a URL, and return it with the path in it.
-
-    Raises:
-        InputError: credentials in the URL, an unknown kind, a package that is not installed, or a file in its place.
-    """
+    """Open a root's filesystem and its path there; InputError for one that cannot be opened, or a file there."""
     refuse_secrets("storage.root", root)
     place = root if "://" in root else str(Path(root).expanduser())
     try:
@@ -83,10 +78,7 @@ def require_exclusive_create(filesystem: AbstractFileSystem, folder: str) -> Non
     finally:
         with contextlib.suppress(FileNotFoundError):
             filesystem.rm_file(path)
-    hint = (
-        "Two starts could write one run there, since a file that exists can be created again. Name a folder, or a "
-        "bucket that refuses this (s3:// with conditional writes)."
-    )
+    hint = "Two starts could write one run there: name a folder, or a bucket with conditional writes, such as s3://."
     raise InputError("storage.root", filesystem.unstrip_protocol(folder), hint)
 
 
@@ -207,10 +199,7 @@ def _errno(error: OSError | SafetensorError) -> int | None:
 
 @contextlib.contextmanager
 def translate_remote_errors(filesystem: AbstractFileSystem, root: str) -> Iterator[None]:
-    """Turn failures of a bucket into StorageError; missing files pass unchanged.
-
-    UnreachableStorageError stands for one that does not answer or is busy.
-    """
+    """Turn failures of a bucket into StorageError, or UnreachableStorageError; missing files pass unchanged."""
     if is_local(filesystem):
         yield
         return

@@ -83,11 +83,9 @@ class RunLock:
 
 @contextmanager
 def locked(store: RunFolder, place: str = "", *, setting: str, value: str) -> Iterator[RunLock]:
-    """Lock a place of a run, by default all of it; the lock of a dead holder is taken over, and that is logged.
+    """Lock a place of a run, by default all; a dead holder's lock is taken over, and that is logged.
 
-    Raises:
-        InputError: another process has the lock, or the file system has no locks; names `setting` with its `value`.
-        StorageError: it cannot be written there.
+    InputError names `setting` if another process has the lock, or the file system has none; StorageError if it fails.
     """
     path, shown = store.path(f"{place}/{LOCK}" if place else LOCK), f"{store.run}/{place}".rstrip("/")
     with translate_storage_errors(store.filesystem, store.root), translate_remote_errors(store.filesystem, store.root):
@@ -119,7 +117,6 @@ def is_locked(store: RunFolder) -> bool:
 
 
 def _take_file(path: Path) -> FileLock | str:
-    """Take the lock, or return who has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         # Python closes its descriptors in programs that it starts.

@@ -9,8 +9,7 @@ import pyarrow as pa
 
 from grpo_core.streams import STREAMS, Modality, Stream
 
-SCHEMA_VERSION = 10
-"""The one version of stored tables that this program writes and reads."""
+SCHEMA_VERSION = 10  # the one version of stored tables that this program writes and reads
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -134,11 +133,7 @@ _COMPLETION = [
 
 
 def rollout_schema(modality: Modality, streams: Collection[Stream], *, with_start: bool = False) -> pa.Schema:
-    """Return the schema of rollouts with the recorded streams; their images are in files of their own.
-
-    Images that are made without tokens and without noisy steps have no stream. With `with_start`, the chat template
-    begins the completions.
-    """
+    """Return the schema of rollouts with the recorded streams, if any; a chat template may begin completions."""
     of_streams = [field for stream in STREAMS if stream in streams for field in _OF_STREAM[stream]]
     if modality == "text":
         return _described([*_SAMPLE, *of_streams, *_TEXTS, *_ORIGIN, *_COMPLETION[: 1 + with_start]])

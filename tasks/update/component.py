@@ -28,16 +28,11 @@ from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.parquet import write_table
 from tasks.update.job import UpdateJob, UpdateOutcome
-from tasks.update.rows import ALGORITHMS, Algorithm, StoredRows, Training, read_training_rows
+from tasks.update.rows import ALGORITHMS, StoredRows, Training, read_training_rows
 
 
 class ComponentUpdate:
-    """The update of one component, from the previous version's files to those of the next one.
-
-    `previous` returns the local folder of the previous version's checkpoint, verified; `kept` is the component's
-    optimizer as the previous update left it, or None if its state has to be read; `staged` is the next version's
-    folder.
-    """
+    """The update of a component, from the verified `previous` files to the next ones, with the `kept` optimizer."""
 
     def __init__(
         self,
@@ -79,18 +74,19 @@ class ComponentUpdate:
         moments = process_group.state(optimizer)
         process_group.collect(trained)
         if not process_group.rank:
-            folder = self._own(self.staged)
+            folder = component_folder(self.staged, self.stream)
             folder.mkdir(parents=True, exist_ok=True)
             self._save_reference(folder)
             self._save_copies(folder)
             self.component.save_weights(folder)
             save_file(moments, folder / OPTIMIZER_FILE)
-            _write_steps(folder, optimizer.steps, result, algorithm)
+            steps = range(optimizer.steps - len(result.steps) + 1, optimizer.steps + 1)
+            measured = {
+                each.name: [getattr(step, each.name) for step in result.steps] for each in fields(algorithm.metrics)
+            }
+            columns: dict[str, list[Any]] = {"optimizer_step": [*steps], **measured}
+            write_table(folder / "update_steps.parquet", algorithm.steps_schema, columns)
         return result, optimizer
-
-    def _own(self, policy: Path) -> Path:
-        """Return the component's folder in that of a policy."""
-        return component_folder(policy, self.stream)
 
     def _optimizer(self, process_group: ProcessGroup) -> PolicyOptimizer:
         parameters = self.component.trainable_parameters()
@@ -111,7 +107,7 @@ class ComponentUpdate:
     def _stored_copy(self, name: CopyName) -> Path | None:
         """Return the folder of a copy that the previous version has of the component's weights; None without one."""
         previous = self.previous() if name in self.job.policy.copies else None
-        return previous and copy_folder(self._own(previous), name)
+        return previous and copy_folder(component_folder(previous, self.stream), name)
 
     def _begin_copies(self) -> None:
         """Continue the version's moving average and its old policy, or begin them with its weights."""
@@ -138,7 +134,6 @@ class ComponentUpdate:
         _save_copy(trained.reference_copy(), folder / "reference")
 
     def _save_copies(self, folder: Path) -> None:
-        """Write the moving average and the old policy next to the weights, and free their memory."""
         copies = self.component.trained.copies
         if "old" in copies:
             copies["old"].mix(1 - self._old_decay)
@@ -152,23 +147,13 @@ def _save_copy(copy: WeightCopy, folder: Path) -> None:
     copy.save(folder)
 
 
-def _write_steps(folder: Path, steps: int, result: UpdateResult, algorithm: Algorithm) -> None:
-    columns: dict[str, list[Any]] = {"optimizer_step": list(range(steps - len(result.steps) + 1, steps + 1))}
-    columns |= {field.name: [getattr(step, field.name) for step in result.steps] for field in fields(algorithm.metrics)}
-    write_table(folder / "update_steps.parquet", algorithm.steps_schema, columns)
-
-
 def carry_out(
     job: UpdateJob, staged: Path, process_group: ProcessGroup, on_progress: Callable[[int, int], None] | None
 ) -> UpdateOutcome | None:
     """Read, then check parity, train and write the next version's files, one component after the other.
 
     Each process takes its part of every minibatch. `on_progress` is called with passes done and the total. Only the
-    first process returns what was written.
-
-    Raises:
-        InputError, ParityError, NonFiniteError, StaleReferenceError, ValueError: as the functions that it calls. No
-            version is made then, whichever component failed.
+    first process returns what was written. Where a function that it calls raises, no version is made.
     """
     reset_peak_memory()
     with current_store().scratch() as fetched:

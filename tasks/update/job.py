@@ -36,10 +36,7 @@ class UpdateJob(BaseModel):
 
 
 class Member(BaseModel):
-    """The place of one process among those of an update, which find each other in a torch.distributed.TCPStore.
-
-    `group` is different for every group that uses the store at `host` and `port`.
-    """
+    """The place of a process among those of an update, which find each other in a TCPStore by their group."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -102,8 +99,5 @@ def _refuse_unusable_sharding(processes: int, updates: Mapping[Stream, AnyUpdate
             hint = "8-bit and paged moments cannot be sharded; use adamw, or set placement.sharding to ddp."
             raise InputError(f"{section}.optimizer", update.optimizer, hint)
         if stream in UNEQUAL_PASSES and update.micro_batch_size > 1:
-            hint = (
-                "Processes that share sharded weights make equally many passes, and rows of other prompts or image "
-                "sizes take passes of their own; set it to 1, or placement.sharding to ddp."
-            )
+            hint = "Processes with sharded weights make equally many passes; set it to 1, or placement.sharding to ddp."
             raise InputError(f"{section}.micro_batch_size", update.micro_batch_size, hint)

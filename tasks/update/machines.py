@@ -44,11 +44,7 @@ class Rendezvous:
 
 
 def claim_rendezvous(variables: MutableMapping[str, str]) -> Rendezvous | None:
-    """Read the variables of torchrun; None for one machine.
-
-    They are removed, since libraries of this process and its children would join a group by themselves. InputError if
-    another program has started the machines, or torchrun has started several processes per machine.
-    """
+    """Take the variables of torchrun, or None for one machine; InputError for another launcher or many processes."""
     host = variables.get("MASTER_ADDR")
     if host is None or variables.get("WORLD_SIZE", variables.get("SLURM_NTASKS", "1")) == "1":
         return None
@@ -58,6 +54,7 @@ def claim_rendezvous(variables: MutableMapping[str, str]) -> Rendezvous | None:
         hint = "Start one process per machine; it starts those of the devices that placement.devices names."
         raise InputError("LOCAL_WORLD_SIZE", int(per_machine), hint)
     found = Rendezvous(int(variables["RANK"]), int(variables["WORLD_SIZE"]), host, int(variables["MASTER_PORT"]))
+    # Libraries of this process and its children would join a group by themselves.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         variables.pop(name, None)
     return found
@@ -87,10 +84,7 @@ class MachineJob(BaseModel):
 
 
 class Machines:
-    """The machines of a training, seen from one of them.
-
-    Each start of another one has keys of its own in the store, of which the last values count: `job`, `done`, `cancel`.
-    """
+    """The machines of a training, seen from one; each start of another has its own keys: `job`, `done`, `cancel`."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
@@ -120,10 +114,7 @@ class Machines:
     # The first machine.
 
     def others(self) -> dict[int, int]:
-        """Wait until the other machines are there, and return their numbers of devices by rank.
-
-        InputError if one of them runs other code; LostStageError if one has not come in time.
-        """
+        """Return the other machines' numbers of devices once they are there; InputError if one has other code."""
         ranks, own = range(1, self.rendezvous.count), code_of(_ROOTS)
         if not self._found:
             log(f"waiting for {len(ranks)} other machines")
@@ -144,10 +135,7 @@ class Machines:
         return number
 
     def wait(self, number: int, rank: int) -> None:
-        """Wait until a machine has done its part of a job, or raise what a process of it raised.
-
-        LostStageError if it was started again, StageCancelledError if the job was cancelled.
-        """
+        """Wait until a machine has done its part of a job, or raise what a process of it raised."""
         machine = self._found[rank]
         while not (text := self._read(f"{machine.token}/done") or "").startswith(f"{number} "):
             if self._read(f"{machine.token}/cancel") == str(number):

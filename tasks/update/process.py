@@ -42,13 +42,11 @@ def carry_out_together(
     """Run `carry_out` in the processes of all devices.
 
     The policy that this process keeps is released first if it uses a GPU's memory. The artifacts are verified here
-    once,
-    before the processes read them. `on_progress` is called with the first process's passes done and the total.
+    once, before the processes read them. `on_progress` is called with the first process's passes done and the total.
 
     Raises:
         InputError: the machine cannot run it.
-        ParityError, NonFiniteError, StaleReferenceError, StorageError, ValueError, OutOfMemoryError: as a process
-            raised it.
+        ParityError, NonFiniteError, StaleReferenceError, StorageError, ValueError, OutOfMemoryError: as in a process.
         LostStageError: a process was killed, or ended without saying why.
         StageTimeoutError: it took longer than `placement.update.timeout`.
         RemoteStageError: a process raised an error of another class.
@@ -82,10 +80,7 @@ class _Progress(Silence):
 
 
 class UpdateGroup:
-    """The group that the processes of all devices form at the first update, until one of them ends.
-
-    A failed update ends all of them: the others wait for the one that failed.
-    """
+    """The group of all devices' processes from the first update until one ends; a failed update ends all."""
 
     def __init__(self) -> None:
         self._name: str | None = None
@@ -103,7 +98,8 @@ class UpdateGroup:
             self._leave(devices)
             # torchrun's store outlives this process.
             self._name = f"group {uuid.uuid4().hex}"
-            self._open_store(alone=machines is None)
+            if machines is None:
+                self._open_store()
         assert self._name is not None, "the group has been named"
         first = [len(devices)]
         for count in others.values():
@@ -143,9 +139,8 @@ class UpdateGroup:
         check: Callable[[], object] = lambda: None,
         cancel: Callable[[], object] = lambda: None,
     ) -> Any:
-        """Run the job in the processes of these devices, and return the answer of the first one.
-
-        `others` wait for other machines. `check`, called again and again, may raise; `cancel` then makes them end too.
+        """Run the job in these processes and return the first one's answer; if it fails, `cancel` ends other machines'
+        part.
         """
         first = 0 if place is None else job.first[place.rank]
         host, port = (_ADDRESS, self._port) if place is None else (place.host, place.port)
@@ -172,10 +167,8 @@ class UpdateGroup:
         alive = all(device.process.is_running for device in devices)
         return alive and self._starts == tuple(device.process.starts for device in devices)
 
-    def _open_store(self, *, alone: bool) -> None:
-        """Open a store in which the processes of this machine find each other; several machines share one."""
-        if not alone:
-            return
+    def _open_store(self) -> None:
+        """Open a store in which the processes of this machine find each other; several machines share torchrun's."""
         # Without a socket of ours it would listen on every address of the machine.
         with socket.create_server((_ADDRESS, 0)) as listening:
             self._port, descriptor = listening.getsockname()[1], listening.detach()
@@ -198,10 +191,7 @@ def _request(device: DeviceProcess, member: Member, shared: SharedJob, reporter:
 
 
 def take_part_in_updates(machines: Machines, placement: PlacementSection) -> None:
-    """Take part in the updates of the training on the first machine until that has ended.
-
-    InputError if this machine cannot run them, LostStageError if the training has failed.
-    """
+    """Take part in the updates of the first machine until they end; LostStageError if the training has failed."""
     refuse_missing_devices(placement.devices)
     group = UpdateGroup()
     with run_resources():
@@ -243,10 +233,7 @@ def _errors(answers: Sequence[Future[Any]]) -> list[BaseException]:
 
 
 def device_handler() -> Callable[[dict[str, Any]], dict[str, Any] | None]:
-    """Return what runs the stages that a device's process is sent, and takes part in updates.
-
-    Only the first process has the outcome of an update.
-    """
+    """Return what runs a device's stages and updates; only the first process has the outcome of an update."""
     stage = stage_handler()
 
     def handle(payload: dict[str, Any]) -> dict[str, Any] | None:

@@ -70,12 +70,8 @@ def read_training_rows(
     """Read the rows of an update; rows without an advantage and rows of versions too far away are left out.
 
     Text and images are not read. What is large stays on disk, and microbatches read their own: states of denoising
-    steps, and the ids that a truncated sampler could choose.
-
-    Args:
-        fetched: folder for local files that the rows are read from; it can be deleted after the update.
-        stream: whose actions are trained; samples without an advantage in it are left out.
-        max_staleness: maximum number of versions between a row's policy and this one; 0: only rows of this one.
+    steps, and the ids that a truncated sampler could choose, in `fetched`, which can be deleted after the update.
+    Rows are at most `max_staleness` versions from this policy; 0: only rows of this one.
 
     Raises:
         InputError: the image of a prompt is missing or damaged.
@@ -92,25 +88,19 @@ def read_training_rows(
     if table.is_empty():
         raise ValueError(f"no sample has an advantage in its {stream}; compute advantages with rewards for this stream")
     if table["reward"].null_count() == table.height:
-        raise ValueError(
-            "every reward of every sample is null, so there is nothing to learn from; check the rewards' tables, "
-            "and give the prompts what their rewards need (target images, for example)"
-        )
+        empty = "every reward of every sample is null, so there is nothing to learn from; check the rewards' tables"
+        raise ValueError(f"{empty}, and give the prompts what their rewards need (target images, for example)")
     staleness = (table["policy_version"] - policy.version).abs()
     on_policy = table["policy_digest"] == sampler.digest
     if max_staleness == 0 and not on_policy.all():
         samplers = sorted(digest[:12] for digest in table.filter(~on_policy)["policy_digest"].unique())
-        raise ValueError(
-            f"the rollouts were sampled by policy {samplers}, not by version {policy.version} "
-            f"({sampler.digest[:12]}); collect rollouts with this version"
-        )
+        wanted = f"version {policy.version} ({sampler.digest[:12]})"
+        raise ValueError(f"the rollouts were sampled by policy {samplers}, not by {wanted}; collect rollouts with it")
     kept = table.filter((on_policy | (staleness <= max_staleness)) & pl.col("advantage").is_not_null())
     too_stale = table.filter(~on_policy & (staleness > max_staleness))
     if len(too_stale) == len(table):
-        raise ValueError(
-            f"all {len(table)} rows are further than {max_staleness} versions from version {policy.version}; allow "
-            "more staleness, or take rollouts of nearer versions"
-        )
+        far = f"all {len(table)} rows are further than {max_staleness} versions from version {policy.version}"
+        raise ValueError(f"{far}; allow more staleness, or take rollouts of nearer versions")
     first = table.row(0, named=True)
     images = read_sources(store, digests_in(kept), (reference.run for reference in rollouts))
     sampled = stored.read(kept, folders, fetched, first[stored.max_length], sources_of(kept, images))
@@ -129,7 +119,6 @@ def read_training_rows(
 
 
 def _engines_of(table: pl.DataFrame) -> tuple[EngineRecord, ...]:
-    """Return the engines that sampled the rows, as the rows say; images say none."""
     names = [each.name for each in fields(EngineRecord)]
     if names[0] not in table.columns:
         return ()
@@ -143,7 +132,6 @@ def _read_samples(folders: Sequence[Path]) -> pl.DataFrame:
 
 
 def _read_scores(folder: Path, stream: Stream) -> pl.DataFrame:
-    """Return rewards and advantages of a stream."""
     stored = read_advantages(sorted(folder.glob("*.parquet")), ("sample_id", "reward", "advantage"))
     scores = pl.from_arrow(stored)
     assert isinstance(scores, pl.DataFrame)

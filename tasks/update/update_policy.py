@@ -20,7 +20,6 @@ from tasks.runs.reader import refuse_lost
 from tasks.storage.artifacts.commit import STATES_REMOVED, commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
-from tasks.storage.schemas import SCHEMA_VERSION
 from tasks.update.component import carry_out
 from tasks.update.job import UpdateJob, UpdateOutcome
 from tasks.update.process import carry_out_together
@@ -58,7 +57,6 @@ def _modules(inputs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _losses(updates: Mapping[Stream, AnyUpdateSection]) -> tuple[str, ...]:
-    """Return the losses that are functions of the user."""
     return tuple(update.objective for update in updates.values() if update.custom_loss is not None)
 
 
@@ -122,7 +120,6 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
             staged,
             policy_folder(job.version),
             digest=outcome.checkpoint_digest,
-            schema_version=SCHEMA_VERSION,
             rows=outcome.rows,
             seconds=time.perf_counter() - started,
             metrics=outcome.metrics,
@@ -135,7 +132,6 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
 def _carry_out(
     job: UpdateJob, store: ArtifactStore, staged: Path, report_progress: Callable[[int, int], None]
 ) -> UpdateOutcome:
-    """Run the update in this process, or in those of the devices."""
     if job.placement.in_processes:
         return carry_out_together(job, store, staged, report_progress)
     outcome = carry_out(job, staged, SINGLE_PROCESS, report_progress)

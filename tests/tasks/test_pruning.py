@@ -14,7 +14,7 @@ from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tasks.pruning import Prunable, abandoned_writes, delete_part, find_prunable, part_bytes
-from tasks.rewards.rows import batches_of, score_rows
+from tasks.rewards.rows import batches_for, score_rows
 from tasks.runs.layout import IMAGES_FILE, PART_FILE, STATES_FILE
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, STATES_REMOVED, commit_artifact
 from tasks.storage.artifacts.restore import restore_artifact
@@ -115,10 +115,11 @@ class TestParts:
     def test_no_reward_scores_what_has_no_image(self, tmp_path: Path) -> None:
         write_rollouts(tmp_path)
         (tmp_path / IMAGES_FILE.format(0)).unlink()
-        section = RewardSection(reward="jpeg")
-        (batch,) = batches_of(tmp_path, 32, frozenset({"0-0"}), with_tokens=False)
+        section, reward = RewardSection(reward="jpeg"), build_reward("jpeg", {})
+        store = ArtifactStore(str(tmp_path), "run")
+        (batch,) = batches_for(reward, section, tmp_path, frozenset({"0-0"}), store, store.run)
         with pytest.raises(InputError) as caught:
-            score_rows(build_reward("jpeg", {}), section, batch)
+            score_rows(reward, section, batch)
         assert caught.value.place == "sample 0-0"
 
 

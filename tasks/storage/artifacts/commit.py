@@ -16,6 +16,7 @@ from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleRefere
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import files_below, fsync_folder, hashes_of, is_local, move_folder
 from tasks.storage.roots import translate_remote_errors
+from tasks.storage.schemas import SCHEMA_VERSION
 
 
 def commit_artifact(
@@ -24,21 +25,17 @@ def commit_artifact(
     folder: str,
     *,
     digest: str,
-    schema_version: int,
     rows: int,
     seconds: float,
     metrics: dict[str, float],
     peak_memory: int | None = None,
     synced: Mapping[str, str] | None = None,
+    schema_version: int = SCHEMA_VERSION,
 ) -> ArtifactRef:
     """Move staged files to their place and then write the manifest that makes them an artifact.
 
-    An artifact in that place is moved away, never overwritten. If another writer of the stage was first and has the
-    same result, its artifact is kept and returned. `synced` is what `hash_staged` returned.
-
-    Raises:
-        StorageError: a disk or a bucket refuses it.
-        StaleReferenceError: the run does not request it any more.
+    An artifact in that place is moved away, or kept and returned if another writer was first with the same result.
+    StorageError if a disk or a bucket refuses it, StaleReferenceError if the run does not request it any more.
     """
     if store.requested is not None and store.read_file(store.requested) is None:
         reason = "the run has its result or continues with another configuration, so the request is withdrawn"
@@ -83,10 +80,8 @@ def _put_files(store: ArtifactStore, staged: Path, place: str, manifest: Manifes
         store.files.keep(f"{place}/{name}", file, manifest.files[name])
 
 
-IMAGES_REMOVED, STATES_REMOVED = "images", "states"
-"""What a tombstone says was deleted from rollouts."""
-AND = " and "
-"""Between several things that were deleted."""
+IMAGES_REMOVED, STATES_REMOVED = "images", "states"  # what a tombstone says was deleted from rollouts
+AND = " and "  # between several things that were deleted
 
 
 def removed_by(pruned: Mapping[str, Any] | None) -> tuple[str, ...]:
@@ -97,12 +92,7 @@ def removed_by(pruned: Mapping[str, Any] | None) -> tuple[str, ...]:
 def delete_files(
     store: ArtifactStore, reference: ArtifactRef, names: Collection[str], *, pruned: Mapping[str, Any]
 ) -> None:
-    """Delete files of an artifact of the run by their names in it, also those that an interrupted deletion left.
-
-    Raises:
-        StaleReferenceError: the artifact there does not match the reference, or one of its other files is damaged.
-        StorageError: a disk or a bucket refuses it.
-    """
+    """Delete an artifact's files, also left ones; StaleReferenceError if it is another, or others are damaged."""
     place = store.path(reference.folder)
     with store.staging() as scratch, translate_remote_errors(store.filesystem, store.root), store.commit_lock():
         manifest = store.inspect(place, reference, only=())

@@ -134,11 +134,7 @@ class Manifest:
 
 @lru_cache(maxsize=64)
 def read_manifest(content: bytes) -> Manifest:
-    """Read a manifest from its bytes; each stage of an iteration reads those of the stages before it.
-
-    Raises:
-        ValueError: it is no manifest, was changed, or names a file outside of its folder.
-    """
+    """Read a manifest; ValueError if it is none, was changed, or names a file outside of its folder."""
     found = load_checked(content)
     files, deleted = _checked(found.pop("files", None)), _checked(found.pop("deleted", {}))
     pruned = found.pop("pruned", None)

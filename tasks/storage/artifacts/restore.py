@@ -18,9 +18,7 @@ def restore_artifact(store: ArtifactStore, reference: ArtifactRef) -> ArtifactRe
 
     A pruned artifact counts as present while its tombstone is there. It is restored only from an earlier run of
     this one, if this one has the lineage that it was pruned with: another one may need the deleted files.
-
-    Raises:
-        StaleReferenceError: there is no valid copy; damaged files are moved to `quarantine/` first.
+    StaleReferenceError if there is no valid copy; damaged files are moved to `quarantine/` first.
     """
     home = reference.model_copy(update={"uri": f"{store.run}/{reference.folder}"})
     if reference.run != store.run:

@@ -32,8 +32,7 @@ from tasks.storage.roots import (
     translate_storage_errors,
 )
 
-QUARANTINE = "quarantine"
-"""Folder for damaged files, and for results that other results of the same stage replaced."""
+QUARANTINE = "quarantine"  # folder for damaged files, and for results that other results of the same stage replaced
 INCOMING = ".incoming"
 REASON_FILE = "reason.json"
 _COMMIT_LOCK = "commit.lock"
@@ -42,8 +41,7 @@ _COMMIT_LOCK = "commit.lock"
 class RunFolder:
     """One run under a storage root that may be any fsspec URL; nothing is written until a method says so.
 
-    Failures of a disk or a bucket are StorageError; a path that leads through a link out of its run is LinkError.
-    `root` is the root's path in the filesystem; InputError for one that cannot be opened (`open_root`).
+    A disk or a bucket that fails raises StorageError, a path through a link out of its run LinkError.
     """
 
     def __init__(self, root: str, run: str) -> None:
@@ -160,10 +158,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def commit_lock(self) -> Iterator[None]:
-        """Let one process of this machine at a time move artifacts of this run.
-
-        In a bucket only the threads of this process take turns: what two processes write at once, content decides.
-        """
+        """Let one process of this machine at a time move artifacts; in a bucket one thread, and content decides."""
         with self._threads, contextlib.ExitStack() as stack:
             if not self._depth and is_local(self.filesystem):
                 lock = Path(self.path(f"{INCOMING}/{_COMMIT_LOCK}"))

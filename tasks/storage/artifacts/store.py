@@ -39,8 +39,7 @@ Read = Callable[[ArtifactRef], Path]
 """Returns an artifact's verified folder on this machine, as `ArtifactStore.local_files` does."""
 
 
-LINEAGE = "lineage"
-"""Entry of run.json and of tombstones: a digest of what made the run's policies and rollouts."""
+LINEAGE = "lineage"  # entry of run.json and of tombstones: a digest of what made the run's policies and rollouts
 _REPLACED = "another result of the same stage took its place"
 _CUT_SHORT = "a file is missing or changed, or its writing was cut short"
 # Filesystems that read as fast as a copy of them would.
@@ -67,12 +66,7 @@ class ArtifactStore(RunFolder):
     def inspect(
         self, place: str, reference: ArtifactRef | None = None, *, only: Iterable[str] | None = None
     ) -> Manifest | str:
-        """Return the manifest of the artifact in a folder of the filesystem, or what is wrong with it or its files.
-
-        Args:
-            reference: what the manifest must stand for; None for whatever is there.
-            only: names of the files that are verified; None for all.
-        """
+        """Return an artifact's manifest, which the reference means, or what is wrong with it or `only` these files."""
         path = self.manifest_path(place)
         name, content = path.rsplit("/", 1)[-1], self._read(path)
         if content is None:
@@ -100,10 +94,7 @@ class ArtifactStore(RunFolder):
             return None
 
     def write_manifest(self, folder: str, manifest: Manifest, scratch: Path, *, create: bool = False) -> bool:
-        """Write or replace the manifest of an artifact of the run in one step; the caller has the commit lock.
-
-        With `create`, none is written in a bucket where another process has written one meanwhile: False then.
-        """
+        """Write a manifest in one step under the commit lock; with `create`, False if a bucket has one meanwhile."""
         path = self.manifest_path(self.path(folder))
         if not create or is_local(self.filesystem):
             write_file_atomically(self.filesystem, path, manifest.content, scratch=scratch)
@@ -141,16 +132,11 @@ class ArtifactStore(RunFolder):
             yield read
 
     def local_files(self, reference: ArtifactRef, folder: Path | None = None, *, without: Sequence[str] = ()) -> Path:
-        """Return the artifact's folder on this machine, every file verified.
+        """Return the artifact's folder on this machine, every file verified; a remote one is copied to `folder`.
 
-        Args:
-            reference: an artifact of this root.
-            folder: where to put the files of a remote artifact.
-            without: patterns of the names of files that are not needed: they are neither verified nor copied.
-
-        Raises:
-            StaleReferenceError: it is missing or changed; its files are moved to `quarantine/` first.
-            PrunedArtifactError: its files were deleted on purpose.
+        Files whose names match a pattern of `without` are neither verified nor copied. StaleReferenceError if it is
+        missing or changed, after its files are moved to `quarantine/`; PrunedArtifactError if they were deleted on
+        purpose.
         """
         # Concurrent stages read the same artifact: only one of them may move it away, and memory:// gives all of them
         # one open file.
@@ -182,7 +168,10 @@ class ArtifactStore(RunFolder):
         if isinstance(manifest, str):
             return manifest
         if manifest.pruned is not None and not manifest.files:
-            raise _pruned_error(self, place, reference, manifest)
+            said = {name: value for name, value in manifest.pruned.items() if name != LINEAGE}
+            deleted = f"Its files were deleted by `{said.get('by', 'grpo prune')}`. Choose one that is kept; or remove"
+            hint = f"{deleted} {self.manifest_path(place)} and start the run again, which makes it again."
+            raise PrunedArtifactError(reference.uri, said, hint)
         needed = [name for name in manifest.files if not any(fnmatchcase(name, pattern) for pattern in without)]
         if is_local(self.filesystem):
             return self.files.damage(place, manifest, needed)
@@ -198,20 +187,8 @@ class ArtifactStore(RunFolder):
         return manifest.pruned
 
 
-def _pruned_error(store: ArtifactStore, place: str, reference: ArtifactRef, manifest: Manifest) -> PrunedArtifactError:
-    said = {name: value for name, value in (manifest.pruned or {}).items() if name != LINEAGE}
-    hint = (
-        f"Its files were deleted by `{said.get('by', 'grpo prune')}`. Choose one that is kept; or, to have it made "
-        f"again, remove {store.manifest_path(place)} and start the run again."
-    )
-    return PrunedArtifactError(reference.uri, said, hint)
-
-
 def lineage_of(store: RunFolder, folder: str) -> str | None:
-    """Return a digest of what made the artifact in a folder of the run; None if the run's description lacks it.
-
-    Evaluations also depend on the held-out prompts.
-    """
+    """Return a digest of what made a folder's artifact, for evaluations also of the held-out prompts; or None."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         described = load_checked(store.read_file(RUN_FILE) or b"{}")
         lineage: str = described[LINEAGE]
@@ -228,10 +205,7 @@ def open_store(storage: "StorageSection", run: str) -> ArtifactStore:
 
 
 def open_store_elsewhere(storage: "StorageSection", run: str) -> ArtifactStore:
-    """Return the store of a run that another process has opened, perhaps on another machine.
-
-    If the folder for copies cannot be written on this machine, they are kept in the user's cache folder.
-    """
+    """Return the store of another process's run; copies go to the user's cache folder if theirs is unusable."""
     store = open_store(storage, run)
     if storage.cache_dir is None or store.files.cache is None:
         return store
@@ -265,10 +239,7 @@ def _log_once(line: str) -> None:
 
 @dataclass(frozen=True)
 class StageContext:
-    """What the stages of a context work with.
-
-    The processes of a stage have no lock and no records, since their caller has both.
-    """
+    """What the stages of a context work with; their processes have no lock and no records, which the run has."""
 
     store: ArtifactStore  # what they read and write
     require_held: Callable[[], None] | None = None  # refuses to write once the lock of the run is lost

@@ -183,10 +183,3 @@ def test_noise_is_the_standard_deviation(count: int) -> None:
 def test_wrong_rules_are_refused(setting: str, value: object) -> None:
     place, found = refusal(HackingRule, **{setting: value})
     assert (place, str(found)) == (f"guardrails.{setting}", str(value))
-
-
-def test_wrong_evaluations_are_refused() -> None:
-    assert refusal(hacking_signs, [1, 1], [0.1, 0.2], {}, RULE) == ("versions", [1, 1])
-    assert refusal(hacking_signs, [1, 2], [0.1], {}, RULE) == ("rewards", "1 values")
-    edges = {"edges": [1.0, 2.0, 3.0]}
-    assert refusal(hacking_signs, [1, 2], [0.1, 0.2], edges, RULE) == ("guardrails.edges", "3 values")
