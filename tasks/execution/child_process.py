@@ -49,10 +49,9 @@ class ChildProcess:
     def request(self, label: str, payload: Any, timeout: float | None, reporter: ProgressReporter) -> Any:
         """Have the child's handler turn one JSON value into another; requests of several threads take turns.
 
-        Args:
-            label: what is done; `ChildProcesses.borrow` prefers a child that did the same last.
-            timeout: seconds, from when the child is ready; None for no limit.
-            reporter: receives the child's progress and log lines.
+        `label` says what is done; `ChildProcesses.borrow` prefers a child that did the same last. The timeout in
+        seconds
+        counts from when the child is ready.
 
         Raises:
             StageTimeoutError: the timeout passed; the child was killed.

@@ -99,7 +99,6 @@ def draw_prompts(
     and with different seeds.
 
     Args:
-        sets: with at least one prompt each; their order and that of their prompts matter.
         sampling_round: from 1; later rounds replace groups without spread.
         count: prompts wanted; may exceed the number of prompts.
         statistics: measured difficulty; None: all prompts count as never sampled.

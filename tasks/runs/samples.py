@@ -29,15 +29,10 @@ def join_samples(
     *,
     extra: bool = False,
 ) -> pl.DataFrame:
-    """Read a row per sample, in the stored order.
+    """Read a row per sample of sampling rounds, in the stored order, with their scores and advantages.
 
-    Args:
-        rollouts: those of at least one sampling round.
-        rewards: tables of scores by label; a label has one per round.
-        advantages: tables over these rounds; samples may be missing there.
-        columns: columns of the rollouts; those that the modality does not have are left out.
-        where: condition on the columns of the rollouts; None for all samples.
-        extra: whether to join what reward functions reported about samples (`log_extra`).
+    Scores are tables by label, one per round; advantages may lack samples. Columns that the modality does not have are
+    left out. `extra` joins what reward functions reported about samples (`log_extra`).
 
     Returns:
         The columns; with advantages `reward`, `advantage` and `dropped` by the sample's first stream, `streams`, those
