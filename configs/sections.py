@@ -152,20 +152,13 @@ class PolicySection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _follow_the_adapter(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("adapter") is not None and "lora" not in values:
-            return {**values, "lora": None}
-        return values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _train_what_the_kind_has(cls, values: Any) -> Any:
+    def _fill_in(cls, values: Any) -> Any:
+        """Fill in the kind, what it trains, and that an adapter brings its own settings."""
         if not isinstance(values, dict):
             return values
+        filled = {**values, "lora": None} if values.get("adapter") is not None and "lora" not in values else values
         kind = values["kind"] if values.get("kind") is not None else kind_of(values)
-        if kind in get_args(Kind):
-            return {"train": policy_family(kind).streams[:1], **values, "kind": kind}
-        return values
+        return {"train": policy_family(kind).streams[:1], **filled, "kind": kind} if kind in get_args(Kind) else filled
 
     @field_validator("train")
     @classmethod
