@@ -120,7 +120,8 @@ async def deploy_run(request: DeployRequest, config: RunConfig) -> DeployedRun:
     except ValidationError as error:
         raise InputError("--name", name, NAME_HINT) from error
     schedule = await read_schedule(request.cron, request.timezone)
-    wanted = [training(config, name)]
+    text = f"GRPO training of the run {config.run.name}; a run that was started before is resumed."
+    wanted = [Deployable(train, name, config, text)]
     wanted += [evaluation(config, name)] if request.evaluate else []
     wanted += [rescoring(config, name, Path(file)) for file in request.rescore]
     if len({(each.flow.name, each.name) for each in wanted}) < len(wanted):
@@ -265,12 +266,6 @@ def in_words(schedule: DeploymentScheduleCreate) -> str:
     else:
         text = str(getattr(when, "rrule", None) or f"every {getattr(when, 'interval', 'now and then')}")
     return text if schedule.active else f"{text}, switched off"
-
-
-def training(config: RunConfig, name: str) -> Deployable:
-    """Describe the training deployment, whose form is that of its kind of policy."""
-    text = f"GRPO training of the run {config.run.name}; a run that was started before is resumed."
-    return Deployable(train, name, config, text)
 
 
 def evaluation(config: RunConfig, name: str) -> Deployable:
