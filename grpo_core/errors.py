@@ -27,7 +27,6 @@ class InputError(ValueError):
 
 
 def _shown(value: object, most: int = 400) -> str:
-    """Return the representation of a value, of a long one its beginning."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 

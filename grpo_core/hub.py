@@ -66,7 +66,6 @@ class Download:
     missing: Collection[str]
 
     def __str__(self) -> str:
-        """Say how much is downloaded."""
         files = f"{len(self.missing)} file{'s' * (len(self.missing) != 1)}"
         return f"{sum(self.sizes[name] for name in self.missing) / 1e9:.3g} GB in {files}"
 
@@ -148,7 +147,6 @@ def _is_weights(name: str) -> bool:
 
 
 def _parts(index: str | None) -> Collection[str]:
-    """Return the folders of a pipeline by its index; none for a transformers model."""
     if index is None:
         return ()
     content = json.loads(Path(index).read_text(encoding="utf-8"))
@@ -171,7 +169,6 @@ _LOGIN = "run `hf auth login`, or set HF_TOKEN"
 
 
 def _failure_hint(error: Exception, repo: str, command: str) -> str:
-    """Say what to do about a failure of the Hub."""
     import huggingface_hub
     from huggingface_hub import errors
 

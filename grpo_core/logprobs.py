@@ -191,7 +191,6 @@ def _by_chunk(support: TokenSupport, loss_mask: Bool[Tensor, "batch time"], chun
 
 
 def _possible_ids(support: TokenSupport, vocabulary: int, device: torch.device) -> Bool[Tensor, "tokens vocabulary"]:
-    """Return True at the ids of each token; the support has one row."""
     counts = support.counts[0]
     tokens = torch.arange(len(counts)).repeat_interleave(counts)
     possible = torch.zeros(len(counts), vocabulary, dtype=torch.bool, device=device)

@@ -85,7 +85,6 @@ class SupportRecorder:
     """Collects, token by token, the ids that a truncated sampler could choose."""
 
     def __init__(self, batch: int) -> None:
-        """Start without a record, for this many rows."""
         self._batch = batch
         self._ids: list[dict[int, Tensor]] = []
         self._counts: list[Tensor] = []

@@ -102,9 +102,6 @@ class Truncation:
         top_p: the fewest likeliest ids whose probabilities add up to at least this (Holtzman et al., 2020,
             arXiv:1904.09751).
         min_p: ids at least this times as probable as the likeliest (Nguyen et al., 2024, arXiv:2407.01082).
-
-    Raises:
-        InputError: a value outside its range.
     """
 
     top_k: NonNegativeInt = 0

@@ -77,7 +77,6 @@ class SyntaxWalk:
                 self.imports.append((alias.asname or alias.name, (target, alias.name), runs))
 
     def _target(self, node: ast.ImportFrom) -> str | None:
-        """Return the dotted name of the module that is imported from; empty for the root."""
         if not node.level:
             return node.module or ""
         parents = self.package.split(".") if self.package else []

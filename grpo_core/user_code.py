@@ -148,7 +148,6 @@ class _Following:
         self._unfollowed: dict[str, None] = {}
 
     def code(self, module: str) -> UserCode:
-        """Return what was found."""
         files, distributions = tuple(self._files.values()), dict(sorted(self._distributions.items()))
         project, unfollowed = tuple(sorted(self._project)), tuple(self._unfollowed)
         return UserCode(self._folder, module, files, distributions, project, unfollowed)
@@ -199,7 +198,6 @@ class _Following:
         return True
 
     def _listed(self, module: str, own: bool) -> Sequence[str]:
-        """Return what `from module import *` imports of a package."""
         file = self._files.get((True, module)) if own else None
         file = file or self._files.get((False, module))
         return _parsed(file.content, module, True).listed if file and file.path.name == PACKAGE_FILE else ()

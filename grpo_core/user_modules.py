@@ -40,12 +40,10 @@ class _Modules:
         return known.files == code.files and all(self.files.get(each.module, each) == each for each in _own(code))
 
     def add(self, code: UserCode) -> None:
-        """Let the code's files be imported."""
         self.codes[code.module] = code
         self.files.update({each.module: each for each in _own(code)})
 
     def has(self, name: str) -> bool:
-        """Whether a top-level name is one of these modules."""
         return any(module == name or module.startswith(f"{name}.") for module in self.files)
 
     def do_import(

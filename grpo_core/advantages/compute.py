@@ -103,7 +103,6 @@ def compute_advantages(
 def _penalty(
     combined: CombinedRewards, penalties: Float[Tensor, "groups siblings"] | None, settings: AdvantageSettings
 ) -> Float[Tensor, "groups siblings"]:
-    """Return what is subtracted from each reward: kl_coef KL."""
     if settings.kl_coef == 0:
         return torch.zeros_like(combined.rewards)
     if penalties is None:

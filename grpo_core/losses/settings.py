@@ -110,9 +110,6 @@ class LossSettings:
         mismatch: weights for a sampler that is not the policy.
         off_policy_threshold: rows with A < 0 from which the policy moved by more nats per token have no policy term
             (DeepSeek-V3.2, arXiv:2512.02556).
-
-    Raises:
-        InputError: a number is out of its range, or fields contradict each other; `place` is its configuration key.
     """
 
     loss: Annotated[str, Uses.CODE] = "grpo"

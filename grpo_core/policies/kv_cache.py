@@ -47,7 +47,6 @@ class GrowingLayer(DynamicLayer):
         values: Float[Tensor, "rows heads filled dim_v"],
         length: int,
     ) -> None:
-        """Move them to memory for at least `length` tokens of each row."""
         capacity = max(length, min(self._limit, length + max(_GROWTH, length // 4)))
 
         def moved(part: Tensor) -> tuple[Tensor, Tensor]:

@@ -243,7 +243,6 @@ def _request(prompt: str, seeds: tuple[int, int], sources: tuple[SourceImage, ..
 
 
 def _same(one: Output, other: Output) -> bool:
-    """Return whether two images are one but for the rounding of their levels."""
     if not (isinstance(one, Image.Image) and isinstance(other, Image.Image)):
         return False
     levels = [np.asarray(each).astype(int) for each in (one, other)]

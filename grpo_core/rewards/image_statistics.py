@@ -62,8 +62,8 @@ class JpegReward(StatisticReward):
     Attributes:
         quality: JPEG quality, 1 to 100.
         direction: ``compressible`` rewards small files, ``incompressible`` large ones.
-        full_scale_kilobytes: size at which the value saturates; by default that of the uncompressed image
-            (3 bytes per pixel), so that the value does not depend on the resolution.
+        full_scale_kilobytes: size at which the value saturates; by default that of the uncompressed image, 3 bytes per
+            pixel.
     """
 
     quality: Annotated[int, Field(ge=1, le=100)] = 95
@@ -99,8 +99,8 @@ class JpegReward(StatisticReward):
 class EdgeDensityReward(OpenCvReward):
     """Value and raw: the share of pixels that are edges, in [0, 1].
 
-    Thin lines keep their width, so the same drawing at twice the size has about half the density: compare images of
-    one size. Independent uniform noise has 0.36, photographs in focus 0.12 to 0.15.
+    Thin lines keep their width, so compare images of one size. Independent uniform noise has 0.36, photographs in focus
+    0.12 to 0.15.
 
     Attributes:
         low: gradient (Sobel 3x3 over 0..255, Euclidean) from which a pixel next to an edge belongs to it.
@@ -126,9 +126,8 @@ class EdgeDensityReward(OpenCvReward):
 class SharpnessReward(OpenCvReward):
     """Value variance / (variance + half), in [0, 1); raw the variance of the Laplacian in squared grey levels.
 
-    The curve never ends, so that a change shows in the value at every level of sharpness. Photographs in focus have
-    400 to 1500, printed pages some 5000, the same blurred over three pixels under 5, uniform noise 100,000; compare
-    images of one size.
+    Photographs in focus have 400 to 1500, printed pages some 5000, the same blurred over three pixels under 5, uniform
+    noise 100,000; compare images of one size.
 
     Attributes:
         half: variance at which the value is 0.5.
@@ -146,10 +145,9 @@ class SharpnessReward(OpenCvReward):
 
 @dataclass(frozen=True, config=STRICT)
 class ColourEntropyReward(StatisticReward):
-    """Value entropy / (3 log2 bins), in [0, 1]; raw the entropy in bits.
+    """Value entropy / (3 log2 bins), in [0, 1]; raw the entropy in bits, at most log2(pixels).
 
-    An image of n pixels has at most log2(n) bits, and the histogram of a small one says too little where it has more
-    cells than the image has pixels: 8 bins per channel, 512 cells, suit images from 64x64 pixels on.
+    8 bins per channel, 512 cells, suit images from 64x64 pixels on.
 
     Attributes:
         bins: equal ranges that each channel's 256 levels are divided into, 2 to 64.

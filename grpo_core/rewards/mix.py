@@ -51,19 +51,17 @@ def combine_rewards(
 
     - Not meant for a group: the reward is not there, as if the group had been configured without it.
     - Null for every sample of a group: the reward is left out there, and the other weights are multiplied by
-      sum |w| / sum of the remaining |w|, so that the group keeps its scale (weights may be negative); with zero they
-      stay as they are. A gate that is left out multiplies by 1.
-    - Null for some of a group: as `missing` says.
-    - A sample whose rewards that add are all null has none, whatever its gates; nothing is imputed. Rewards of weight
-      zero do not count here.
+      sum |w| / sum of the remaining |w|, so that the group keeps its scale; with zero they stay as they are. A gate
+      that is left out multiplies by 1.
+    - Null for some of a group: group_mean: the mean of the group's other samples stands in, of a gate that of its
+      factors; renormalize: the other weights of the sample grow to the group's sum |w|, and a gate is left out; drop:
+      the sample has no reward; zero: a null adds nothing, and a gate is left out, as in TRL.
+    - A sample whose rewards that add, with a weight, are all null has none; nothing is imputed.
 
     Args:
         values: NaN marks a null; a group with fewer samples than the others is filled up with NaN rows.
         terms: one per reward, in the order of the last axis.
         applies: whether a reward is meant for a group, however it was scored there; by default all are.
-        missing: group_mean: the mean of the group's other samples stands in, of a gate that of its factors;
-            renormalize: the other weights of the sample grow to the group's sum |w|, and a gate is left out; drop: the
-            sample has no reward; zero: a null adds nothing, and a gate is left out, as in TRL.
 
     Raises:
         ValueError: another number of terms than rewards, or no reward that adds with a weight other than zero.

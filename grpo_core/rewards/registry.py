@@ -28,9 +28,8 @@ MissingRewards = Literal["group_mean", "renormalize", "drop", "zero"]
 class RewardTerm:
     """A reward that adds to the others, or a gate that multiplies what they add up to.
 
-    A gate is for a condition without which nothing else counts: the format of an answer, an image that shows something.
-    It makes 0 of the other rewards, so these should be 0 at worst, with weights above 0: a reward or a weight below 0
-    is a penalty, and a gate of 0 lifts it.
+    A gate is for a condition without which nothing else counts. It makes 0 of the other rewards, so these should be 0
+    at worst, with weights above 0: a gate of 0 lifts a penalty.
 
     Attributes:
         weight: w; 0: the reward is only measured. A gate has none and keeps 1.
@@ -41,10 +40,6 @@ class RewardTerm:
             its standard deviation. running: the same by all values so far.
         range: of normalize: range: the values that become 0 and 1; others follow the line, beyond it too unless
             clamped.
-
-    Raises:
-        InputError: a number is out of its range, or a field has no effect with the others; `place` is
-            ``rewards.<field>``.
     """
 
     weight: float = 1.0
@@ -89,8 +84,7 @@ class HackingRule:
 
     With the defaults and a reward that truly rises, a guardrail that only fluctuates (independent, normal, by 6 to 30 %
     of its level) raised a false sign somewhere in at most 2 % of simulated runs of 5 to 40 evaluations. A fall to less
-    than half, at once or over six evaluations, showed in 87 to 100 % of runs (at 2 to 15 % noise), 3 to 8 evaluations
-    after it had begun.
+    than half showed in 87 to 100 % of runs (at 2 to 15 % noise), 3 to 8 evaluations after it had begun.
 
     Attributes:
         rise: share of its level by which the reward must have risen.
@@ -174,7 +168,6 @@ def build_reward(name: str, settings: Mapping[str, object] | None = None) -> "Re
 
 
 def _first_error(name: str, settings: Mapping[str, object], error: ValidationError) -> InputError:
-    """Turn pydantic's first complaint into place, value and hint."""
     details = error.errors(include_url=False)
     found = details[0]
     setting = str(found["loc"][0]) if found["loc"] else ""

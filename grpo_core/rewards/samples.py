@@ -80,9 +80,9 @@ class Score:
     """The score of one sample: a value, not applicable (no value, no failure) or a failure (no value, a reason).
 
     Attributes:
-        value: in [0, 1] where the reward is bounded, higher is better; None where there is none.
+        value: in [0, 1] where the reward is bounded, higher is better.
         raw: the measured quantity in its own unit (dB, bytes, distance); None with value None.
-        failure: why a sample to which the reward applies could not be scored; None where nothing went wrong.
+        failure: why a sample to which the reward applies could not be scored.
         logged: metrics that the call which scored the sample reported, by name.
         extra: what the call reported about the sample, by column: numbers, texts and None.
     """

@@ -124,9 +124,6 @@ class Weights:
         source: a path, or a name on the Hub; None where it is not set.
         sha256: what :meth:`digest` must return, complete or its first digits. Without it, a file with the published
             name must have the published digest.
-
-    Raises:
-        InputError: the source is blank, or a malformed name of a file on the Hub.
     """
 
     place: str
@@ -185,7 +182,6 @@ class Weights:
         )
 
     def _obtaining(self) -> str:
-        """Say how to get the file."""
         published = self.published
         note = f" ({published.note})" if published.note else ""
         local = (
@@ -195,7 +191,6 @@ class Weights:
         return f"{local}, or to {published.hub}." if published.hub else f"{local}."
 
     def _hub_name(self) -> HubName | None:
-        """Return the name on the Hub; None for a path."""
         source = self.source or ""
         if self.published.file:
             if not source.startswith(HUB_PREFIX):
@@ -231,7 +226,6 @@ class Weights:
         return found
 
     def _check(self, found: str) -> None:
-        """Refuse what is missing, incomplete, or of another digest."""
         expected = self.sha256 or ""
         if not self.published.file:
             self._check_model(Path(found))

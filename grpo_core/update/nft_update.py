@@ -133,7 +133,6 @@ class _Passes:
     broken: list[str] = field(default_factory=list)
 
     def metrics(self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool) -> NftStepMetrics:
-        """Return the means over the noised images of all processes."""
         loss, policy_loss, kl, positive, negative, change = (process_group.add(self.sums) / self.count).tolist()
         return NftStepMetrics(
             loss=loss,

@@ -133,7 +133,6 @@ class PolicyOptimizer:
                 self._load_quantized(parameter, index, loaded[name])
 
     def _checked(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return the moments of each parameter that has some."""
         if KIND not in state:
             raise ValueError("the optimizer state does not say which optimizer it belongs to")
         stored = bytes(state[KIND].tolist()).decode()
@@ -156,7 +155,6 @@ class PolicyOptimizer:
         return {name: moments for name, moments in loaded.items() if UNTOUCHED not in moments}
 
     def _layout(self, parameter: nn.Parameter) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return shapes and dtypes of a parameter's moments."""
         shape, scalar = parameter.shape, torch.Size([])
         if self._kind == "adamw":
             moment = (shape, parameter.dtype)

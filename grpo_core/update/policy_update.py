@@ -153,7 +153,6 @@ def _scored(
 
 
 def _with_old_logprobs(rows: TrainingRows, indices: list[int], logprobs: Tensor) -> TrainingRows:
-    """Return the rows with these old_logprobs at the indices."""
     assert rows.old_logprobs is not None, "those of the other rows have been computed"
     return replace(rows, old_logprobs=rows.old_logprobs.index_copy(0, torch.tensor(indices), logprobs))
 

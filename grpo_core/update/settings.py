@@ -64,9 +64,6 @@ class UpdateSettings(LossSettings, StepSettings):
             term (Wang et al., 2025, "Beyond the 80/20 rule", arXiv:2506.01939).
         mask_truncated: rows that were cut off at their maximum length stay out of the loss (DAPO, arXiv:2503.14476);
             they still count in their groups.
-
-    Raises:
-        InputError: as LossSettings.
     """
 
     entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -119,9 +116,6 @@ class NftSettings(StepSettings):
             policy, with d = min(old_decay_step * i, old_decay). 0: it is the policy before the update.
         old_decay_step: growth of the decay with each update.
         kl_coef: weight of the squared distance of the velocity from the reference's; 1e-4 in the paper.
-
-    Raises:
-        InputError: a number is out of its range.
     """
 
     nft_beta: PositiveFloat = 1.0
@@ -200,9 +194,6 @@ class OptimizerSettings:
         lr_scheduler_kwargs: further arguments of the schedule's function in transformers.
         offload_optimizer: keep the moments of adamw in CPU memory; a step brings those of one parameter at a time to
             the device, and results do not change.
-
-    Raises:
-        InputError: a schedule that cannot be computed with these values.
     """
 
     learning_rate: NonNegativeFloat
@@ -275,14 +266,12 @@ class LearningRateSchedule:
         return multiplier
 
     def _probes(self, warmup_steps: int) -> list[int]:
-        """Return steps in every phase of the schedule."""
         end = 2 * warmup_steps + PROBES if self._last is None else self._last
         parts = (end * part // PROBES for part in range(PROBES + 1))
         return sorted({0, max(warmup_steps - 1, 0), warmup_steps, *parts})
 
 
 def _refuse_length(settings: OptimizerSettings) -> None:
-    """Refuse a schedule whose length is missing, or does not fit its phases."""
     name, total, warmup = settings.lr_scheduler, settings.total_steps, settings.warmup_steps
     kwargs = dict(settings.lr_scheduler_kwargs)
     if total is None:

@@ -211,7 +211,6 @@ class StepSums:
     """Sums over the microbatches of one minibatch, on their device; they are read, and means taken, once at the end."""
 
     def __init__(self, trained: Bool[Tensor, "rows time"]) -> None:
-        """Start at zero."""
         self._rows = trained.any(-1).cpu()
         self._sums: Tensor | float = 0.0
         # By row: the minimum over processes then comes from a sum in which each row is counted once.

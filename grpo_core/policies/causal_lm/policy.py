@@ -52,7 +52,6 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         *,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Combine the parts; `load` is the usual way. InputError if they do not belong together."""
         self.trained, self.tokenizer, self.autocast = trained, tokenizer, autocast
         self._prompts = RecentlyUsed[EncodedPrompt]()
         self.vocabulary = vocabulary_size(self._model, tokenizer)

@@ -154,7 +154,6 @@ class _Written:
         self.written: list[list[int]] = [[] for _ in range(rows)]  # only for stop texts
 
     def add(self, index: int, logits: Float[Tensor, "rows ids"]) -> None:
-        """Sample the token at `index` of every row that has not ended."""
         rule, rows = self.rule, self.rows
         distribution = truncate(
             vocabulary_logprobs(logits, rule.vocabulary, rule.temperature, rule.forbidden), rule.truncation
@@ -172,7 +171,6 @@ class _Written:
         self.finished[rows] = ~self.active
 
     def keep(self, places: Int[Tensor, " kept"]) -> None:
-        """Leave out all rows but those in these places."""
         self.rows, self.active = self.rows[places], self.active[places]
 
     def _stopped(self, stops: StopTexts, sampled: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
@@ -247,7 +245,6 @@ def score_completions(
 def _inputs(
     encoded: EncodedPrompts, token_ids: Int[Tensor, "rows fed"], loss_mask: Bool[Tensor, "rows fed"]
 ) -> dict[str, Any]:
-    """Join prompts with the completions' tokens, each with its position."""
     time = token_ids.shape[1]
     positions = torch.where(loss_mask, encoded.positions(time), 0)
     return {

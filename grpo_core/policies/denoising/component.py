@@ -116,7 +116,6 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         return list(by_group(requests, images, sampled))
 
     def _calls(self, rows: SampleRows, rows_per_call: int) -> Iterator[range]:
-        """Yield the rows of each call, in order."""
         start = 0
         for _, run in itertools.groupby(map(self._shared, rows.prompts, _by_row(rows.sources, len(rows.prompts)))):
             stop = start + len(list(run))
@@ -236,7 +235,6 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
             return [self._transitions(call) for call in calls]
 
     def _transitions(self, call: "_Call") -> list[Transition]:
-        """Run the pipeline over the stored steps; with gradients where they are enabled."""
         scheduler = ReplayScheduler.like(self.pipeline.scheduler, self.settings).begin(call.first_step, call.states)
         self._run(call, scheduler)
         return scheduler.transitions

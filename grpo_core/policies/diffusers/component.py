@@ -38,7 +38,6 @@ class DiffusersDenoising(DenoisingComponent):
         autocast: torch.dtype | None = None,
         offload: ComponentOffload = NO_OFFLOAD,
     ) -> None:
-        """Combine the parts; `DiffusersPolicy.load` is the usual way."""
         super().__init__(pipeline, settings, trained, autocast=autocast, offload=offload)
         self.saved = saved
         self.prompts = PromptCache(pipeline, encoding=self._encoding)

@@ -152,7 +152,6 @@ def describe_class(pipeline: Any) -> PipelineClass:
 
 
 def _sources(pipeline: Any, call: Mapping[str, object]) -> SourceArgument | None:
-    """Return how a class takes source images: one image, if the class is not one of SOURCES."""
     if "image" not in call:
         return None
     return SOURCES.get(pipeline.__name__) or SourceArgument(required=not _makes_images_from_text(pipeline))
@@ -169,7 +168,6 @@ def _guides_below_one(pipeline: Any) -> bool:
 
 
 def _problem(pipeline: Any, call: Mapping[str, object]) -> str | None:
-    """Return the first reason why this pipeline cannot be trained."""
     if missing := [each for each in _NEEDED if each not in call]:
         return f"Its call takes no {', '.join(missing)}."
     if other := [each for each in _OTHER_INPUTS if each in call]:

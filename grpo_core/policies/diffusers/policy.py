@@ -29,7 +29,6 @@ class DiffusersPolicy:
     """A pipeline that makes images from prompts, or from prompts with source images."""
 
     def __init__(self, denoising: DiffusersDenoising) -> None:
-        """Wrap the component; `load` is the usual way."""
         self.denoising = denoising
         self.settings, self.offload = denoising.settings, denoising.offload
 

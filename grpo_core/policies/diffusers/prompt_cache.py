@@ -42,7 +42,6 @@ class _Kept:
         return sum(each.nbytes for each in self.leaves if isinstance(each, Tensor))
 
     def returned(self) -> Any:
-        """Return the result, each tensor on its device."""
         pairs = zip(self.leaves, self.devices, strict=True)
         leaves = [each if device is None else each.to(device) for each, device in pairs]
         return tree_unflatten(leaves, self.structure)
@@ -97,7 +96,6 @@ class PromptCache:
         return bool(_shapes(short) == _shapes(long))
 
     def _encoded(self, single: dict[str, Any]) -> Any:
-        """Return the embeddings of one row, as they were computed for it before."""
         key = content_digest(single)
         if key is None:
             return self._encode_rows(single, 1)
@@ -133,7 +131,6 @@ def _is_by_row(name: str, value: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    """Return an argument without the pixels of its images."""
     if isinstance(value, list):
         return [_kind(each) for each in value]
     return "image" if isinstance(value, Image.Image) else value
@@ -201,7 +198,6 @@ def _joined(results: Sequence[Any], grows: Any) -> Any:
 
 
 def _structure(result: Any) -> Any:
-    """Return the types of a result's parts; hashable."""
     if isinstance(result, Sequence) and not isinstance(result, str):
         return tuple(_structure(each) for each in result)
     return type(result).__name__

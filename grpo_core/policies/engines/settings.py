@@ -41,7 +41,6 @@ class EngineRecord:
     engine_adapter: str | None = None
 
     def __str__(self) -> str:
-        """Name the engine for people."""
         named = " ".join(filter(None, (self.engine, self.engine_version, "in", self.engine_dtype)))
         return named + (f" with adapter {self.engine_adapter[:12]}" if self.engine_adapter else "")
 
@@ -65,9 +64,6 @@ class VllmSettings:
         timeout_s: seconds for the answer to one row, and for the start of a server.
         concurrency: rows in flight per server.
         adapter_folder: folder for adapters that the server sees under the same path; None: the run's.
-
-    Raises:
-        InputError: neither an address nor a command, or both, or an address that is none.
     """
 
     url: Annotated[_Words | None, Uses.ADDRESS] = None

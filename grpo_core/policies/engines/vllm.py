@@ -95,7 +95,6 @@ class VllmEngine:
         return as_sampled_tokens(completions, prompts, encoded.lengths[rows], rule, sources)
 
     def _complete(self, job: _Job, requested: Sequence[_Row]) -> dict[int, Completion]:
-        """Return the completion of every row by its place."""
         asked: Sequence[Server] = ()
         reasons: list[str] = []
         for attempt in range(1, ATTEMPTS + 1):

@@ -78,7 +78,6 @@ async def server_problems(server: Server, needs: Needs) -> list[InputError]:
 
 
 def _described(server: Server, needs: Needs) -> Iterator[str]:
-    """Yield what the server's own description tells."""
     if tuple(int(part) for part in re.findall(r"\d+", server.version)[:2]) < VLLM_MIN_VERSION:
         yield f"It is vLLM {server.version}; this needs {'.'.join(map(str, VLLM_MIN_VERSION))} or later."
     if needs.at_most is not None and server.context > needs.at_most:
@@ -110,7 +109,6 @@ async def _require_processed(server: Server, needs: Needs, client: httpx.AsyncCl
 
 
 async def _require_adapter(server: Server, needs: Needs, client: httpx.AsyncClient) -> None:
-    """Load the adapter and unload it."""
     if needs.adapter is not None:
         await server.load(needs.adapter, client)
         await server.unload(needs.adapter.name, client)

@@ -95,17 +95,16 @@ class Server:
             raise self._refused_adapter(adapter, _SERVER_ERROR, failure.said) from failure
 
     def _refused_adapter(self, adapter: Adapter, status: int, message: str) -> InputError:
-        if status in _TOKEN_REFUSED:
-            return _refused_token(self.address)
-        if status == _NOT_FOUND and "adapter" not in message.lower():
-            return self.refused(
-                f"It loads no adapters while it runs ({message}): start it with --enable-lora and the environment "
-                "variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
-            )
-        return self.refused(
+        hint = (
             f"It does not load {adapter.path}: {message.partition(', please check')[0]}. Give a folder that both see "
             f"as {PLACE}.adapter_folder; and it needs a --max-lora-rank of at least policy.lora.rank."
         )
+        if status == _NOT_FOUND and "adapter" not in message.lower():
+            hint = (
+                f"It loads no adapters while it runs ({message}): start it with --enable-lora and the environment "
+                "variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+            )
+        return _refused(self.service, status, hint)
 
     async def unload(self, name: str, client: httpx.AsyncClient) -> None:
         """Unload an adapter, if it is loaded."""
@@ -136,7 +135,6 @@ async def find_server(service: Service) -> Server:
 
 
 async def _loaded_adapters(service: Service, client: httpx.AsyncClient) -> dict[str, str]:
-    """Return the path of every adapter that a server has loaded, by its name."""
     cards = await _cards(service, client)
     return {str(card.get("id")): str(card.get("root")) for card in cards if card.get("parent")}
 
@@ -151,14 +149,15 @@ async def _asked(service: Service, path: str, client: httpx.AsyncClient) -> obje
     try:
         return await service.request(path, client=client)
     except RefusedRequestError as refusal:
-        if refusal.status in _TOKEN_REFUSED:
-            raise _refused_token(service.address) from refusal
         hint = f"It answers {path} with status {refusal.status}: it is no vLLM server, or too old."
-        raise InputError(f"{PLACE}.url", service.address, hint) from refusal
+        raise _refused(service, refusal.status, hint) from refusal
 
 
-def _refused_token(address: str) -> InputError:
-    return InputError(f"{PLACE}.token_env", address, "Name the environment variable with the server's --api-key.")
+def _refused(service: Service, status: int, hint: str) -> InputError:
+    if status in _TOKEN_REFUSED:
+        hint = "Name the environment variable with the server's --api-key."
+        return InputError(f"{PLACE}.token_env", service.address, hint)
+    return InputError(f"{PLACE}.url", service.address, hint)
 
 
 class UnknownAdapterError(ServiceError):
@@ -174,6 +173,5 @@ async def post(server: Server, path: str, body: Mapping[str, Any], client: httpx
             raise UnknownAdapterError(f"the adapter {body['model']} is not loaded") from refusal
         if refusal.status == _FORBIDDEN and _SCALE_OUT in refusal.message:
             raise server.refused(f"Prompts have images: start it with {_SCALE_OUT}.") from refusal
-        if refusal.status in _TOKEN_REFUSED:
-            raise _refused_token(server.address) from refusal
-        raise server.refused(f"It refuses a request (status {refusal.status}): {refusal.message}.") from refusal
+        hint = f"It refuses a request (status {refusal.status}): {refusal.message}."
+        raise _refused(server.service, refusal.status, hint) from refusal

@@ -22,7 +22,6 @@ class DecodeStep:
         attention_mask: Int[Tensor, "rows total"] | None,
         position_ids: Int[Tensor, "3 rows time"],
     ) -> None:
-        """Prepare mask and rotary embedding; arguments of StepByStep."""
         self._text, self._head, self._cache = model.model.language_model, model.lm_head, cache
         self._embed = model.get_input_embeddings()
         example = self._embed.weight.new_empty(0)

@@ -47,7 +47,6 @@ class GlmImageDecoder(DenoisingComponent):
         sources: SourceEncoder | None = None,
         offload: ComponentOffload = NO_OFFLOAD,
     ) -> None:
-        """Combine the parts; `trained` may be the frozen transformer, `sources` None for an encoder of its own."""
         super().__init__(pipeline, settings, trained, autocast=autocast, offload=offload)
         self.sources = sources or SourceEncoder(pipeline, offload)
 

@@ -120,7 +120,6 @@ def refuse_unusable_prompts(model: str, settings: GlmImageSettings, prompts: Seq
 
 
 def _positions(model: str) -> int:
-    """Return how many ids of prompts and images the token model reads and writes together."""
     return int(read_token_config(model).text_config.max_position_embeddings)
 
 

@@ -54,7 +54,6 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         sources: SourceEncoder | None = None,
         offload: ComponentOffload = NO_OFFLOAD,
     ) -> None:
-        """Combine the parts; `trained` may be the frozen model, `sources` None for an encoder of its own."""
         self.pipeline, self.offload = pipeline, offload
         self.sources = sources or SourceEncoder(pipeline, offload)
         self.trained, self.autocast = trained, autocast
@@ -172,7 +171,6 @@ class GlmImagePolicy:
     """Both halves of GLM-Image, each trained or frozen; `components` has the trained ones."""
 
     def __init__(self, tokens: GlmImageTokens, decoder: GlmImageDecoder, trained: Sequence[Stream]) -> None:
-        """Combine the halves, of which those of the named streams are trained; `load` is the usual way."""
         self.tokens, self.decoder, self.offload = tokens, decoder, decoder.offload
         halves: Mapping[Stream, Any] = {"tokens": tokens, "denoising": decoder}
         self.components: Mapping[Stream, PolicyComponent] = {stream: halves[stream] for stream in trained}

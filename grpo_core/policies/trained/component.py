@@ -85,7 +85,6 @@ class TrainedComponent(ABC, Generic[A]):
         """Compute the log-probs of the actions under this model, the policy's or the reference."""
 
     def _parts_of(self, actions: A) -> tuple[str, ...]:
-        """Return the names of the networks that score these actions."""
         return self.parts
 
     @property

@@ -75,7 +75,6 @@ class FullModel(TrainedModel):
         own_frozen: tuple[str, ...],
         initial_state: Callable[[], dict[str, Tensor]] | None,
     ) -> None:
-        """Unfreeze the model outside the frozen parts; arguments and errors are those of `train_model`."""
         left_alone = _matching(model, choice.frozen) if choice.frozen is not None else set()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not (name.startswith(own_frozen) or name in left_alone))
@@ -132,7 +131,6 @@ class LoraModel(TrainedModel):
     has_reference = True
 
     def __init__(self, base: nn.Module, choice: TrainingChoice, base_name: str, default_targets: str | None) -> None:
-        """Add adapters; arguments and errors are those of `train_model`."""
         settings = choice.lora
         assert settings is not None, "adapters were chosen"
         if choice.adapter is None:

@@ -23,7 +23,6 @@ class WeightCopy:
     """Other values of the parameters that a model trains, by name, on any device; changed in place."""
 
     def __init__(self, trained: "TrainedModel", values: dict[str, Tensor]) -> None:
-        """Combine a model with values of the shapes and dtypes of its trainable parameters."""
         self._trained, self.values = trained, values
 
     def mix(self, share: float) -> None:
@@ -199,7 +198,6 @@ def _exchange(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tenso
 
 
 def _diffusion_model(model: nn.Module) -> Any:
-    """Return the model of diffusers that this is or wraps; None for a model of transformers."""
     # Only models of diffusers have this method, and importing diffusers takes seconds.
     return next((part for part in model.modules() if hasattr(type(part), "enable_gradient_checkpointing")), None)
 

@@ -51,7 +51,6 @@ class _Parked:
         self.remove()
 
     def load(self) -> None:
-        """Bring the values to the device."""
         loaded = self._buffer.to(self._device, non_blocking=True)
         self._fill({key: self._view(loaded, key) for key in self._forms})
 

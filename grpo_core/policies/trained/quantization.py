@@ -47,7 +47,6 @@ class QuantizationSettings:
     components: Annotated[tuple[str, ...], Strict(False), Uses.NOTHING] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an empty list of components."""
         if self.components == ():
             raise InputError(f"{PLACE}.components", [], "Nothing would be quantized; leave policy.quantization out.")
 

@@ -123,7 +123,6 @@ class VisionLMFamily(CausalLMFamily):
 
 
 def _encoder_values(config: Any, pixels: Mapping[str, Any]) -> int:
-    """Return the hidden values of an image in all blocks of the encoder, by its pixels and patches."""
     vision = config.vision_config
     width = int(getattr(vision, "embed_dim", None) or vision.hidden_size)
     blocks = int(getattr(vision, "depth", None) or vision.num_hidden_layers)

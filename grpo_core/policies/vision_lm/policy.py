@@ -42,7 +42,6 @@ class VisionLMPolicy(CausalLMPolicy):
         *,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Combine the parts; `load` is the usual way. InputError if they do not belong together."""
         self.processor = processor
         super().__init__(trained, processor.tokenizer, settings, autocast=autocast)
         self.placeholders = find_placeholders(self._model.config, processor)

@@ -15,9 +15,6 @@ class VisionLMSettings(CausalLMSettings):
     Attributes:
         min_pixels: smaller images are scaled up to it; None: the image processor's.
         max_pixels: larger images are scaled down to it; None: the image processor's.
-
-    Raises:
-        InputError: a value outside its range, or min_pixels above max_pixels.
     """
 
     min_pixels: PositiveInt | None = None

@@ -177,7 +177,6 @@ class ClipScoreReward(ClipReward, ComparingReward):
         return scores
 
     def _references(self, model: ClipModel, batch: ScoringBatch) -> Iterator[Tensor | None]:
-        """Yield the embedding of what each sample is compared with; None where there is nothing."""
         if self.against == "prompt":
             check_prompts(self.name, batch, model.count_tokens, model.architecture.context_length, self.long_prompts)
             yield from map(model.text_embedding, batch.prompts)

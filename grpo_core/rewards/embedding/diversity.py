@@ -53,14 +53,12 @@ class Distance(Generic[_T]):
 
 @dataclass(frozen=True, config=STRICT)
 class DiversityReward(ClipReward):
-    """Value clip(raw, 0, 1); raw the mean distance of the image to each of its siblings.
-
-    An image without siblings, and one of a batch that names no groups, has no score.
+    """Value clip(raw, 0, 1); raw the mean distance of the image to each of its siblings, without which it has no score.
 
     Attributes:
         measure: ``pixels``, the root mean square difference over levels in [0, 1], needs no weights but takes a shift
-            for a difference; ``lpips``, which does less so; ``clip``, 1 - the cosine of the embeddings, which sees what
-            the images show and hardly how.
+            for a difference; ``lpips`` does less so; ``clip``, 1 - the cosine of the embeddings, sees what the images
+            show and hardly how.
         weights: for ``lpips`` the trunk's state dict, for ``clip`` open_clip's: a path or ``hf://owner/repo/file``.
         net: the trunk of ``lpips``: ``alex``, ``vgg`` or ``squeeze``.
     """
@@ -124,7 +122,6 @@ class DiversityReward(ClipReward):
         return scores
 
     def _images(self, group: ScoringBatch) -> list[Image.Image]:
-        """Return the images of one group in RGB, all at the size of the smallest."""
         images = list(group.rgb_images(self.name, self.needs.min_side))
         size = min((image.size for image in images), key=lambda size: (math.prod(size), size))
         return [fit_to(image, size, f"{_PLACE}, siblings of sample {group.sample_ids[0]}") for image in images]

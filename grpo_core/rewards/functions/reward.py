@@ -72,28 +72,25 @@ def _check_finite(arguments: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]
 class FunctionReward(Reward):
     """Value and raw are what the function returned, unbounded; None means not applicable.
 
-    Keywords of the call: ``prompts``; ``completions``, texts, or images (RGB copies) where samples are images, and
-    then ``images`` with the same; with `with_targets` ``targets``, None where there is none; ``source_images``, a list
-    of the images in each sample's prompt (RGB copies), if the function names it; of texts also as TRL gives them, as
-    ``images`` and, only the first, as ``image``; ``completion_ids``, None where the tokens are not known; every column
-    of the prompt file; ``trainer_state`` None, since stored samples are scored again without a trainer; ``log_metric``,
-    whose values become metrics of the run, and ``log_extra``, whose values become columns of the samples.
+    Keywords of the call: ``prompts``; ``completions``, texts, or images (RGB copies) and then also ``images``; with
+    `with_targets` ``targets``, None where there is none; ``source_images``, lists of the images in the prompts, if the
+    function names it, of texts also as TRL gives them, ``images`` and, the first alone, ``image``; ``completion_ids``,
+    None where the tokens are not known; every column of the prompt file; ``trainer_state`` None; ``log_metric``, whose
+    values become metrics of the run, and ``log_extra``, whose values become columns of the samples.
 
     Attributes:
         function: ``package.module:function`` or ``path/to/file.py:function``. The version is made of its file, of the
             files that this imports from its own folder tree, and of the versions of the packages that these import.
         arguments: keyword arguments, for the factory or, where it is none, for every call.
         factory: whether `function` gives the reward function when called with `arguments`
-            (``trl.rewards:get_soft_overlong_punishment``). By default it is one when it is a class or takes nothing
-            that a call of a reward function passes.
-        conversational: whether prompts and completions are lists of messages. By default they are where the prompts
-            of the data set are, as in TRL; true makes messages of texts too, and false gives the text of the user's
-            last message in place of a conversation.
+            (``trl.rewards:get_soft_overlong_punishment``); by default if it is a class, or takes nothing that a call of
+            a reward function passes.
+        conversational: whether prompts and completions are lists of messages; by default where those of the data set
+            are, as in TRL. true makes messages of texts, false gives the text of the user's last message.
         by_group: whether the function compares siblings; it then gets one complete group per call.
         with_targets: whether the function compares with target images.
         on_error: ``raise``, or ``null``: a sample whose call raises has a failure instead of a score.
-        revision: any text; change it when something else has changed that the function uses, such as a file that it
-            reads or a module that it imports by a computed name.
+        revision: any text; change it when something else has changed that the function uses.
     """
 
     function: Annotated[str, AfterValidator(_check_reference), Uses.CODE] = ""
@@ -251,7 +248,6 @@ def _copies_of_sources(batch: ScoringBatch) -> list[list[Image.Image]]:
 
 
 def _is_open(signature: inspect.Signature) -> bool:
-    """Return whether a function takes any keyword."""
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
@@ -265,7 +261,6 @@ def _rgb_copies(sample_ids: Sequence[str], images: Sequence[Image.Image | None],
 
 
 def _call(function: UserFunction, keywords: Mapping[str, object]) -> object:
-    """Call the function, await a coroutine and read an iterator to its end."""
     with contextlib.chdir(os.curdir):
         answer = function.run(keywords)
         answer = run_awaitable(answer) if inspect.isawaitable(answer) else answer

@@ -75,10 +75,9 @@ def _check_rubric(rubric: str) -> str:
 class JudgeReward(ServiceReward):
     """Value clip((score - low) / (high - low), 0, 1); raw the judge's score.
 
-    The judge sees the images in the prompt, if there are any, and after them the rubric and the image (PNG) or, between
-    marks that it cannot imitate, the text; it is told which image is which. The request has
-    temperature 0 and a fixed seed. The verdict is a JSON object that is the complete answer or its last line. An answer
-    without one, or cut off at `max_tokens`, gets one reminder, and is a failure if the next has none either.
+    The judge sees the images in the prompt, then the rubric and the image (PNG) or, between marks that it cannot
+    imitate, the text; it is told which image is which. The request has temperature 0 and a fixed seed. An answer
+    without a verdict, or cut off at `max_tokens`, gets one reminder, and is a failure if the next has none either.
 
     Attributes:
         url: of the endpoint, with its version: ``http://127.0.0.1:8000/v1``.
@@ -89,8 +88,8 @@ class JudgeReward(ServiceReward):
         max_tokens: of an answer; more where the model reasons first.
         seed: for the judge's sampler.
         json_schema: whether to send the JSON schema of the verdict as ``response_format``, which servers with
-            structured outputs (vLLM, SGLang, llama.cpp, OpenAI) enforce. None: until the server refuses it, with status
-            400 or 422, and takes the same request without.
+            structured outputs (vLLM, SGLang, llama.cpp, OpenAI) enforce. None: unless the server refuses it (status 400
+            or 422).
     """
 
     timeout_s: Positive = 120.0
@@ -160,7 +159,6 @@ class JudgeReward(ServiceReward):
         return Score.failed(f"the judge's answer has no score: {said}")
 
     def _ask(self, messages: Sequence[Mapping[str, object]]) -> tuple[str, bool]:
-        """Return the judge's answer, and whether it was cut off."""
         request = {
             "model": self.model,
             "messages": messages,

@@ -36,17 +36,16 @@ _NEEDS_TEMPLATE = (
 class RewardModelReward(ModelReward):
     """Raw is the model's output (a logit), the value the same or its sigmoid.
 
-    A tokenizer with a chat template gets the messages of the prompt, or a plain one as the user's message, and the
-    completion as the assistant's; another one gets both texts one after the other. Special tokens are those of the
-    template only.
+    A tokenizer with a chat template gets prompt and completion as messages; another one gets both texts one after the
+    other. Special tokens are those of the template only.
 
     Attributes:
         model: folder of a sequence classification model with one label and its tokenizer, or ``owner/repo[@revision]``
             on the Hub.
         model_sha256: digest over the model's files that it must have, complete or its first 8 digits or more.
         scale: ``none``, unbounded, or ``sigmoid``, in (0, 1).
-        max_length: of prompt and completion in tokens; by default what the model has positions for. Of a longer text
-            the beginning is left out, since the model answers at the last token.
+        max_length: of prompt and completion in tokens, of which the beginning is left out if it is longer; by default
+            what the model has positions for.
     """
 
     model: Annotated[str | None, Uses.PLACE] = None

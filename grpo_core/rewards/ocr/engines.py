@@ -197,7 +197,6 @@ def _load_reader(engine: RapidEngine, models: tuple[str, ...]) -> Any:
 
 @functools.lru_cache(maxsize=len(MODELS))
 def _find_model_file(name: str) -> Path:
-    """Find a model file and compare its digest with the wheel's record."""
     listed = [entry for entry in metadata.files("rapidocr") or () if entry.name == name]
     path = Path(str(listed[0].locate())) if listed else None
     if path is None or not path.is_file():
@@ -309,7 +308,6 @@ def _ask_version() -> str:
 
 @functools.cache
 def _ask_languages() -> tuple[Path, tuple[str, ...]]:
-    """Return the folder of the languages' data and the names of the languages in it."""
     heading, *names = _ask("--list-langs").splitlines() or [""]
     folder = re.search(r'"(.*)"', heading)
     return Path(folder[1] if folder else "."), tuple(name.strip() for name in names if name.strip())

@@ -109,7 +109,6 @@ def find_small_print(image: Image.Image, known: Sequence[Rectangle], read: Reade
 
 
 def _busiest(detail: Float32[np.ndarray, "height width"]) -> tuple[int, int, int, int] | None:
-    """Find the part with the most detail; None where there is little everywhere."""
     height, width = (min(_NEAR_SIDE, side) for side in detail.shape)
     step = _NEAR_SIDE // 2
     busy = np.lib.stride_tricks.sliding_window_view(detail, (height, width))[::step, ::step].mean(axis=(2, 3))

@@ -40,13 +40,11 @@ class TextAccuracyReward(Reward):
     A setting of one engine is None with the other.
 
     Attributes:
-        mode: ``ned`` (surplus text costs as much as missing text, and what the engine sees and does not accept is
-            surplus), ``flow_grpo`` or ``cvtg`` (it costs nothing).
-        column: the prompt file's column with a sample's text or list of texts, instead of the quotes; a sample
-            with null or no text there has no score.
+        mode: ``ned`` (surplus text costs as much as missing text, and what the engine does not accept is surplus),
+            ``flow_grpo`` or ``cvtg`` (it costs nothing).
+        column: the prompt file's column with a sample's text or list of texts, instead of the quotes.
         engine: ``rapidocr`` (Chinese and English) or ``tesseract``.
-        cls: rapidocr: whether upside-down lines are turned and read, which gives them full marks; False. Lines
-            turned a quarter are read either way.
+        cls: rapidocr: whether upside-down lines are turned and read, which gives them full marks; False.
         limit_side_len: rapidocr: an image with a smaller short side is enlarged to it for finding the lines; 320.
         max_side_len: rapidocr: an image with a larger long side is shrunk to it before it is read; 768.
         languages: tesseract: names of its languages, joined by a plus (``eng+chi_sim``); ``eng``.

@@ -224,7 +224,6 @@ def _letters_and_unread(folded: str) -> str:
 
 
 def _count_marks(texts: Sequence[str]) -> int:
-    """Count punctuation marks and symbols."""
     return sum(unicodedata.category(character)[0] in "PS" for text in texts for character in _fold(text))
 
 

@@ -40,8 +40,8 @@ class ServiceReward(Reward):
         url: http or https.
         timeout_s: of one attempt, in seconds, from connecting to the last byte.
         attempts: for each request, the first included.
-        backoff_s: pause before the second attempt; it doubles with each further one, up to 30 seconds, and is cut by up
-            to half at random. A longer ``Retry-After`` of the service counts instead.
+        backoff_s: pause before the second attempt; it doubles with each further one, up to 30 seconds, less up to half
+            at random, or lasts as long as a ``Retry-After``.
         concurrency: requests at a time.
         token_env: environment variable with a bearer token; None to send none.
     """

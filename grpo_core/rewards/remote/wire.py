@@ -210,7 +210,6 @@ def read_batch(request: ScoreRequest) -> ScoringBatch:
 
 
 def _source_images(request: ScoreRequest) -> Sequence[Sequence[Image.Image]]:
-    """Decode the images in the prompts of all samples; empty if no prompt has any."""
     if not any(sample.sources for sample in request.samples):
         return ()
     return [
@@ -259,7 +258,6 @@ def decode_image(text: str, place: str) -> Image.Image:
 
 
 def _open_png(text: str, place: str) -> Image.Image:
-    """Read the header of a PNG file in base64; no pixel is decoded."""
     try:
         content = base64.b64decode(text, validate=True)
     except ValueError as error:

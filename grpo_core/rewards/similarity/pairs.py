@@ -66,10 +66,9 @@ class ComparingReward(Reward):
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class PairReward(ComparingReward):
-    """A reward of an image and its target, or a source image; a sample without it has no score.
+    """A reward of an image and its target, or a source image, resized to it; a sample without it has no score.
 
-    That is resized to the image. Pairs are measured one at a time: a convolution's last bits depend on the batch
-    that it runs in, and a score must not; images may then differ in size, and memory does not grow with the batch.
+    Pairs are measured one at a time: a convolution's last bits depend on the batch, and a score must not.
     """
 
     against: Literal["target", "source"] = "target"
@@ -126,8 +125,7 @@ class MseReward(PairReward):
     """Value 1 - clip(MSE / full_scale, 0, 1); raw the mean squared error over levels in [0, 1].
 
     Attributes:
-        full_scale: error from which the value is 0. The default, 0.25, is what flat mid-grey has at worst, against a
-            target of pure black and white; independent uniform noise has 1/6, and only black against white has 1.
+        full_scale: error from which the value is 0; 0.25 is the most that flat mid-grey has, uniform noise has 1/6.
     """
 
     full_scale: Positive = 0.25
@@ -164,8 +162,7 @@ class PsnrReward(PairReward):
 class R2Reward(PairReward):
     """Value max(R², 0); raw R², the share of the target's variance that the image explains, at most 1.
 
-    An image of a single colour, whichever, has 0 or less: SSIM and PSNR give it much for a target with a plain
-    background.
+    An image of a single colour has 0 or less, where SSIM and PSNR give it much for a plain background.
     """
 
     name: ClassVar[str] = "r2"

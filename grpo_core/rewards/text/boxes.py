@@ -45,15 +45,11 @@ class BoxIouReward(Reward):
     """Mean IoU of the best one-to-one matching of given and wanted boxes, over the larger of the two numbers.
 
     The completion's boxes are its lists of four numbers, ``[left, top, right, bottom]``, of its last ``<answer>`` where
-    it has one; plain, nested or in JSON (``{"bbox_2d": [...]}``). An answer of four numbers and nothing else is a box
-    too. Boxes of its reasoning, up to the last ``</think>``, are not given. Each one too many costs its share, and one
-    that encloses no area (corners out of order, NaN) or reaches beyond the image covers nothing and counts as given.
-    No box at all is 0; nothing wanted (an empty list) and nothing given is 1.
+    it has one, after the last ``</think>``; plain, nested or in JSON (``{"bbox_2d": [...]}``). An answer of nothing but
+    four numbers is a box too. One that encloses no area or reaches beyond the image covers nothing and counts as given. No box at all is 0; nothing wanted (an empty list) and nothing given is 1.
 
-    The wanted boxes are in pixels of the image as it is in the data; one that reaches beyond it is refused. The size is
-    that of the prompt's image, or stands in two columns where the prompt has none.
-
-    Raw is the mean IoU, value the same or, with a threshold, the share of boxes that reach it.
+    The wanted boxes are in pixels of the image in the data: of the prompt's, or of the size in two columns. One that
+    reaches beyond it is refused. Raw is the mean IoU, value the same or the share of boxes that reach the threshold.
 
     Attributes:
         column: the prompt file's column with the wanted box, ``[left, top, right, bottom]``, or a list of boxes; a
@@ -66,8 +62,7 @@ class BoxIouReward(Reward):
         min_pixels: of input_pixels: width times height at least, as in the folder's preprocessor_config.json.
         max_pixels: the same at most.
         image: which of the prompt's images the boxes are in, from 0.
-        width_column: the prompt file's column with the image's width in pixels, for prompts without an image; not read
-            for pixels.
+        width_column: the prompt file's column with the image's width in pixels, for prompts without an image.
         height_column: the same for its height.
     """
 
@@ -275,7 +270,6 @@ def _as_number(text: str) -> float:
 
 
 def _as_box(numbers: object) -> Box | None:
-    """Return left, top, right, bottom of a box with an area; None for anything else."""
     if not isinstance(numbers, list | tuple) or len(numbers) != 4:
         return None
     if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):

@@ -97,18 +97,14 @@ class FormatReward(Reward):
     """1 if the complete text has the form, else 0; in mode partial, the share of the form that is present.
 
     ``think_answer`` is ``<think>...</think><answer>...</answer>``: each of the four tags exactly once and in this
-    order, something visible between the tags of a pair (white space, zero-width, control and unassigned characters are
-    not, and neither is a comment, ``<!-- -->``), and only white space outside them.
+    order, something visible between the tags of a pair (not white space, zero-width, control or unassigned characters
+    or a comment, ``<!-- -->``), and only white space outside them. ``think_answer_box`` is MedGround-R1's: the same,
+    with a list of four whole numbers in braces in the answer, such as ``{"bbox_2d": [10, 20, 30, 40]}``.
 
-    ``think_answer_box`` is MedGround-R1's: the same, with a list of four whole numbers in braces in the answer, such as
-    ``{"bbox_2d": [10, 20, 30, 40]}``.
+    What the chat template or the prompt's last message begins the text with, such as ``<think>``, counts too.
 
-    The text is the complete answer: where the chat template or the prompt's last message begins it, such as with
-    ``<think>``, that counts too.
-
-    In mode partial the parts are the tags, each of which must be there exactly once, the elements, and the box where
-    one belongs to the form. Raw is the number of parts that are right: up to 5 for ``think_answer``, 6 with a box, in
-    either mode; 0 or 1 for a pattern.
+    In mode partial the parts are the tags, each exactly once, the elements, and the box. Raw is the number of parts
+    that are right: up to 5 for ``think_answer``, 6 with a box, in either mode; 0 or 1 for a pattern.
 
     Attributes:
         format: a named format; ``think_answer`` unless a pattern is given.
