@@ -25,7 +25,6 @@ from grpo_core.update.step import (
     keeping_old,
     no_gradient_of_a_refused_update,
     optimizer_step,
-    passes_of,
 )
 
 
@@ -108,7 +107,8 @@ def _all_passes(
     """Return the number of passes of one process: those without gradients, then every minibatch of every epoch."""
 
     def passes(count: int) -> int:
-        return passes_of(count, settings.micro_batch_size, process_group)
+        parts = -(-count // settings.micro_batch_size)
+        return -(-parts // process_group.count)
 
     sizes = [min(minibatch_size, rows - start) for start in range(0, rows, minibatch_size)]
     with_reference = settings.with_reference_logprobs * passes(rows)

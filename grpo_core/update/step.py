@@ -97,12 +97,6 @@ def keeping_old(component: PolicyComponent, *, needed: bool) -> Iterator[None]:
             del component.trained.copies["old"]
 
 
-def passes_of(rows: int, micro_batch_size: int, process_group: ProcessGroup) -> int:
-    """Return the number of passes of one process over these rows."""
-    parts = -(-rows // micro_batch_size)
-    return -(-parts // process_group.count)
-
-
 def counter(total: int, report: Progress | None) -> Tick:
     """Return what is called after each pass, and reports the number of passes done with their total."""
     done = itertools.count(1)

@@ -46,7 +46,8 @@ class BoxIouReward(Reward):
 
     The completion's boxes are its lists of four numbers, ``[left, top, right, bottom]``, of its last ``<answer>`` where
     it has one, after the last ``</think>``; plain, nested or in JSON (``{"bbox_2d": [...]}``). An answer of nothing but
-    four numbers is a box too. One that encloses no area or reaches beyond the image covers nothing and counts as given. No box at all is 0; nothing wanted (an empty list) and nothing given is 1.
+    four numbers is a box too. One that encloses no area or reaches beyond the image covers nothing and counts as given.
+    No box at all is 0; nothing wanted (an empty list) and nothing given is 1.
 
     The wanted boxes are in pixels of the image in the data: of the prompt's, or of the size in two columns. One that
     reaches beyond it is refused. Raw is the mean IoU, value the same or the share of boxes that reach the threshold.
